@@ -4,6 +4,7 @@ import gc
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # One thread per process: otherwise many small operators on two cores spend their time in barriers.
@@ -36,6 +37,16 @@ def pytest_configure(config):
         import seed_offset
 
         seed_offset.install(offset)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip tests that are marked `fixed_seed` if seeds are shifted."""
+    if not config.getoption("--seed-offset"):
+        return
+    for item in items:
+        marker = item.get_closest_marker("fixed_seed")
+        if marker is not None:
+            item.add_marker(pytest.mark.skip(reason=f"needs its seed: {marker.args[0]}"))
 
 
 def pytest_collection_finish():

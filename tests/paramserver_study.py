@@ -1,20 +1,21 @@
-"""All that is measured of paramserver, and drawn: the bench's rows, and those that need more.
+"""All measurements of paramserver, and their plots: the rows of its bench and those of this file.
 
     python tests/paramserver_study.py --plot docs/results/paramserver
 
-Rows `exchange` are the bench's, and where Ray is installed the same over Ray: by this package's
-transport, and by the pattern of Ray's own examples, an actor with the weights. Rows `bound`:
-exchanges in turns with what bounds them: the copies in and out of shared memory and the update; as
-many bytes there and back over bare frames of ZeroMQ, and over a plain Unix socket, from and into
-memory that is there, nothing computed: no transport that sends them is faster. Rows `size`,
-`workers` and `servers`: a push and pull of the whole model over shared memory, one of the three
-varied. Rows `target`: four workers, one five times slower; the time until the loss is a tenth of
-what it was, as who first pulls such parameters sees it, and as the last one does: the slow worker
-looks only once in its own long step. (The bound is a head start: far targets gain less by it.)
-DiLoCo beside data-parallel training of the suite's decoder on the suite's text, at equal tokens:
-Rows `loss`: bytes that a worker sends and receives, and the loss on text that nobody trained on.
-Rows `link`: two hosts joined by a link of that rate, and the share of a worker's time in which it
-computes. Both ways of training see the same rows of text in the same order.
+- `exchange`: the bench's rows. If Ray is installed, also over Ray: by this package's transport, and
+  by the pattern of Ray's examples, an actor that stores the weights.
+- `bound`: exchanges, interleaved with what bounds them: the copies in and out of shared memory and
+  the update; and the same bytes there and back over bare ZeroMQ frames and over a Unix socket, from
+  and into memory that exists, without any computation.
+- `size`, `workers`, `servers`: a push and a pull of the whole model over shared memory, with one of
+  the three varied.
+- `target`: four workers, one of them five times slower. The time until the loss is a tenth of its
+  first value, as the first and as the last worker observes it. The slow worker observes it once per
+  long step only.
+- `loss`: DiLoCo and data-parallel training of the suite's decoder on the suite's text, at equal
+  tokens: bytes that a worker exchanges, and the loss on held-out text.
+- `link`: two hosts joined by a link of a given rate, and the fraction of a worker's time in which
+  it computes. Both methods see the same rows of text in the same order.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ from paramserver import (
     run,
 )
 from paramserver.bench import bench, table
-from paramserver.bench.rows import _exchanges, _medians, _time_rpc
+from paramserver.bench.rows import median_times, time_exchanges, time_rpc
 from torch import nn
 
-CONTEXT, ROWS, WORKERS, LOCAL_STEPS = 128, 4, 2, 50  # rows a worker
+CONTEXT = 128
+#: Rows per worker and step.
+ROWS = 4
+WORKERS = 2
+LOCAL_STEPS = 50
 POLICIES = {
     "DiLoCo": LocalSteps(LOCAL_STEPS),
     "DiLoCo, 8 bits": LocalSteps(LOCAL_STEPS, compression=Integers(8)),
@@ -61,11 +66,12 @@ POLICIES = {
     ),
 }
 
-LINKED = ("DiLoCo", "DiLoCo, 4 bits, 5 fragments, overlap 5")  # whole, and as small as it gets
+#: Policies that are measured over a link: without compression, and with the smallest payload.
+LINKED = ("DiLoCo", "DiLoCo, 4 bits, 5 fragments, overlap 5")
 
 
 class TimedAdamW(torch.optim.AdamW):
-    """AdamW that knows for how long it has computed."""
+    """AdamW that measures the time of its steps."""
 
     seconds = 0.0
 
@@ -76,7 +82,7 @@ class TimedAdamW(torch.optim.AdamW):
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Warm-up, then a cosine down to a tenth, as in the paper."""
+    """Return the learning-rate factor: warm-up, then a cosine to a tenth (DiLoCo paper)."""
     warm = min(1.0, (step + 1) / max(1, steps // 20))
     return warm * (0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * step / steps))))
 
@@ -98,9 +104,11 @@ def held_out(model: Decoder, corpus: Corpus) -> float:
 
 
 def train(worker, steps: int) -> tuple[float, float, int]:
-    """Of one worker: seconds that it computed, seconds that all took, bytes that it exchanged."""
+    """Train one worker; return seconds of computation, seconds in total, and bytes exchanged."""
     torch.set_num_threads(1)
-    corpus, exchanging, optimizer = load_corpus(), 0.0, worker._optimizer
+    corpus = load_corpus()
+    exchange_seconds = 0.0
+    optimizer = worker._optimizer
     base = optimizer.param_groups[0]["lr"]
     begin = None
     for step in range(steps):
@@ -109,80 +117,87 @@ def train(worker, steps: int) -> tuple[float, float, int]:
         worker.pull()
         pulled = time.perf_counter()
         if begin is None:
-            begin = start = pulled  # the first pull is of the whole model
+            begin = start = pulled  # the first pull receives the whole model
         tokens, targets = batch(corpus, step, worker.rank)
         worker.module.loss(tokens, targets).backward()
         computed = time.perf_counter()
         worker.push()
-        exchanging += pulled - start + time.perf_counter() - computed
-    total, moved = time.perf_counter() - begin, worker.bytes_pushed + worker.bytes_pulled
-    # The optimizer's step is a part of `push`.
-    return total - exchanging + TimedAdamW.seconds, total, moved
+        exchange_seconds += pulled - start + time.perf_counter() - computed
+    total = time.perf_counter() - begin
+    # `push` includes the step of the local optimizer.
+    compute_seconds = total - exchange_seconds + TimedAdamW.seconds
+    return compute_seconds, total, worker.bytes_pushed + worker.bytes_pulled
 
 
-def together(corpus: Corpus, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all workers read at a step."""
+def global_batch(corpus: Corpus, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the batches of all workers at a step, concatenated."""
     return tuple(
         map(torch.cat, zip(*(batch(corpus, step, w) for w in range(WORKERS)), strict=True))
     )
 
 
 def data_parallel_bytes(model: Decoder, steps: int) -> int:
-    """A ring: each of n sends and receives 2 (n - 1) / n of the gradients a step."""
+    """Return the bytes that a worker of a ring all-reduce sends and receives in `steps` steps."""
     return sum(p.nbytes for p in model.parameters()) * 2 * 2 * (WORKERS - 1) // WORKERS * steps
 
 
 def _scale(case: str, mebibytes: int, workers: int, servers: int, *, rounds: int) -> dict:
-    """Of the slowest worker, when all exchange at the same time."""
-    found = _exchanges(mebibytes, rounds, workers=workers, servers=servers)
+    """Return the row of the slowest worker, if all exchange at the same time."""
+    times = time_exchanges(mebibytes, rounds, workers=workers, servers=servers)
     row = {"case": case, "model_mib": mebibytes, "workers": workers, "servers": servers}
-    return row | _medians(max(found, key=lambda pairs: sum(map(sum, pairs))))
+    return row | median_times(max(times, key=lambda pairs: sum(map(sum, pairs))))
 
 
 def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
-    """The same bytes there and back, nothing computed, in turns with all of an exchange and RPC."""
+    """Return rows of exchanges, RPC and bare transfers of the same bytes, interleaved."""
     measured = {
-        "shared_memory": lambda: _exchanges(mebibytes, rounds, transport="shared_memory")[0],
+        "shared_memory": lambda: time_exchanges(mebibytes, rounds, transport="shared_memory")[0],
         "copies": lambda: _time_copies(mebibytes, rounds),
-        "zeromq": lambda: _exchanges(mebibytes, rounds, transport="zeromq")[0],
+        "zeromq": lambda: time_exchanges(mebibytes, rounds, transport="zeromq")[0],
         "bare zeromq": lambda: _time_peer(_ZeroMQPeer, mebibytes, rounds),
         "socket": lambda: _time_peer(_SocketPeer, mebibytes, rounds),
-        "rpc": lambda: _time_rpc(mebibytes, rounds),
+        "rpc": lambda: time_rpc(mebibytes, rounds),
     }
-    found: dict = {name: [] for name in measured}
+    times: dict = {name: [] for name in measured}
     for _ in range(2):
         for name, measure in measured.items():
-            found[name] += measure()
-    return [
-        {"case": "bound", "transport": name, "model_mib": mebibytes}
-        | _medians(pairs)
-        | {"rpc_over_this_p50": statistics.median(
-            sum(theirs) / sum(ours) for theirs, ours in zip(found["rpc"], pairs, strict=True)
-        )}
-        for name, pairs in found.items()
-    ]  # fmt: skip
+            times[name] += measure()
+    rows = []
+    for name, pairs in times.items():
+        row = {"case": "bound", "transport": name, "model_mib": mebibytes} | median_times(pairs)
+        row["rpc_over_this_p50"] = median_ratio(times["rpc"], pairs)
+        rows.append(row)
+    return rows
+
+
+def median_ratio(times: list, reference: list) -> float:
+    """Return the median of the pairwise ratios of `times` to `reference`."""
+    pairs = zip(times, reference, strict=True)
+    return statistics.median(sum(a) / sum(b) for a, b in pairs)
 
 
 def _time_copies(mebibytes: int, rounds: int) -> list:
-    """A copy into memory that is shared and an update from there; a copy out of it."""
-    mine, shared, served = (torch.randn(mebibytes * 2**18) for _ in range(3))
+    """Time a copy into shared memory with an update from it, and a copy out of it."""
+    worker_memory, shared, server_memory = (torch.randn(mebibytes * 2**18) for _ in range(3))
     times = []
     for number in range(rounds + 1):
         start = time.perf_counter()
-        shared.copy_(mine)
-        served.add_(shared, alpha=-0.0)
+        shared.copy_(worker_memory)
+        server_memory.add_(shared, alpha=-0.0)
         middle = time.perf_counter()
-        mine.copy_(served)
+        worker_memory.copy_(server_memory)
         if number:
             times.append((middle - start, time.perf_counter() - middle))
     return times
 
 
 def _time_peer(connect, mebibytes: int, rounds: int) -> list:
-    """To and from a process that keeps what comes and sends as much back."""
+    """Time transfers to a process that stores the data, and of the same size back."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("forkserver")
-        address, data, times = f"{folder}/peer", bytearray(mebibytes * 2**20), []
+        address = f"{folder}/peer"
+        data = bytearray(mebibytes * 2**20)
+        times = []
         echo = context.Process(target=_echo, args=(connect, address, len(data), rounds))
         echo.start()
         peer = connect(address, listens=True)
@@ -209,7 +224,7 @@ def _echo(connect, address: str, nbytes: int, rounds: int) -> None:
 
 
 class _SocketPeer:
-    """The stream that the kernel has between processes of a host."""
+    """A Unix socket."""
 
     def __init__(self, address: str, listens: bool) -> None:
         stream = socket.socket(socket.AF_UNIX)
@@ -238,7 +253,7 @@ class _SocketPeer:
 
 
 class _ZeroMQPeer:
-    """Frames as this package sends them: a mebibyte each, sent as they lie, kept where they go."""
+    """ZeroMQ frames of one MiB, sent without a copy, as this package sends them."""
 
     def __init__(self, address: str, listens: bool) -> None:
         import zmq
@@ -255,9 +270,9 @@ class _ZeroMQPeer:
 
     def receive(self, data: memoryview) -> None:
         while data:
-            came = self.socket.recv(copy=False).buffer
-            data[: len(came)] = came
-            data = data[len(came) :]
+            piece = self.socket.recv(copy=False).buffer
+            data[: len(piece)] = piece
+            data = data[len(piece) :]
 
     def close(self) -> None:
         self.socket.close()
@@ -265,7 +280,7 @@ class _ZeroMQPeer:
 
 
 def ray_rows(mebibytes: int, rounds: int) -> list[dict]:
-    """A push and a pull over Ray; none where it is not installed."""
+    """Return rows of a push and a pull over Ray, or none if Ray is not installed."""
     try:
         import ray
     except ImportError:
@@ -273,28 +288,25 @@ def ray_rows(mebibytes: int, rounds: int) -> list[dict]:
         return []
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
     ray.init(include_dashboard=False, log_to_driver=False, num_cpus=4, runtime_env=environment)
-    found = {"ray": [], "ray_pattern": []}
+    times = {"ray": [], "ray_pattern": []}
     try:
-        for _ in range(2):  # in turns
-            found["ray"] += _exchanges(mebibytes, rounds, transport="ray")[0]
+        for _ in range(2):  # interleaved
+            times["ray"] += time_exchanges(mebibytes, rounds, transport="ray")[0]
             server = ray.remote(_Weights).remote(mebibytes)
-            found["ray_pattern"] += ray.get(ray.remote(_ray_pattern).remote(server, rounds))
+            times["ray_pattern"] += ray.get(ray.remote(_ray_pattern).remote(server, rounds))
             ray.kill(server)
     finally:
         ray.shutdown()
-    pattern = found["ray_pattern"]
-    return [
-        {"case": "ray", "transport": name, "model_mib": mebibytes}
-        | _medians(pairs)
-        | {"pattern_over_this_p50": statistics.median(
-            sum(theirs) / sum(ours) for theirs, ours in zip(pattern, pairs, strict=True)
-        )}
-        for name, pairs in found.items()
-    ]  # fmt: skip
+    rows = []
+    for name, pairs in times.items():
+        row = {"case": "ray", "transport": name, "model_mib": mebibytes} | median_times(pairs)
+        row["pattern_over_this_p50"] = median_ratio(times["ray_pattern"], pairs)
+        rows.append(row)
+    return rows
 
 
 class _Weights:
-    """The server of Ray's examples: an actor that holds the weights and applies gradients."""
+    """The server of Ray's examples: an actor that stores the weights and applies gradients."""
 
     def __init__(self, mebibytes):
         self.x = nn.Parameter(torch.randn(mebibytes * 2**18))
@@ -311,25 +323,26 @@ class _Weights:
 def _ray_pattern(server, rounds):
     import ray
 
-    mine = torch.from_numpy(ray.get(server.weights.remote()).copy())
-    gradient, times = torch.randn_like(mine), []
+    weights = torch.from_numpy(ray.get(server.weights.remote()).copy())
+    gradient = torch.randn_like(weights)
+    times = []
     for _ in range(rounds):
         start = time.perf_counter()
         ray.get(server.apply.remote(gradient.numpy()))
         middle = time.perf_counter()
-        mine.copy_(torch.from_numpy(ray.get(server.weights.remote()).copy()))
+        weights.copy_(torch.from_numpy(ray.get(server.weights.remote()).copy()))
         times.append((middle - start, time.perf_counter() - middle))
     return times
 
 
 def _target(quick: bool) -> list[dict]:
-    """Time to a target for the policies, with one of four workers five times slower."""
+    """Return the time to a target per policy, with one of four workers five times slower."""
     kinds: tuple = (BulkSynchronous(), StaleSynchronous(4), Asynchronous())
     rounds = 1 if quick else 5
     seconds: dict[str, list[tuple[float, float]]] = {repr(kind): [] for kind in kinds}
-    for _ in range(rounds):  # in turns, so that a slow minute hits all
+    for _ in range(rounds):  # interleaved, so that a slow minute affects all
         for kind in kinds:
-            # What is applied once a step is the mean of four; what is applied four times is one.
+            # A policy that averages applies one mean per step, the others four gradients.
             rate = 0.4 if kind.averages else 0.1
             result = run(
                 _regress, _regression(), partial(torch.optim.SGD, lr=rate), kind, workers=4
@@ -359,7 +372,7 @@ def _regression() -> nn.Module:
 
 
 def _regress(worker) -> float:
-    """Seconds until a least-squares loss is a tenth of the first; worker 0 is five times slower."""
+    """Return the seconds until the loss is a tenth of the first; worker 0 is five times slower."""
     generator = torch.Generator().manual_seed(worker.rank)
     truth = torch.linspace(-1, 1, 32)
     begin, first = time.perf_counter(), None
@@ -378,45 +391,54 @@ def _regress(worker) -> float:
 
 
 def loss_rows(size: str, steps: int, lr: float) -> list[dict[str, object]]:
-    """Held-out loss and bytes of all ways. Data-parallel: one process on all rows, which it is."""
+    """Return held-out loss and bytes of each method; data-parallel runs as one equal process."""
     torch.set_num_threads(1)
-    corpus, model = load_corpus(), decoder(size)
+    corpus = load_corpus()
+    model = decoder(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * rate_at(step, steps)
         optimizer.zero_grad()
-        model.loss(*together(corpus, step)).backward()
+        model.loss(*global_batch(corpus, step)).backward()
         optimizer.step()
-    base, most = held_out(model, corpus), data_parallel_bytes(model, steps)
-    found = [("data-parallel", base, most)]
+    base_loss = held_out(model, corpus)
+    base_bytes = data_parallel_bytes(model, steps)
+    results = [("data-parallel", base_loss, base_bytes)]
     for name, policy in POLICIES.items():
         make = partial(TimedAdamW, lr=lr)
         result = run(train, decoder(size), make, policy, args=(steps,), workers=WORKERS)
         model.load_state_dict(result.parameters)
-        found.append((name, held_out(model, corpus), result.values[0][2]))
-        print(*found[-1], file=sys.stderr)
+        results.append((name, held_out(model, corpus), result.values[0][2]))
+        print(*results[-1], file=sys.stderr)
     return [
         {
-            "case": "loss", "kind": name, "size": size, "workers": WORKERS, "steps": steps,
-            "tokens": steps * ROWS * WORKERS * CONTEXT, "held_out_loss": loss,
-            "loss_over_data_parallel": loss / base, "worker_bytes": moved,
-            "times_fewer_bytes": most / moved,
+            "case": "loss",
+            "kind": name,
+            "size": size,
+            "workers": WORKERS,
+            "steps": steps,
+            "tokens": steps * ROWS * WORKERS * CONTEXT,
+            "held_out_loss": loss,
+            "loss_over_data_parallel": loss / base_loss,
+            "worker_bytes": nbytes,
+            "times_fewer_bytes": base_bytes / nbytes,
         }
-        for name, loss, moved in found
-    ]  # fmt: skip
+        for name, loss, nbytes in results
+    ]
 
 
 def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float, int]:
-    """In a process group: seconds computed, seconds in all, bytes exchanged."""
+    """Train as a rank of a process group; return as `train` does."""
     dist.init_process_group("gloo")
     model = decoder(size)
     if kind != "data-parallel":
-        # Half of the model on each: nobody is slower because it also serves, and waited for.
+        # Each host serves half of the model, so that no worker is slowed down by serving more.
         make, hosts = partial(TimedAdamW, lr=lr), range(WORKERS)
         with join(model, make, POLICIES[kind], servers=hosts, timeout=240) as worker:
             return train(worker, steps)
     torch.set_num_threads(1)
-    corpus, wrapped = load_corpus(), nn.parallel.DistributedDataParallel(model)
+    corpus = load_corpus()
+    wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 
     def step(number: int) -> None:
@@ -426,7 +448,7 @@ def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float,
         optimizer.step()
         optimizer.zero_grad()
 
-    with wrapped.no_sync():  # nothing is sent: what the steps take by themselves
+    with wrapped.no_sync():  # the time of steps without communication
         start = time.perf_counter()
         for number in range(10):
             step(number)
@@ -438,9 +460,9 @@ def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float,
 
 
 def link_rows(size: str, steps: int, lr: float, rate: str) -> list[dict[str, object]]:
-    """The share of a worker's time that it computes, of two hosts on one link."""
+    """Return the fraction of time that a worker computes, for two hosts on one link."""
     rows: list[dict[str, object]] = []
-    # As many steps as a minute of the slower one allows.
+    # Data-parallel training is so slow that it takes a tenth of the steps.
     for kind, count in {
         "data-parallel": max(5, steps // 10),
         **dict.fromkeys(LINKED, steps),
@@ -451,7 +473,7 @@ def link_rows(size: str, steps: int, lr: float, rate: str) -> list[dict[str, obj
             if any(run_everywhere(hosts, command, dict(os.environ), seconds=900)):
                 raise RuntimeError(f"a rank of {kind} failed")
             sent = max(host.sent_bytes() for host in hosts)
-            found = [json.loads(Path(f"{folder}/rows-{w}").read_text()) for w in range(WORKERS)]
+            results = [json.loads(Path(f"{folder}/rows-{w}").read_text()) for w in range(WORKERS)]
         rows.append(
             {
                 "case": "link",
@@ -459,8 +481,8 @@ def link_rows(size: str, steps: int, lr: float, rate: str) -> list[dict[str, obj
                 "size": size,
                 "rate": rate,
                 "steps": count,
-                "computing_share": min(computed / total for computed, total, _ in found),
-                "step_ms": max(total for _, total, _ in found) / count * 1e3,
+                "computing_share": min(computed / total for computed, total, _ in results),
+                "step_ms": max(total for _, total, _ in results) / count * 1e3,
                 "sent_bytes_a_step": sent / count,
             }
         )
@@ -469,7 +491,7 @@ def link_rows(size: str, steps: int, lr: float, rate: str) -> list[dict[str, obj
 
 
 def plot(rows: list[dict[str, object]], path: str) -> None:
-    """PATH-exchange.png, PATH-target.png and PATH-diloco.png."""
+    """Draw PATH-exchange.png, PATH-target.png and PATH-diloco.png."""
     import matplotlib.pyplot as plt
 
     def of(case):
@@ -497,7 +519,7 @@ def plot(rows: list[dict[str, object]], path: str) -> None:
     figure, axes = plt.subplots(figsize=(6, 4))
     for row in of("loss"):
         axes.scatter(row["worker_bytes"], row["held_out_loss"], label=row["kind"])
-    axes.set(xscale="log", yscale="log")  # what diverged would flatten the others
+    axes.set(xscale="log", yscale="log")  # a run that diverged would flatten the others
     axes.set_yticks([2, 5, 10, 20], ["2", "5", "10", "20"])
     axes.yaxis.set_minor_formatter("")
     axes.set(xlabel="bytes that a worker exchanged", ylabel="held-out loss")
@@ -509,7 +531,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--no-exchange", dest="exchange", action="store_false")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--size", default="mini", help="one of the suite's")
+    parser.add_argument("--size", default="mini", help="size of the suite's decoder")
     parser.add_argument("--link-size", default="tiny")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--link-steps", type=int, default=150)
@@ -517,33 +539,33 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", help="the pictures' names begin so")
-    given = parser.parse_args()
-    if given.rank_of:
-        found = one_rank(given.rank_of, given.size, given.steps, given.lr)
-        Path(f"{given.json}-{os.environ['RANK']}").write_text(json.dumps(found))
+    parser.add_argument("--plot", help="prefix of the names of the plots")
+    options = parser.parse_args()
+    if options.rank_of:
+        result = one_rank(options.rank_of, options.size, options.steps, options.lr)
+        Path(f"{options.json}-{os.environ['RANK']}").write_text(json.dumps(result))
         os._exit(0)
-    rows = bench(quick=given.quick) if given.exchange else []
-    size, rounds = (8, 5) if given.quick else (80, 15)
+    rows = bench(quick=options.quick) if options.exchange else []
+    size, rounds = (8, 5) if options.quick else (80, 15)
     scales = [
         *(("size", mebibytes, 1, 1) for mebibytes in (1, 8, 80, 320) if mebibytes <= 4 * size),
         *(("workers", size, workers, 1) for workers in (1, 2, 4)),
         *(("servers", size, 1, servers) for servers in (1, 2, 4)),
     ]
-    if given.exchange:
+    if options.exchange:
         rows += bound_rows(size, rounds)
         rows += ray_rows(size, rounds)
         rows += [_scale(*scale, rounds=rounds) for scale in scales]
-        rows += _target(given.quick)
-    rows += loss_rows(given.size, given.steps, given.lr) if given.steps else []
+        rows += _target(options.quick)
+    rows += loss_rows(options.size, options.steps, options.lr) if options.steps else []
     if reason := why_not():
         print(f"no link is emulated: {reason}", file=sys.stderr)
-    elif given.link_steps:
-        rows += link_rows(given.link_size, given.link_steps, given.lr, given.rate)
-    if given.plot:
-        plot(rows, given.plot)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    elif options.link_steps:
+        rows += link_rows(options.link_size, options.link_steps, options.lr, options.rate)
+    if options.plot:
+        plot(rows, options.plot)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
 

@@ -2,7 +2,8 @@
 
 `pytest --seed-offset 3` adds 3 to each seed that is passed to `random`, NumPy or PyTorch. A test
 that then fails depends on one draw: it should construct its case, or assert a statistic over
-several seeds. Ranks that a test starts read the offset from the variable `LLMSYS_SEED_OFFSET`.
+several seeds. Python processes that a test starts apply the offset, too: they find the module
+`sitecustomize` in `tests/seed_offset_site` and read the variable `LLMSYS_SEED_OFFSET`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import functools
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 VARIABLE = "LLMSYS_SEED_OFFSET"
+#: The folder that Python processes import `sitecustomize` from.
+SITE = str(Path(__file__).parent / "seed_offset_site")
 
 
 def install(offset: int) -> None:
@@ -24,6 +28,8 @@ def install(offset: int) -> None:
     if offset == 0:
         return
     os.environ[VARIABLE] = str(offset)
+    if SITE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([SITE, os.environ.get("PYTHONPATH", "")])
 
     def shift(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

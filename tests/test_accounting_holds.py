@@ -16,9 +16,9 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+from llmsys_suite.ranks.worker import Run
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.stages.plan import measured_peak_bytes, predict, transformer
-from llmsys_suite.worker import Run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from worker_pool import run_ranks
@@ -124,10 +124,10 @@ def bytes_reduced_by_ddp():
 def bytes_sent_by_sharded_optimizer():
     model = decoder()
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    optimizer.wire.bytes.clear()
+    optimizer.communicator.bytes.clear()
     model.loss(tokens(), tokens()).backward()
     optimizer.step()
-    return dict(optimizer.wire.bytes)
+    return dict(optimizer.communicator.bytes)
 
 
 @pytest.mark.parametrize("world", [2, 4])

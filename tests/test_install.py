@@ -65,11 +65,10 @@ def install(tmp_path):
         (Path(paths["purelib"]) / "linked.pth").write_text(f"{linked}\n")
         python = home / "bin" / "python"
         pip = [sys.executable, "-m", "pip", "--python", python]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         done = subprocess.run(
             [*pip, "install", "--quiet", address],
             cwd=tmp_path,
-            env=environment,
+            env=without_python_path(),
             capture_output=True,
             text=True,
             check=False,
@@ -80,9 +79,19 @@ def install(tmp_path):
     return install
 
 
+def without_python_path():
+    """Return the environment without PYTHONPATH, which could lead to the sources."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def assert_ours(python, packages):
     done = subprocess.run(
-        [python, "-c", REPORT, *packages], capture_output=True, text=True, check=True, cwd="/"
+        [python, "-c", REPORT, *packages],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd="/",
+        env=without_python_path(),
     )
     for package, (summary, classifiers, file) in json.loads(done.stdout).items():
         assert summary == project(package)["description"]

@@ -30,7 +30,7 @@ def test_an_exchange_is_measured_beside_what_bounds_it():
 def test_an_exchange_takes_little_more_than_what_bounds_it():
     rows = {row["transport"]: row["rpc_over_this_p50"] for row in study.bound_rows(80, 15)}
     assert rows["shared_memory"] >= min(6, 0.85 * rows["copies"])
-    # Three times is asked; bare frames that carry the same bytes, and compute nothing, are slower.
+    # The goal is 3. Bare frames with the same bytes and without computation are slower than that.
     assert rows["zeromq"] >= min(3, 0.7 * rows["bare zeromq"])
 
 

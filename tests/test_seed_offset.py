@@ -8,11 +8,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from worker_pool import SEED_OFFSET, run_ranks
+from seed_offset import VARIABLE
+from worker_pool import run_ranks
 from workspace import ROOT
 
 pytestmark = pytest.mark.skipif(
-    SEED_OFFSET in os.environ, reason="the seeds of this run are shifted already"
+    VARIABLE in os.environ, reason="the seeds of this run are shifted already"
 )
 
 DRAWS = """
@@ -68,6 +69,11 @@ def test_option_reaches_the_ranks_that_a_test_starts(tmp_path):
         f"import torch\nfrom worker_pool import run_ranks\n"
         f"def draw():\n    torch.manual_seed(5)\n    return torch.rand(()).item()\n"
         f"def test_draw():\n    assert run_ranks(draw, 1) == [{expected_draws(8)[4]!r}]\n"
+        f"def test_other_process():\n    import subprocess, sys\n"
+        f"    code = 'import torch; torch.manual_seed(5); print(torch.rand(()).item())'\n"
+        f"    command = [sys.executable, '-c', code]\n"
+        f"    done = subprocess.run(command, capture_output=True, text=True, check=True)\n"
+        f"    assert float(done.stdout) == {expected_draws(8)[4]!r}\n"
     )
     options = ["-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "conftest"]
     done = subprocess.run(

@@ -13,9 +13,10 @@ from workspace import LEAVES, PACKAGES, ROOT, folder, module, project, pyproject
 
 SECTIONS = [
     "Install",
-    "Use",
-    "Measured",
+    "Quick start",
+    "API",
     "How it works",
+    "Results",
     "Guarantees",
     "Limits",
     "References",
@@ -108,7 +109,7 @@ def test_init_holds_the_public_names_and_nothing_else(package):
     kinds = (ast.ImportFrom, ast.Assign)
     assert all(isinstance(n, kinds) or n in late or n in lookup for n in rest)
     names = {alias.asname or alias.name for n in imports for alias in n.names}
-    assert [n.targets[0].id for n in assigned] == ["_LATER"] * len(late) + ["__all__"]
+    assert [n.targets[0].id for n in assigned] == ["_LAZY"] * len(late) + ["__all__"]
     assert set(ast.literal_eval(assigned[-1].value)) == names
 
 
@@ -174,7 +175,7 @@ def test_missing_optional_module_is_reported_with_its_extra(extra):
     missing, call = OPTIONAL[extra]
     script = f"import sys; sys.modules[{missing!r}] = None; {call}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert f'{missing}, which is not installed: pip install "{extra}"' in done.stderr
+    assert f'{missing}, which is missing: pip install "{extra}"' in done.stderr
 
 
 #: Code that uses fake tensors before the first backward pass of its process.
@@ -194,7 +195,7 @@ with tempfile.TemporaryDirectory() as folder:
 torch.distributed.destroy_process_group()
 """,
     "llmsys-suite": """
-from llmsys_suite.worker import make_autograds_threads
+from llmsys_suite.ranks.worker import make_autograds_threads
 from torch._subclasses.fake_tensor import FakeTensorMode
 make_autograds_threads()
 with FakeTensorMode():

@@ -44,10 +44,6 @@ PRELOADED = [
 ]
 
 
-# The variable of seed_offset.py, which must not be imported here: it imports torch.
-SEED_OFFSET = "LLMSYS_SEED_OFFSET"
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The result of one rank: a value, or the exception or exit code that ended it."""
@@ -104,8 +100,6 @@ def try_ranks(
     call = pickle.dumps(args)
     with tempfile.TemporaryDirectory() as folder:
         environment = {"WORLD_SIZE": str(world), "STORE_FILE": f"{folder}/store"}
-        if SEED_OFFSET in os.environ:
-            environment[SEED_OFFSET] = os.environ[SEED_OFFSET]
         ranks: list[tuple[ForkServerProcess, Connection]] = []
         for rank in range(world):
             ours, theirs = _context().Pipe()
@@ -160,7 +154,6 @@ def _serve(
     backend: str,
     timeout: float,
 ) -> None:
-    import seed_offset
     import torch
     import torch.distributed as dist
 
@@ -168,7 +161,6 @@ def _serve(
     # all, which takes 0.2 s and copies every page that this rank shares with the fork server.
     gc.freeze()
     os.environ.update(environment)
-    seed_offset.install_from_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     torch.set_num_threads(1)

@@ -46,7 +46,7 @@ class Answer:
     """Relative; 0 asks for equality."""
 
     def compute(self) -> Any:
-        """What the call gives."""
+        """Evaluate the call."""
         return eval(self.call, NAMESPACE)
 
 

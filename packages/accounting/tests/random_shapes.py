@@ -12,11 +12,9 @@ def shapes() -> st.SearchStrategy[Transformer]:
 
     @st.composite
     def build(draw: st.DrawFn) -> Transformer:
-        layers, group, kv = (
-            draw(st.integers(1, 5)),
-            draw(st.integers(1, 3)),
-            draw(st.integers(1, 3)),
-        )
+        layers = draw(st.integers(1, 5))
+        group = draw(st.integers(1, 3))
+        kv = draw(st.integers(1, 3))
         experts = draw(st.booleans())
         return Transformer(
             layers=layers,

@@ -1,5 +1,4 @@
-"""The plainest module of a `Transformer`'s shape, to hold its costs against, and a group of ranks
-without processes."""
+"""Minimal modules with the shape of a `Transformer`, and a group of ranks without processes."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -39,7 +38,9 @@ class Block(nn.Module):
     def __init__(self, t: Transformer) -> None:
         super().__init__()
         self.heads, self.kv_heads = t.heads, t.kv_heads
-        d, h, g = t.d_model, t.heads, t.kv_heads
+        d = t.d_model
+        h = t.heads
+        g = t.kv_heads
         self.attn_norm, self.mlp_norm = nn.RMSNorm(d), nn.RMSNorm(d)
         self.q_proj = nn.Linear(d, h * t.qk_dim, bias=False)
         self.k_proj = nn.Linear(d, g * t.qk_dim, bias=False)

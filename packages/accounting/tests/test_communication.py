@@ -52,10 +52,10 @@ def ring_all_reduce_bytes(ranks: int, elements: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_wire_bytes_are_those_that_a_ring_sends(ranks: int) -> None:
+def test_wire_bytes_equal_simulated_ring(ranks: int) -> None:
     elements = 12 * ranks
     ring = Collective(
-        name="x", operation="all_reduce", axis="data", ranks=ranks, count=1, each=4 * elements
+        name="x", operation="all_reduce", axis="data", ranks=ranks, count=1, call_bytes=4 * elements
     )
     assert ring_all_reduce_bytes(ranks, elements) == [ring.wire] * ranks
     assert ring.wire_total == ranks * ring.wire
@@ -65,8 +65,8 @@ def test_wire_bytes_are_those_that_a_ring_sends(ranks: int) -> None:
     )
 
 
-def test_ddp_and_fsdp_of_torch_hand_over_the_payload() -> None:
-    """What torch's own FSDP2 gathers and scatters, seen at the collectives, on a fake group."""
+def test_payload_equals_tensors_of_torch_ddp_and_fsdp() -> None:
+    """Compare with the collectives of torch's DDP and FSDP2 on a fake process group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -117,14 +117,14 @@ def _tensors(argument: object) -> list[torch.Tensor]:
     return []
 
 
-def test_zero_moves_what_its_paper_says() -> None:
+def test_zero_traffic_equals_zero_paper() -> None:
     # Section 7: stages 1 and 2 move as much as plain data parallelism, stage 3 half as much again.
     plain = communication(SMALL, Plan(data=8)).wire.total
     assert communication(SMALL, Plan(data=8, zero=1)).wire.total == plain
     assert communication(SMALL, Plan(data=8, zero=2)).wire.total == plain
     assert communication(SMALL, Plan(data=8, zero=3)).wire.total == 1.5 * plain
-    kept = Plan(data=8, zero=3, reshard_after_forward=False)
-    assert communication(SMALL, kept).wire.total == plain
+    saved = Plan(data=8, zero=3, reshard_after_forward=False)
+    assert communication(SMALL, saved).wire.total == plain
 
 
 def test_sequence_parallelism_moves_half_as_much_again_in_the_backward() -> None:
@@ -138,14 +138,14 @@ def test_sequence_parallelism_moves_half_as_much_again_in_the_backward() -> None
     assert plain["tensor-parallel forward"].count == 2 * 4 + 1
 
 
-def test_a_block_that_adds_attention_and_mlp_at_once_reduces_once() -> None:
+def test_parallel_block_has_one_all_reduce() -> None:
     shape = Transformer(layers=4, d_model=64, heads=8, vocab_size=0, parallel_block=True)
     assert communication(shape, Plan(tensor=4), batch=1, seq=4).payload.total == (
         2 * 4 * 4 * 64 * 2
     )
 
 
-def test_experts_send_every_copy_of_a_token_there_and_back() -> None:
+def test_experts_send_every_token_copy_both_ways() -> None:
     traffic = communication(SPARSE, Plan(data=4, expert=4), batch=4, seq=10)
     copies = 10 * 2 * 64 * 2
     for name in ("tokens to experts", "tokens from experts, backward"):
@@ -180,7 +180,7 @@ def test_stage_boundaries_are_named_by_direction() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 3))
-def test_wire_is_a_sum_and_payload_does_not_depend_on_the_algorithm(
+def test_wire_is_sum_and_payload_is_independent_of_algorithm(
     shape: Transformer, tensor: int, pipeline: int, zero: int
 ) -> None:
     plan = Plan(data=2, tensor=tensor, pipeline=pipeline, zero=zero, microbatches=2)

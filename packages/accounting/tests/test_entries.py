@@ -30,7 +30,7 @@ from accounting.time.goodput import LLAMA3_405B
 MODEL = Transformer(layers=4, d_model=64, heads=8, vocab_size=100)
 RUN: dict[str, Any] = {"model": MODEL, "batch": 2, "seq": 8}
 PEAK: dict[str, Any] = {"devices": 2, "peak_flops": 1e12}
-# What each entry takes; a new one is missed by the first test below.
+# Arguments of each public function; the first test below fails for a function without any.
 TAKES: dict[str, dict[str, Any]] = {
     "cli.questions.amount": {"text": "1T"},
     "cli.questions.differences": {"first": MODEL, "second": MODEL, "seq": 8},
@@ -99,10 +99,11 @@ TAKES: dict[str, dict[str, Any]] = {
     "time.step.optimal_bucket_bytes": {"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5},
     "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100", "efficiency": 0.5},
 }
-# Steps on the way, of which no reader of the documents is told.
+# Internal functions, which are not documented.
 INSIDE = {
     *("breakdown", "checks", "cli.main", "cli.report", "memory.live", "model.formulas"),
     *("model.matrices", "model.module", "model.registry", "plan", "search.launch"),
+    *("search.estimates",),
     *("time.efficiency", "time.offload", "workload"),
     *("parameters.by_part", "memory.training.device_parameters", "memory.training.one_layer"),
     *("memory.training.one_block", "memory.training.alone", "memory.training.times"),
@@ -118,7 +119,7 @@ INSIDE = {
     *("time.published.errors_by_source", "time.published.coverage"),
     *("time.published.left_out", "time.step.collectives_on", "time.step.fastest"),
 }
-# Labels, texts that are read by rules of their own, and what stands in for a record.
+# Arguments that are texts with separate rules.
 FREE = {("cli.questions.amount", "text"), ("cli.questions.read_model", "text")}
 
 
@@ -129,20 +130,20 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         if path in ("__main__", "bench", "plain") or path in INSIDE:
             continue
         content = vars(importlib.import_module(module.name))
-        for name, found in content.items():
-            own = inspect.isfunction(found) and found.__module__ == module.name
-            if own and not name.startswith("_") and f"{path}.{name}" not in INSIDE:
-                yield f"{path}.{name}", found
+        for name, result in content.items():
+            expected = inspect.isfunction(result) and result.__module__ == module.name
+            if expected and not name.startswith("_") and f"{path}.{name}" not in INSIDE:
+                yield f"{path}.{name}", result
 
 
 FUNCTIONS = dict(functions())
 FERMI = {
     name: {
         parameter.name: 2 if parameter.annotation == "int" else 2.0
-        for parameter in inspect.signature(found).parameters.values()
+        for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     }
-    for name, found in FUNCTIONS.items()
+    for name, function in FUNCTIONS.items()
     if name.startswith("fermi.")
 }
 ENTRIES = TAKES | FERMI
@@ -169,7 +170,7 @@ MAY_BE_ZERO = {
 
 
 def wrong(name: str, value: object, *, optional: bool) -> list[object]:
-    """What cannot stand where that value does."""
+    """Return values that are invalid in place of `value`."""
     nothing = [] if optional else [None]
     if isinstance(value, bool):
         return [1, "yes", 0.0, *nothing]
@@ -186,68 +187,68 @@ def wrong(name: str, value: object, *, optional: bool) -> list[object]:
     return ["no such thing", 3, {}]
 
 
-def test_no_entry_is_forgotten() -> None:
+def test_every_public_function_has_test_arguments() -> None:
     assert FUNCTIONS.keys() == ENTRIES.keys()
     public = {name for name in accounting.__all__ if inspect.isfunction(getattr(accounting, name))}
     assert public <= {name.rpartition(".")[2] for name in ENTRIES}
     for name in accounting.__all__:
-        found = getattr(accounting, name)
-        if dataclasses.is_dataclass(found) and found is not accounting.Breakdown:
-            assert found in RECORDS
+        result = getattr(accounting, name)
+        if dataclasses.is_dataclass(result) and result is not accounting.Breakdown:
+            assert result in RECORDS
 
 
-def refused(call: Callable[..., object], given: dict[str, Any], name: str, bad: object) -> None:
+def refused(call: Callable[..., object], arguments: dict[str, Any], name: str, bad: object) -> None:
     with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
-        call(**given | {name: bad})
-    # It says which, or (a hardware that is no number) what was given; never Python's own words.
+        call(**arguments | {name: bad})
+    # The message names the argument or the value, and is not an error of Python itself.
     message = str(caught.value)
     assert name in message or repr(bad) in message or str(bad) in message, message
     assert not any(word in message for word in ("NoneType", "unsupported operand", "has no attri"))
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_argument_of_every_entry_is_checked_where_it_enters(entry: str) -> None:
-    call, given = FUNCTIONS[entry], ENTRIES[entry]
-    call(**given)
+def test_every_argument_of_public_functions_is_checked(entry: str) -> None:
+    call, arguments = FUNCTIONS[entry], ENTRIES[entry]
+    call(**arguments)
     parameters = inspect.signature(call).parameters
-    for name, value in given.items():
+    for name, value in arguments.items():
         if (entry, name) in FREE:
             continue
         default = parameters[name].default if name in parameters else ""
         for bad in wrong(name, value, optional=default is None or name == "plan"):
-            refused(call, given, name, bad)
+            refused(call, arguments, name, bad)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_keyword_that_is_misspelled_is_answered_with_the_nearest(entry: str) -> None:
-    call, given = FUNCTIONS[entry], ENTRIES[entry]
+def test_misspelled_keyword_suggests_nearest_name(entry: str) -> None:
+    call, arguments = FUNCTIONS[entry], ENTRIES[entry]
     named = inspect.signature(call).parameters.values()
     name = max((p.name for p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)), key=len)
     for misspelled in (name[:2] + name[3:], name + "s", name[0] + name[2] + name[1] + name[3:]):
         if misspelled in inspect.signature(call).parameters or len(name) < 4:
             continue
-        with pytest.raises(TypeError, match=f"'{misspelled}' is no .*did you mean '"):
-            call(**given, **{misspelled: 1})
+        with pytest.raises(TypeError, match=f"got '{misspelled}'; did you mean '"):
+            call(**arguments, **{misspelled: 1})
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_every_field_of_every_record_is_checked(record: type) -> None:
-    given = RECORDS[record]
-    made = record(**given)
+    arguments = RECORDS[record]
+    built = record(**arguments)
     for field in dataclasses.fields(record):
-        if field.name in ("name", "source", "products") or field.name not in given:
+        if field.name in ("name", "source", "products") or field.name not in arguments:
             continue
-        value = given[field.name]
+        value = arguments[field.name]
         for bad in wrong(field.name, value, optional="None" in str(field.type)):
-            refused(record, given, field.name, bad)
-    with pytest.raises(TypeError, match=r"is no field of .*did you mean"):
-        dataclasses.replace(made, **{max(given, key=len)[:-1]: 1})
+            refused(record, arguments, field.name, bad)
+    with pytest.raises(TypeError, match=r"expected one of the .* fields .*did you mean"):
+        dataclasses.replace(built, **{max(arguments, key=len)[:-1]: 1})
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan MODEL --gpsu 8", "--gpsu is no option of .* did you mean '--gpus'"),
+        ("plan MODEL --gpsu 8", "expected an option of .*, got --gpsu; did you mean '--gpus'"),
         ("plan MODEL --gpus 8 --hardwre H100", "did you mean '--hardware'"),
         ("serve MODEL --cach int8", "did you mean '--cache'"),
         ("diff MODEL MODEL --sek 8", "did you mean '--seq'"),
@@ -255,20 +256,20 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         ("plna MODEL --gpus 8", "did you mean 'plan'"),
         ("plan MODEL --gpus 8 --recompute ful", "did you mean 'full'"),
         ("plan MODEL --gpus 8 --hardware H10", "did you mean 'H100'"),
-        ("plan MODEL --gpus 8 --tokens -1", "tokens is -1"),
-        ("plan MODEL --gpus 8 --tokens nan", "tokens is nan"),
-        ("plan MODEL --gpus 0", "gpus is 0; it must be at least 1"),
-        ("plan MODEL --gpus 8 --seq 0", "seq is 0"),
-        ("plan MODEL --gpus 8 --memory -1", "memory_bytes is -1"),
-        ("plan MODEL --gpus 8 --price nan", "usd_per_hour is nan"),
-        ("plan MODEL --gpus 8 --tp 3", "tensor = 3 does not divide"),
-        ("serve MODEL --seq 0", "seq is 0"),
-        ("serve MODEL --gpus -1", "gpus is -1"),
+        ("plan MODEL --gpus 8 --tokens -1", "expected 0 < tokens < inf, got -1"),
+        ("plan MODEL --gpus 8 --tokens nan", "expected 0 < tokens < inf, got nan"),
+        ("plan MODEL --gpus 0", "expected gpus >= 1, got 0"),
+        ("plan MODEL --gpus 8 --seq 0", "expected seq >= 1, got 0"),
+        ("plan MODEL --gpus 8 --memory -1", "expected 0 < memory_bytes < inf, got -1"),
+        ("plan MODEL --gpus 8 --price nan", "expected 0 <= usd_per_hour < inf, got nan"),
+        ("plan MODEL --gpus 8 --tp 3", "expected tensor = 3 to divide devices, got devices=8"),
+        ("serve MODEL --seq 0", "expected seq >= 1, got 0"),
+        ("serve MODEL --gpus -1", "expected gpus >= 1, got -1"),
         ("serve MODEL --weights bf61", "did you mean 'bf16'"),
-        ("diff MODEL MODEL --seq -1", "seq is -1"),
-        ("MODEL --batch -1", "batch is -1"),
-        ("MODEL --loss-chunks 0", "loss_chunks is 0"),
-        ("MODEL --efficiency 2", "efficiency is 2"),
+        ("diff MODEL MODEL --seq -1", "expected seq >= 1, got -1"),
+        ("MODEL --batch -1", "expected batch >= 1, got -1"),
+        ("MODEL --loss-chunks 0", "expected loss_chunks >= 1, got 0"),
+        ("MODEL --efficiency 2", "expected 0 < efficiency <= 1, got 2"),
         ("layers=2,d_model=8,heads=2,vocab_size=9,kv_head=1", "did you mean 'kv_heads'"),
         ("layers=2,d_model=8,heads=2,vocab_size=9,window.sise=1", "did you mean 'size'"),
     ],
@@ -286,28 +287,43 @@ def test_every_word_of_the_command_line_is_checked(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Window(size=4, layers=()), r"window.layers is \(\); give window=None"),
-        (lambda: Experts(count=2, per_token=1, layers=()), "experts.layers is"),
-        (lambda: _shape(window=Window(size=4), attention_layers=()), "window has no layer with"),
-        (lambda: _shape(window=Window(size=4, layers=(9,))), r"window.layers names layer 9"),
-        (lambda: Window(size=4, layers="01"), "window.layers is '01'"),
-        (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "an index needs all four"),
-        (lambda: _memory(lora_rank=65), "lora_rank is 65; query of attention is 64 x 64"),
-        (lambda: _memory(lora_targets=("query",)), "with lora_rank=0; give a rank"),
-        (lambda: _memory(lora_rank=2, lora_targets=()), "it must list names"),
-        (lambda: _memory(lora_rank=2, lora_targets="query"), "it must list names"),
+        (
+            lambda: Window(size=4, layers=()),
+            r"expected window.layers with at least one layer, got \(\)",
+        ),
+        (lambda: Experts(count=2, per_token=1, layers=()), "expected experts.layers with"),
+        (
+            lambda: _shape(window=Window(size=4), attention_layers=()),
+            "expected window in a layer with attention",
+        ),
+        (
+            lambda: _shape(window=Window(size=4, layers=(9,))),
+            r"expected layers of window.layers from 0 to 3, got 9",
+        ),
+        (lambda: Window(size=4, layers="01"), "expected window.layers to list layers"),
+        (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "index_top and q_rank together"),
+        (lambda: _memory(lora_rank=65), "expected lora_rank <= 64 for query of attention"),
+        (lambda: _memory(lora_targets=("query",)), "expected lora_rank >= 1 with lora_targets"),
+        (lambda: _memory(lora_rank=2, lora_targets=()), "expected lora_targets to list names"),
+        (lambda: _memory(lora_rank=2, lora_targets="query"), "expected lora_targets to list names"),
         (lambda: _memory(lora_rank=2, lora_targets=("quer",)), "did you mean 'query'"),
-        (lambda: _memory(loss_chunks=17), "loss_chunks is 17; a micro-batch here has 16 tokens"),
-        (lambda: head_activations(MODEL, tokens=1, precision="fp32", loss_chunks=2), "has 1 tok"),
-        (lambda: _shape(qk_norm=1), "qk_norm is 1"),
-        (lambda: _shape(heads=0, attention_layers=(1,)), "heads is 0, and attention_layers"),
+        (lambda: _memory(loss_chunks=17), "expected loss_chunks <= 16 tokens"),
+        (
+            lambda: head_activations(MODEL, tokens=1, precision="fp32", loss_chunks=2),
+            "expected loss_chunks <= 1 tokens",
+        ),
+        (lambda: _shape(qk_norm=1), "expected qk_norm to be one of .*, got 1"),
+        (
+            lambda: _shape(heads=0, attention_layers=(1,)),
+            "expected heads >= 1 with attention_layers",
+        ),
         (
             lambda: accounting.flops(_shape(causal=False), seq=4, phase="decode"),
-            "is an encoder, which makes no tokens",
+            "expected phase 'forward' or 'training' for the encoder",
         ),
     ],
 )
-def test_edges_that_make_no_sense_are_refused(call: Callable[[], object], message: str) -> None:
+def test_invalid_combinations_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call()
 
@@ -325,20 +341,20 @@ def test_low_rank_updates_are_of_every_matrix_of_that_name() -> None:
     model = _shape(
         d_ff=32, experts=Experts(count=3, per_token=1, width=16, shared=8, layers=(1, 2))
     )
-    found = training_memory(model, batch=0, seq=1, lora_rank=2, lora_targets=("gate",))
+    result = training_memory(model, batch=0, seq=1, lora_rank=2, lora_targets=("gate",))
     count = 2 * 2 * (64 + 32) + 2 * 3 * 2 * (64 + 16)
-    assert found["adapters/weights"].total == 4 * count
+    assert result["adapters/weights"].total == 4 * count
 
 
-def test_a_short_block_of_a_quantized_cache_has_a_scale_too() -> None:
+def test_partial_block_of_quantized_cache_has_a_scale() -> None:
     model = Transformer(layers=3, d_model=20, heads=2, vocab_size=0)
     # A token has 20 keys in each layer: two blocks of 16, of which the second holds 4.
-    found = kv_cache(model, seq=5, dtype="int8", scale_block=16)
-    assert found.total == 2 * 3 * 5 * (20 + 2 * 4)
-    assert isinstance(found.total, int)
+    result = kv_cache(model, seq=5, dtype="int8", scale_block=16)
+    assert result.total == 2 * 3 * 5 * (20 + 2 * 4)
+    assert isinstance(result.total, int)
 
 
-def test_what_cannot_be_served_says_so_with_the_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_required_bytes_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     large = "layers=80,d_model=8192,heads=64,kv_heads=8,d_ff=28672,vocab_size=128256"
     assert main(["serve", large, "--hardware", "H100", "--seq", "8192"]) == 1
     text = capsys.readouterr().out

@@ -1,5 +1,7 @@
-"""Every family against the module that transformers builds, at its class's defaults and with every
-switch of its configuration flipped."""
+"""Tests that compare every family with the module that transformers builds.
+
+Each family is tested with the defaults of its class and with every switch flipped.
+"""
 
 import json
 import warnings
@@ -18,7 +20,7 @@ DEPTHS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
     *("encoder_layers", "decoder_layers"),
 )
-# What a class does not fill in, or fills in with what it cannot build.
+# Fields without a default, or with a default that the class cannot build.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {
@@ -37,7 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
 }
-# Not built by this release of transformers, from the defaults of its own class or at all.
+# Families that this release of transformers does not build.
 UNBUILT = {"dbrx", "kimi_k2", "mimo"}
 NO_SWITCH = ("output_", "is_", "use_cache", "return_", "add_", "use_mamba", "router", "norm_topk")
 SIZES = {
@@ -97,22 +99,22 @@ def flips(family: str) -> Iterator[dict[str, Any]]:
 
 def agrees(family: str, sizes: dict[str, Any]) -> None:
     module = build(family, sizes)
-    held = sum(parameter.numel() for parameter in module.parameters())
+    actual = sum(parameter.numel() for parameter in module.parameters())
     content = module.config.to_dict() | {"architectures": None}
-    assert Transformer.from_hf(content).size == held
+    assert Transformer.from_hf(content).size == actual
     # The object itself is read as well as its content, and so is the file that is written of it.
-    assert parameters(Transformer.from_hf(module.config)).total == held
-    assert parameters(Transformer.from_module(module)).total == held
+    assert parameters(Transformer.from_hf(module.config)).total == actual
+    assert parameters(Transformer.from_module(module)).total == actual
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
-def test_every_family_holds_what_transformers_builds(family: str) -> None:
+def test_every_family_has_parameters_of_transformers_module(family: str) -> None:
     agrees(family, small(family))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
-def test_every_switch_of_every_family_changes_what_it_changes_there(family: str) -> None:
+def test_every_switch_of_every_family_changes_counts_like_transformers(family: str) -> None:
     built = refused = 0
     for flip in flips(family):
         try:
@@ -132,12 +134,12 @@ def test_every_switch_of_every_family_changes_what_it_changes_there(family: str)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - {"lfm2_moe", "ministral"}))
-def test_every_family_at_its_classs_own_size(family: str) -> None:
+def test_every_family_is_exact_at_default_size(family: str) -> None:
     agrees(family, {} if family == "gpt_neo" else NEEDED.get(family, {}))
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "jamba", "minimax", "falcon_h1"])
-def test_recurrent_layers_keep_a_state_that_does_not_grow(family: str) -> None:
+def test_recurrent_state_does_not_grow_with_sequence(family: str) -> None:
     model = Transformer.from_hf(defaults(family) | {"architectures": None})
     states = [
         sum(p.total for p in kv_cache(model, seq=s) if p.name.startswith("state"))
@@ -149,7 +151,7 @@ def test_recurrent_layers_keep_a_state_that_does_not_grow(family: str) -> None:
     assert grows == token
 
 
-def test_the_named_class_decides_what_is_counted() -> None:
+def test_named_class_determines_counted_parts() -> None:
     bert = {
         "model_type": "bert",
         "hidden_size": 768,
@@ -164,11 +166,11 @@ def test_the_named_class_decides_what_is_counted() -> None:
     assert Transformer.from_hf(masked).size == 109_514_298
     vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
     assert Transformer.from_hf(vit | {"num_labels": 1000}).size == 86_567_656
-    with pytest.raises(ValueError, match="whose head is not known for bert"):
+    with pytest.raises(ValueError, match="expected architectures to name a known class of bert"):
         Transformer.from_hf(bert | {"architectures": ["BertForQuestionAnswering"]})
 
 
-def test_an_encoder_decoder_multiplies_what_torch_multiplies() -> None:
+def test_encoder_decoder_flops_equal_torch_counter() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -183,7 +185,7 @@ def test_an_encoder_decoder_multiplies_what_torch_multiplies() -> None:
 
 
 @pytest.mark.parametrize("family", ["vit", "deit", "dinov2", "clip_vision_model"])
-def test_an_encoder_of_images_multiplies_what_torch_multiplies(family: str) -> None:
+def test_image_encoder_flops_equal_torch_counter(family: str) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -197,24 +199,26 @@ def test_an_encoder_of_images_multiplies_what_torch_multiplies(family: str) -> N
     assert ours.total == counter.get_total_flops()
 
 
-def test_a_model_of_several_modalities_gives_its_language_model(tmp_path: Path) -> None:
+def test_multimodal_config_gives_language_model(tmp_path: Path) -> None:
     text = defaults("llama4_text")
     whole = {"model_type": "llama4", "text_config": text, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert Transformer.from_hf(tmp_path) == Transformer.from_hf(text)
 
 
-def test_a_name_of_the_hub_says_what_to_download() -> None:
+def test_hub_name_reports_download_command() -> None:
     with pytest.raises(FileNotFoundError, match=r"hf download meta-llama/Llama-3\.1-8B config"):
         Transformer.from_hf("meta-llama/Llama-3.1-8B")
-    with pytest.raises(TypeError, match=r"config is int; give a folder, a config\.json"):
+    with pytest.raises(
+        TypeError, match=r"expected config to be a folder, a config\.json.*, got int"
+    ):
         Transformer.from_hf(3)
 
 
 @pytest.mark.parametrize(
     ("alias", "like", "biased"), [("kimi_k2", "deepseek_v3", False), ("mimo", "qwen2", True)]
 )
-def test_a_family_under_another_name_is_the_same(alias: str, like: str, biased: bool) -> None:
+def test_family_alias_equals_family(alias: str, like: str, biased: bool) -> None:
     content = defaults(like) | {"architectures": None, "attention_bias": biased}
     same = Transformer.from_hf(content)
     assert same == replace(Transformer.from_hf(content | {"model_type": alias}), name=same.name)
@@ -246,12 +250,12 @@ SHAPES: list[tuple[str, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("family", "file", "about"), SHAPES)
-def test_published_shapes_are_counted_from_their_own_files(
+def test_published_shapes_are_counted_from_published_configs(
     family: str, file: dict[str, Any], about: int
 ) -> None:
-    held = sum(p.numel() for p in build(family, dict(file)).parameters())
-    found = Transformer.from_hf({"model_type": family} | file if file else defaults(family))
-    assert found.size == held == pytest.approx(about, rel=0.03)
+    actual = sum(p.numel() for p in build(family, dict(file)).parameters())
+    result = Transformer.from_hf({"model_type": family} | file if file else defaults(family))
+    assert result.size == actual == pytest.approx(about, rel=0.03)
 
 
 @pytest.mark.parametrize("head", ["ElectraForPreTraining", "ElectraForMaskedLM"])
@@ -264,7 +268,7 @@ def test_electras_heads_are_counted(head: str, narrow: int) -> None:
     assert Transformer.from_module(module).size == sum(p.numel() for p in module.parameters())
 
 
-def test_an_index_weighs_every_key_and_chooses_a_few() -> None:
+def test_sparse_index_scores_all_keys_and_selects_some() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -280,12 +284,12 @@ def test_an_index_weighs_every_key_and_chooses_a_few() -> None:
     run: dict[str, Any] = {"seq": 10, "batch": 2, "phase": "forward"}
     assert flops(model, **run, attention="full").total == counter.get_total_flops()
     # Ten queries see 1, 2, 3 and then 4 keys, and weigh 1 to 10.
-    found = flops(model, **run)
-    assert found["attention/scores"].total == 2 * 2 * 2 * 4 * model.qk_dim * (1 + 2 + 3 + 7 * 4)
-    assert found["index"].total == 2 * 2 * 2 * 3 * (64 + 1) * 55
+    result = flops(model, **run)
+    assert result["attention/scores"].total == 2 * 2 * 2 * 4 * model.qk_dim * (1 + 2 + 3 + 7 * 4)
+    assert result["index"].total == 2 * 2 * 2 * 3 * (64 + 1) * 55
     # The keys of the index are kept beside the latents.
-    kept = 2 * 2 * (512 + 64 + 64)
-    assert kv_cache(model, seq=10).total == kept * 10
+    saved = 2 * 2 * (512 + 64 + 64)
+    assert kv_cache(model, seq=10).total == saved * 10
 
 
 @pytest.mark.parametrize(
@@ -297,7 +301,7 @@ def test_an_index_weighs_every_key_and_chooses_a_few() -> None:
         ("bailing_moe_v2", "no class of transformers"),
     ],
 )
-def test_what_is_not_described_says_why_and_what_to_do(family: str, why: str) -> None:
+def test_refused_family_reports_reason_and_remedy(family: str, why: str) -> None:
     for config in ({"model_type": family}, {"model_type": family, "text_config": {}}):
         with pytest.raises(ValueError, match=rf"{why}.*parameters\(module\).*fits\(module"):
             Transformer.from_hf(config)
@@ -312,9 +316,7 @@ def test_what_is_not_described_says_why_and_what_to_do(family: str, why: str) ->
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
     ],
 )
-def test_what_the_class_takes_notice_of_is_what_counts(
-    family: str, changed: dict[str, Any]
-) -> None:
+def test_only_fields_that_class_reads_count(family: str, changed: dict[str, Any]) -> None:
     agrees(family, small(family) | changed)
 
 
@@ -339,8 +341,8 @@ def test_attention_to_another_model_is_refused(family: str) -> None:
         Transformer.from_hf(content | {"architectures": None})
 
 
-def test_a_model_type_that_is_no_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model_type is \['llama'\]; it must be a name"):
+def test_model_type_that_is_not_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected model_type to be a name, got \['llama'\]"):
         Transformer.from_hf({"model_type": ["llama"]})
 
 
@@ -351,13 +353,13 @@ def agrees_on_empty_fields(family: str) -> None:
     for name, value in filled.items():
         if name.startswith(NO_SWITCH) or isinstance(value, dict | str):
             continue
-        # This release ties the head of a T5 whatever its file says; the published ones are not.
+        # This release ties the head of every T5; the published models are not tied.
         if name == "tie_word_embeddings" and family in ("t5", "mt5", "umt5"):
             continue
         for empty in (None, False) if isinstance(value, bool) else (None, 0):
             content = filled | base | {name: empty, "architectures": None}
             try:
-                found = Transformer.from_hf(content).size
+                result = Transformer.from_hf(content).size
             except (ValueError, TypeError):
                 continue
             try:
@@ -366,8 +368,8 @@ def agrees_on_empty_fields(family: str) -> None:
                 # transformers does not build it either.
                 continue
             compared += 1
-            held = sum(parameter.numel() for parameter in module.parameters())
-            assert found == held, (name, empty)
+            actual = sum(parameter.numel() for parameter in module.parameters())
+            assert result == actual, (name, empty)
     assert compared
 
 
@@ -400,22 +402,22 @@ def test_an_explicit_zero_or_null_of_every_family_is_itself_or_refused(family: s
         ("bloom", "n_head"),
     ],
 )
-def test_a_size_of_zero_is_not_a_size_that_is_not_given(family: str, field: str) -> None:
+def test_size_of_zero_is_not_a_missing_size(family: str, field: str) -> None:
     content = defaults(family) | {"architectures": None, field: 0}
-    with pytest.raises(ValueError, match=r"is 0|lie between|at least 1"):
+    with pytest.raises(ValueError, match=r"is 0|>= 1|1 <="):
         Transformer.from_hf(content)
 
 
 def classes(family: str) -> set[str]:
-    """The classes that transformers maps to a family, whatever their task."""
+    """Return the classes that transformers maps to a family, for all tasks."""
     from transformers.models.auto import modeling_auto
 
-    found: set[str] = set()
+    result: set[str] = set()
     for name in dir(modeling_auto):
         if name.endswith("_MAPPING_NAMES"):
             listed = getattr(modeling_auto, name).get(family, ())
-            found |= {listed} if isinstance(listed, str) else set(listed)
-    return {name for name in found if not name.endswith("Config")}
+            result |= {listed} if isinstance(listed, str) else set(listed)
+    return {name for name in result if not name.endswith("Config")}
 
 
 def agrees_on_classes(family: str) -> None:
@@ -434,14 +436,14 @@ def agrees_on_classes(family: str) -> None:
             except Exception:
                 continue
         content = module.config.to_dict() | {"architectures": [name]}
-        held = sum(parameter.numel() for parameter in module.parameters())
+        actual = sum(parameter.numel() for parameter in module.parameters())
         try:
-            found = Transformer.from_hf(content).size
+            result = Transformer.from_hf(content).size
         except ValueError as error:
             refused = str(error)
         else:
             refused = ""
-            assert found == held, name
+            assert result == actual, name
         assert not refused or "architectures" in refused
         for other in ("My" + name, name + "Plus", name.replace("For", "ForNo")):
             if other not in names:
@@ -453,17 +455,17 @@ FEW = ["bert", "electra", "gpt2", "llama", "openai-gpt", "roberta", "t5", "vit",
 
 
 @pytest.mark.parametrize("family", FEW)
-def test_a_class_is_matched_by_its_whole_name(family: str) -> None:
+def test_class_is_matched_by_whole_name(family: str) -> None:
     agrees_on_classes(family)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - set(FEW)))
-def test_a_class_of_every_family_is_matched_by_its_whole_name(family: str) -> None:
+def test_class_of_every_family_is_matched_by_whole_name(family: str) -> None:
     agrees_on_classes(family)
 
 
-def test_a_bert_with_a_head_multiplies_what_torch_counts() -> None:
+def test_bert_with_head_flops_equal_torch_counter() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import BertConfig, BertLMHeadModel
@@ -475,5 +477,5 @@ def test_a_bert_with_a_head_multiplies_what_torch_counts() -> None:
         module(input_ids=torch.zeros(1, 64, dtype=torch.long, device="meta"), use_cache=False)
     assert model.size == sum(parameter.numel() for parameter in module.parameters())
     assert model.causal
-    found = flops(model, seq=64, phase="forward", attention="full").total
-    assert found == counter.get_total_flops()
+    result = flops(model, seq=64, phase="forward", attention="full").total
+    assert result == counter.get_total_flops()

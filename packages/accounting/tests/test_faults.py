@@ -44,43 +44,49 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"layers": -1}, "layers is -1; it must be at least 1"),
-        ({"d_ff": -4}, "d_ff is -4"),
-        ({"heads": 7}, "heads is 7, which does not divide d_model=64"),
-        ({"kv_heads": 3}, "kv_heads is 3, which does not divide heads=8"),
-        ({"norm": "batch"}, "norm is 'batch'; it must be one of"),
-        ({"activation": "tanh"}, "activation is 'tanh'"),
-        ({"window": Window(size=4, layers=(9,))}, r"window\.layers names layer 9"),
-        ({"attention_layers": (0, 4)}, "attention_layers names layer 4; there are 4, from 0 on"),
+        ({"layers": -1}, "expected layers >= 1, got -1"),
+        ({"d_ff": -4}, "expected d_ff >= 0, got -4"),
+        ({"heads": 7}, "expected heads to divide d_model=64, got heads=7"),
+        ({"kv_heads": 3}, "expected kv_heads to divide heads=8, got kv_heads=3"),
+        ({"norm": "batch"}, "expected norm to be one of rmsnorm, layernorm, none, got 'batch'"),
+        ({"activation": "tanh"}, "expected activation to be one of .*, got 'tanh'"),
+        (
+            {"window": Window(size=4, layers=(9,))},
+            r"expected layers of window\.layers from 0 to 3, got 9",
+        ),
+        ({"attention_layers": (0, 4)}, "expected layers of attention_layers from 0 to 3, got 4"),
     ],
 )
-def test_sizes_that_cannot_be_are_named(wrong: dict[str, object], message: str) -> None:
+def test_invalid_sizes_are_refused_by_name(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Transformer(**SIZES | wrong)
 
 
 def test_sizes_must_be_whole_numbers() -> None:
-    with pytest.raises(TypeError, match=r"layers is 2\.5; it must be a whole number"):
+    with pytest.raises(TypeError, match=r"expected layers to be an integer, got 2\.5"):
         Transformer(**SIZES | {"layers": 2.5})
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"devices": 8, "data": 2, "tensor": 2}, r"devices is 8, but .* = 2 x 2 x 1 x 1 = 4"),
-        ({"devices": 6, "tensor": 4}, "devices is 6, which .* = 4 does not divide"),
-        ({"data": 4, "expert": 3}, "expert is 3, which does not divide"),
-        ({"zero": 4}, "zero is 4; it must be one of 0, 1, 2, 3"),
-        ({"schedule": "zigzag"}, "schedule is 'zigzag'"),
-        ({"virtual_stages": 2}, "virtual_stages is 2 with schedule '1f1b'"),
+        (
+            {"devices": 8, "data": 2, "tensor": 2},
+            r"expected devices = .* = 2 x 2 x 1 x 1 = 4, got devices=8",
+        ),
+        ({"devices": 6, "tensor": 4}, "expected tensor .* = 4 to divide devices, got devices=6"),
+        ({"data": 4, "expert": 3}, "expected expert to divide .* = 4, got expert=3"),
+        ({"zero": 4}, "expected zero to be one of 0, 1, 2, 3, got 4"),
+        ({"schedule": "zigzag"}, "expected schedule to be one of .*, got 'zigzag'"),
+        ({"virtual_stages": 2}, "got virtual_stages=2 with schedule='1f1b'"),
         (
             {"pipeline": 2, "microbatches": 3, "schedule": "interleaved", "virtual_stages": 2},
-            "microbatches is 3; interleaved stages need a multiple of pipeline=2",
+            "expected a multiple of pipeline=2 .*, got microbatches=3",
         ),
-        ({"tensor": 0}, "tensor is 0; it must be at least 1"),
+        ({"tensor": 0}, "expected tensor >= 1, got 0"),
     ],
 )
-def test_plans_that_cannot_be_are_named(plan: dict[str, object], message: str) -> None:
+def test_inconsistent_plans_are_refused_by_name(plan: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan(**plan)
 
@@ -88,13 +94,13 @@ def test_plans_that_cannot_be_are_named(plan: dict[str, object], message: str) -
 @pytest.mark.parametrize(
     ("model", "plan", "batch", "message"),
     [
-        (MODEL, Plan(pipeline=5), 1, "is 5, deeper than the model's 4 layers"),
-        (MODEL, Plan(tensor=3), 1, "tensor is 3, which does not divide heads=8"),
-        (MODEL, Plan(data=3), 4, "batch is 4 sequences, which data x microbatches = 3"),
-        (MODEL, Plan(context=3), 1, "seq is 16, which context=3 does not divide"),
-        (MODEL, Plan(data=2, expert=2), 2, "expert is 2; the model has 0 experts"),
-        (MOE, Plan(data=4, expert=4), 4, "expert is 4; the model has 6 experts"),
-        (Transformer(**SIZES, embedding_dim=32), Plan(pipeline=2), 1, "embedding_dim is 32"),
+        (MODEL, Plan(pipeline=5), 1, "expected pipeline x virtual_stages <= 4 layers, got 5"),
+        (MODEL, Plan(tensor=3), 1, "expected tensor to divide heads=8, got 3"),
+        (MODEL, Plan(data=3), 4, "expected data x microbatches = 3 to divide batch, got 4"),
+        (MODEL, Plan(context=3), 1, "expected context=3 to divide seq, got seq=16"),
+        (MODEL, Plan(data=2, expert=2), 2, "expected expert to divide the 0 experts .*, got 2"),
+        (MOE, Plan(data=4, expert=4), 4, "expected expert to divide the 6 experts .*, got 4"),
+        (Transformer(**SIZES, embedding_dim=32), Plan(pipeline=2), 1, "embedding_dim=32"),
     ],
 )
 def test_plans_that_do_not_fit_the_model_are_named(
@@ -105,31 +111,35 @@ def test_plans_that_do_not_fit_the_model_are_named(
             cost(model, plan, batch=batch, seq=16)
 
 
-def test_options_that_are_not_known_list_those_that_are() -> None:
-    with pytest.raises(ValueError, match="dtype is 'fp12'; it must be one of fp64, fp32"):
+def test_unknown_options_list_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"expected dtype to be one of fp64, fp32.*, got 'fp12'"):
         kv_cache(MODEL, dtype="fp12")
-    with pytest.raises(ValueError, match="precision is 'half'; it must be one of fp32, amp_bf16"):
+    with pytest.raises(ValueError, match="expected precision to be one of fp32, amp_bf16"):
         training_memory(MODEL, batch=1, seq=1, precision="half")
-    with pytest.raises(ValueError, match="hardware is 'K80'; known are V100, A100"):
+    with pytest.raises(ValueError, match=r"expected hardware to be one of V100, A100.*, got 'K80'"):
         find("K80")
-    with pytest.raises(ValueError, match="dtype is 'fp4'; H100 lists"):
+    with pytest.raises(ValueError, match=r"expected a dtype that H100 lists .*, got 'fp4'"):
         find("H100").peak("fp4")
     with pytest.raises(ValueError, match="V100 has no structured sparsity for fp16"):
         find("V100").peak("fp16", sparse=True)
-    with pytest.raises(ValueError, match="phase is 'dream'"):
+    with pytest.raises(ValueError, match=r"expected phase to be one of .*, got 'dream'"):
         flops(MODEL, seq=4, phase="dream")
-    with pytest.raises(ValueError, match="seq is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="expected seq >= 1, got 0"):
         flops(MODEL, seq=0)
-    with pytest.raises(ValueError, match="give either hardware or peak_flops"):
+    with pytest.raises(ValueError, match="expected either hardware or peak_flops"):
         mfu(MODEL, tokens_per_second=1, seq=1)
-    with pytest.raises(ValueError, match="efficiency is 2; it must lie above 0"):
+    with pytest.raises(ValueError, match="expected 0 < efficiency <= 1, got 2"):
         step_time(MODEL, Plan(), batch=1, seq=4, hardware="H100", efficiency=2)
     plain = Transformer(**SIZES, gated_mlp=False)
-    with pytest.raises(ValueError, match="one of lora_targets is 'gate'"):
+    with pytest.raises(
+        ValueError, match=r"expected one of lora_targets to be one of .*, got 'gate'"
+    ):
         training_memory(plain, batch=0, seq=1, lora_rank=2, lora_targets=("gate",))
-    with pytest.raises(ValueError, match="tensor is 64; at this width no batch"):
+    with pytest.raises(
+        ValueError, match=r"expected tensor < .*, got 64; no batch is compute-bound"
+    ):
         compute_bound_batch(fsdp=1, tensor=64, d_ff=1024, hardware="TPU v5p")
-    with pytest.raises(ValueError, match="work_hours is 0"):
+    with pytest.raises(ValueError, match="expected 0 < work_hours < inf, got 0"):
         Run(
             work_hours=0,
             devices=1,
@@ -140,59 +150,59 @@ def test_options_that_are_not_known_list_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("missing", [field for field in LLAMA if field != "model_type"])
-def test_a_config_without_a_size_is_refused_by_its_name(missing: str) -> None:
+def test_config_with_missing_size_is_refused_by_name(missing: str) -> None:
     config = {field: value for field, value in LLAMA.items() if field != missing}
     with pytest.raises(ValueError, match=rf"{missing} is missing from this llama config\.json"):
         Transformer.from_hf(config)
 
 
 @pytest.mark.parametrize("wrong", [10**30, "64", -1, 2.5, [], {}])
-def test_a_size_in_a_config_that_cannot_be_is_refused(wrong: object) -> None:
+def test_invalid_size_in_config_is_refused(wrong: object) -> None:
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         if wrong == 10**30 and field == "hidden_size":
             continue
-        with pytest.raises((ValueError, TypeError), match=r" is |cannot be read"):
+        with pytest.raises((ValueError, TypeError), match=r"expected|cannot be read|missing| is "):
             Transformer.from_hf(LLAMA | {field: wrong})
 
 
-def test_what_a_search_is_given_is_checked_before_it_searches() -> None:
+def test_fixed_fields_of_search_are_checked_first() -> None:
     question = {"hardware": "H100", "devices": 8, "batch": 8, "seq": 16}
-    for given, message in (
-        ({"zero": 7}, "zero is 7; it must be one of"),
-        ({"expert": "2"}, "expert is '2'; it must be a whole number"),
-        ({"expert": 2}, "expert is 2; the model has 0 experts"),
-        ({"pipeline": 3, "tensor": 2}, "devices is 8, which tensor x pipeline = 6 does not divide"),
-        ({"offload": "disk"}, "offload is 'disk'"),
+    for arguments, message in (
+        ({"zero": 7}, "expected zero to be one of 0, 1, 2, 3, got 7"),
+        ({"expert": "2"}, "expected expert to be an integer, got '2'"),
+        ({"expert": 2}, "expected expert=1 for a model without experts, got expert=2"),
+        ({"pipeline": 3, "tensor": 2}, "expected tensor x pipeline = 6 to divide .* devices=8"),
+        ({"offload": "disk"}, "expected offload to be one of .*, got 'disk'"),
         ({"tensr": 2}, "did you mean 'tensor'"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            plans_that_fit(MODEL, **question, **given)
+            plans_that_fit(MODEL, **question, **arguments)
 
 
 def test_the_command_names_the_sizes_that_are_missing() -> None:
     for text, message in (
-        ("layers=4", r"d_model, heads, vocab_size missing; add d_model=\.\.\."),
-        (f"{SHAPE},experts.count=4", r"experts\.per_token missing"),
-        (f"{SHAPE},layers=3", "layers is given twice"),
+        ("layers=4", r"expected the fields d_model, heads, vocab_size; add d_model=\.\.\."),
+        (f"{SHAPE},experts.count=4", r"expected the fields experts\.per_token; add"),
+        (f"{SHAPE},layers=3", "expected layers once"),
     ):
         with pytest.raises(ValueError, match=message):
             read_model(text)
 
 
-def test_what_is_no_model_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model_type is missing: this is not a model's"):
+def test_invalid_model_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a config.json with model_type"):
         Transformer.from_hf({"hidden_size": 64})
     with pytest.raises(
-        ValueError, match=r"model_type is 'bret', a family not known here.* did you mean 'bert'"
+        ValueError, match=r"expected model_type to be one of .*, got 'bret'; did you mean 'bert'"
     ):
         Transformer.from_hf({"model_type": "bret"})
-    with pytest.raises(ValueError, match="hidden_act is 'mish'"):
+    with pytest.raises(ValueError, match=r"expected hidden_act to be one of .*, got 'mish'"):
         Transformer.from_hf(LLAMA | {"hidden_act": "mish"})
     (tmp_path / "config.json").write_text("not json")
     with pytest.raises(ValueError, match="is not JSON"):
         Transformer.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="a model config is a JSON object, not list"):
+    with pytest.raises(ValueError, match="expected a JSON object in a model config, got list"):
         Transformer.from_hf(tmp_path)
     with pytest.raises(
         TypeError, match=r"expected a model, a Transformer or an nn\.Module, got dict"
@@ -208,16 +218,16 @@ def test_what_is_no_model_config_is_refused(tmp_path: Path) -> None:
         Transformer(**SIZES | {"head_dim": 5, "layers": 1}, gated_mlp=False, activation="gelu"),
     ],
 )
-def test_a_shape_is_read_off_a_module_or_refused(shape: Transformer) -> None:
+def test_shape_of_module_is_exact_or_refused(shape: Transformer) -> None:
     with torch.device("meta"):
         module = Model(shape)
-    found = Transformer.from_module(module, heads=shape.heads)
+    result = Transformer.from_module(module, heads=shape.heads)
     from dataclasses import replace
 
-    assert replace(found, name=shape.name) == shape
-    assert Transformer.from_module(module) == found
+    assert replace(result, name=shape.name) == shape
+    assert Transformer.from_module(module) == result
     module.extra = torch.nn.Linear(3, 3, device="meta")
-    with pytest.raises(ValueError, match=r"holds .* parameters and the shape read off it"):
+    with pytest.raises(ValueError, match=r"has .* parameters and the shape read from it"):
         Transformer.from_module(module)
     with pytest.raises(ValueError, match=r"has no nn\.ModuleList of blocks"):
         Transformer.from_module(torch.nn.Linear(3, 3))
@@ -243,7 +253,7 @@ def test_importing_needs_the_standard_library_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timing
-def test_importing_takes_a_tenth_of_a_second(tmp_path: Path) -> None:
+def test_importing_takes_at_most_one_tenth_second(tmp_path: Path) -> None:
     assert min(float(imported(tmp_path)[0]) for _ in range(6)) <= 0.100
 
 
@@ -254,7 +264,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_the_command_prints_a_table_json_or_a_page(tmp_path: Path) -> None:
+def test_command_prints_table_json_or_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     page = tmp_path / "page.html"
     plan = ("--gpus", "8", "--tp", "2", "--zero", "1", "--seq", "128")
@@ -275,13 +285,15 @@ def test_the_command_prints_a_table_json_or_a_page(tmp_path: Path) -> None:
         assert sum(part["value"] for part in parts) == pytest.approx(result[cost]["value"])
 
 
-def test_the_command_says_what_is_wrong_and_what_does_not_fit() -> None:
+def test_command_reports_errors_and_models_that_do_not_fit() -> None:
     large = "layers=80,d_model=8192,heads=64,kv_heads=8,d_ff=28672,vocab_size=128256"
     assert run(large).returncode == 1
     wrong = run(large, "--gpus", "6", "--tp", "4")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("error: devices is 6")
-    assert "'depth' is no field of a model" in run("depth=3").stderr
+    assert wrong.stderr.startswith(
+        "error: expected tensor x pipeline x context = 4 to divide devices, got devices=6"
+    )
+    assert "got 'depth'" in run("depth=3").stderr
 
 
 SHAPE = "layers=8,d_model=4096,heads=32,kv_heads=8,d_ff=14336,vocab_size=128256"
@@ -312,18 +324,18 @@ Planned = Callable[..., dict[str, object]]
 
 
 @pytest.mark.parametrize("option", FITTING)
-def test_a_search_keeps_each_choice_that_it_is_given(
+def test_search_keeps_every_fixed_field(
     option: str, planned: Planned, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, field, value = FITTING[option]
-    given = [option, text] if option == "--gpus" else ["--gpus", "8", option, text]
-    assert planned(SHAPE, "--search", "--batch", "8", *given)[field] == value
+    arguments = [option, text] if option == "--gpus" else ["--gpus", "8", option, text]
+    assert planned(SHAPE, "--search", "--batch", "8", *arguments)[field] == value
     # The table names what was chosen too.
-    main([SHAPE, *given, "--gpus", "8"])
+    main([SHAPE, *arguments, "--gpus", "8"])
     assert "recompute" in capsys.readouterr().out
 
 
-def test_a_search_keeps_expert_parallelism_and_says_where_nothing_fits(planned: Planned) -> None:
+def test_search_keeps_expert_parallelism_and_reports_if_nothing_fits(planned: Planned) -> None:
     experts = SHAPE + ",experts.count=8,experts.per_token=2,experts.width=1024"
     assert planned(experts, "--search", "--gpus", "8", "--ep", "4", "--batch", "8")["expert"] == 4
     refused = run(SHAPE.replace("layers=8", "layers=80"), "--search", "--gpus", "1", "--batch", "1")
@@ -331,8 +343,8 @@ def test_a_search_keeps_expert_parallelism_and_says_where_nothing_fits(planned: 
     assert "no plan over 1 H100" in refused.stderr
 
 
-def test_a_search_finds_context_parallel_plans() -> None:
-    found = plans_that_fit(
+def test_search_finds_context_parallel_plans() -> None:
+    result = plans_that_fit(
         Transformer(layers=32, d_model=4096, heads=32, kv_heads=8, vocab_size=128256),
         hardware="H100",
         devices=64,
@@ -341,17 +353,19 @@ def test_a_search_finds_context_parallel_plans() -> None:
         tensor=8,
         recompute="none",
     )
-    assert found
-    assert all(candidate.plan.context > 1 for candidate in found)
+    assert result
+    assert all(candidate.plan.context > 1 for candidate in result)
 
 
 @pytest.mark.parametrize("spelled", ["False", "false", "FALSE"])
 def test_the_command_reads_false_as_false(spelled: str) -> None:
     assert read_model(f"{SHAPE},tied={spelled}").tied is False
     assert read_model(f"{SHAPE},tied=true,head_bias={spelled}").head_bias is False
-    with pytest.raises(TypeError, match="tied is 'no'; it must be True or False"):
+    with pytest.raises(TypeError, match="expected tied to be True or False, got 'no'"):
         read_model(f"{SHAPE},tied=no")
-    with pytest.raises(ValueError, match=r"'layer' is no field .* did you mean 'layers'"):
+    with pytest.raises(
+        ValueError, match=r"expected a field of a model .*, got 'layer'; did you mean 'layers'"
+    ):
         read_model("layer=3")
 
 
@@ -361,7 +375,7 @@ def test_interleaving_and_older_devices_work_from_the_command_line(planned: Plan
     done = run(SHAPE, "--gpus", "8", "--hardware", "V100", "--zero", "3", "--json")
     assert json.loads(done.stdout)["precision"] == "mixed_fp16"
     wrong = run(SHAPE, "--gpus", "8", "--hardware", "V100", "--precision", "mixed_bf16")
-    assert wrong.stderr.startswith("error: dtype is 'bf16'; V100 lists")
+    assert wrong.stderr.startswith("error: expected a dtype that V100 lists")
     for hardware in HARDWARE:
         assert main([SHAPE, "--gpus", "64", "--tp", "4", "--hardware", hardware]) in (0, 1)
 
@@ -369,31 +383,37 @@ def test_interleaving_and_older_devices_work_from_the_command_line(planned: Plan
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: flops(MODEL, seq=8, encoder_seq=4), "encoder_seq is 4; transformer has no enc"),
-        (lambda: kv_cache(MODEL, seq=8, encoder_seq=4), "encoder_seq is 4; transformer has no enc"),
+        (
+            lambda: flops(MODEL, seq=8, encoder_seq=4),
+            "expected encoder_seq=None for transformer, .*, got 4",
+        ),
+        (
+            lambda: kv_cache(MODEL, seq=8, encoder_seq=4),
+            "expected encoder_seq=None for transformer, .*, got 4",
+        ),
         (
             lambda: mfu(MODEL, tokens_per_second=1, seq=8, encoder_seq=4, peak_flops=1e12),
-            "encoder_seq is 4; transformer has no encoder",
+            "expected encoder_seq=None for transformer, .*, got 4",
         ),
         (
             lambda: flops(MODEL, seq=8, phase="decode", recompute="full"),
-            "recompute is 'full' in 'decode'; only training computes again",
+            "expected recompute='none' for phase='decode', got 'full'",
         ),
         (
             lambda: accounting.roofline("H100", shape=(8, 8, 8), flops=3),
-            r"give either shape=\(m, k, n\), or flops and bytes",
+            r"expected either shape=\(m, k, n\), or flops and bytes",
         ),
     ],
 )
-def test_what_would_be_ignored_is_refused(call: Callable[[], object], message: str) -> None:
+def test_options_without_effect_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("field", Transformer.derived_sizes)
-def test_an_explicit_zero_is_not_a_size_that_is_left_out(field: str) -> None:
+def test_explicit_zero_is_not_a_missing_size(field: str) -> None:
     sizes: dict[str, Any] = {"layers": 2, "d_model": 64, "heads": 4, "vocab_size": 100}
-    with pytest.raises(ValueError, match=f"{field} is 0"):
+    with pytest.raises(ValueError, match=f"expected {field} >= 1, got 0"):
         Transformer(**sizes, **{field: 0})
     assert main([f"layers=2,d_model=64,heads=4,vocab_size=100,{field}=0"]) == 2
 
@@ -406,8 +426,8 @@ def test_an_explicit_zero_on_the_command_line_is_refused(option: str) -> None:
     assert main([sizes, "--precision", ""]) == 2
 
 
-def test_heads_of_a_module_are_not_guessed_where_they_are_given() -> None:
+def test_explicit_heads_of_module_are_not_guessed() -> None:
     model = Model(Transformer(layers=2, d_model=64, heads=4, d_ff=128, vocab_size=100))
     assert Transformer.from_module(model).heads == 4
-    with pytest.raises(ValueError, match="heads is 0"):
+    with pytest.raises(ValueError, match="expected heads >= 1, got 0"):
         Transformer.from_module(model, heads=0)

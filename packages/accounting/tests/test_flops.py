@@ -47,7 +47,7 @@ def test_pairs_are_the_ones_that_the_mask_lets_through(seq: int, window: int) ->
 
 @settings(deadline=None)
 @given(seq=st.integers(1, 30), window=st.integers(0, 9))
-def test_decoding_token_by_token_costs_what_prefilling_costs(seq: int, window: int) -> None:
+def test_decoding_all_tokens_costs_as_much_as_prefill(seq: int, window: int) -> None:
     shape = Transformer(
         layers=3,
         d_model=12,
@@ -67,7 +67,7 @@ def test_prefill_leaves_out_all_heads_but_the_last() -> None:
     assert forward["mlp"].total == prefill["mlp"].total
 
 
-def test_attention_of_one_decoded_token_is_linear_in_what_came_before() -> None:
+def test_attention_of_decoded_token_is_linear_in_context() -> None:
     shape = SHAPES[0]
     cost = [flops(shape, seq=s, phase="decode")["attention"].total for s in (100, 200, 400)]
     assert cost == [cost[0], 2 * cost[0], 4 * cost[0]]
@@ -87,7 +87,7 @@ def test_recomputation_adds_a_forward_of_the_blocks() -> None:
     assert 2 * (flash.total - plain.total) == forward["attention"].total
 
 
-def test_experts_cost_what_a_token_visits() -> None:
+def test_expert_flops_count_chosen_experts_only() -> None:
     dense = Transformer(layers=2, d_model=8, heads=2, d_ff=24, vocab_size=0)
     sparse = Transformer(
         layers=2,
@@ -130,8 +130,8 @@ def test_utilization_of_published_runs() -> None:
     assert mfu(palm, attention="full", **run) == pytest.approx(0.462, abs=1.5e-3)
     assert mfu(palm, include_attention=False, **run) == pytest.approx(0.457, abs=1.5e-3)
     # Chowdhery et al. 2022, table 3: rematerialization puts the hardware figure at 57.8 %.
-    again = hfu(palm, attention="full", recompute="full", flash=False, **run)
-    assert again == pytest.approx(0.578, abs=0.04)
+    second = hfu(palm, attention="full", recompute="full", flash=False, **run)
+    assert second == pytest.approx(0.578, abs=0.04)
     for achieved, published in ((430e12, 0.43), (400e12, 0.41), (380e12, 0.38)):
         assert utilization(achieved, hardware="H100") == pytest.approx(published, abs=0.01)
 

@@ -23,7 +23,9 @@ def simulate(run: Run, *, interval_hours: float, seed: int) -> float:
     def next_failure() -> float:
         return dice.expovariate(rate) if rate else math.inf
 
-    clock, done, failure = 0.0, 0.0, next_failure()
+    clock = 0.0
+    done = 0.0
+    failure = next_failure()
     while done < run.work_hours:
         segment = min(interval_hours, run.work_hours - done) + run.checkpoint_hours
         if clock + segment <= failure:
@@ -88,7 +90,7 @@ def test_llama_3_405b_stays_above_nine_tenths() -> None:
     assert statistics.fmean(simulated) == pytest.approx(expected.wall_clock_hours, rel=0.02)
 
 
-def test_opt_175b_takes_the_56_days_of_its_log() -> None:
+def test_opt_175b_takes_56_days_as_in_logbook() -> None:
     assert OPT_175B.work_hours / 24 == pytest.approx(33.3, abs=0.1)
     expected = goodput(OPT_175B)
     assert expected.wall_clock_hours / 24 == pytest.approx(56, rel=0.06)

@@ -37,7 +37,7 @@ def test_derived_peaks_are_those_of_the_data_sheets(device: str, dtype: str) -> 
     assert HARDWARE[device].peak(dtype) / 1e12 == pytest.approx(SHEETS[device, dtype], rel=0.003)
 
 
-def test_every_entry_says_where_it_is_from() -> None:
+def test_every_hardware_entry_has_a_source() -> None:
     for name, entry in HARDWARE.items():
         assert len(entry.source) > 20
         assert entry.name == name
@@ -51,12 +51,12 @@ def test_every_entry_says_where_it_is_from() -> None:
 
 @given(m=st.integers(1, 9999), k=st.integers(1, 9999), n=st.integers(1, 9999))
 def test_an_operation_is_under_its_roof(m: int, k: int, n: int) -> None:
-    place = roofline("H100", shape=(m, k, n), dtype="bf16")
+    slot = roofline("H100", shape=(m, k, n), dtype="bf16")
     moved = 2 * (m * k + k * n + m * n)
-    assert place.flops == 2 * m * k * n
-    assert place.intensity == pytest.approx(2 * m * k * n / moved)
-    assert place.seconds == pytest.approx(place.flops / place.attainable_flops)
-    assert (place.bound == "compute") == (place.intensity >= place.ridge)
+    assert slot.flops == 2 * m * k * n
+    assert slot.intensity == pytest.approx(2 * m * k * n / moved)
+    assert slot.seconds == pytest.approx(slot.flops / slot.attainable_flops)
+    assert (slot.bound == "compute") == (slot.intensity >= slot.ridge)
     # No matmul moves fewer bytes for its work than half its shortest side says.
     assert intensity(m, k, n) <= min(m, k, n)
 
@@ -79,18 +79,20 @@ def test_the_plot_draws_the_roof_and_every_operation() -> None:
 def test_at_the_least_batch_arithmetic_and_links_take_the_same_time(
     x: int, y: int, mx: int, f: int
 ) -> None:
-    c, w, d = 4.6e14, 1.8e11, 1.0
+    c = 4.6e14
+    w = 1.8e11
+    d = 1.0
     links = {"flops_per_second": c, "axis_bytes_per_second": w, "fsdp_axes": mx}
-    found = compute_bound_batch(fsdp=x, tensor=y, d_ff=f, **links)
-    b = found.tokens
+    result = compute_bound_batch(fsdp=x, tensor=y, d_ff=f, **links)
+    b = result.tokens
     arithmetic = 4 * b * d * f / (x * y * c)
     assert arithmetic == pytest.approx(4 * d * f / (y * w * mx) + 4 * b * d / (x * w))
     overlapped = compute_bound_batch(fsdp=x, tensor=y, d_ff=f, comms="overlapped", **links)
     assert overlapped.tokens < b
-    assert best_mesh(x * y, d_ff=f, **links).per_device <= found.per_device * (1 + 1e-9)
+    assert best_mesh(x * y, d_ff=f, **links).per_device <= result.per_device * (1 + 1e-9)
 
 
-def test_an_uncertain_input_gives_an_uncertain_answer() -> None:
+def test_range_propagates_to_result() -> None:
     price = fermi.training_usd(
         fermi.training_flops(175e9, 300e9),
         utilization=Range(0.2, 0.5),

@@ -96,7 +96,9 @@ def build(family: str, sizes: dict[str, Any]) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("family", "sizes"), CASES, ids=lambda case: case if isinstance(case, str) else ""
 )
-def test_every_family_holds_what_transformers_builds(family: str, sizes: dict[str, Any]) -> None:
+def test_every_family_has_parameters_of_transformers_module(
+    family: str, sizes: dict[str, Any]
+) -> None:
     module = build(family, sizes)
     ours = Transformer.from_hf(sizes | {"model_type": family})
     assert parameters(ours).total == sum(p.numel() for p in module.parameters())
@@ -111,7 +113,7 @@ def test_every_family_holds_what_transformers_builds(family: str, sizes: dict[st
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "gemma2-27b"])
-def test_large_models_hold_what_transformers_builds(name: str) -> None:
+def test_large_models_have_parameters_of_transformers_module(name: str) -> None:
     config = PUBLISHED[name].config
     module = build(config["model_type"], config)
     assert sum(p.numel() for p in module.parameters()) == PUBLISHED[name].total
@@ -138,7 +140,7 @@ def test_all_published_models_are_counted_in_ten_milliseconds() -> None:
     assert min(count() for _ in range(20)) <= 0.010
 
 
-def test_a_path_a_folder_and_a_dict_read_the_same(tmp_path: Path) -> None:
+def test_path_folder_and_dict_give_equal_models(tmp_path: Path) -> None:
     config = PUBLISHED["qwen3-8b"].config
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = Transformer.from_hf(config)
@@ -146,13 +148,13 @@ def test_a_path_a_folder_and_a_dict_read_the_same(tmp_path: Path) -> None:
     assert Transformer.from_hf(str(tmp_path / "config.json")) == expected
 
 
-def test_a_vision_models_file_gives_its_language_model() -> None:
+def test_vision_model_config_gives_language_model() -> None:
     text = PUBLISHED["gemma2-2b"].config | {"model_type": "gemma3_text"}
     whole = {"model_type": "gemma3", "vision_config": {}, "text_config": text}
     assert Transformer.from_hf(whole) == Transformer.from_hf(text)
 
 
-def test_gemma_3_fills_in_what_its_files_leave_out() -> None:
+def test_gemma_3_fills_in_missing_fields() -> None:
     # google/gemma-3-1b-pt: 999,885,952 parameters.
     text = {
         "model_type": "gemma3_text",

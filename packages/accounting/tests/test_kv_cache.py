@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def test_a_cache_holds_the_tensors_that_decoding_keeps() -> None:
+def test_cache_size_equals_tensors_saved_by_decoding() -> None:
     shape = Transformer(layers=3, d_model=24, heads=6, kv_heads=2, v_head_dim=5, vocab_size=0)
     keys = torch.empty(3, 2, 7, 2, 4, dtype=torch.bfloat16)
     values = torch.empty(3, 2, 7, 2, 5, dtype=torch.bfloat16)
@@ -17,7 +17,7 @@ def test_a_cache_holds_the_tensors_that_decoding_keeps() -> None:
 
 
 @given(heads=st.sampled_from([4, 8]), seq=st.integers(1, 100))
-def test_grouping_divides_and_a_latent_does_without_heads(heads: int, seq: int) -> None:
+def test_cache_shrinks_with_grouped_queries_and_latents(heads: int, seq: int) -> None:
     def cache(**sizes: Any) -> float:
         shape = Transformer(layers=2, d_model=64, heads=heads, vocab_size=0, **sizes)
         return kv_cache(shape, seq=seq).total
@@ -51,5 +51,5 @@ def test_quantized_caches_keep_their_scales() -> None:
 
 def test_tensor_parallel_devices_share_heads_until_each_has_one() -> None:
     shape = Transformer(layers=1, d_model=64, heads=8, kv_heads=2, vocab_size=0)
-    held = [kv_cache(shape, tensor=t).total for t in (1, 2, 4, 8)]
-    assert held == [held[0], held[0] / 2, held[0] / 2, held[0] / 2]
+    actual = [kv_cache(shape, tensor=t).total for t in (1, 2, 4, 8)]
+    assert actual == [actual[0], actual[0] / 2, actual[0] / 2, actual[0] / 2]

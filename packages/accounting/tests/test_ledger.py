@@ -1,5 +1,4 @@
-"""`Ledger` and `fits` on what real training steps contain: storages that are resized, sparse
-tensors, tensors that a module stores as plain attributes, and hooks."""
+"""Tests of `Ledger` and `fits` on resized storages, sparse tensors, plain attributes and hooks."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a loss in chunks and a compiler change, held against torch: live tensors and saved ones."""
+"""Tests that compare a loss in chunks and a compiled step with torch's live and saved tensors."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ GELU: dict[str, Any] = {"gated_mlp": False, "activation": "gelu"}
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("more", [{}, {"tied": True}, GELU], ids=["own head", "tied", "gelu"])
-def test_a_loss_in_chunks_peaks_where_live_tensors_do(chunks: int, more: dict[str, Any]) -> None:
+def test_chunked_loss_peaks_like_live_tensors(chunks: int, more: dict[str, Any]) -> None:
     shape, (batch, seq) = Transformer(**SIZES, vocab_size=2048, **more), (8, 64)
     with FakeTensorMode():
         model, tokens = Model(shape), torch.zeros(batch, seq, dtype=torch.long)
@@ -39,50 +39,50 @@ def test_a_loss_in_chunks_peaks_where_live_tensors_do(chunks: int, more: dict[st
             )
             if chunks == 1:
                 return piece(*next(iter(pieces)))
-            return sum(checkpoint(piece, *each, use_reentrant=False) for each in pieces)
+            return sum(checkpoint(piece, *item, use_reentrant=False) for item in pieces)
 
-        found = training_step_memory(model, loss, optimizer).peak_bytes
+        result = training_step_memory(model, loss, optimizer).peak_bytes
     about: dict[str, Any] = {"batch": batch, "seq": seq, "fused_norm": False}
     predicted = peak_memory(shape, foreach=False, loss_chunks=chunks, **about)
-    assert predicted.total == pytest.approx(found, rel=0.01)
+    assert predicted.total == pytest.approx(result, rel=0.01)
 
 
 def saved_bytes(model: Model, tokens: torch.Tensor) -> int:
-    """Of a compiled step: the storages that the forward keeps, but for weights and inputs.
+    """Return the bytes that the forward of a compiled step saves, without weights and inputs.
 
-    Partitioned as for Inductor, each kernel by itself.
+    The graph is partitioned as for Inductor.
     """
 
     def loss() -> torch.Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
     compiled = torch.compile(loss, backend="aot_eager_decomp_partition")
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), tokens)}
-    found: dict[int, torch.Tensor] = {}
+    expected = {t.untyped_storage().data_ptr() for t in (*model.parameters(), tokens)}
+    result: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        found[tensor.untyped_storage().data_ptr()] = tensor
+        result[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         compiled()
-    return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in own)
+    return sum(t.untyped_storage().nbytes() for key, t in result.items() if key not in expected)
 
 
 @pytest.mark.parametrize(
     "more", [{}, pytest.param(GELU, marks=pytest.mark.exhaustive)], ids=["gated", "gelu"]
 )
-def test_a_compiler_keeps_what_the_partitioner_saves(more: dict[str, Any]) -> None:
+def test_compiled_activations_equal_partitioner_saves(more: dict[str, Any]) -> None:
     shape, work = Transformer(**SIZES, vocab_size=512, **more), Workload(batch=2, seq=32)
     torch._dynamo.reset()
-    found = saved_bytes(Model(shape), torch.zeros(2, 32, dtype=torch.long))
-    kept = activations(shape, None, work, compiled=True).total
+    result = saved_bytes(Model(shape), torch.zeros(2, 32, dtype=torch.long))
+    saved = activations(shape, None, work, compiled=True).total
     head = head_activations(shape, tokens=64, precision="fp32", compiled=True)
     later = ("token ids and targets", "gradient of the logits")
-    assert found == kept + head.total - sum(head[part].total for part in later)
+    assert result == saved + head.total - sum(head[part].total for part in later)
 
 
-def test_chunks_and_a_compiler_hold_less_and_chunks_take_time() -> None:
+def test_chunks_and_compiler_save_memory_and_chunks_take_time() -> None:
     model = Transformer(layers=2, d_model=256, heads=4, vocab_size=50_000)
     run: dict[str, Any] = {"batch": 4, "seq": 1024, "precision": "mixed_bf16"}
     whole = training_memory(model, **run)
@@ -93,5 +93,5 @@ def test_chunks_and_a_compiler_hold_less_and_chunks_take_time() -> None:
         float(step_time(model, Plan(), **run, loss_chunks=n, hardware="H100").total) for n in (1, 8)
     ]
     assert seconds[0] < seconds[1]
-    with pytest.raises(ValueError, match="loss_chunks is 0"):
+    with pytest.raises(ValueError, match="expected loss_chunks >= 1, got 0"):
         Workload(batch=1, seq=1, loss_chunks=0)

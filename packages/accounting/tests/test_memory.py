@@ -1,4 +1,4 @@
-"""Held against what eager torch keeps: bytes of saved tensors, and the peak of live storages."""
+"""Tests that compare memory with eager torch: saved tensors, and the peak of live storages."""
 
 import weakref
 from collections.abc import Iterator
@@ -42,34 +42,32 @@ def saved_bytes(shape: Transformer, batch: int, seq: int) -> int:
     tokens, targets = torch.randint(shape.vocab_size, (2, batch, seq)).unbind()
     targets = targets.clone()
     tokens = tokens.clone()
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    expected = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
+        if storage.data_ptr() not in expected:
+            saved[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = loss_of(model, tokens, targets)
     assert loss.isfinite()
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def predicted_saved_bytes(shape: Transformer, batch: int, seq: int, **options: object) -> int:
-    kept = activations(shape, batch=batch, seq=seq, fused_norm=False, **options)
+    saved = activations(shape, batch=batch, seq=seq, fused_norm=False, **options)
     precision = options.get("precision", "fp32")
     head = head_activations(shape, tokens=batch * seq, precision=precision, fused_norm=False)
     later = ("its gradient", "gradient of the logits", "logits before the cast")
-    return kept.total + sum(part.total for part in head if part.name not in later)
+    return saved.total + sum(part.total for part in head if part.name not in later)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("flash", [False, True])
-def test_saved_activations_are_those_of_eager_torch_to_the_byte(
-    shape: Transformer, flash: bool
-) -> None:
+def test_saved_activations_equal_eager_torch_to_the_byte(shape: Transformer, flash: bool) -> None:
     with sdpa_kernel(KERNELS[flash]):
         assert saved_bytes(shape, 3, 13) == predicted_saved_bytes(shape, 3, 13, flash=flash)
 
@@ -77,9 +75,9 @@ def test_saved_activations_are_those_of_eager_torch_to_the_byte(
 def test_autocast_keeps_casts_and_copies_of_the_matrices() -> None:
     shape = SHAPES[0]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cpu", torch.bfloat16):
-        kept = saved_bytes(shape, 3, 13)
+        saved = saved_bytes(shape, 3, 13)
     cast = peak_memory(shape, batch=3, seq=400, precision="amp_bf16")["cast weights"].total
-    assert kept == cast + predicted_saved_bytes(shape, 3, 13, precision="amp_bf16")
+    assert saved == cast + predicted_saved_bytes(shape, 3, 13, precision="amp_bf16")
 
 
 class Peak(TorchDispatchMode):
@@ -161,7 +159,7 @@ def test_peak_of_training_is_predicted_within_three_percent(
 
 @given(s=st.integers(1, 64), b=st.integers(1, 8), a=st.integers(1, 8), e=st.integers(1, 16))
 def test_plain_attention_is_korthikantis_formula(s: int, b: int, a: int, e: int) -> None:
-    # Reducing Activation Recomputation, equations 1, 2, 4 and table 2: bytes a layer in 16 bits.
+    # Reducing Activation Recomputation, equations 1, 2, 4 and table 2: bytes per layer in 16 bits.
     h, t = a * e * 4, 4
     shape = Transformer(
         layers=1,
@@ -174,11 +172,11 @@ def test_plain_attention_is_korthikantis_formula(s: int, b: int, a: int, e: int)
     )
 
     def layer(plan: Plan, **options: object) -> float:
-        kept = activations(
+        saved = activations(
             shape, plan, batch=b, seq=s, precision="bf16", dropout=True, flash=False, **options
         )
         # The paper leaves out the two numbers a norm keeps for a token.
-        return kept.total - sum(x.total for x in kept.leaves() if x.name == "norm statistics")
+        return saved.total - sum(x.total for x in saved.leaves() if x.name == "norm statistics")
 
     sbh, scores = s * b * h, 5 * a * 4 * s * s * b
     assert layer(Plan()) == 34 * sbh + scores
@@ -188,7 +186,7 @@ def test_plain_attention_is_korthikantis_formula(s: int, b: int, a: int, e: int)
     assert layer(Plan(recompute="full")) == 2 * sbh
 
 
-def test_zero_shards_as_figure_1_of_its_paper_says() -> None:
+def test_zero_stages_equal_figure_1_of_zero_paper() -> None:
     for stage, published in enumerate((120, 31.4, 16.6, 1.88)):
         states = model_states(7_500_000_000, data=64, zero=stage)
         assert states.total / 1e9 == pytest.approx(published, rel=0.01)
@@ -220,31 +218,31 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
     st.sampled_from([1, 2, 4]),
     st.integers(1, 3),
 )
-def test_no_plan_loses_a_byte(
+def test_devices_of_every_plan_store_all_parameters(
     shape: Transformer, tensor: int, pipeline: int, expert: int, zero: int
 ) -> None:
     shape = even(shape)
     expert = expert if shape.experts else 1
     plan = Plan(data=4, tensor=tensor, pipeline=pipeline, expert=expert, zero=zero)
-    held = split = 0
+    actual = split = 0
     for stage in range(pipeline):
         dense, routed = device_parameters(shape, plan, stage)
-        held += tensor * (dense + routed * expert)
+        actual += tensor * (dense + routed * expert)
         memory = training_memory(shape, plan, batch=0, seq=1, stage=stage, precision="sgd_fp32")
         split += plan.devices // pipeline * memory["weights"].total
     tied_copy = shape.tied and pipeline > 1
     everything = parameters(shape).total + tied_copy * shape.vocab_size * shape.d_model
-    assert held >= everything
+    assert actual >= everything
     if tensor == 1:
         # Only tensor parallelism copies (norms, routers); a cut by layers or experts must be exact.
-        assert held == everything
+        assert actual == everything
         if zero == 3:
             assert 4 * everything <= split <= 4 * (everything + 3 * 2 * pipeline)
 
 
 @settings(deadline=None, max_examples=40)
 @given(shapes(), st.integers(1, 8), st.integers(1, 32))
-def test_memory_is_a_sum_and_grows_with_every_size(
+def test_memory_is_sum_of_parts_and_grows_with_every_size(
     shape: Transformer, batch: int, seq: int
 ) -> None:
     from dataclasses import replace
@@ -273,28 +271,28 @@ def test_more_sharding_and_less_keeping_need_less_memory() -> None:
     by_stage = [need(data=4, zero=stage) for stage in range(4)]
     assert by_stage == sorted(by_stage, reverse=True)
     assert len(set(by_stage)) == 4
-    kept = [need(recompute=how) for how in ("none", "selective", "full")]
-    assert kept == sorted(kept, reverse=True)
+    saved = [need(recompute=how) for how in ("none", "selective", "full")]
+    assert saved == sorted(saved, reverse=True)
     assert need(tensor=4) > need(tensor=4, sequence_parallel=True)
     assert need(offload="optimizer") == need() - 8 * parameters(shape).total
     assert need(recompute="full", offload="activations") < need(recompute="full")
     assert need(data=4, context=2) < need(data=4)
 
 
-def test_schedules_hold_what_is_in_flight() -> None:
+def test_schedules_store_micro_batches_in_flight() -> None:
     shape = Transformer(layers=8, d_model=64, heads=8, vocab_size=0)
 
-    def kept(stage: int, **plan: object) -> float:
+    def saved(stage: int, **plan: object) -> float:
         plan = Plan(pipeline=4, microbatches=8, **plan)
         memory = training_memory(shape, plan, batch=8, seq=64, stage=stage)
         return memory["activations"].total
 
-    one = activations(shape, batch=1, seq=64).total / 4
-    assert [kept(s, schedule="gpipe") / one for s in range(4)] == [8, 8, 8, 8]
-    assert [kept(s, schedule="1f1b") / one for s in range(4)] == [4, 3, 2, 1]
+    single = activations(shape, batch=1, seq=64).total / 4
+    assert [saved(s, schedule="gpipe") / single for s in range(4)] == [8, 8, 8, 8]
+    assert [saved(s, schedule="1f1b") / single for s in range(4)] == [4, 3, 2, 1]
     # Narayanan et al. 2021: interleaving holds 1 + (p - 1)/(p v) times 1F1B's first stage.
-    first = kept(0, schedule="interleaved", virtual_stages=2)
-    assert first == 4 * one * (1 + Fraction(3, 8))
+    first = saved(0, schedule="interleaved", virtual_stages=2)
+    assert first == 4 * single * (1 + Fraction(3, 8))
 
 
 def test_lora_trains_its_updates_alone() -> None:
@@ -305,20 +303,20 @@ def test_lora_trains_its_updates_alone() -> None:
     assert memory["adapters"].total == 16 * update
 
 
-def test_the_search_gives_plans_that_fit_and_no_smaller_machine_has_any() -> None:
+def test_search_returns_fitting_plans_on_fewest_devices() -> None:
     model = Transformer(
         layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256
     )
     run = {"hardware": "H100", "batch": 16, "seq": 4096}
-    found = smallest_machine(model, **run)
-    devices = found[0].plan.devices
+    result = smallest_machine(model, **run)
+    devices = result[0].plan.devices
     assert devices > 1
     assert not plans_that_fit(model, devices=devices // 2, **run)
-    assert found == sorted(found, key=lambda candidate: candidate.step_seconds)
-    for candidate in found:
+    assert result == sorted(result, key=lambda candidate: candidate.step_seconds)
+    for candidate in result:
         need = training_memory(model, candidate.plan, batch=16, seq=4096, precision="mixed_bf16")
         assert need.total == candidate.memory_bytes <= 0.9 * 80e9
-    with pytest.raises(ValueError, match="fits no plan on up to 1 H100"):
+    with pytest.raises(ValueError, match="fits on up to 1 H100"):
         smallest_machine(model, **run, most=1)
 
 
@@ -351,9 +349,9 @@ def test_zero_3_holds_the_blocks_that_it_gathers(data: int) -> None:
 
     ends = 2 * 128256 * 16384 + 16384
     block = (model.size - ends) // model.layers
-    kept = need()["gathered"]
+    saved = need()["gathered"]
     # Two blocks in bf16, the ends, one block's gradients and what is reduced of them.
-    assert kept.total == 2 * (ends + (2 + 1 + 1) * block)
+    assert saved.total == 2 * (ends + (2 + 1 + 1) * block)
     assert need(reshard_after_forward=False)["gathered"].total == 2 * (ends + (126 + 2) * block)
     assert need().total > 2 * block
     states = training_memory(model, Plan(data=data, zero=3), batch=0, seq=1)
@@ -361,5 +359,7 @@ def test_zero_3_holds_the_blocks_that_it_gathers(data: int) -> None:
 
 
 def test_offloading_activations_needs_block_inputs() -> None:
-    with pytest.raises(ValueError, match="offload is 'activations' with recompute 'none'"):
+    with pytest.raises(
+        ValueError, match="expected recompute='full' with offload='activations', got 'none'"
+    ):
         Plan(offload="activations")

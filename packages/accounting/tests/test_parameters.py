@@ -5,7 +5,7 @@ from random_shapes import shapes
 from torch import nn
 
 
-def test_attention_and_mlp_equal_torchs_own_layers() -> None:
+def test_attention_and_mlp_equal_torch_layers() -> None:
     block = nn.TransformerEncoderLayer(24, 4, 56, device="meta")
     ours = Transformer(
         layers=1,
@@ -23,7 +23,7 @@ def test_attention_and_mlp_equal_torchs_own_layers() -> None:
     assert parameters(ours).total == sum(p.numel() for p in block.parameters())
 
 
-def test_a_module_is_counted_with_shared_weights_once() -> None:
+def test_shared_weights_of_module_are_counted_once() -> None:
     model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False))
     model[2].weight = model[0].weight
     counted = parameters(model)

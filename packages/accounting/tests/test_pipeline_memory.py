@@ -1,5 +1,8 @@
-"""Pipelines against torch's own: each stage runs its schedule alone, in a group without processes,
-and every tensor that is alive is counted. torch's trackers know neither stages nor sequences."""
+"""Tests that compare pipeline memory with the live tensors of torch's schedules.
+
+Each stage runs its schedule alone, in a group without processes. torch's memory trackers support
+neither pipeline stages nor sequence parallelism.
+"""
 
 import random
 from collections import Counter
@@ -65,7 +68,7 @@ def counted(
 ) -> int:
     """The most bytes that are alive while torch's schedule runs on that stage."""
     chunks = plan.pipeline * plan.virtual_stages
-    each = shape.layers // chunks
+    item = shape.layers // chunks
     rows, dtype = batch // plan.microbatches // plan.data, torch.bfloat16 if mixed else None
     stream = torch.empty(rows, seq, shape.d_model, dtype=dtype)
     tokens = torch.zeros(rows, seq, dtype=torch.long)
@@ -73,10 +76,10 @@ def counted(
         mesh = init_device_mesh(
             "cpu", (plan.pipeline, plan.data), mesh_dim_names=("pipeline", "data")
         )
-        stages, held = [], []
+        stages, actual = [], []
         for index in range(stage, chunks, plan.pipeline):
             first, last = index == 0, index == chunks - 1
-            chunk = Chunk(shape, each, first=first, last=last)
+            chunk = Chunk(shape, item, first=first, last=last)
             if plan.zero == 3:
                 sharded(chunk, plan, mesh["data"], mixed)
             out = torch.empty(rows, seq, shape.vocab_size, dtype=dtype) if last else stream.clone()
@@ -91,7 +94,7 @@ def counted(
                     group=mesh.get_group("pipeline"),
                 )
             )
-            held.append(chunk)
+            actual.append(chunk)
         many = plan.virtual_stages > 1
         schedule = SCHEDULES[plan.schedule](
             stages if many else stages[0],
@@ -99,7 +102,7 @@ def counted(
             loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()),
         )
         optimizer = torch.optim.AdamW(
-            [p for chunk in held for p in chunk.parameters()], foreach=False
+            [p for chunk in actual for p in chunk.parameters()], foreach=False
         )
         if plan.zero < 3:
             make_state(optimizer)
@@ -110,7 +113,7 @@ def counted(
         # The first step makes the buffers that the schedule keeps.
         for _ in range(2):
             ledger = Ledger()
-            ledger.hold("weights", *(p for chunk in held for p in chunk.parameters()))
+            ledger.hold("weights", *(p for chunk in actual for p in chunk.parameters()))
             state = tree_leaves([*optimizer.state.values()])
             ledger.hold("optimizer", *(leaf for leaf in state if isinstance(leaf, Tensor)))
             with ledger:
@@ -122,15 +125,15 @@ def counted(
 
 
 def agrees(schedule: str, pipeline: int, stage: int, virtual: int = 1) -> None:
-    each = 2 if virtual == 1 else 4
+    item = 2 if virtual == 1 else 4
     shape = Transformer(
-        layers=each * pipeline * virtual, d_model=64, heads=4, d_ff=192, vocab_size=256
+        layers=item * pipeline * virtual, d_model=64, heads=4, d_ff=192, vocab_size=256
     )
     plan = Plan(
         pipeline=pipeline, microbatches=2 * pipeline, schedule=schedule, virtual_stages=virtual
     )
     batch, seq = 2 * plan.microbatches, 64
-    found = counted(shape, plan, stage, batch, seq)
+    result = counted(shape, plan, stage, batch, seq)
     run: dict[str, Any] = {"batch": batch, "seq": seq, "fused_norm": False}
     predicted = memory_timeline(shape, plan, stage=stage, **run).peak
     total = predicted.total
@@ -140,25 +143,25 @@ def agrees(schedule: str, pipeline: int, stage: int, virtual: int = 1) -> None:
         rows, gpipe = batch // plan.microbatches * seq, schedule == "gpipe"
         total += 4 * rows * shape.vocab_size * (plan.microbatches if gpipe else 1)
         total += 4 * rows * shape.d_model * (0 if gpipe else plan.microbatches)
-    assert total == pytest.approx(found, rel=0.03), predicted
+    assert total == pytest.approx(result, rel=0.03), predicted
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_stage_holds_what_torchs_schedule_holds(schedule: str, stage: int) -> None:
+def test_stage_peak_equals_torch_schedule(schedule: str, stage: int) -> None:
     agrees(schedule, 2, stage)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_four_stages_hold_what_torchs_schedule_holds(schedule: str, stage: int) -> None:
+def test_four_stage_peaks_equal_torch_schedule(schedule: str, stage: int) -> None:
     agrees(schedule, 4, stage)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
-def test_interleaved_stages_hold_what_torchs_schedule_holds(stage: int) -> None:
+def test_interleaved_stage_peaks_equal_torch_schedule(stage: int) -> None:
     agrees("interleaved", 4, stage, virtual=2)
 
 
@@ -191,7 +194,7 @@ def fsdp_case(seed: int) -> tuple[Transformer, Plan, int, int, int, bool]:
 
 def agrees_with_fsdp(seed: int) -> None:
     shape, plan, batch, stage, seq, mixed = fsdp_case(seed)
-    found = counted(shape, plan, stage, batch, seq, mixed)
+    result = counted(shape, plan, stage, batch, seq, mixed)
     precision = "fsdp_bf16" if mixed else "fp32"
     run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": precision, "fused_norm": False}
     predicted = memory_timeline(shape, plan, stage=stage, **run).peak
@@ -200,25 +203,25 @@ def agrees_with_fsdp(seed: int) -> None:
         # The logits of one micro-batch, or of all of them, are the last stage's output.
         rows, gpipe = batch // plan.data // plan.microbatches * seq, plan.schedule == "gpipe"
         total += (2 if mixed else 4) * rows * shape.vocab_size * (plan.microbatches * gpipe or 1)
-    assert total == pytest.approx(found, rel=0.03), (shape, plan, stage, predicted)
+    assert total == pytest.approx(result, rel=0.03), (shape, plan, stage, predicted)
     whole = training_memory(shape, plan, stage=stage, **run).total
     assert whole >= predicted.total * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fsdp_in_a_pipeline_keeps_weights_and_gradients_whole(seed: int) -> None:
+def test_fsdp_in_pipeline_stores_unsharded_weights_and_gradients(seed: int) -> None:
     agrees_with_fsdp(seed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(4, 54))
-def test_fifty_stages_of_fsdp_peak_where_live_tensors_do(seed: int) -> None:
+def test_fifty_fsdp_stages_peak_like_live_tensors(seed: int) -> None:
     agrees_with_fsdp(seed)
 
 
 @pytest.mark.parametrize("reshard", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_fsdp_in_a_pipeline_gathers_and_reduces_as_often_as_torch(
+def test_fsdp_in_pipeline_gathers_and_reduces_as_often_as_torch(
     schedule: str, reshard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[str] = Counter()
@@ -244,6 +247,6 @@ def test_fsdp_in_a_pipeline_gathers_and_reduces_as_often_as_torch(
     )
     counted(shape, plan, 0, 32, 8)
     # Four blocks, and the ends, which are gathered once.
-    found = communication(shape, plan, batch=32, seq=8)
-    assert calls["c10d._allgather_base_.default"] == 4 * found["weights"].count + 1
-    assert calls["c10d._reduce_scatter_base_.default"] == 5 * found["gradients"].count
+    result = communication(shape, plan, batch=32, seq=8)
+    assert calls["c10d._allgather_base_.default"] == 4 * result["weights"].count + 1
+    assert calls["c10d._reduce_scatter_base_.default"] == 5 * result["gradients"].count

@@ -1,4 +1,4 @@
-"""The plain file is the specification: the package gives its numbers."""
+"""Tests that compare the package with plain.py."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
     st.integers(1, 9), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4),
     st.integers(1, 99), st.integers(1, 99), st.integers(1, 5), st.integers(1, 40),
 )  # fmt: skip
-def test_the_package_gives_the_plain_numbers(
+def test_package_equals_minimal_implementation(
     layers: int, width: int, group: int, kv: int, d_ff: int, vocab: int, batch: int, seq: int
 ) -> None:
     heads = group * kv
@@ -25,8 +25,8 @@ def test_the_package_gives_the_plain_numbers(
     count = plain.parameters(*sizes)
     assert parameters(model).total == count
     assert flops(model, batch=batch, seq=seq).total == plain.flops(*sizes, batch, seq)
-    kept = activations(model, batch=batch, seq=seq, precision="bf16")
-    assert kept.total == plain.activations(*sizes[:5], batch * seq)
+    saved = activations(model, batch=batch, seq=seq, precision="bf16")
+    assert saved.total == plain.activations(*sizes[:5], batch * seq)
     assert kv_cache(model, seq=seq, batch=batch).total == plain.cache(*sizes[:4], batch * seq)
     for zero in range(4):
         assert model_states(count, data=7, zero=zero).total == plain.states(count, 7, zero)

@@ -1,7 +1,8 @@
-"""One question, one answer; the command lines; what a device serves."""
+"""Tests of the search, of its command lines, and of inference."""
 
 import json
 import math
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,7 @@ TEXT = "layers=8,d_model=1024,heads=16,vocab_size=32000"
 
 
 @pytest.mark.timing
-def test_all_axes_for_405b_on_16384_devices_take_less_than_a_second() -> None:
+def test_search_for_405b_on_16384_devices_takes_less_than_one_second() -> None:
     begin = time.process_time()
     answer = plan_for(LLAMA_405B, gpus=16384, hardware="H100", tokens=15.6e12, seq=8192)
     assert time.process_time() - begin < 1
@@ -53,8 +54,8 @@ def test_the_answer_holds_together() -> None:
     assert 0.3 < answer.mfu.middle < 0.6
     # 54 days and 15.6T tokens are what was published of it.
     assert 45 < answer.days.middle < 90
-    found = answer.to_dict()
-    assert json.loads(json.dumps(found))["plan"]["tensor"] == plan.tensor
+    result = answer.to_dict()
+    assert json.loads(json.dumps(result))["plan"]["tensor"] == plan.tensor
     assert "MFU" in answer.explain()
     memory = training_memory(
         LLAMA_405B,
@@ -77,11 +78,11 @@ def test_the_estimate_puts_the_best_plans_in_front() -> None:
     assert len(everything) > 50
     assert best.step_seconds <= 1.05 * everything[0].step_seconds
     run = {"batch": 16, "seq": 2048, "precision": "mixed_bf16"}
-    again = step_time(model, best.plan, hardware="H100", **run)
-    assert again.total == best.step_seconds
+    second = step_time(model, best.plan, hardware="H100", **run)
+    assert second.total == best.step_seconds
 
 
-def test_the_plan_of_a_mixture_has_room_on_its_fullest_stage() -> None:
+def test_plan_with_experts_fits_on_fullest_stage() -> None:
     # Its first layers are dense, so that no end of the pipeline is the fullest stage.
     model = Transformer.from_hf(PUBLISHED["deepseek-v3"].config)
     answer = plan_for(model, gpus=2048, hardware="H100", tokens=14.8e12)
@@ -90,7 +91,7 @@ def test_the_plan_of_a_mixture_has_room_on_its_fullest_stage() -> None:
 
 
 @pytest.mark.parametrize("gpus", [6, 24, 1000])
-def test_any_number_of_devices_has_a_plan(gpus: int) -> None:
+def test_every_number_of_devices_has_a_plan(gpus: int) -> None:
     assert plan_for(SMALL, gpus=gpus).plan.devices == gpus
 
 
@@ -105,12 +106,12 @@ def test_command_lines_multiply_to_the_devices() -> None:
 
 
 def degrees(line: str) -> dict[str, int]:
-    """What a line says of tensor, pipeline, context and data, by the words of its program."""
+    """Return the degrees of parallelism in a command line."""
     words = line.replace("=", " ").split()
 
     def after(ending: str) -> int:
-        found = [words[i + 1] for i, word in enumerate(words) if word.endswith(ending)]
-        return int(found[0]) if found else 1
+        result = [words[i + 1] for i, word in enumerate(words) if word.endswith(ending)]
+        return int(result[0]) if result else 1
 
     if "--module" in words:
         names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
@@ -125,12 +126,12 @@ def test_every_plan_proposed_has_lines_that_its_programs_take(
     model: Transformer, gpus: int
 ) -> None:
     """Degrees multiply to the devices; chunks are alike, or both ends have a layer less."""
-    found = plans_that_fit(model, hardware="H100", devices=gpus, batch=2000, seq=4096, most=40)
-    found += plans_that_fit(
+    result = plans_that_fit(model, hardware="H100", devices=gpus, batch=2000, seq=4096, most=40)
+    result += plans_that_fit(
         model, hardware="A100", devices=gpus, batch=2000, seq=4096, pipeline=4, data=gpus // 4
     )
-    assert found
-    for plan in (candidate.plan for candidate in found):
+    assert result
+    for plan in (candidate.plan for candidate in result):
         chunks = plan.pipeline * plan.virtual_stages
         if plan.virtual_stages > 1:
             assert model.layers % chunks in (0, chunks - 2)
@@ -138,9 +139,9 @@ def test_every_plan_proposed_has_lines_that_its_programs_take(
         lines = command_lines(model, plan, batch=2000, seq=4096)
         assert "megatron" in lines or model.layers % plan.pipeline
         for program, line in lines.items():
-            said = degrees(line)
-            expert = said.pop("expert_parallel", 1)
-            product = math.prod(said.values())
+            text = degrees(line)
+            expert = text.pop("expert_parallel", 1)
+            product = math.prod(text.values())
             assert gpus % product == 0
             if program == "torchtitan":
                 assert product == gpus
@@ -163,7 +164,7 @@ def test_every_plan_proposed_has_lines_that_its_programs_take(
         {"mla": MLA(kv_rank=8, rope_head_dim=4, q_rank=8, **INDEX)},
     ],
 )
-def test_what_megatrons_options_do_not_build_has_no_line(changed: dict[str, Any]) -> None:
+def test_models_that_megatron_cannot_build_have_no_command_line(changed: dict[str, Any]) -> None:
     plan, run = Plan(data=8), {"batch": 8, "seq": 128}
     assert "megatron" in command_lines(SMALL, plan, **run)
     assert "megatron" not in command_lines(replace(SMALL, **changed), plan, **run)
@@ -176,8 +177,8 @@ def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
     uneven = replace(SMALL, layers=28, attention_layers=None, mlp_layers=None)
     question = {"hardware": "H100", "devices": 8, "batch": 64, "seq": 4096, "tensor": 1, "zero": 1}
     for pipeline, virtual in ((4, {1}), (2, {1, 2})):
-        found = plans_that_fit(uneven, **question, pipeline=pipeline, recompute="none", most=100)
-        assert {c.plan.virtual_stages for c in found} == virtual
+        result = plans_that_fit(uneven, **question, pipeline=pipeline, recompute="none", most=100)
+        assert {c.plan.virtual_stages for c in result} == virtual
     uneven = replace(uneven, layers=30, attention_layers=None, mlp_layers=None)
     plan = Plan(pipeline=4, microbatches=4, schedule="interleaved", virtual_stages=2)
     assert [len(plan.stage_layers(uneven, stage)) for stage in range(4)] == [7, 8, 8, 7]
@@ -187,7 +188,7 @@ def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 6, 11, 12, 20, 72, 1000])
-def test_a_launcher_starts_one_process_a_device(gpus: int) -> None:
+def test_launcher_starts_one_process_per_device(gpus: int) -> None:
     for line in plan_for(SMALL, gpus=gpus).commands().values():
         words = line.split()
         nodes = int(words[words.index("--nnodes") + 1])
@@ -198,7 +199,7 @@ def test_a_launcher_starts_one_process_a_device(gpus: int) -> None:
     ("precision", "there"),
     [("fp32", ""), ("sgd_fp32", ""), ("megatron_bf16", "--bf16"), ("mixed_fp16", "--fp16")],
 )
-def test_a_command_line_computes_in_what_the_answer_counted(precision: str, there: str) -> None:
+def test_command_line_uses_dtype_of_answer(precision: str, there: str) -> None:
     lines = plan_for(SMALL, gpus=8, precision=precision).commands()
     assert {"--bf16", "--fp16"} & set(lines["megatron"].split()) == {there} - {""}
     # torchtitan computes in bfloat16 if nothing else is said, and does not know fp16.
@@ -209,17 +210,17 @@ def test_a_command_line_computes_in_what_the_answer_counted(precision: str, ther
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("microbatches", [2, 8])
-def test_a_micro_batch_of_torchtitan_is_the_plans(pipeline: int, microbatches: int) -> None:
-    given = {"data": 4 // pipeline, "pipeline": pipeline, "microbatches": microbatches}
-    answer = plan_for(SMALL, gpus=4, batch=64, seq=128, schedule="1f1b", **given)
+def test_torchtitan_micro_batch_equals_that_of_plan(pipeline: int, microbatches: int) -> None:
+    arguments = {"data": 4 // pipeline, "pipeline": pipeline, "microbatches": microbatches}
+    answer = plan_for(SMALL, gpus=4, batch=64, seq=128, schedule="1f1b", **arguments)
     line = answer.commands()["torchtitan"]
-    said = dict(word.split("=") for word in line.split() if word.startswith("--") and "=" in word)
-    local = int(said["--training.num_tokens_per_microbatch_per_dp_rank"])
+    text = dict(word.split("=") for word in line.split() if word.startswith("--") and "=" in word)
+    local = int(text["--training.num_tokens_per_microbatch_per_dp_rank"])
     assert local == 64 // answer.plan.data // microbatches * 128
-    assert int(said.get("--parallelism.num_pp_microbatches", 1)) == (
+    assert int(text.get("--parallelism.num_pp_microbatches", 1)) == (
         microbatches if pipeline > 1 else 1
     )
-    assert int(said["--training.num_tokens_per_train_step"]) == 64 * 128
+    assert int(text["--training.num_tokens_per_train_step"]) == 64 * 128
 
 
 def test_megatrons_line_has_the_latent_the_shared_expert_and_the_dense_layers() -> None:
@@ -242,7 +243,7 @@ def test_megatrons_line_has_the_latent_the_shared_expert_and_the_dense_layers() 
     assert "--num-query-groups 2" in line
 
 
-def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_answers_every_question(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", TEXT, "--gpus", "8", "--tokens", "10B", "--batch", "64", "--tp", "2"]
     assert main(words) == 0
     shown = capsys.readouterr().out
@@ -251,7 +252,9 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["tensor"] == 2
     assert main(["plan", TEXT, "--gpus", "8", "--memory", "0.1"]) == 2
-    assert "no plan over 8 H100" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no plan over 8 H100" in error
+    assert re.search(r"needs about [\d.]+ [KMG]iB per device and 85\.83 MiB are usable", error)
     assert main(["diff", TEXT, TEXT]) == 0
     assert "1.000" in capsys.readouterr().out
     assert main(["diff", TEXT, TEXT + ",tied=true", "--json"]) == 0
@@ -262,12 +265,12 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sequences at once" in capsys.readouterr().out
 
 
-def test_what_is_served_follows_from_the_cache() -> None:
-    found = serving(SMALL, gpus=1, hardware="H100", seq=1024)
+def test_concurrent_sequences_follow_from_cache_size() -> None:
+    result = serving(SMALL, gpus=1, hardware="H100", seq=1024)
     cache = kv_cache(SMALL, seq=1024).total
-    assert found["cache_bytes_a_sequence"] == cache
-    room = 0.9 * 80e9 - found["weights_bytes"]
-    assert found["sequences_at_once"] == room // cache
+    assert result["cache_bytes_per_sequence"] == cache
+    room = 0.9 * 80e9 - result["weights_bytes"]
+    assert result["sequences_at_once"] == room // cache
 
 
 DEEPSEEK_V3 = Transformer(
@@ -297,33 +300,38 @@ QWEN3_30B = Transformer(
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 @pytest.mark.parametrize("model", [DEEPSEEK_V3, QWEN3_30B, SMALL], ids=["mla", "few keys", "small"])
 def test_weights_and_cache_are_served_by_one_plan(model: Transformer, gpus: int) -> None:
-    found = serving(model, gpus=gpus, hardware="H200", seq=8192)
-    held = 2 * sum(device_parameters(model, Plan(tensor=gpus)))
-    one = kv_cache(model, seq=8192, tensor=gpus).total
-    assert found["weights_bytes"] == gpus * held
-    assert found["cache_bytes_a_sequence"] == gpus * one
+    result = serving(model, gpus=gpus, hardware="H200", seq=8192)
+    actual = 2 * sum(device_parameters(model, Plan(tensor=gpus)))
+    single = kv_cache(model, seq=8192, tensor=gpus).total
+    assert result["weights_bytes"] == gpus * actual
+    assert result["cache_bytes_per_sequence"] == gpus * single
     usable = 0.9 * HARDWARE["H200"].memory_bytes
-    assert found["sequences_at_once"] == max(0, (usable - held) // one)
-    needed = found["devices_needed"]
+    assert result["sequences_at_once"] == max(0, (usable - actual) // single)
+    needed = result["devices_needed"]
     assert sum(device_parameters(model, Plan(tensor=needed))) * 2 < usable
-    read = found["bytes_a_token"] / gpus
-    assert read < held + one
+    read = result["bytes_per_token"] / gpus
+    assert read < actual + single
     speed = HARDWARE["H200"].memory_bandwidth / read
-    assert found["tokens_per_second_alone_at_most"] == pytest.approx(speed)
+    assert result["tokens_per_second_alone_at_most"] == pytest.approx(speed)
 
 
-def test_copies_under_tensor_parallelism_take_memory_of_every_device() -> None:
-    caches = [serving(DEEPSEEK_V3, gpus=n)["cache_bytes_a_sequence"] for n in (1, 8)]
+def test_copies_under_tensor_parallelism_count_on_every_device() -> None:
+    caches = [serving(DEEPSEEK_V3, gpus=n)["cache_bytes_per_sequence"] for n in (1, 8)]
     assert caches[1] == 8 * caches[0]
-    caches = [serving(QWEN3_30B, gpus=n)["cache_bytes_a_sequence"] for n in (1, 4, 8)]
+    caches = [serving(QWEN3_30B, gpus=n)["cache_bytes_per_sequence"] for n in (1, 4, 8)]
     assert caches == [caches[0], caches[0], 2 * caches[0]]
-    with pytest.raises(ValueError, match="does not divide"):
+    with pytest.raises(ValueError, match="expected tensor to divide"):
         serving(QWEN3_30B, gpus=3)
     with pytest.raises(ValueError, match="keeps no cache"):
         serving(replace(SMALL, causal=False))
 
 
-def test_amounts_are_read_as_they_are_written() -> None:
+def test_refusal_says_that_no_degrees_divide_devices_and_batch() -> None:
+    with pytest.raises(ValueError, match="no degrees of parallelism divide both the devices"):
+        plan_for(SMALL, gpus=7, batch=9, seq=64)
+
+
+def test_amounts_with_suffixes_are_parsed() -> None:
     assert (amount("1T"), amount("300B"), amount("2.5e9")) == (1e12, 3e11, 2.5e9)
 
 
@@ -333,8 +341,8 @@ def test_no_plan_is_proposed_whose_memory_is_not_modeled(devices: int) -> None:
     model = Transformer(layers=16, d_model=2048, heads=16, vocab_size=32000)
     about: dict[str, Any] = {"devices": devices, "batch": 256, "seq": 2048, "hardware": "H100"}
     for memory in (6e9, 2e9, 80e9):
-        found = plans_that_fit(model, **about, memory_bytes=memory, pipeline=4, most=40)
-        for candidate in found:
+        result = plans_that_fit(model, **about, memory_bytes=memory, pipeline=4, most=40)
+        for candidate in result:
             assert candidate.plan.zero != 2
             assert candidate.plan.zero < 3 or candidate.plan.schedule != "interleaved"
     with pytest.raises(ValueError, match="not modeled"):

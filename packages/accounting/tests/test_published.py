@@ -1,4 +1,4 @@
-"""Predictions of time, held against what was published."""
+"""Tests that compare predicted times with published runs."""
 
 import math
 import statistics
@@ -25,9 +25,9 @@ from accounting.time.published import (
 
 
 def test_each_run_left_out_is_predicted_by_the_others() -> None:
-    found = left_out()
-    assert len(found) == len(RUNS) == 15
-    off = [abs(seconds / run.seconds - 1) for run, seconds in found]
+    result = left_out()
+    assert len(result) == len(RUNS) == 15
+    off = [abs(seconds / run.seconds - 1) for run, seconds in result]
     assert statistics.median(off) <= 0.08
     assert max(off) <= 0.20
 
@@ -42,7 +42,7 @@ def a_run(source: str, off: float, group: tuple[str, str, str] = ("A", "bf16", "
     return Ratio(source=source, group=group, usual=off, held_out=off, learned_from=True)
 
 
-def test_an_interval_is_measured_on_sources_that_are_held_out_whole() -> None:
+def test_interval_is_measured_on_held_out_sources() -> None:
     # Two runs of a source say nothing about another source: within s they agree, s is off by 1.
     seen = [a_run("s", 1.0), a_run("s", 1.0), a_run("t", 0.0)]
     assert errors_by_source(seen) == pytest.approx({"s": 1.0, "t": 1.0})
@@ -50,7 +50,7 @@ def test_an_interval_is_measured_on_sources_that_are_held_out_whole() -> None:
     assert math.log(interval.high / interval.middle) == pytest.approx(1.0)
 
 
-def test_too_few_sources_take_the_widest_error_known() -> None:
+def test_too_few_sources_use_widest_known_error() -> None:
     assert half_width([0.1, 0.2, 0.3]) is None
     assert half_width([0.1, 0.4, 0.2, 0.3]) == 0.4
     assert half_width([0.1 * i for i in range(1, 10)]) == pytest.approx(0.8)
@@ -60,30 +60,32 @@ def test_too_few_sources_take_the_widest_error_known() -> None:
     for group in (("B", "fp8", "MoE"), ("C", "bf16", "dense"), None):
         interval = learned([*near, far], group)
         assert math.log(interval.high / interval.middle) == pytest.approx(widest)
-    own = learned([*near, far], ("A", "bf16", "dense"))
-    assert math.log(own.high / own.middle) < widest
+    expected = learned([*near, far], ("A", "bf16", "dense"))
+    assert math.log(expected.high / expected.middle) < widest
 
 
-def test_the_printed_coverage_is_counted_on_held_out_sources() -> None:
-    held: dict[str, list[bool]] = {}
+def test_printed_coverage_is_counted_on_held_out_sources() -> None:
+    actual: dict[str, list[bool]] = {}
     for run in (*RUNS, *HELD_OUT):
         name = run.source.split(",")[0]
         others = [ratio for ratio in ratios() if ratio.source != name]
         interval = learned(others, group_of(run.model, run.hardware, run.precision))
         interval = interval.scaled(float(modeled(run, held_out=True).total))
-        held.setdefault(name, []).append(interval.low <= run.seconds <= interval.high)
-    runs = [inside for of_source in held.values() for inside in of_source]
-    sources = [all(of_source) for of_source in held.values()]
+        actual.setdefault(name, []).append(interval.low <= run.seconds <= interval.high)
+    runs = [inside for of_source in actual.values() for inside in of_source]
+    sources = [all(of_source) for of_source in actual.values()]
     assert coverage() == (sum(sources), len(sources), sum(runs), len(runs))
     assert sum(sources) >= 0.8 * len(sources)
     assert sum(runs) >= 0.8 * len(runs)
-    told = f"{sum(sources)} of {len(sources)} published sources ({sum(runs)} of {len(runs)} runs)"
-    assert told in predicted(1.0).basis
+    message = (
+        f"{sum(sources)} of {len(sources)} published sources ({sum(runs)} of {len(runs)} runs)"
+    )
+    assert message in predicted(1.0).basis
 
 
-def test_what_was_set_on_one_source_does_not_help_to_predict_it() -> None:
+def test_constants_of_a_source_do_not_help_to_predict_it() -> None:
     for run in (*RUNS, *HELD_OUT):
-        usual, held_out = (float(modeled(run, held_out=held).total) for held in (False, True))
+        usual, held_out = (float(modeled(run, held_out=actual).total) for actual in (False, True))
         set_on_it = run.hardware != "A100"
         assert (usual != pytest.approx(held_out, rel=1e-9)) == set_on_it, run.model.name
 
@@ -91,7 +93,7 @@ def test_what_was_set_on_one_source_does_not_help_to_predict_it() -> None:
 SMALL = Transformer(layers=4, d_model=64, heads=4, vocab_size=100)
 
 
-def test_an_interval_says_what_is_known_of_its_device_precision_and_kind() -> None:
+def test_interval_reports_evidence_for_device_precision_and_kind() -> None:
     about = {"hardware": "A100", "precision": "megatron_bf16"}
     assert (
         "A100 in megatron_bf16, dense: 3 sources (15 runs)"
@@ -104,7 +106,7 @@ def test_an_interval_says_what_is_known_of_its_device_precision_and_kind() -> No
         "H800 in deepseek_v3, MoE: 1 source (1 run)"
         in predicted(1.0, model=sparse, hardware="H800", precision="deepseek_v3").basis
     )
-    assert "were not given" in predicted(1.0).basis
+    assert "without device, precision and model" in predicted(1.0).basis
     widest = max(errors_by_source(ratios()).values())
     assert math.log(unknown.high / unknown.middle) == pytest.approx(widest)
     assert unknown.scaled(2.0).basis == unknown.rate(1.0).basis == unknown.basis
@@ -121,7 +123,7 @@ def test_answers_and_reports_print_the_measured_coverage(
     assert "when held out whole" in capsys.readouterr().out
 
 
-def test_every_run_says_where_it_is_from_and_what_was_assumed() -> None:
+def test_every_run_has_source_and_assumptions() -> None:
     for run in RUNS:
         assert "20" in run.source
         run.plan.check(run.model, batch=run.batch, seq=run.seq)
@@ -152,10 +154,10 @@ def test_thin_products_are_slower_than_thick_ones() -> None:
 
     model = Transformer(layers=8, d_model=4096, heads=32, vocab_size=32000)
 
-    def share(microbatches: int) -> float:
+    def fraction(microbatches: int) -> float:
         seconds = step_time(
             model, Plan(microbatches=microbatches), batch=8, seq=128, hardware="H100"
         )
         return seconds["compute"].total / seconds.total
 
-    assert share(8) < share(2) < share(1)
+    assert fraction(8) < fraction(2) < fraction(1)

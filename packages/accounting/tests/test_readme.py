@@ -4,13 +4,13 @@ from pathlib import Path
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_the_snippet_runs() -> None:
+def test_quick_start_runs() -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     exec(snippet, {})
 
 
 def picture() -> str:
-    """The first lines of the answer for Llama 3 405B."""
+    """Return the first lines of the answer for Llama 3 405B."""
     from accounting import Transformer, plan_for
 
     model = Transformer(
@@ -24,15 +24,15 @@ def picture() -> str:
     )
     answer = plan_for(model, gpus=16384, hardware="H100", tokens=15.6e12, seq=8192, batch=2048)
     lines = answer.explain().splitlines()
-    return "\n".join(lines[: next(i for i, x in enumerate(lines) if x.startswith("others"))])
+    return "\n".join(lines[: next(i for i, x in enumerate(lines) if x.startswith("alternatives"))])
 
 
-def test_the_picture_is_what_the_package_prints() -> None:
+def test_sample_output_equals_printed_answer() -> None:
     (shown,) = re.findall(r"<!-- picture -->\n```\n(.*?)\n```", README, flags=re.S)
     assert shown == picture()
 
 
-def test_the_bench_gives_rows_that_say_their_units() -> None:
+def test_benchmark_rows_have_units_in_their_keys() -> None:
     from accounting.bench import bench, table
 
     rows = bench(quick=True)

@@ -1,5 +1,4 @@
-"""ZeRO-3 against torch's own tracker of FSDP2, on a group that has no processes and tensors that
-have no memory; and any module against torch's tracker of one process."""
+"""Tests that compare memory with torch's FSDPMemTracker and MemTracker on fake tensors."""
 
 import random
 from functools import partial
@@ -73,7 +72,7 @@ def case(seed: int) -> tuple[Transformer, int, int, int, bool, bool]:
 
 def agrees(seed: int) -> None:
     shape, ranks, batch, seq, mixed, reshard = case(seed)
-    found = tracked(shape, ranks, batch, seq, mixed, reshard)
+    result = tracked(shape, ranks, batch, seq, mixed, reshard)
     predicted = peak_memory(
         shape,
         Plan(data=ranks, zero=3, reshard_after_forward=reshard),
@@ -83,23 +82,23 @@ def agrees(seed: int) -> None:
         fused_norm=False,
         foreach=False,
     )
-    assert predicted.total == pytest.approx(found, rel=0.03), predicted.name
+    assert predicted.total == pytest.approx(result, rel=0.03), predicted.name
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_zero_3_peaks_where_torchs_tracker_does(seed: int) -> None:
+def test_zero_3_peak_equals_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(3, 53))
-def test_fifty_plans_of_zero_3_peak_where_torchs_tracker_does(seed: int) -> None:
+def test_fifty_zero_3_plans_peak_like_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallelism_keeps_what_torchs_own_keeps(ranks: int) -> None:
+def test_tensor_parallel_activations_equal_parallelize_module(ranks: int) -> None:
     """Columns of the first matrices and rows of the last, by `parallelize_module`; ends whole."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -121,20 +120,22 @@ def test_tensor_parallelism_keeps_what_torchs_own_keeps(ranks: int) -> None:
         ledger = Ledger()
         ledger.hold("weights", *model.parameters())
         ledger.hold("inputs", tokens)
-        held = ledger.live_bytes
+        actual = ledger.live_bytes
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ledger:
             loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-            kept = ledger.live_bytes - held - loss.nbytes
+            saved = ledger.live_bytes - actual - loss.nbytes
     predicted = activations(shape, Plan(tensor=ranks), batch=batch, seq=seq, fused_norm=False)
     head = head_activations(shape, tokens=batch * seq, precision="fp32", fused_norm=False)
-    # Of the head only what a forward leaves: the gradients come with the backward.
+    # After the forward the head has no gradients yet.
     later = ("token ids and targets", "its gradient", "gradient of the logits")
-    assert kept == predicted.total + sum(part.total for part in head if part.name not in later)
+    assert saved == predicted.total + sum(part.total for part in head if part.name not in later)
 
 
 class Gathered(torch.autograd.Function):
-    """A linear layer on the whole sequence that keeps its share of it, as Megatron's does; here
-    the other shares are copies."""
+    """A linear layer on the gathered sequence that saves its shard, as in Megatron-LM.
+
+    The shards of the other ranks are copies.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -168,7 +169,9 @@ class SequenceBlock(nn.Module):
 
     def __init__(self, t: Transformer, ranks: int) -> None:
         super().__init__()
-        d, self.ranks, self.heads = t.d_model, ranks, t.heads // ranks
+        d = t.d_model
+        self.ranks = ranks
+        self.heads = t.heads // ranks
         self.norms = nn.ModuleList(nn.RMSNorm(d) for _ in range(2))
         columns = [t.heads * t.head_dim, t.kv_heads * t.head_dim, t.kv_heads * t.head_dim]
         sizes = [*columns, t.d_ff, t.d_ff]
@@ -195,7 +198,7 @@ class SequenceBlock(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_sequence_parallelism_keeps_its_share_of_the_stream_to_the_byte(ranks: int) -> None:
-    """torch's own keeps the gathered sequence; what is described is Megatron's, counted here."""
+    """Compare with Megatron-LM's layers; torch's save the gathered sequence."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     shape = Transformer(layers=3, d_model=32, heads=4, d_ff=64, vocab_size=0)
@@ -203,29 +206,29 @@ def test_sequence_parallelism_keeps_its_share_of_the_stream_to_the_byte(ranks: i
     blocks = nn.Sequential(*(SequenceBlock(shape, ranks) for _ in range(3)))
     ledger = Ledger()
     ledger.hold("weights", *blocks.parameters())
-    held = ledger.live_bytes
+    actual = ledger.live_bytes
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ledger:
         out = blocks(torch.zeros(batch, seq // ranks, 32, requires_grad=True))
-        kept = ledger.live_bytes - held - out.nbytes
+        saved = ledger.live_bytes - actual - out.nbytes
         out.sum().backward()
     plan = Plan(tensor=ranks, sequence_parallel=True)
-    assert kept == activations(shape, plan, batch=batch, seq=seq, fused_norm=False).total
+    assert saved == activations(shape, plan, batch=batch, seq=seq, fused_norm=False).total
 
 
 def one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:
     """The peak of a second step by `MemTracker`, on real tensors."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    made = optimizer(model.parameters())
+    built = optimizer(model.parameters())
     tracker = MemTracker()
-    tracker.track_external(model, made, sample)
+    tracker.track_external(model, built, sample)
     with tracker:
         for step in range(2):
             loss = model(sample).sum()
             loss.backward()
             del loss
-            made.step()
-            made.zero_grad()
+            built.step()
+            built.zero_grad()
             if step == 0:
                 tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
@@ -260,22 +263,22 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODULES)
-def test_any_module_peaks_where_torchs_tracker_does(name: str, optimizer: str) -> None:
+def test_peak_of_any_module_equals_mem_tracker(name: str, optimizer: str) -> None:
     make, size = MODULES[name]
     sample = torch.zeros(size) if size else torch.zeros(3, 11, dtype=torch.long)
-    found = one_process(make(), sample, OPTIMIZERS[optimizer])
+    result = one_process(make(), sample, OPTIMIZERS[optimizer])
     traced = fits(make(), sample, OPTIMIZERS[optimizer], rounding=1)
-    assert traced.peak.total == found
+    assert traced.peak.total == result
     assert traced.peak.total == sum(part.total for part in traced.peak)
-    assert max(now for _, now in traced.timeline) == found
+    assert max(now for _, now in traced.timeline) == result
 
 
-def test_following_a_module_allocates_nothing_and_changes_nothing() -> None:
+def test_fits_allocates_and_changes_nothing() -> None:
     with torch.device("meta"):
         large = nn.Sequential(nn.Linear(65536, 65536), nn.Linear(65536, 65536))
-    found = fits(large, torch.zeros(8, 65536, device="meta"), torch.optim.AdamW, "H100")
-    assert not found
-    assert found.peak.total > 4 * 4 * 2 * 65536**2
+    result = fits(large, torch.zeros(8, 65536, device="meta"), torch.optim.AdamW, "H100")
+    assert not result
+    assert result.peak.total > 4 * 4 * 2 * 65536**2
     small = nn.Linear(3, 3)
     before = small.weight.clone()
     assert fits(small, torch.zeros(2, 3), torch.optim.SGD)
@@ -284,7 +287,7 @@ def test_following_a_module_allocates_nothing_and_changes_nothing() -> None:
     assert "fits" in fits(small, torch.zeros(2, 3), None).explain()
 
 
-def test_of_a_sharded_parameter_what_is_here_is_counted() -> None:
+def test_local_shard_of_sharded_parameter_is_counted() -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     with world_of(2) as mesh:
@@ -295,7 +298,7 @@ def test_of_a_sharded_parameter_what_is_here_is_counted() -> None:
         assert ledger.live_bytes == 4 * 4 * 4
 
 
-def test_what_depends_on_values_is_refused() -> None:
+def test_module_that_depends_on_values_is_refused() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -308,14 +311,14 @@ def test_what_depends_on_values_is_refused() -> None:
         fits(Routed(), torch.zeros(2, 4))
 
 
-def test_out_of_memory_says_what_held_it() -> None:
+def test_out_of_memory_error_lists_live_tensors() -> None:
     model = convolutional()
     ledger = Ledger()
     ledger.hold("weights", *model.parameters())
 
     def step() -> None:
-        kept = model(torch.zeros(4, 3, 32, 32))
-        raise torch.OutOfMemoryError(f"no room for {kept.shape}")
+        saved = model(torch.zeros(4, 3, 32, 32))
+        raise torch.OutOfMemoryError(f"no room for {saved.shape}")
 
     with pytest.raises(torch.OutOfMemoryError) as caught, ledger:
         step()

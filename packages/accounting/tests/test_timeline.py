@@ -40,7 +40,7 @@ def alive(plan: Plan, stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_stage_holds_as_many_micro_batches_as_its_schedule_has_in_flight(stage: int) -> None:
+def test_stage_stores_micro_batches_in_flight(stage: int) -> None:
     plan = Plan(pipeline=4, microbatches=8)
     assert alive(plan, stage) == 4 - stage
     assert alive(replace(plan, schedule="gpipe"), stage) == 8
@@ -88,8 +88,8 @@ def test_the_peak_in_time_is_everything_at_once_or_less(
             assert line.peak.total >= whole - gradients - 1e-6 * whole
 
 
-def test_one_micro_batch_peaks_where_the_followed_step_does() -> None:
-    # peak_memory is held against torch's trackers; here both say the start of the backward.
+def test_one_micro_batch_peaks_at_start_of_backward() -> None:
+    # peak_memory is compared with torch's trackers; both peak at the start of the backward.
     model = Transformer(layers=2, d_model=32, heads=4, vocab_size=4000)
     work = Workload(batch=4, seq=64)
     step = peak_memory(model, work=work)
@@ -99,7 +99,7 @@ def test_one_micro_batch_peaks_where_the_followed_step_does() -> None:
     assert line.peak.total == step.total
 
 
-def test_the_fullest_stage_is_shown_and_the_last_has_the_head() -> None:
+def test_timeline_shows_fullest_stage_and_last_stage_has_head() -> None:
     work = Workload(batch=8, seq=512, precision="mixed_bf16")
     wide = replace(MODEL, vocab_size=100_000)
     line = memory_timeline(wide, Plan(pipeline=4, microbatches=8), work)
@@ -110,7 +110,7 @@ def test_the_fullest_stage_is_shown_and_the_last_has_the_head() -> None:
     assert "the fullest of 18 moments" in line.explain()
 
 
-def test_a_workload_asks_what_its_fields_ask() -> None:
+def test_workload_record_equals_keywords() -> None:
     plan = Plan(data=2, tensor=2, zero=1)
     work = Workload(batch=4, seq=16, precision="mixed_bf16", flash=False, dropout=True)
     fields: dict[str, Any] = {"batch": 4, "seq": 16, "precision": "mixed_bf16"}
@@ -121,21 +121,21 @@ def test_a_workload_asks_what_its_fields_ask() -> None:
     # A field beside the record replaces the record's.
     longer = training_memory(MODEL, plan, work, seq=32)
     assert longer == training_memory(MODEL, plan, **fields | {"seq": 32})
-    with pytest.raises(TypeError, match=r"'presicion' is no argument here.* did you mean 'precis"):
+    with pytest.raises(TypeError, match=r"got 'presicion'; did you mean 'precis"):
         training_memory(MODEL, batch=4, seq=16, presicion="fp32")
-    with pytest.raises(TypeError, match=r"flash is 1; it must be True or False"):
+    with pytest.raises(TypeError, match=r"expected flash to be True or False, got 1"):
         Workload(batch=1, seq=1, flash=1)
 
 
 @pytest.mark.parametrize("wrong", [None, "llama", 3, {"layers": 2}])
-def test_what_is_no_model_or_no_plan_is_named(wrong: object) -> None:
+def test_wrong_model_or_plan_type_is_refused(wrong: object) -> None:
     run = {"batch": 2, "seq": 8}
     for cost in (flops, kv_cache, training_memory, peak_memory, memory_timeline):
-        with pytest.raises(TypeError, match=r"model is .* it must be a Transformer"):
+        with pytest.raises(TypeError, match=r"expected model to be a Transformer"):
             cost(wrong, **run)
     if wrong is not None:
         for cost in (training_memory, memory_timeline, communication):
-            with pytest.raises(TypeError, match=r"plan is .* it must be a Plan or None"):
+            with pytest.raises(TypeError, match=r"expected plan to be a Plan or None"):
                 cost(MODEL, wrong, **run)
 
 
@@ -156,7 +156,7 @@ def test_the_page_draws_memory_in_time_in_light_and_dark(tmp_path: Path) -> None
     assert "Memory in time" in text
 
 
-def test_a_mixture_has_a_timeline_too() -> None:
+def test_model_with_experts_has_a_timeline() -> None:
     model = replace(MODEL, experts=Experts(count=8, per_token=2, width=32))
     plan = Plan(data=4, expert=4, pipeline=2, microbatches=4, zero=3)
     work = Workload(batch=16, seq=32, precision="fsdp_bf16")

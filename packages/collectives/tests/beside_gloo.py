@@ -15,7 +15,7 @@ KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "a
 
 
 def calls(kind, size):
-    """gloo's call, and ours, of `size` bytes in all."""
+    """Return gloo's call and ours, of `size` bytes in total."""
     world = dist.get_world_size()
     short, long = torch.zeros(size // 4 // world), torch.zeros(size // 4 // world * world)
     other, whole = torch.zeros_like(long), torch.zeros(size // 4)
@@ -33,18 +33,25 @@ def calls(kind, size):
     }
 
 
+def num_rounds(size):
+    if size <= 1 << 20:
+        return 25
+    return 9 if size <= 16 << 20 else 3
+
+
 def main(path, sizes):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {}
+    ratios = {}
     for kind in KINDS:
         for size in sizes:
-            rounds = 25 if size <= 1 << 20 else 9 if size <= 16 << 20 else 3
-            times = bench.time_in_turns(calls(kind, size), size, False, "cpu", rounds=rounds)
+            times = bench.time_interleaved(
+                calls(kind, size), size, False, "cpu", rounds=num_rounds(size)
+            )
             ratio = np.median(times["auto"].rounds / times["gloo"].rounds)
-            found[f"{kind} {size}"] = float(ratio)
+            ratios[f"{kind} {size}"] = float(ratio)
     if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps(ratios))
     dist.destroy_process_group()
 
 

@@ -41,10 +41,10 @@ def main(sizes):
             "auto": partial(collectives.all_reduce, plain),
             "shared_empty": partial(collectives.all_reduce, shared),
         }
-        times = bench.time_in_turns(contenders, size, False, "cpu", rounds=15)
-        for name, found in times.items():
-            ratio = float(np.median(times[mpi].rounds / found.rounds))
-            middle = float(np.median(found.rounds)) * 1e6
+        times = bench.time_interleaved(contenders, size, False, "cpu", rounds=15)
+        for name, contender_times in times.items():
+            ratio = float(np.median(times[mpi].rounds / contender_times.rounds))
+            middle = float(np.median(contender_times.rounds)) * 1e6
             rows.append(
                 {"case": "all_reduce", "algorithm": name, "world": everyone.size,
                  "size_bytes": size, "time_us": middle, "mpi": mpi, "mpi_over_it": ratio}

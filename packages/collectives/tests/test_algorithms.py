@@ -1,4 +1,4 @@
-"""Every algorithm of every collective gives the float64 result, whatever the tensor."""
+"""Every algorithm of every collective gives the float64 result for every kind of tensor."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.choice.cost import LEAST_WINS, candidates
+from collectives.choice.cost import MIN_WINS, candidates
 from collectives.communicator import communicator
 from collectives.shared_memory import segment
 from sent_bytes import counted
@@ -24,15 +24,15 @@ DTYPES = (
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 LAYOUTS = ("", "strided", "transposed", "scalar", "shared")
-# All ranks on one host, two on each, one on each: as far as they know.
+# Emulated hosts: all ranks on one host, two ranks per host, one rank per host.
 RANKS_PER_HOST = (6, 2, 1)
-# Around a slice, a slot and a piece, and what divides by nothing.
+# Sizes close to a slice, a slot and a piece, and sizes without common divisors.
 SIZES = (0, 1, 2, 7, 64, 1000, 4099)
 LARGE = (70_001, 150_000)
 
 
 def small_values(generator, shape, dtype):
-    """Values whose sums and products over six ranks every dtype holds exactly."""
+    """Return values whose sums and products over six ranks are exact in every dtype."""
     low = 0 if dtype in (torch.uint8, torch.bool) else -2
     values = torch.randint(low, 3, shape, generator=generator)
     if dtype == torch.bool:
@@ -41,7 +41,7 @@ def small_values(generator, shape, dtype):
 
 
 def reference(op, parts):
-    """The reduction in float64 (or complex128), in the plainest way."""
+    """Return the reduction in float64 or complex128, in rank order."""
     wide = torch.complex128 if parts.is_complex() else torch.float64
     dtype, parts = parts.dtype, parts.to(wide)
     result = {
@@ -55,7 +55,7 @@ def reference(op, parts):
 
 
 def laid_out(tensor, how, group):
-    """The same values in another layout, or in memory that the ranks share."""
+    """Return the same values in another layout, or in memory that the ranks share."""
     if how == "strided":
         return torch.stack([tensor, tensor], dim=-1)[..., 0]
     if how == "transposed" and tensor.dim() == 1 and tensor.numel() % 2 == 0:
@@ -72,7 +72,7 @@ def poisoned(shape, dtype):
 
 
 def one_call(choose, generator, group):
-    """One random collective, the same on every rank, compared with its reference."""
+    """Start a random collective, the same on every rank; return it with its reference."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     topology = communicator(group).topology
     kind = choose.choice(KINDS)
@@ -119,12 +119,12 @@ def one_call(choose, generator, group):
 
 
 def let_hosts_have(ranks):
-    """Each host of the groups to come has so many ranks, as far as they know."""
+    """Emulate hosts with `ranks` ranks each for the groups created from now on."""
     segment.host_identity = lambda: f"host {dist.get_rank() // ranks}"
 
 
 def random_sequences(first, last):
-    """Sequences of up to three calls in flight, on groups of the first 1..6 ranks; what was called.
+    """Run sequences of up to three pending calls on groups of 1 to 6 ranks; count the calls.
 
     The groups of the same ranks differ in which of them share a host.
     """
@@ -135,7 +135,7 @@ def random_sequences(first, last):
             group = dist.new_group(list(range(world)))
             if dist.get_rank() < world:
                 groups[ranks, world] = group
-                # Unmeasured prices: "auto" picks as soon, if not as well.
+                # Default prices, so that "auto" does not measure.
                 communicator(group).models |= dict.fromkeys(KINDS, collectives.CostModel())
     done = Counter()
     for number in range(first, last):
@@ -156,14 +156,14 @@ def random_sequences(first, last):
     return done
 
 
-def test_a_thousand_random_sequences_equal_the_float64_result():
+def test_thousand_random_sequences_equal_float64_result():
     done = run_ranks(random_sequences, max(WORLDS), 0, SEQUENCES, timeout=300)[0]
     assert done.total() > SEQUENCES
     kinds, _, _, dtypes, sizes, layouts, hosts = map(set, zip(*done, strict=True))
     assert (kinds, dtypes, layouts) == (set(KINDS), set(DTYPES), set(LAYOUTS))
     assert sizes == {*SIZES, *LARGE}
     assert {sum(ranks) for ranks in hosts} == set(WORLDS)
-    # By every algorithm, wherever it can run, and with every op.
+    # Every algorithm ran on every topology that supports it, with every op.
     called = {(kind, algorithm, ranks) for kind, algorithm, *_, ranks in done}
     for kind in KINDS:
         for ranks in ((2,), (3,), (1, 1), (2, 2), (2, 1), (1, 1, 1)):
@@ -208,12 +208,12 @@ def same_bits(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", candidates("all_reduce", (3,)))
-def test_all_ranks_get_the_same_bits(algorithm):
+def test_all_ranks_get_identical_bits(algorithm):
     assert len(set(run_ranks(same_bits, 3, algorithm))) == 1
 
 
 def narrow_sum(algorithm):
-    """1 and five values of half its last place: summed in bfloat16, they would all be lost."""
+    """Sum 1 and five values of half its last place, which bfloat16 sums would lose."""
     rank = dist.get_rank()
     step = torch.finfo(torch.bfloat16).eps / 2
     tensor = torch.full((1000,), 1.0 if rank == 0 else step, dtype=torch.bfloat16)
@@ -243,12 +243,12 @@ def uneven_exchange():
             assert torch.equal(out, want)
 
 
-def test_all_to_all_takes_splits_of_any_length():
+def test_all_to_all_accepts_splits_of_any_length():
     run_ranks(uneven_exchange, 3)
 
 
 def wire_bytes(world):
-    """Bytes each rank sends for a tensor of 1 MiB."""
+    """Return the bytes that a rank sends for a tensor of 1 MiB."""
     size = 1 << 20
     flat = torch.zeros(size // 4)
     sent = {}
@@ -270,15 +270,15 @@ def wire_bytes(world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_no_byte_is_sent_twice(world):
+def test_algorithms_send_the_minimum_number_of_bytes(world):
     part = (world - 1) / world
     for sent in run_ranks(wire_bytes, world, world):
-        for (kind, _), share in sent.items():
-            assert share == (2 * part if kind == "all_reduce" else part)
+        for (kind, _), fraction in sent.items():
+            assert fraction == (2 * part if kind == "all_reduce" else part)
 
 
 def by_gloo():
-    """gloo's own collectives, called by name and picked by `auto`; results and what is left out."""
+    """Run gloo's own collectives by name and by `auto`, and check what is refused."""
     rank, world = dist.get_rank(), dist.get_world_size()
     segment.host_identity = lambda: f"host {rank}"
     go = {"algorithm": "gloo"}
@@ -295,16 +295,16 @@ def by_gloo():
         out = torch.full((numel,), torch.nan)
         collectives.reduce_scatter_tensor(out, whole.flatten(), **go)
         assert torch.equal(out, world * whole[rank])
-        # The second one is done at once.
+        # The second call uses the existing gloo group.
         for _ in range(2):
             copy = everyone[rank].float().repeat(2, 1).t()[:, 1].requires_grad_()
             with torch.no_grad():
                 collectives.all_reduce(copy, dist.ReduceOp.AVG, **go)
             torch.testing.assert_close(copy, everyone.mean(0).float(), rtol=1e-6, atol=1e-6)
-            own = everyone[rank].clone()
-            collectives.reduce(own, world - 1)
-            kept = everyone.sum(0) if rank == world - 1 else everyone[rank]
-            torch.testing.assert_close(own, kept)
+            local = everyone[rank].clone()
+            collectives.reduce(local, world - 1)
+            expected = everyone.sum(0) if rank == world - 1 else everyone[rank]
+            torch.testing.assert_close(local, expected)
             for dtype in (torch.float32, torch.bool, torch.complex64):
                 sent, received = (whole + rank * numel).to(dtype).t(), torch.ones(numel, world)
                 received = received.to(dtype).t()
@@ -313,8 +313,8 @@ def by_gloo():
                 assert torch.equal(received, want), (dtype, numel)
         gathered = torch.full((world * numel,), torch.nan, dtype=torch.bfloat16)
         collectives.all_gather_into_tensor(gathered, torch.full((numel,), rank).bfloat16(), **go)
-        assert torch.equal(gathered.view(world, numel)[:, :1].flatten(),
-                           torch.arange(world if numel else 0).bfloat16())  # fmt: skip
+        first_column = gathered.view(world, numel)[:, :1].flatten()
+        assert torch.equal(first_column, torch.arange(world if numel else 0).bfloat16())
         tensor = torch.full((numel,), rank)
         collectives.broadcast(tensor, 1, **go)
         assert (tensor == 1).all()
@@ -324,12 +324,12 @@ def by_gloo():
         collectives.all_to_all_single(torch.ones(world), torch.ones(world), **go)
 
 
-def test_gloos_own_collectives_give_what_ours_give():
+def test_gloo_algorithm_equals_our_algorithms():
     run_ranks(by_gloo, 3)
 
 
 def tuned_once():
-    """A second group on the same hosts takes the measurement of the first."""
+    """Check that a second group on the same hosts reuses the measurement of the first."""
     rank, world = dist.get_rank(), dist.get_world_size()
     segment.host_identity = lambda: f"host {rank}"
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
@@ -341,16 +341,16 @@ def tuned_once():
         models.append(communicator(group).models["all_reduce"])
     measured = {sample.algorithm for sample in models[0].samples}
     for size in (1 << 10, 1 << 16, 1 << 23):
-        here = {s.algorithm: s for s in models[0].samples if s.size_bytes == size}
-        best = min(here, key=lambda name: here[name].seconds)
+        by_algorithm = {s.algorithm: s for s in models[0].samples if s.size_bytes == size}
+        best = min(by_algorithm, key=lambda name: by_algorithm[name].seconds)
         picked = models[0].choose("all_reduce", size, (1,) * world)
-        # gloo's own, unless another one won most of the turns.
-        assert picked == "gloo" or here[picked].wins >= LEAST_WINS
-        assert picked == best or best == "gloo" or here[best].wins < LEAST_WINS
+        # gloo's own, unless another algorithm was faster in most rounds.
+        assert picked == "gloo" or by_algorithm[picked].wins >= MIN_WINS
+        assert picked == best or best == "gloo" or by_algorithm[best].wins < MIN_WINS
     return models[0] == models[1], measured, seconds
 
 
-def test_hosts_are_measured_once_with_gloos_own_among_the_candidates():
+def test_hosts_are_measured_once_and_gloo_is_a_candidate():
     for same, measured, seconds in run_ranks(tuned_once, 2):
         assert same
         assert measured == {"ring", "halving_doubling", "tree", "gloo"}

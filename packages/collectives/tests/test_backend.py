@@ -1,4 +1,4 @@
-"""torch's own trainers run on the registered backend and give what they give on gloo."""
+"""torch's trainers on the registered backend, compared with gloo."""
 
 import os
 import threading
@@ -78,7 +78,7 @@ def train_and_checkpoint(folder):
 
 
 def train_hybrid():
-    """Shards in one dimension of a mesh, copies in the other."""
+    """Train FSDP2 with shards in one dimension of a mesh and copies in the other."""
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
     network = model()
@@ -131,7 +131,7 @@ def both(trainer, folder):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_trainer_gives_what_it_gives_on_gloo(trainer, tmp_path):
+def test_trainer_gives_same_parameters_as_on_gloo(trainer, tmp_path):
     for on_gloo, on_ours in run_ranks(both, 2, trainer, str(tmp_path), backend=""):
         for a, b in zip(on_gloo, on_ours, strict=True):
             torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=1e-6, atol=1e-7)
@@ -153,9 +153,9 @@ def begin(backend="collectives", seconds=60):
 
 
 def other_devices():
-    """Two in one group: what torch uses for another device is made beside ours, and gets its own.
+    """Use tensors of two devices in one group; each device has its own backend.
 
-    Without a GPU that device is "meta", and the backend a process group that writes down calls.
+    Without a GPU the other device is "meta", and its backend records the calls.
     """
     seen = []
 
@@ -165,7 +165,7 @@ def other_devices():
 
         def __getattribute__(self, name):
             if name in names.split():
-                return lambda *args: seen.append(name) or Work.done()
+                return lambda *args: seen.append(name) or Work.completed()
             return super().__getattribute__(name)
 
     names = "allreduce broadcast all_gather_single reduce_scatter_single all_to_all_single "
@@ -177,8 +177,8 @@ def other_devices():
     group._register_backend = lambda *_: None
     assert dist.get_backend() == "cpu:collectives,meta:recorder"
     world = dist.get_world_size()
-    there, here = torch.empty(world, device="meta"), torch.ones(world)
-    for tensor in (there, here):
+    meta_tensor, cpu_tensor = torch.empty(world, device="meta"), torch.ones(world)
+    for tensor in (meta_tensor, cpu_tensor):
         dist.all_reduce(tensor)
         collectives.all_reduce(tensor)
         dist.broadcast(tensor, 0)
@@ -187,8 +187,8 @@ def other_devices():
         dist.all_to_all_single(torch.empty_like(tensor), tensor)
         dist.all_gather([tensor.new_empty(1) for _ in range(world)], tensor[:1])
         dist.barrier()
-    assert here.tolist() == [world**2.0] * world
-    # The names of two of them changed with torch 2.12.
+    assert cpu_tensor.tolist() == [world**2.0] * world
+    # torch 2.12 renamed these methods.
     kinds = [name.strip("_").replace("allgather_base", "all_gather_single") for name in seen]
     kinds = [k.replace("reduce_scatter_base", "reduce_scatter_single") for k in kinds]
     kinds = [k.replace("alltoall_base", "all_to_all_single") for k in kinds]
@@ -203,7 +203,7 @@ def other_devices():
     ]
 
 
-def test_tensors_of_another_device_go_to_its_own_backend_in_the_same_group():
+def test_tensors_of_another_device_use_the_backend_of_that_device():
     run_ranks(other_devices, 2, backend="")
 
 
@@ -213,13 +213,14 @@ def no_backend_there():
         dist.all_reduce(torch.empty(2, device="meta"))
 
 
-def test_a_device_without_a_backend_is_refused():
+def test_device_without_backend_is_refused():
     run_ranks(no_backend_there, 1, backend="")
 
 
 def without_options():
-    """The group's own methods, with torch's several signatures."""
-    group, rank, world = begin(), dist.get_rank(), dist.get_world_size()
+    """Call the group's methods with every signature of torch."""
+    group = begin()
+    rank, world = dist.get_rank(), dist.get_world_size()
     everyone = world * (world + 1) / 2
     for call in (
         lambda t: group.allreduce([t]),
@@ -247,7 +248,7 @@ def without_options():
     group.allreduce([torch.full((5,), 3)], dist.ReduceOp.MAX).wait()
 
 
-def test_the_groups_methods_take_no_options_and_torchs_other_signatures():
+def test_methods_accept_every_signature_of_torch():
     run_ranks(without_options, 2, backend="")
 
 
@@ -260,12 +261,12 @@ def polled():
     assert work.is_success()
 
 
-def test_a_handle_that_is_polled_says_when_it_is_done():
+def test_polled_handle_reports_completion():
     run_ranks(polled, 2, backend="")
 
 
 def nested():
-    """Callbacks that start collectives, and wait for them in each of the ways there are."""
+    """Start collectives in callbacks and wait for them by every method."""
     begin(seconds=20)
     ones = [torch.ones(1000) for _ in range(4)]
 
@@ -285,12 +286,12 @@ def nested():
     return first.wait()[0][0].item(), [tensor[0].item() for tensor in ones]
 
 
-def test_callbacks_may_start_collectives_and_wait_for_them():
+def test_callbacks_can_start_collectives_and_wait_for_them():
     assert run_ranks(nested, 2, backend="", timeout=60) == [(4.0, [2.0] * 4)] * 2
 
 
 def hooks():
-    """torch's communication hooks by name: what each is registered with, and the hook."""
+    """Return the state and the function of each of torch's communication hooks, by name."""
     from torch.distributed.algorithms import ddp_comm_hooks
     from torch.distributed.algorithms.ddp_comm_hooks import (
         default_hooks,
@@ -327,9 +328,9 @@ def hooks():
 
 
 def hooked(backend):
-    """Parameters after three steps with each hook."""
+    """Return the parameters after three steps with each hook."""
     begin(backend)
-    found = {}
+    values = {}
     for name, (state, hook) in hooks().items():
         network = DistributedDataParallel(model(), bucket_cap_mb=0.001)
         if hook is None:
@@ -339,13 +340,13 @@ def hooked(backend):
         # The low-rank approximation starts from random numbers.
         torch.manual_seed(5)
         steps(network, torch.optim.SGD(network.parameters(), lr=0.01))
-        found[name] = [p.detach().tolist() for p in network.parameters()]
+        values[name] = [p.detach().tolist() for p in network.parameters()]
     dist.destroy_process_group()
-    return found
+    return values
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_ddps_communication_hooks_give_what_they_give_on_gloo():
+def test_ddp_communication_hooks_give_same_parameters_as_on_gloo():
     on_gloo, on_ours = (
         run_ranks(hooked, 2, backend, backend="", timeout=90) for backend in ("gloo", "collectives")
     )
@@ -357,7 +358,7 @@ def test_ddps_communication_hooks_give_what_they_give_on_gloo():
 
 
 def from_two_threads():
-    """The first calls of a group, at once: one group is set up, and both are served."""
+    """Make a group's first two calls from two threads at the same time."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
     gate, tensors = threading.Barrier(2), [torch.full((100,), rank + 1.0) for _ in range(2)]
@@ -374,17 +375,17 @@ def from_two_threads():
     return [tensor[0].item() for tensor in tensors]
 
 
-def test_the_first_calls_may_come_from_two_threads_at_once():
+def test_first_calls_can_come_from_two_threads():
     assert run_ranks(from_two_threads, 2) == [[3.0, 3.0]] * 2
 
 
 def groups_from_two_threads():
-    """The ranks make their groups' first calls in opposite orders, each group on its thread."""
+    """Make the first calls of two groups in opposite orders, each group on its own thread."""
     rank, groups = dist.get_rank(), [dist.new_group() for _ in range(2)]
     tensors = [torch.full((100,), rank + 1.0) for _ in groups]
 
     def go(i):
-        # The other thread's call has begun, and waits for the other rank's.
+        # The other thread's call has started, and waits for the other rank.
         time.sleep(0.5 * (i != rank))
         collectives.all_reduce(tensors[i], group=groups[i])
 
@@ -396,19 +397,22 @@ def groups_from_two_threads():
     return [tensor[0].item() for tensor in tensors]
 
 
-def test_groups_may_be_used_from_threads_in_any_order():
+def test_groups_can_be_used_from_threads_in_any_order():
     assert run_ranks(groups_from_two_threads, 2) == [[3.0, 3.0]] * 2
 
 
 def new_timeout():
-    """torch's ways to set another timeout hold for ours."""
+    """Change the timeout by each of torch's functions."""
     group = begin(seconds=60)
     dist.all_reduce(torch.ones(3))
-    found = [collectives.describe(group).timeout_seconds]
-    for way in (group.set_timeout, lambda t: dist.distributed_c10d._set_pg_timeout(t, group)):
-        way(timedelta(seconds=30 + len(found)))
+    values = [collectives.describe(group).timeout_seconds]
+    for set_timeout in (
+        group.set_timeout,
+        lambda t: dist.distributed_c10d._set_pg_timeout(t, group),
+    ):
+        set_timeout(timedelta(seconds=30 + len(values)))
         dist.all_reduce(torch.ones(3))
-        found.append(collectives.describe(group).timeout_seconds)
+        values.append(collectives.describe(group).timeout_seconds)
     group.set_timeout(timedelta(seconds=1))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -418,11 +422,11 @@ def new_timeout():
         assert time.monotonic() - start < 20
     else:
         time.sleep(4)
-    return found
+    return values
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_timeout_that_is_set_later_holds():
+def test_changed_timeout_applies_to_later_calls():
     assert run_ranks(new_timeout, 2, backend="")[0] == [60.0, 31.0, 32.0]
 
 
@@ -439,7 +443,7 @@ def profiled():
 
 
 def profiled_too_shortly():
-    """The profiler may end while calls are under way; and while many threads are at it."""
+    """Stop the profiler while calls of many threads are in progress."""
     begin()
     for _ in range(20):
         with torch.profiler.profile():
@@ -449,10 +453,10 @@ def profiled_too_shortly():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_profiler_that_ends_before_a_call_does_is_no_crash():
+def test_profiler_can_stop_before_an_asynchronous_call_ends():
     run_ranks(profiled_too_shortly, 2, backend="")
 
 
-def test_the_profiler_shows_our_events():
+def test_profiler_records_our_calls():
     want = ["collectives:all_reduce"] * 2 + ["collectives:barrier", "collectives:broadcast"]
     assert run_ranks(profiled, 2, backend="") == [want] * 2

@@ -1,4 +1,4 @@
-"""The bench returns checked rows with nccl-tests' columns."""
+"""The benchmark returns checked rows with nccl-tests' columns."""
 
 from collectives import bench
 from collectives.bench.plot import plot
@@ -14,7 +14,7 @@ def small_bench():
     return bench.bench(quick=True, sizes=(64 << 10,))
 
 
-def test_rows_have_the_columns_of_nccl_tests_and_no_wrong_element(tmp_path):
+def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
     rows, nothing = run_ranks(small_bench, 2)
     assert nothing == []
     assert {row["case"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
@@ -29,8 +29,11 @@ def test_rows_have_the_columns_of_nccl_tests_and_no_wrong_element(tmp_path):
             assert set(row) >= IN_PLACE
             assert row["in_place_wrong"] == 0
     # Shared memory sends nothing; a ring of two sends the tensor once, plus headers.
-    long = {r["algorithm"]: r for r in rows
-            if r["case"] == "all_reduce" and r["size_bytes"] == 64 << 10}  # fmt: skip
+    long = {
+        row["algorithm"]: row
+        for row in rows
+        if row["case"] == "all_reduce" and row["size_bytes"] == 64 << 10
+    }
     assert long["shared_empty"]["wire_bytes"] < 0.1 * (64 << 10)
     assert 1.0 <= long["ring"]["wire_bytes"] / (64 << 10) < 1.1
     assert "busbw_gbps" in bench.table(rows)
@@ -42,6 +45,6 @@ def only_all_gather():
     return bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather",))
 
 
-def test_only_what_was_asked_for_is_measured():
+def test_only_requested_cases_are_measured():
     rows, _ = run_ranks(only_all_gather, 2)
     assert {row["case"] for row in rows} == {"all_gather"}

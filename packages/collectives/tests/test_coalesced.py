@@ -63,7 +63,7 @@ def everyone():
 
 
 def gather_lists(outputs, inputs):
-    """Lay the outputs out as all_gather_coalesced takes them: by rank, then by tensor."""
+    """Return the outputs as all_gather_coalesced expects them: by rank, then by tensor."""
     parts = [output.chunk(dist.get_world_size()) for output in outputs]
     return [list(of_rank) for of_rank in zip(*parts, strict=True)]
 
@@ -118,18 +118,18 @@ def tensors(kind, sizes):
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs = [torch.arange(float(size)) + 10 * i + rank for i, size in enumerate(sizes)]
     if kind == "reduce_scatter":
-        inputs = [torch.cat([each] * world) for each in inputs]
+        inputs = [torch.cat([tensor] * world) for tensor in inputs]
     longer = world if kind == "all_gather" else 1
     return [torch.full((size * longer,), -1.0) for size in sizes], inputs
 
 
 def right(kind, sizes):
     """Return what the outputs must be, computed without any communication."""
-    world, found = dist.get_world_size(), []
+    world, results = dist.get_world_size(), []
     for i, size in enumerate(sizes):
         parts = [torch.arange(float(size)) + 10 * i + rank for rank in range(world)]
-        found.append(torch.cat(parts) if kind == "all_gather" else sum(parts))
-    return found
+        results.append(torch.cat(parts) if kind == "all_gather" else sum(parts))
+    return results
 
 
 def values(where):
@@ -144,12 +144,12 @@ def values(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_every_way_to_coalesce_gives_all_results(where):
+def test_every_coalesced_call_gives_all_results(where):
     run_ranks(values, 2, where, backend="")
 
 
 def error_of(function, outputs, inputs):
-    # A future of torch's keeps the text of an error, but not its type.
+    # torch's futures preserve the text of an error, but not its type.
     try:
         function(outputs, inputs)
     except RuntimeError as error:
@@ -158,7 +158,7 @@ def error_of(function, outputs, inputs):
 
 
 def mismatches(where):
-    """One of the tensors is longer on rank 1."""
+    """Pass a tensor that is longer on rank 1, in each position."""
     rank, _ = begin(where)
     with collectives.checked():
         for kind, functions in KINDS.items():
@@ -173,7 +173,7 @@ def mismatches(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_a_mismatch_in_any_of_the_tensors_is_raised(where):
+def test_mismatch_in_any_coalesced_tensor_is_raised(where):
     run_ranks(mismatches, 3, where, backend="")
 
 
@@ -187,15 +187,15 @@ def nans():
                     if rank == 1:
                         inputs[odd][2] = torch.nan
                     text = error_of(function, outputs, inputs)
-                    assert "rank 1 brought a NaN" in text, (kind, name, odd, text)
+                    assert "rank 1 passed a NaN" in text, (kind, name, odd, text)
 
 
-def test_a_nan_in_any_of_the_tensors_is_raised():
+def test_nan_in_any_coalesced_tensor_is_raised():
     run_ranks(nans, 2, backend="")
 
 
 def first_error():
-    """The second of three calls fails, so the third one is skipped, although it would fail too."""
+    """Fail the second of three calls, so that the third one, which would also fail, is skipped."""
     rank, world = begin()
     dtype = [torch.int32, torch.int64][rank]
     batch = [torch.ones(2), torch.ones(3 + rank), torch.ones(4, dtype=dtype)]
@@ -219,19 +219,19 @@ def first_error():
     assert [tensor is same for tensor, same in zip(work.result(), batch, strict=True)] == [True] * 3
 
 
-def test_the_handle_raises_the_first_error_and_gives_all_results():
+def test_coalesced_handle_raises_first_error_and_returns_all_results():
     run_ranks(first_error, 2, backend="")
 
 
 def counts():
-    """Rank 1 coalesces one tensor more: no tensor may meet the one after it."""
+    """Coalesce one more tensor on rank 1; no tensor may be combined with another one."""
     rank, _ = begin()
     for count in (1, 2, 3, 40):
         batch = [torch.ones(400) for _ in range(count + rank)]
         work = everyone().allreduce_coalesced(batch)
         with pytest.raises(collectives.Mismatch, match=f"one of {count + 1} coalesced"):
             work.wait()
-        # The group is still in step.
+        # The ranks are still synchronized.
         total = torch.full((400,), rank + 1.0)
         dist.all_reduce(total)
         assert total[0] == 3
@@ -240,12 +240,12 @@ def counts():
         everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4)] * 2)
 
 
-def test_ranks_that_coalesce_different_numbers_of_tensors_are_told():
+def test_coalescing_different_numbers_of_tensors_is_an_error():
     run_ranks(counts, 2, backend="")
 
 
 def messages():
-    """Sends and receives in a batch, and other collectives inside a manager."""
+    """Run sends and receives in a batch, and other collectives inside a manager."""
     rank, world = begin()
     after, before = (rank + 1) % world, (rank - 1) % world
     for managed in (False, True):
@@ -260,13 +260,13 @@ def messages():
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         assert room.tolist() == [before] * 4
-    told = [torch.full((3,), float(rank + i)) for i in range(2)]
+    broadcasts = [torch.full((3,), float(rank + i)) for i in range(2)]
     with dist._coalescing_manager(device=CPU, async_ops=True) as work:
-        for i, tensor in enumerate(told):
+        for i, tensor in enumerate(broadcasts):
             dist.broadcast(tensor, src=i, async_op=True)
     work.wait()
-    assert [tensor.tolist() for tensor in told] == [[0.0] * 3, [2.0] * 3]
+    assert [tensor.tolist() for tensor in broadcasts] == [[0.0] * 3, [2.0] * 3]
 
 
-def test_sends_receives_and_other_collectives_are_coalesced_too():
+def test_sends_and_receives_are_coalesced():
     run_ranks(messages, 2, backend="")

@@ -1,4 +1,4 @@
-"""The cost model: exact counts, a fit that recovers prices, the choice that costs least."""
+"""The cost model: exact counts, a fit that recovers prices, and the cheapest choice."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"
 PRICES = CostModel(2e-4, 1e-9, 2e-10, 4e-5)
 
 
-def test_the_terms_are_the_textbooks():
+def test_terms_match_the_textbook():
     ring = terms("all_reduce", "ring", 1000, (1, 1, 1, 1))
     assert (ring.messages, ring.wire_bytes, ring.reduced_bytes) == (6, 1500, 750)
     halving = terms("all_reduce", "halving_doubling", 100_000, (1, 1, 1, 1))
@@ -29,21 +29,22 @@ def test_the_terms_are_the_textbooks():
 
 def samples(model, noise=0.0):
     generator = np.random.default_rng(0)
-    return [
-        Sample("all_reduce", a, size, hosts,
-               model.predict("all_reduce", a, size, hosts) * (1 + noise * generator.normal()))
-        for hosts in ((2,), (1, 1), (2, 2))
-        for a in candidates("all_reduce", hosts)
-        for size in (1 << 10, 1 << 15, 1 << 20, 1 << 24)
-    ]  # fmt: skip
+    noisy = []
+    for hosts in ((2,), (1, 1), (2, 2)):
+        for algorithm in candidates("all_reduce", hosts):
+            for size in (1 << 10, 1 << 15, 1 << 20, 1 << 24):
+                seconds = model.predict("all_reduce", algorithm, size, hosts)
+                seconds *= 1 + noise * generator.normal()
+                noisy.append(Sample("all_reduce", algorithm, size, hosts, seconds))
+    return noisy
 
 
-def test_a_fit_recovers_the_prices_it_was_made_from():
+def test_fit_recovers_prices():
     fitted = CostModel.fit(samples(PRICES))
     assert fitted.prices() == pytest.approx(PRICES.prices(), rel=1e-6)
 
 
-def test_a_fit_to_noise_has_no_negative_price_and_predicts_well():
+def test_fit_to_noisy_samples_has_no_negative_price():
     fitted = CostModel.fit(samples(PRICES, noise=0.1))
     assert all(price >= 0 for price in fitted.prices().values())
     for sample in samples(PRICES):
@@ -51,7 +52,7 @@ def test_a_fit_to_noise_has_no_negative_price_and_predicts_well():
         assert predicted == pytest.approx(sample.seconds, rel=0.25)
 
 
-def test_short_messages_take_few_steps_and_long_ones_few_bytes():
+def test_short_messages_use_few_steps_and_long_ones_few_bytes():
     apart = (1,) * 8
     assert PRICES.choose("all_reduce", 64, apart) in ("tree", "halving_doubling")
     assert PRICES.choose("broadcast", 64, apart) == "tree"
@@ -60,28 +61,26 @@ def test_short_messages_take_few_steps_and_long_ones_few_bytes():
     assert PRICES.choose("all_reduce", 1 << 28, (4, 4)) == "hierarchical"
 
 
-def test_the_choice_is_never_behind_another_candidate():
+def test_choice_has_lowest_predicted_time():
     for kind in KINDS:
         for hosts in ((2,), (6,), (1, 1), (1, 1, 1), (2, 2), (4, 2)):
             for size in (1, 1 << 10, 1 << 20, 1 << 30):
                 choice = PRICES.choose(kind, size, hosts)
                 times = [PRICES.predict(kind, a, size, hosts) for a in candidates(kind, hosts)]
                 assert PRICES.predict(kind, choice, size, hosts) == min(times)
-                # What is chosen without a measurement on one host.
+                # On one host nothing is measured.
                 if len(hosts) == 1:
                     assert CostModel().choose(kind, size, hosts) == "shared_memory"
 
 
-def test_a_tuned_model_says_what_was_measured_and_interpolates_between_sizes():
+def test_tuned_model_interpolates_between_measured_sizes():
     hosts, off = (1, 1), {"ring": {1 << 10: 3.0, 1 << 20: 0.5}, "tree": {1 << 10: 0.25}}
-    tuned = dataclasses.replace(
-        PRICES,
-        samples=tuple(
-            Sample("all_reduce", a, size, hosts,
-                   factor * PRICES.predict("all_reduce", a, size, hosts))
-            for a, factors in off.items() for size, factor in factors.items()
-        ),
-    )  # fmt: skip
+    measured = []
+    for algorithm, factors in off.items():
+        for size, factor in factors.items():
+            seconds = factor * PRICES.predict("all_reduce", algorithm, size, hosts)
+            measured.append(Sample("all_reduce", algorithm, size, hosts, seconds))
+    tuned = dataclasses.replace(PRICES, samples=tuple(measured))
 
     def factor(algorithm, size, kind="all_reduce", hosts=hosts):
         predicted = tuned.predict(kind, algorithm, size, hosts)
@@ -93,7 +92,7 @@ def test_a_tuned_model_says_what_was_measured_and_interpolates_between_sizes():
     assert factor("ring", 1 << 10) == pytest.approx(3.0)
     assert factor("ring", 1 << 20) == pytest.approx(0.5)
     assert time(1 << 15) == pytest.approx((time(1 << 10) * time(1 << 20)) ** 0.5)
-    # Latency below the shortest, bytes beyond the longest.
+    # Latency below the smallest size, bandwidth above the largest.
     assert time(1, "tree") == time(1 << 10, "tree")
     assert time(1 << 25) == pytest.approx(32 * time(1 << 20))
     assert factor("halving_doubling", 1) == 1.0
@@ -103,11 +102,11 @@ def test_a_tuned_model_says_what_was_measured_and_interpolates_between_sizes():
     assert CostModel.from_json(tuned.to_json()) == tuned
 
 
-def test_gloos_own_is_left_only_for_what_won_three_of_four_turns():
+def test_gloo_is_replaced_only_by_winners_of_three_in_four_rounds():
     hosts, sizes = (1, 1), (1 << 10, 1 << 20)
 
     def tuned(ring, tree):
-        """`tree` takes least of all, then `ring`; the parts of the turns that they won, by size."""
+        """Return a model in which `tree` is fastest and `ring` second, with their wins by size."""
         seconds = {"tree": 1.0, "ring": 2.0, "halving_doubling": 9.0, "gloo": 3.0}
         wins = {"tree": tree, "ring": ring, "halving_doubling": (0, 0), "gloo": (0, 0)}
         samples = [
@@ -123,20 +122,20 @@ def test_gloos_own_is_left_only_for_what_won_three_of_four_turns():
 
     assert picks(tuned((1, 1), (0.75, 0.75)), 1, 1 << 15, 1 << 30) == ["tree"] * 3
     assert picks(tuned((1, 1), (0.74, 0.74)), 1, 1 << 15, 1 << 30) == ["ring"] * 3
-    # Between two measured sizes it must have won at both.
+    # Between two measured sizes the algorithm must have won at both.
     mixed = tuned((0.5, 1), (0.5, 0.5))
     assert picks(mixed, *sizes, 1 << 15) == ["gloo", "ring", "gloo"]
     assert picks(mixed, *sizes, native=False) == ["tree", "tree"]
 
 
-def test_a_call_that_is_close_is_measured_for_longer():
-    # Of each turn: another one, and gloo's own.
+def test_close_case_is_measured_for_longer():
+    # The seconds of another algorithm and of gloo's own, by round.
     assert _is_close([[1.0, 2.0], [1.0, 2.0], [3.0, 2.0]])
     assert not _is_close([[1.0, 2.0]] * 20)
     assert not _is_close([[3.0, 2.0]] * 20)
 
 
-def test_what_cannot_be_predicted_is_refused():
+def test_unknown_algorithm_and_empty_samples_are_refused():
     with pytest.raises(ValueError, match="no all_to_all by 'tree'"):
         PRICES.predict("all_to_all", "tree", 8, (1, 1))
     with pytest.raises(ValueError, match="no samples"):

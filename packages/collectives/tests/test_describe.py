@@ -1,4 +1,4 @@
-"""What a group says of itself."""
+"""The description of a group."""
 
 import collectives
 import torch
@@ -16,11 +16,11 @@ def together():
     return str(group)
 
 
-def test_a_group_on_one_host_says_so():
-    told = run_ranks(together, 2)[0]
-    assert "2 ranks on 1 hosts: [0, 1]" in told
-    assert "shared memory between all ranks" in told
-    assert ("engine: compiled" in told) == (not engine.why_not())
+def test_description_of_a_group_on_one_host():
+    text = run_ranks(together, 2)[0]
+    assert "2 ranks on 1 hosts: [0, 1]" in text
+    assert "shared memory between all ranks" in text
+    assert ("engine: compiled" in text) == (not engine.why_not())
 
 
 def apart():
@@ -35,7 +35,7 @@ def apart():
     return before, str(group)
 
 
-def test_a_group_on_two_hosts_says_why_and_what_was_measured():
+def test_description_of_a_group_on_two_hosts_gives_reasons_and_prices():
     for rank, (before, after) in enumerate(run_ranks(apart, 2)):
         assert f"no shared memory with rank {1 - rank}: it runs under another kernel" in before
         assert "all_reduce: not measured yet" in before

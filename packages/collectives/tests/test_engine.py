@@ -1,4 +1,4 @@
-"""The compiled engine and the Python that it stands for: the same steps, the same bits."""
+"""The compiled engine compared with the Python implementation: the same steps and bits."""
 
 import gc
 import hashlib
@@ -28,19 +28,21 @@ def without_engine():
 def values(rank, numel, dtype):
     generator = torch.Generator().manual_seed(100 * numel + rank)
     if dtype.is_floating_point or dtype.is_complex:
-        found = torch.randn(numel, generator=generator, dtype=torch.float64)
+        result = torch.randn(numel, generator=generator, dtype=torch.float64)
         if numel > 100:
-            found[3 + rank], found[50], found[60] = torch.nan, torch.inf, -0.0
-        return found.to(dtype)
+            result[3 + rank] = torch.nan
+            result[50] = torch.inf
+            result[60] = -0.0
+        return result.to(dtype)
     return torch.randint(-100 * dtype.is_signed, 100, (numel,), generator=generator).to(dtype)
 
 
 def everything(python_ranks):
-    """Bytes of the results of all collectives, by what was called."""
+    """Return digests of the results of all collectives, by call."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank in python_ranks:
         without_engine()
-    found = {}
+    result = {}
     for dtype, numel in itertools.product(DTYPES, SIZES):
         tensor = values(rank, numel, dtype)
         for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
@@ -54,29 +56,29 @@ def everything(python_ranks):
             collectives.all_reduce(shared, reduce_op)
             scattered = torch.empty(numel, dtype=dtype)
             collectives.reduce_scatter_tensor(scattered, tensor.repeat(world), reduce_op)
-            found[what] = plain, shared.clone(), scattered
+            result[what] = plain, shared.clone(), scattered
         gathered = torch.empty(numel * world, dtype=dtype)
         collectives.all_gather_into_tensor(gathered, tensor)
-        told = tensor.clone()
-        collectives.broadcast(told, world - 1)
+        received = tensor.clone()
+        collectives.broadcast(received, world - 1)
         turned = torch.empty(numel * world, dtype=dtype)
         collectives.all_to_all_single(turned, tensor.repeat(world))
-        found[str(dtype), numel] = gathered, told, turned
+        result[str(dtype), numel] = gathered, received, turned
         collectives.barrier()
-    return {what: [digest(tensor) for tensor in each] for what, each in found.items()}
+    return {what: [digest(tensor) for tensor in tensors] for what, tensors in result.items()}
 
 
 def digest(tensor):
-    """The same for the same bits; a NaN is a NaN, whatever it carries."""
+    """Return a hash of the tensor's bits, in which all NaNs are equal."""
     if tensor.is_floating_point():
         tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
     return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_the_engine_gives_the_bits_that_python_gives_also_where_ranks_differ_in_it(world):
+def test_engine_and_python_give_identical_bits(world):
     python = run_ranks(everything, world, tuple(range(world)))
-    # Where one rank has no compiler, that of another rank does the same steps.
+    # Ranks without a compiler run the same steps as ranks with one.
     for python_ranks in ((), (0,)):
         compiled = run_ranks(everything, world, python_ranks)
         for rank in range(world):
@@ -85,7 +87,7 @@ def test_the_engine_gives_the_bits_that_python_gives_also_where_ranks_differ_in_
 
 
 def many_ticks():
-    """Short calls without a pause: whoever overtakes by a tick or reads too early shows it."""
+    """Make short calls without a pause, which show a rank that reads another tick's data."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tensor = torch.empty(64)
     for i in range(3000):
@@ -93,7 +95,7 @@ def many_ticks():
         collectives.all_reduce(tensor)
         want = i * world + world * (world - 1) / 2
         assert (tensor == want).all(), (i, tensor[0], want)
-    # Steps in Python between ticks of the engine, whose fences are all there are on ARM.
+    # Python runs steps between ticks of the engine, which provide the only fences on ARM.
     sent, received = torch.empty(world, dtype=torch.int8), torch.empty(world, dtype=torch.int8)
     for i in range(300):
         collectives.all_to_all_single(received, sent.fill_((i + rank) % 100))
@@ -101,12 +103,12 @@ def many_ticks():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_thousands_of_short_calls_never_read_before_or_after_their_tick(world):
+def test_short_calls_never_read_data_of_another_tick(world):
     run_ranks(many_ticks, world)
 
 
 def busy():
-    """Seconds of an asynchronous all-reduce of 25 MiB while Python computes: gloo's and ours."""
+    """Return the seconds of an asynchronous all-reduce while Python computes: gloo's and ours."""
     tensor, seconds = torch.zeros(25 << 18), []
     for _ in range(9):
         turn = []
@@ -122,52 +124,63 @@ def busy():
 
 
 @pytest.mark.timing
-def test_an_asynchronous_call_beside_busy_python_is_faster_than_gloos():
+def test_asynchronous_call_beside_busy_python_is_faster_than_gloo():
     assert min(run_ranks(busy, 2)) >= 1.5
 
 
 PATHS = pytest.mark.parametrize("compiled", [True, False], ids=["engine", "python"])
 
 
+def calls_of_round(i, rank, world, ranks):
+    """Start the calls of one round; yield each handle, its result and the expected value."""
+    total = sum(range(world))
+    for numel in (1, 5000, 200_000):
+        tensor = torch.full((numel,), float(rank + i))
+        work = collectives.all_reduce(tensor, async_op=True)
+        yield work, tensor, torch.full((numel,), total + i * world * 1.0)
+    if i % 3 == 0:
+        received = torch.empty(world, dtype=torch.int64)
+        work = collectives.all_to_all_single(received, rank + ranks, async_op=True)
+        yield work, received, ranks + rank
+    if i % 5 == 0:
+        gathered = torch.empty(world, dtype=torch.int16)
+        local = torch.full((1,), rank, dtype=torch.int16)
+        work = collectives.all_gather_into_tensor(gathered, local, async_op=True)
+        yield work, gathered, ranks.to(torch.int16)
+    if i % 7 == 0:
+        with collectives.checked(nan=True):
+            received = torch.full((3,), float(rank))
+            work = collectives.broadcast(received, 0, async_op=True)
+        yield work, received, torch.zeros(3)
+    if i % 9 == 0:
+        # The engine does not reduce this dtype.
+        tensor = torch.full((4,), rank, dtype=torch.int8)
+        work = collectives.all_reduce(tensor, async_op=True)
+        yield work, tensor, torch.full((4,), total, dtype=torch.int8)
+
+
 def queued(compiled):
-    """Calls of all kinds wait in one queue, those that the engine begins with among Python's."""
+    """Queue calls of all kinds, some of which the engine runs and some Python."""
     if not compiled:
         without_engine()
     rank, world = dist.get_rank(), dist.get_world_size()
-    turn, wants, works = torch.arange(world), [], []
+    ranks = torch.arange(world)
+    wants, works = [], []
     for i in range(40):
-        for numel in (1, 5000, 200_000):
-            tensor = torch.full((numel,), float(rank + i))
-            works.append(collectives.all_reduce(tensor, async_op=True))
-            wants.append((tensor, torch.full((numel,), sum(range(world)) + i * world * 1.0)))
-        if i % 3 == 0:
-            received = torch.empty(world, dtype=torch.int64)
-            works.append(collectives.all_to_all_single(received, rank + turn, async_op=True))
-            wants.append((received, turn + rank))
-        if i % 5 == 0:
-            gathered, own = torch.empty(world, dtype=torch.int16), torch.ones(1, dtype=torch.int16)
-            works.append(collectives.all_gather_into_tensor(gathered, own * rank, async_op=True))
-            wants.append((gathered, turn.to(torch.int16)))
-        if i % 7 == 0:
-            with collectives.checked(nan=True):
-                told = torch.full((3,), float(rank))
-                works.append(collectives.broadcast(told, 0, async_op=True))
-                wants.append((told, torch.zeros(3)))
-        if i % 9 == 0:
-            odd = torch.full((4,), rank, dtype=torch.int8)
-            works.append(collectives.all_reduce(odd, async_op=True))
-            wants.append((odd, torch.full((4,), sum(range(world)), dtype=torch.int8)))
+        for work, result, want in calls_of_round(i, rank, world, ranks):
+            works.append(work)
+            wants.append((result, want))
         if i % 11 == 0:
             now = torch.ones(5)
             collectives.all_reduce(now)
             assert all(work.is_completed() for work in works)
             assert (now == world).all()
     futures = [work.get_future() for work in works]
-    for work, future, (found, want) in zip(works, futures, wants, strict=True):
+    for work, future, (result, want) in zip(works, futures, wants, strict=True):
         work.wait()
-        assert future.wait()[0] is found
+        assert future.wait()[0] is result
         assert work.is_success()
-        assert torch.equal(found, want), (found, want)
+        assert torch.equal(result, want), (result, want)
     tensor = torch.ones(1000)
     gone = weakref.ref(tensor)
     work = collectives.all_reduce(tensor, async_op=True)
@@ -176,7 +189,7 @@ def queued(compiled):
     assert (tensor == world).all()
     work.wait()
     del tensor, work
-    # The last call of all is what a synchronous one waits for.
+    # A synchronous call waits for the last asynchronous call of any thread.
     collectives.barrier()
     end = time.monotonic() + 10
     while gone() is not None and time.monotonic() < end:
@@ -191,7 +204,7 @@ def test_asynchronous_calls_of_all_kinds_keep_their_order(compiled, world):
 
 
 def many_threads():
-    """One thread waits for each of its calls, another one for none: they share the group."""
+    """Wait for each call on one thread and for none on another, with the same group."""
     if dist.get_world_size() == 1:
         tensors = [torch.ones(3000) for _ in range(300)]
         later = threading.Thread(
@@ -207,7 +220,7 @@ def many_threads():
         assert all((t == 1).all() for t in tensors)
 
 
-def test_threads_that_wait_and_threads_that_do_not_share_a_group():
+def test_synchronous_and_asynchronous_threads_share_a_group():
     run_ranks(many_threads, 1)
 
 
@@ -220,14 +233,13 @@ TIMEOUT = 4.0
 
 
 def fails_beside_python(compiled, how):
-    """The last rank fails while the others compute beside their calls; they say so in time."""
+    """Lose the last rank while the other ranks compute during their calls."""
     if not compiled:
         without_engine()
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(os.environ["STORE_FILE"], world), rank=rank,
-        world_size=world, timeout=timedelta(seconds=TIMEOUT),
-    )  # fmt: skip
+    store = dist.FileStore(os.environ["STORE_FILE"], world)
+    limit = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     tensors = [torch.ones(400_000) for _ in range(4)]
     collectives.all_reduce(tensors[0], async_op=True).wait()
     collectives.barrier()
@@ -257,14 +269,14 @@ def fails_beside_python(compiled, how):
                 work.wait()
             assert caught.value.ranks == (world - 1,)
     seconds = time.monotonic() - start
-    # A survivor that left at once would be taken for lost by one that looks later.
+    # A survivor that ended at once would be taken for lost by a slower one.
     time.sleep(1)
     return seconds
 
 
 @PATHS
 @pytest.mark.parametrize("how", ["dies", "hangs", "differs"])
-def test_a_fault_beside_a_caller_that_computes_is_told_in_time(compiled, how):
+def test_fault_is_reported_in_time_while_the_caller_computes(compiled, how):
     outcomes = try_ranks(fails_beside_python, 3, compiled, how, backend="")
     for outcome in outcomes[: 3 if how == "differs" else 2]:
         assert not outcome.failed, outcome.trace
@@ -272,14 +284,14 @@ def test_a_fault_beside_a_caller_that_computes_is_told_in_time(compiled, how):
 
 
 def interrupted():
-    """A rank that waits in the engine still hears that its own group was given up."""
+    """Abort the group while the engine waits for another rank."""
     from collectives.communicator import communicator
 
     comm, store = communicator(), dist.distributed_c10d._get_default_store()
 
     def give_up():
         comm.abort()
-        # So long a wait does not hear of it.
+        # The waiting call fails within this time; the other rank joins it only afterwards.
         time.sleep(0.2)
         store.set("given up", "yes")
 
@@ -298,5 +310,5 @@ def interrupted():
     return seconds
 
 
-def test_abort_ends_a_call_that_waits_and_is_told_to_the_others():
+def test_abort_ends_waiting_calls_on_every_rank():
     assert max(run_ranks(interrupted, 2)) < 5

@@ -1,4 +1,4 @@
-"""Several hosts: how many bytes leave a host, and what the ranks measure together."""
+"""The hierarchical algorithm between emulated hosts, and the measurement that ranks share."""
 
 import collectives
 import pytest
@@ -16,9 +16,10 @@ def two_hosts():
 
 
 def on_two_hosts():
-    """Ranks 0 and 1 on one host, 2 (and 3) on the other, as far as they know."""
+    """Emulate two hosts, with ranks 0 and 1 on the first one, and count the bytes sent."""
     segment.host_identity = two_hosts
-    comm, rank, world = communicator(), dist.get_rank(), dist.get_world_size()
+    comm = communicator()
+    rank, world = dist.get_rank(), dist.get_world_size()
     assert comm.topology.hosts == [[0, 1], list(range(2, world))]
     for algorithm in (*candidates("all_reduce", (2, world - 2)), "auto"):
         for numel in (1, 1000, 300_001):
@@ -44,10 +45,10 @@ def on_two_hosts():
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_the_link_between_hosts_carries_a_tensor_once(world):
+def test_link_between_hosts_carries_a_tensor_once(world):
     sent, models = zip(*run_ranks(on_two_hosts, world), strict=True)
-    # 2(H-1)/H for the first rank of each of two hosts, nothing for the others.
+    # 2(H-1)/H for the leaders of the two hosts, nothing for the other ranks.
     assert sent == (1.0, 0.0, 1.0, 0.0)[:world]
-    # Measured once, the same on every rank.
+    # All ranks share one measurement.
     assert set(models[0]) == {"all_reduce", "broadcast"}
     assert all(model == models[0] for model in models)

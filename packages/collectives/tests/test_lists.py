@@ -1,4 +1,4 @@
-"""Collectives with lists and with a root, and tensors that are not what their memory holds."""
+"""Collectives with lists and with a root, and tensors with lazy conjugates and negatives."""
 
 import os
 from datetime import timedelta
@@ -18,61 +18,61 @@ def apart():
     segment.host_identity = lambda: f"host {os.environ['RANK']}"
 
 
-def brought(rank, shape, dtype, salt=0):
+def contribution(rank, shape, dtype, salt=0):
     generator = torch.Generator().manual_seed(1000 * salt + rank)
-    found = torch.randint(0, 5, shape, generator=generator)
-    # Where there are two dimensions, strides that are not a list's own.
-    return found.to(dtype) if len(shape) < 2 else found.t().contiguous().t().to(dtype)
+    values = torch.randint(0, 5, shape, generator=generator)
+    # Tensors of two dimensions are not contiguous.
+    return values.to(dtype) if len(shape) < 2 else values.t().contiguous().t().to(dtype)
 
 
 def everything(where, by=collectives):
-    """Every call of the kind against what its definition says, by ours or by torch's name."""
+    """Compare every collective with its definition, by our or by torch's names."""
     if where == "apart":
         apart()
     rank, world = dist.get_rank(), dist.get_world_size()
     for shape in SHAPES:
         for dtype in DTYPES:
-            own, root = brought(rank, shape, dtype), (len(shape) + 1) % world
-            everyone = [brought(r, shape, dtype) for r in range(world)]
-            room = [torch.empty_like(own) for _ in range(world)]
-            by.all_gather(room, own)
+            local, root = contribution(rank, shape, dtype), (len(shape) + 1) % world
+            everyone = [contribution(r, shape, dtype) for r in range(world)]
+            room = [torch.empty_like(local) for _ in range(world)]
+            by.all_gather(room, local)
             assert all(map(torch.equal, room, everyone))
 
-            room = [torch.empty_like(own) for _ in range(world)] if rank == root else None
-            by.gather(own, room, dst=root)
+            room = [torch.empty_like(local) for _ in range(world)] if rank == root else None
+            by.gather(local, room, dst=root)
             assert rank != root or all(map(torch.equal, room, everyone))
 
-            parts = [brought(r, shape, dtype, salt=root + 1) for r in range(world)]
-            out = torch.empty_like(own)
+            parts = [contribution(r, shape, dtype, salt=root + 1) for r in range(world)]
+            out = torch.empty_like(local)
             by.scatter(out, parts if rank == root else None, src=root)
             assert torch.equal(out, parts[rank])
 
-            sends = [brought(10 * rank + to, shape, dtype) for to in range(world)]
-            room = [torch.empty_like(own) for _ in range(world)]
+            sends = [contribution(10 * rank + to, shape, dtype) for to in range(world)]
+            room = [torch.empty_like(local) for _ in range(world)]
             by.all_to_all(room, sends)
-            want = [brought(10 * source + rank, shape, dtype) for source in range(world)]
+            want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
             assert all(map(torch.equal, room, want))
 
             total = everyone[0].clone()
-            for each in everyone[1:]:
-                total = total + each
-            mine = own.clone()
+            for tensor in everyone[1:]:
+                total = total + tensor
+            mine = local.clone()
             by.reduce(mine, dst=root)
-            assert torch.equal(mine, total if rank == root else own)
+            assert torch.equal(mine, total if rank == root else local)
 
-            sends = [brought(10 * rank + to, shape, dtype) for to in range(world)]
+            sends = [contribution(10 * rank + to, shape, dtype) for to in range(world)]
             by.reduce_scatter(out, sends)
-            want = [brought(10 * source + rank, shape, dtype) for source in range(world)]
+            want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
             assert torch.equal(out, sum(want[1:], want[0]))
-    # Ours, unlike gloo's, takes blocks of different lengths.
+    # Ours, unlike gloo's, accepts tensors of different lengths.
     room = [torch.empty(source + 1) for source in range(world)]
     works = by.all_to_all(room, [torch.full((rank + 1,), 1.0 * rank)] * world, async_op=True)
     works.wait()
-    assert [each.tolist() for each in room] == [[1.0 * r] * (r + 1) for r in range(world)]
+    assert [tensor.tolist() for tensor in room] == [[1.0 * r] * (r + 1) for r in range(world)]
 
 
 @pytest.mark.parametrize(("where", "world"), [("together", 3), ("apart", 3), ("together", 2)])
-def test_lists_and_roots_give_what_they_are_defined_to(where, world):
+def test_collectives_with_lists_and_roots_match_their_definition(where, world):
     run_ranks(everything, world, where)
 
 
@@ -86,17 +86,18 @@ def by_torchs_names(where):
     everything(where, dist)
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "padding": "x" * 1000 * rank})
-    assert [each["rank"] for each in objects] == list(range(world))
-    told = [{"a": 1}, 3] if rank == 0 else [None, None]
-    dist.broadcast_object_list(told, 0)
-    assert told == [{"a": 1}, 3]
+    assert [entry["rank"] for entry in objects] == list(range(world))
+    text = [{"a": 1}, 3] if rank == 0 else [None, None]
+    dist.broadcast_object_list(text, 0)
+    assert text == [{"a": 1}, 3]
     room = [None] * world if rank == 1 else None
     dist.gather_object(rank, room, dst=1)
     assert room in (None, list(range(world)))
     mine = [None]
     dist.scatter_object_list(mine, list("abcd"[:world]) if rank == 0 else None, src=0)
     assert mine == ["abcd"[rank]]
-    right, left, arrived = (rank + 1) % world, (rank - 1) % world, torch.empty(3)
+    right, left = (rank + 1) % world, (rank - 1) % world
+    arrived = torch.empty(3)
     operations = [
         dist.P2POp(dist.isend, torch.full((3,), 1.0 * rank), right),
         dist.P2POp(dist.irecv, arrived, left),
@@ -105,9 +106,9 @@ def by_torchs_names(where):
         work.wait()
     assert arrived.tolist() == [1.0 * left] * 3
     group = dist.group.WORLD
-    # By torch's own name too, from 2.12 on; before, it asks whether the backend is called gloo.
+    # Before 2.12 torch calls this function on a backend named gloo only.
     group.monitored_barrier(limit)
-    # The group's own methods, called by hand.
+    # The group's methods.
     tensor = torch.full((3,), rank + 1.0)
     group.reduce(tensor, 0, dist.ReduceOp.MAX).wait()
     assert tensor[0] == (world if rank == 0 else rank + 1)
@@ -119,15 +120,16 @@ def by_torchs_names(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_torchs_names_for_them_run_on_the_registered_backend(where):
+def test_list_collectives_run_on_the_registered_backend(where):
     run_ranks(by_torchs_names, 3, where, backend="")
 
 
 def differing(where):
-    """The odd rank is named by all of them, and no data has moved."""
+    """Deviate on rank 1 and check that every rank names it before data move."""
     if where == "apart":
         apart()
-    rank, world, said = dist.get_rank(), dist.get_world_size(), []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    messages = []
     ones, longer = torch.ones(3), torch.ones(5 if rank == 1 else 3)
     lists = [torch.zeros(3) for _ in range(world)]
     calls = (
@@ -142,22 +144,22 @@ def differing(where):
         for call in calls:
             with pytest.raises(collectives.Mismatch, match="rank 1") as caught:
                 call()
-            said.append(str(caught.value))
+            messages.append(str(caught.value))
         collectives.all_reduce(ones)
     assert ones.tolist() == [3.0] * 3
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_a_difference_is_an_error_on_every_rank(where):
-    said = run_ranks(differing, 3, where)
-    assert said[0] == said[1] == said[2]
-    assert "to rank 2" in said[0][1]
-    assert "scatter(shape (5,), torch.float32, from rank 0)" in said[0][3]
+def test_difference_between_lists_is_raised_on_every_rank(where):
+    messages = run_ranks(differing, 3, where)
+    assert messages[0] == messages[1] == messages[2]
+    assert "to rank 2" in messages[0][1]
+    assert "scatter(shape (5,), torch.float32, from rank 0)" in messages[0][3]
 
 
 def lazy(where):
-    """Conjugates and negatives that torch has not written down, on one rank or on all."""
+    """Pass lazy conjugates and negatives, on one rank or on all."""
     if where == "apart":
         apart()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -183,12 +185,14 @@ def lazy(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_lazy_conjugates_and_negatives_travel_as_what_they_stand_for(where):
+def test_lazy_conjugates_and_negatives_are_resolved(where):
     run_ranks(lazy, 2, where)
 
 
 def refused():
-    ones, world, raises = torch.ones(4), dist.get_world_size(), pytest.raises
+    ones = torch.ones(4)
+    world = dist.get_world_size()
+    raises = pytest.raises
     with raises(ValueError, match="tensor_list needs a tensor for each of 2 ranks, but has 1"):
         collectives.all_gather([ones], ones)
     with raises(ValueError, match=r"tensor_list\[1\] has 5 elements"):
@@ -208,10 +212,10 @@ def refused():
         collectives.all_to_all_single(ones, ones, [5, -1], [5, -1])
     with raises(TypeError, match="to_dense"):
         collectives.all_reduce(torch.eye(3).to_sparse())
-    # None of that has touched the group.
+    # The group is still usable.
     collectives.all_reduce(ones)
     return ones.tolist()
 
 
-def test_what_cannot_be_done_is_told_before_anything_is_sent():
+def test_unsupported_tensors_are_refused_before_data_move():
     assert run_ranks(refused, 2) == [[2.0] * 4] * 2

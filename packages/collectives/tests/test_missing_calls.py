@@ -1,4 +1,4 @@
-"""Calls that a kernel, a platform or a build of Python lacks are replaced."""
+"""System calls that a kernel, a platform or a build of Python lacks are replaced."""
 
 import errno
 import importlib
@@ -27,14 +27,20 @@ PORTABLE = {
 
 
 def calls():
-    """Return every call of such a module that the package makes and that may be missing."""
-    found = set()
+    """Return the calls of these modules that the package makes and that may be missing."""
+    names_found = set()
     for path in SOURCES.rglob("*.py"):
         if "bench" not in path.parts:
             names = re.findall(rf"\b(?:{'|'.join(MODULES)})\.\w+", path.read_text())
-            found.update(name for name in names if not name.startswith("ctypes.c_"))
-    found -= {"ctypes.Structure", "ctypes.POINTER", "ctypes.Array", "ctypes.PyDLL", "ctypes.CDLL"}
-    return sorted(found - PORTABLE)
+            names_found.update(name for name in names if not name.startswith("ctypes.c_"))
+    names_found -= {
+        "ctypes.Structure",
+        "ctypes.POINTER",
+        "ctypes.Array",
+        "ctypes.PyDLL",
+        "ctypes.CDLL",
+    }
+    return sorted(names_found - PORTABLE)
 
 
 def remove(call, how):
@@ -52,14 +58,14 @@ def remove(call, how):
 
 
 def without(removed, how, compiled):
-    """Set a group up, use it in every way that needs these calls, and lose a rank."""
+    """Set up a group, use every feature that needs these calls, and lose a rank."""
     if not compiled:
         engine._compiled.cache_clear()
         engine.shutil.which = lambda name: None
     for call in removed:
         remove(call, how)
     rank = dist.get_rank()
-    # The group is made here, after the calls are gone.
+    # The group is created after the calls have been removed.
     group = dist.new_group([0, 1], timeout=timedelta(seconds=30))
     total = torch.full((100_000,), rank + 1.0)
     collectives.all_reduce(total, group=group)
@@ -82,25 +88,25 @@ def without(removed, how, compiled):
 
 @pytest.mark.parametrize("how", ["missing", "not implemented"])
 @pytest.mark.parametrize("call", calls())
-def test_a_missing_call_is_replaced(call, how):
+def test_missing_system_call_is_replaced(call, how):
     first, _ = try_ranks(without, 2, [call], how, True)
     assert first.value == (True, True), first
 
 
 @pytest.mark.parametrize("how", ["missing", "not implemented"])
-def test_all_calls_may_be_missing_and_the_compiler_too(how):
+def test_all_system_calls_and_the_compiler_can_be_missing(how):
     first, _ = try_ranks(without, 2, calls(), how, False)
     assert first.value == (True, True), first
 
 
-def test_the_calls_that_may_be_missing_are_found():
+def test_scan_finds_system_calls():
     assert {"os.memfd_create", "os.posix_fallocate", "os.pidfd_open", "os.sched_yield"} <= {
         *calls()
     }
 
 
 def without_dev_shm():
-    """Without memfd_create and /dev/shm there is no memory to share."""
+    """Use a group without memfd_create and /dev/shm, so that memory cannot be shared."""
     remove("os.memfd_create", "missing")
 
     def refuse(*args, **kwargs):
@@ -113,12 +119,12 @@ def without_dev_shm():
     return total.unique().tolist(), collectives.describe(group).shared_memory
 
 
-def test_messages_are_used_if_there_is_no_memory_to_share():
+def test_messages_are_used_without_shared_memory():
     assert run_ranks(without_dev_shm, 2) == [([3.0], False)] * 2
 
 
 @pytest.mark.parametrize("handle", [True, False])
-def test_the_end_of_a_process_is_seen_by_its_handle_or_by_its_start_time(handle, monkeypatch):
+def test_end_of_a_process_is_detected_by_handle_or_start_time(handle, monkeypatch):
     if not handle:
         monkeypatch.delattr(os, "pidfd_open")
     pid = os.fork()
@@ -129,7 +135,7 @@ def test_the_end_of_a_process_is_seen_by_its_handle_or_by_its_start_time(handle,
     assert not peer.has_ended()
     os.kill(pid, 9)
     deadline = time.monotonic() + 10
-    # Nobody has waited for it yet.
+    # Its parent has not waited for it yet.
     while not peer.has_ended():
         assert time.monotonic() < deadline
     os.waitpid(pid, 0)
@@ -138,8 +144,8 @@ def test_the_end_of_a_process_is_seen_by_its_handle_or_by_its_start_time(handle,
     with pytest.raises(ProcessLookupError):
         process.PeerProcess(pid)
     if not handle:
-        # A process that has its number now is another one.
-        own = process.PeerProcess(os.getpid())
-        assert not own.has_ended()
-        own._start_time = "0"
-        assert own.has_ended()
+        # Another process may have the same number later.
+        peer_of_itself = process.PeerProcess(os.getpid())
+        assert not peer_of_itself.has_ended()
+        peer_of_itself._start_time = "0"
+        assert peer_of_itself.has_ended()

@@ -1,4 +1,4 @@
-"""CUDA tensors go to NCCL's own collective, or by messages over NCCL if asked."""
+"""CUDA tensors use NCCL's collectives, or messages over NCCL if an algorithm is passed."""
 
 import collectives
 import pytest

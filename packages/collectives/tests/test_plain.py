@@ -1,4 +1,4 @@
-"""The plain file is the specification: it sums, and what the package runs equals it."""
+"""The minimal implementation, compared with sums in float64 and with the package."""
 
 import collectives
 import pytest
@@ -38,11 +38,11 @@ def all_of_them():
         gathered.tensor_split(world)[rank].copy_(mine)
         plain.ring_all_gather(gathered)
         assert torch.equal(gathered, torch.arange(float(numel)))
-        told = everyone[rank].clone()
-        plain.tree_broadcast(told)
-        assert torch.equal(told, everyone[0])
+        received = everyone[rank].clone()
+        plain.tree_broadcast(received)
+        assert torch.equal(received, everyone[0])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_plain_collectives_sum_and_the_package_equals_them(world):
+def test_minimal_implementation_sums_and_the_package_equals_it(world):
     run_ranks(all_of_them, world)

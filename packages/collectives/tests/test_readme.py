@@ -1,4 +1,4 @@
-"""The README's first example runs as it stands."""
+"""The quick start of the README runs."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def use(port):
     assert (names["gradients"] == (dist.get_world_size() - 1) / 2).all()
 
 
-def test_the_example_runs():
+def test_quick_start_runs():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

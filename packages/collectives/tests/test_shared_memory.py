@@ -1,4 +1,4 @@
-"""Shared memory: in-place tensors, mixtures of shared and private ones, nothing left behind."""
+"""Shared memory: tensors in place, mixtures of shared and private tensors, and cleanup."""
 
 import ctypes
 import dataclasses
@@ -42,13 +42,14 @@ def in_place():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_shared_tensors_and_parts_of_them_are_reduced(world):
+def test_shared_tensors_and_their_views_are_reduced(world):
     run_ranks(in_place, world)
 
 
 def mixture():
-    """Shared on one rank, private on the others; or different parts of one allocation."""
-    rank, world, numel = dist.get_rank(), dist.get_world_size(), 200_000
+    """Reduce a tensor that is shared on one rank only, and different parts of an allocation."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numel = 200_000
     shared = collectives.shared_empty(2 * numel)
     private = torch.empty(numel)
     for owner in range(world):
@@ -62,7 +63,7 @@ def mixture():
     assert (tensor == world * (world + 1) / 2).all()
 
 
-def test_ranks_need_not_agree_on_what_is_shared():
+def test_ranks_can_differ_in_sharing_a_tensor():
     run_ranks(mixture, 3)
 
 
@@ -78,12 +79,12 @@ def released():
     return len(comm.topology._shared)
 
 
-def test_memory_goes_with_the_last_view_of_it():
+def test_shared_memory_is_freed_with_its_last_view():
     assert run_ranks(released, 2) == [0, 0]
 
 
 def overlap():
-    """The caller computes while a long reduction runs; the reduction ends by itself."""
+    """Compute while a long reduction runs, which finishes without the caller."""
     tensor = collectives.shared_empty(8 << 20)
     work = collectives.all_reduce(tensor, async_op=True)
     end = time.monotonic() + 20
@@ -117,7 +118,7 @@ def test_operations_run_in_the_order_of_the_calls():
 
 
 def peak_bytes(call):
-    """The most that torch's allocator has given out at once while `call` ran, beyond the start."""
+    """Return the peak bytes that torch's allocator had allocated while `call` ran."""
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
     events = profile.profiler.kineto_results.events()
@@ -126,8 +127,8 @@ def peak_bytes(call):
 
 
 def extra_memory():
-    """Extra bytes of each algorithm on tensors of 4 and of 16 MiB."""
-    found = {}
+    """Return the extra bytes of each algorithm on tensors of 4 and of 16 MiB."""
+    extra_bytes = {}
     for mib in (4, 16):
         for dtype in (torch.float32, torch.bfloat16):
             tensor = torch.zeros((mib << 20) // dtype.itemsize, dtype=dtype)
@@ -139,22 +140,22 @@ def extra_memory():
             calls["in place"] = partial(collectives.all_reduce, shared)
             for name, call in calls.items():
                 call()
-                found[name, str(dtype), mib] = peak_bytes(call)
-    return found
+                extra_bytes[name, str(dtype), mib] = peak_bytes(call)
+    return extra_bytes
 
 
-def test_extra_memory_is_at_most_2_mib_whatever_the_size():
-    # Made once for a group, and no more than a page beyond what it is called.
+def test_extra_memory_is_at_most_2_mib_for_any_size():
+    # The arena is created once per group, and is at most a page larger than its chunk.
     assert ARENA_BYTES - CHUNK_BYTES <= 4096
-    for found in run_ranks(extra_memory, 2):
-        for (name, dtype, mib), extra in found.items():
-            # Beyond the arena; and four times the tensor needs not a byte more.
-            assert extra <= 2 << 20, found
-            assert extra == found[name, dtype, 4], (mib, found)
+    for extra_bytes in run_ranks(extra_memory, 2):
+        for (name, dtype, mib), extra in extra_bytes.items():
+            # In addition to the arena; a tensor four times as large needs the same.
+            assert extra <= 2 << 20, extra_bytes
+            assert extra == extra_bytes[name, dtype, 4], (mib, extra_bytes)
 
 
 def without_room():
-    """A process that may not make files of this size: the system's own refusal, not a mock."""
+    """Limit the file size of a rank, so that the system refuses to create a segment."""
     if dist.get_rank() == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (ARENA_BYTES // 2, resource.RLIM_INFINITY))
@@ -166,7 +167,7 @@ def without_room():
     return communicator().topology.hosts, tensor.sum().item(), shared.sum().item()
 
 
-def test_a_host_without_room_falls_back_to_messages():
+def test_host_without_room_for_memory_uses_messages():
     assert run_ranks(without_room, 2) == [([[0], [1]], 2000.0, 2000.0)] * 2
 
 
@@ -183,7 +184,7 @@ def tiny_dev_shm():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
-def test_the_size_of_dev_shm_does_not_matter():
+def test_size_of_dev_shm_does_not_matter():
     assert run_ranks(tiny_dev_shm, 2) == [([[0, 1]], 2.0 * (1 << 20))] * 2
 
 
@@ -193,7 +194,7 @@ def crash():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_nothing_is_left_in_dev_shm_after_a_crash():
+def test_dev_shm_is_empty_after_a_crash():
     before = set(os.listdir("/dev/shm"))
     outcomes = try_ranks(crash, 2)
     assert all(outcome.exit_code == -signal.SIGKILL for outcome in outcomes)
@@ -201,9 +202,9 @@ def test_nothing_is_left_in_dev_shm_after_a_crash():
 
 
 def elsewhere():
-    """An address is believed only if the very same memory is found there."""
-    own = segment.Segment(4096)
-    address = own.address
+    """Check that an address is accepted only if it refers to the same memory."""
+    created = segment.Segment(4096)
+    address = created.address
     assert segment.open_segment(address) is not None
     for lie in (
         {"host": "another kernel"},
@@ -212,7 +213,7 @@ def elsewhere():
         {"pid": 1 << 22},
     ):
         assert segment.open_segment(dataclasses.replace(address, **lie)) is None
-    own.seal()
+    created.seal()
     assert segment.open_segment(address) is None
 
 
@@ -223,7 +224,7 @@ def test_sharing_memory_is_proved_by_opening_it():
 def test_hosts_are_the_ranks_that_reach_each_other():
     assert group_by_host([[0, 1], [0, 1], [2, 3], [2, 3]]) == [[0, 1], [2, 3]]
     assert group_by_host([[0, 2], [1, 3], [0, 2], [1, 3]]) == [[0, 2], [1, 3]]
-    # Reaching is not enough, being reached neither.
+    # Both ranks must reach each other.
     assert group_by_host([[0, 1], [1]]) == [[0], [1]]
     assert group_by_host([[0], [0, 1]]) == [[0], [1]]
     assert group_by_host([[], [1]]) == [[0], [1]]

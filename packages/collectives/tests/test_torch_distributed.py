@@ -1,6 +1,6 @@
-"""A judge that nobody here wrote: torch's own distributed tests, which ship in its wheel.
+"""An independent reference: torch's distributed tests, which its wheel contains.
 
-What passes on gloo passes on the registered backend, at two, three and four ranks.
+Tests that pass on gloo must pass on the registered backend, at two, three and four ranks.
 """
 
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parent / "src"
+TESTS = Path(__file__).parent
+SOURCES = TESTS.parent / "src"
 ALL = "not cuda and not nccl"
 SAMPLE = "test_get_future"
 SECONDS = "60"
-# What differs, and why it may.
+# Tests that may fail on the registered backend, and the reason.
 DIFFERS = {
-    "test_ddp_logging_data_cpu": "it asks that DDP's log says gloo; ours says collectives",
+    "test_ddp_logging_data_cpu": "it expects gloo in DDP's log; ours contains collectives",
 }
 
 
@@ -39,7 +39,7 @@ def passed(who, world, chosen, folder):
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
     command += ["-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}"]
-    subprocess.run([*command, str(HERE / "torch_oracle.py")], env=environment, cwd=folder)
+    subprocess.run([*command, str(TESTS / "torch_oracle.py")], env=environment, cwd=folder)
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = {"failure", "error", "skipped"}
     return {case.get("name") for case in cases if not failed & {child.tag for child in case}}
@@ -51,11 +51,11 @@ def compare(world, chosen, folder):
     assert on_gloo - on_ours <= set(DIFFERS), sorted(on_gloo - on_ours)
 
 
-def test_a_sample_of_torchs_own_tests_passes_on_ours(tmp_path):
+def test_sample_of_torchs_distributed_tests_passes(tmp_path):
     compare(2, SAMPLE, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_what_passes_on_gloo_passes_on_ours(world, tmp_path):
+def test_torchs_distributed_tests_that_pass_on_gloo_pass(world, tmp_path):
     compare(world, ALL, tmp_path)

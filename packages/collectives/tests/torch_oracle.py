@@ -1,8 +1,8 @@
-"""torch's own distributed tests, on gloo or with our backend in gloo's place.
+"""torch's distributed tests, on gloo or with our backend in place of gloo.
 
-Not collected by itself: `test_torch_distributed` runs it in a process of its own, with ORACLE (gloo
-or collectives), WORLD_SIZE and ORACLE_FOLDER set. Events of torch's profiler carry the backend's
-name and are not compared.
+This file is not collected: `test_torch_distributed` runs it in a separate process. It sets ORACLE
+(gloo or collectives), WORLD_SIZE and ORACLE_FOLDER. Events of torch's profiler contain the name of
+the backend and are not compared.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 
 
 def instead_of_gloo(function, position):
-    """The same function, to which "gloo" means our backend."""
+    """Return the function with our backend in place of gloo."""
 
     def call(*args, **kwargs):
         if len(args) > position and args[position] == "gloo":
@@ -50,9 +50,9 @@ BASE.call_dist_op = lambda self, *args, **kwargs: call_dist_op(
 
 
 class TestTorchs(torchs.TestDistBackend, BASE):
-    """torch's class of tests, a process a rank."""
+    """torch's class of tests, with one process per rank."""
 
     def setUp(self):
         super().setUp()
-        # Forked, not spawned: a rank costs milliseconds, not an import of torch.
+        # A forked rank does not have to import torch.
         self._start_processes(torch.multiprocessing.get_context("fork").Process)

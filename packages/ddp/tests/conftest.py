@@ -1,20 +1,21 @@
 """The backends that ddp's tests run on.
 
 By default ranks use gloo, and the files in `ON_BOTH` run a second time on the `collectives`
-backend. `DDP_TEST_BACKEND=collectives` runs every test that names no backend itself on that one.
+backend. `DDP_TEST_BACKEND=collectives` selects that backend for every test that does not name one.
 """
 
 import os
 import sys
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-ON_BOTH = {"test_ddp", "test_faults", "test_torch_members", "test_uneven"}
+ON_BOTH = {"test_ddp", "test_faults", "test_compat", "test_uneven"}
 
 
 START = ("run_ranks", "try_ranks")
@@ -31,7 +32,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def backend(request, monkeypatch):
-    """Make the test module's ranks use the backend of that name; return the name."""
+    """Run the ranks of the test module on the backend; return its name."""
     backend = getattr(request, "param", "gloo")
     if backend == "gloo":
         return backend
@@ -45,7 +46,7 @@ def backend(request, monkeypatch):
 
 
 def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
-    """Call `start`, of worker_pool, with "collectives" in place of gloo."""
+    """Call `start` of worker_pool with the `collectives` backend instead of gloo."""
     if backend != "gloo":
         return start(function, world, *args, timeout=timeout, backend=backend)
     path = sys.modules[function.__module__].__file__
@@ -55,9 +56,10 @@ def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
 
 def on_collectives(what, *args):
     """Run a function of a test file on a process group of the `collectives` backend."""
-    import collectives.backend  # noqa: F401
     import worker_pool
 
+    # Registers the backend. A static import would make ddp's tests depend on a sibling.
+    import_module("collectives.backend")
     path, name, seconds = what
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["STORE_FILE"], world)

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of tokens: the gradient of the one mean over all of them."""
+"""Averages by weight give the gradient of the mean over all tokens of all ranks."""
 
 import copy
 
@@ -21,7 +21,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, reduction: str = "mean") -> 
 
 
 def tokens_of(world: int, step: int) -> list[list[torch.Tensor]]:
-    """For each rank two batches, all of different lengths."""
+    """Return two batches per rank, all of different lengths."""
     draw = torch.Generator().manual_seed(step)
     return [
         [torch.randint(11, (3 + 2 * rank + 5 * part + step,), generator=draw) for part in (0, 1)]
@@ -29,7 +29,7 @@ def tokens_of(world: int, step: int) -> list[list[torch.Tensor]]:
     ]
 
 
-def counts_tokens(average: str) -> bool:
+def train_on_uneven_tokens(average: str) -> bool:
     rank, world = dist.get_rank(), dist.get_world_size()
     module, count = net(), [0]
     twin = copy.deepcopy(module)
@@ -55,38 +55,40 @@ def counts_tokens(average: str) -> bool:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("average", ["sum", "weight"])
-def test_uneven_tokens_give_the_gradient_of_the_one_mean(average: str, world: int) -> None:
-    assert run_ranks(counts_tokens, world, average) == [True] * world
+def test_uneven_tokens_give_the_gradient_of_the_mean_over_all_tokens(
+    average: str, world: int
+) -> None:
+    assert run_ranks(train_on_uneven_tokens, world, average) == [True] * world
 
 
-def refuses() -> list[str]:
-    said = []
+def pass_unsupported_averages() -> list[str]:
+    errors = []
     for average in ("mean", None):
         try:
             DDP(net(), average=average)
         except ValueError as error:
-            said.append(str(error))
+            errors.append(str(error))
     model = DDP(net(), average=lambda: 0)
     try:
         loss_of(model, torch.arange(4)).backward()
     except ValueError as error:
-        said.append(str(error))
-    return said
+        errors.append(str(error))
+    return errors
 
 
-def test_what_is_no_average_is_refused() -> None:
-    for outcome in try_ranks(refuses, 2):
+def test_unsupported_averages_are_refused() -> None:
+    for outcome in try_ranks(pass_unsupported_averages, 2):
         text, none, zero = outcome.value
-        assert "average is 'mean'" in text
-        assert "average is None" in none
-        assert "add up to 0.0" in zero
+        assert "got 'mean'" in text
+        assert "got None" in none
+        assert "expected a positive sum of weights over all ranks, got 0.0" in zero
 
 
-def looks_at_gradients_alone(average) -> bool:
+def compute_gradients_on_one_rank(average) -> bool:
     rank, module = dist.get_rank(), net()
     model = DDP(module, average=average if average == "sum" else lambda: 1.0)
     if rank == 0:
-        # Nothing is added to `.grad`, so nothing is to be sent, and no other rank waits.
+        # This adds nothing to `.grad`, so no other rank needs to take part.
         torch.autograd.grad(loss_of(model, torch.arange(5)), list(module.parameters()))
     loss_of(model, torch.arange(5)).backward()
     twin = net()
@@ -97,26 +99,26 @@ def looks_at_gradients_alone(average) -> bool:
 
 
 @pytest.mark.parametrize("average", ["sum", "weight"])
-def test_gradients_that_are_only_looked_at_open_no_step(average: str) -> None:
-    assert run_ranks(looks_at_gradients_alone, 2, average, timeout=60) == [True] * 2
+def test_autograd_grad_opens_no_step(average: str) -> None:
+    assert run_ranks(compute_gradients_on_one_rank, 2, average, timeout=60) == [True] * 2
 
 
-def unfreezes_between(average: str) -> bool:
+def unfreeze_between_steps(average: str) -> bool:
     rank, module = dist.get_rank(), net()
     module[1].requires_grad_(False)
     twin, model = copy.deepcopy(module), DDP(module, average=average)
     for step in range(3):
-        # Gradients are kept from step to step: what lies there is a sum over the ranks already.
+        # Gradients are not zeroed: `.grad` is a sum over the ranks already.
         tokens = tokens_of(2, step)
         loss_of(model, tokens[rank][0]).backward()
         sum(loss_of(twin, parts[0]) for parts in tokens).backward()
         for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
             if theirs.grad is not None:
                 torch.testing.assert_close(ours.grad, theirs.grad)
-        for one in (module, twin):
-            one[1].requires_grad_(True)
+        for replica in (module, twin):
+            replica[1].requires_grad_(True)
     return True
 
 
 def test_sums_stay_sums_when_parameters_are_unfrozen() -> None:
-    assert run_ranks(unfreezes_between, 2, "sum") == [True] * 2
+    assert run_ranks(unfreeze_between_steps, 2, "sum") == [True] * 2

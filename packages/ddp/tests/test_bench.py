@@ -1,4 +1,4 @@
-"""The bench runs every design, counts what it sends, and puts prediction beside measurement."""
+"""The benchmark runs every design, counts bytes and calls, and compares prediction and sweep."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ddp import BucketRecord, Meter
 from ddp.bench.designs import Design, busy_transformer, designs, transformer
-from ddp.bench.measure import SIZES_MB, _cores_per_rank, _usual_workloads, bench
+from ddp.bench.measure import SIZES_MB, _cores_per_rank, _default_workloads, bench
 from ddp.bench.rows import Link, Measured
 from torch import nn
 from worker_pool import run_ranks
@@ -31,14 +31,14 @@ def shared_alike(numel: int, *, dtype: torch.dtype, group) -> torch.Tensor:
 
 
 def rows(wanted: str) -> list[dict]:
-    # The file is loaded under this name on the ranks.
+    # The ranks load this file under this module name.
     options = {"model": "ranks_test_bench:tiny", "all_reduce": "torch.distributed:all_reduce"}
     options["allocate"] = "ranks_test_bench:shared_alike"
     return bench(quick=True, designs=wanted, rounds=3, **options)
 
 
 @pytest.mark.filterwarnings("default")
-def test_every_design_has_a_row_with_what_it_sent() -> None:
+def test_every_design_has_a_row_with_bytes_and_calls() -> None:
     sizes = ",".join(f"{size:g} MB" for size in SIZES_MB)
     ours = f"none,naive,flat,overlapped,{sizes},predicted,given 25 MB,PowerSGD 10 MB,{LEFT_OUT}"
     first, second = run_ranks(rows, 2, ours, timeout=300)
@@ -67,7 +67,7 @@ def test_every_design_has_a_row_with_what_it_sent() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_torchs_own_wrapper_takes_turns_with_ours() -> None:
+def test_torch_ddp_is_measured_in_the_same_rounds() -> None:
     (measured,) = run_ranks(rows, 1, "10 MB,torch,torch tuned", timeout=300)
     ours, default, tuned = measured
     assert (ours["design"], default["design"], tuned["design"]) == ("10 MB", "torch", "torch tuned")
@@ -77,7 +77,7 @@ def test_torchs_own_wrapper_takes_turns_with_ours() -> None:
 
 
 def measured(**seconds: tuple[float, float, float, float]) -> Measured:
-    """Two equal turns of designs whose (step, backward, after backward, cpu) are given."""
+    """Return two equal rounds of designs with these (step, backward, after backward, cpu)."""
     meter = Meter()
     meter.record([BucketRecord(("w",), 1, 80, 0, 0.0, 1.0, 1.0)], (0.0, 1.0))
     meters = {name: meter if name == "flat" else None for name in seconds}
@@ -91,14 +91,14 @@ def bound(**seconds: tuple[float, float, float, float]) -> dict:
     return row
 
 
-def test_the_bound_is_that_of_the_link_or_of_the_processor() -> None:
-    # 80 bytes at 20 a second take 4 s; 3 s of backward pass hide three of them.
+def test_bound_is_the_larger_of_link_and_processor_bound() -> None:
+    # 80 bytes at 20 bytes per second take 4 s, of which 3 s are hidden by the backward pass.
     steps = {"none": (5.0, 3.0, 0.0, 5.0), "flat": (9.5, 3.0, 4.5, 5.5), "torch": (8.0, 6.0, 0, 6)}
     row = bound(**steps)
     assert (row["wire_ms"], row["overlap_bound_ms"], row["cpu_bound_ms"]) == (4000, 6000, 5500)
     assert row["bound_ratio_to_torch"] == 6 / 8
     assert row["bound_exposed_ratio_to_flat"] == 1 / 4.5
-    # Where communication itself takes the processor, that bounds the step.
+    # If communication uses the processor, the processor time bounds the step.
     row = bound(**steps | {"flat": (9.5, 3.0, 4.5, 7.5), "torch": (8.0, 6.0, 0.0, 7.0)})
     assert (row["cpu_bound_ms"], row["bound_ratio_to_torch"]) == (7000, 7 / 8)
 
@@ -110,9 +110,9 @@ def test_one_design_alone_needs_no_second_copy_of_the_model() -> None:
 
 
 def hosts() -> tuple:
-    usual = _usual_workloads()
+    usual = _default_workloads()
     socket.gethostname = lambda: f"host {dist.get_rank()}"
-    return usual, _usual_workloads(), _cores_per_rank()
+    return usual, _default_workloads(), _cores_per_rank()
 
 
 def test_over_a_network_the_bench_adds_a_batch_that_can_hide_the_wire() -> None:
@@ -133,5 +133,5 @@ def is_the_one(model: nn.Module, loss) -> None:
 
 
 def test_an_unknown_design_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no design is called \['warp'\].*'1 MB'"):
+    with pytest.raises(ValueError, match=r"out of .*'1 MB'.*got \['warp'\]"):
         designs(nn.Linear(2, 2), [1.0], ["warp"], {})

@@ -1,4 +1,4 @@
-"""Buckets hold every parameter once, one dtype each, in order, and are as large as asked."""
+"""Buckets partition the parameters by dtype and size, in order."""
 
 import math
 
@@ -44,16 +44,16 @@ def test_views_lie_in_the_buffer_and_do_not_overlap(model):
     for value, view in enumerate(bucket.views):
         view.fill_(value)
     bucket.missing.add(0)
-    bucket.write_flags(taking_part=True, stepped=True)
+    bucket.write_flags(is_participating=True, has_stepped=True)
     expected = [float(v) for v, (shape, _) in enumerate(model) for _ in range(math.prod(shape))]
     assert bucket.gradients.tolist() == expected
     assert bucket.buffer[numel:].tolist() == [1.0, 1.0, 0.0, 1.0] + [0.0] * (len(parameters) - 1)
 
 
-def test_a_gradient_that_another_hook_took_away_is_named():
+def test_gradient_removed_by_another_hook_is_named():
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     bucket = make_bucket([0, 1], parameters, None, None, names=["a", "b"])
     parameters[0].grad = torch.ones(2)
-    bucket.waiting.extend([0, 1])
-    with pytest.raises(RuntimeError, match=r"gradient of 'b' was taken away before"):
-        bucket.take_waiting(0.5)
+    bucket.deferred.extend([0, 1])
+    with pytest.raises(RuntimeError, match=r"expected a gradient of 'b', got None"):
+        bucket.copy_in_deferred(0.5)

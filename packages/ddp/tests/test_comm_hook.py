@@ -1,4 +1,4 @@
-"""Hooks that were written for torch's DDP sum the buckets here, too."""
+"""Communication hooks of torch's DDP reduce the buckets of `DDP`."""
 
 import copy
 
@@ -24,7 +24,7 @@ def noop(state, bucket):
     return future
 
 
-def hooked(which: str, bucket_size_mb: float) -> list:
+def train_with_hook(which: str, bucket_size_mb: float) -> list:
     group, module = dist.group.WORLD, net()
     twin = copy.deepcopy(module)
     model = DDP(module, bucket_size_mb)
@@ -40,8 +40,7 @@ def hooked(which: str, bucket_size_mb: float) -> list:
         "noop": (None, noop),
     }[which]
     model.register_comm_hook(state, hook)
-    kept = copy.deepcopy(model)._comm_hook
-    assert kept is model._comm_hook
+    assert copy.deepcopy(model)._comm_hook is model._comm_hook
     draw = torch.Generator().manual_seed(0)
     for step in range(4):
         x = torch.randn(2, 3, 16, generator=draw)
@@ -72,19 +71,19 @@ def hooked(which: str, bucket_size_mb: float) -> list:
         ("noop", 25.0),
     ],
 )
-def test_torchs_hooks_average(which: str, bucket_size_mb: float) -> None:
-    first, second = run_ranks(hooked, 2, which, bucket_size_mb)
+def test_torch_hooks_average_gradients(which: str, bucket_size_mb: float) -> None:
+    first, second = run_ranks(train_with_hook, 2, which, bucket_size_mb)
     assert (first == second) == (which != "noop")
 
 
 @pytest.mark.filterwarnings("default")
-def test_torchs_powersgd_of_full_rank_averages() -> None:
-    first, second = run_ranks(hooked, 2, "PowerSGD", 25.0)
+def test_torch_powersgd_of_full_rank_averages_gradients() -> None:
+    first, second = run_ranks(train_with_hook, 2, "PowerSGD", 25.0)
     assert first == second
 
 
-def bad_hooks() -> list[str]:
-    said = []
+def register_invalid_hooks() -> list[str]:
+    errors = []
 
     def annotated(state, bucket: int):
         return noop(state, bucket)
@@ -96,22 +95,22 @@ def bad_hooks() -> list[str]:
         try:
             DDP(net()).register_comm_hook(None, hook)
         except (TypeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
     for hook in (lambda state, bucket: bucket.buffer(), lambda state, bucket: half(bucket)):
         model = DDP(net())
         model.register_comm_hook(None, hook)
         try:
             model(torch.ones(1, 16)).sum().backward()
         except (TypeError, RuntimeError) as error:
-            said.append(str(error))
+            errors.append(str(error))
     model = DDP(net())
     model.register_comm_hook(None, noop)
     for wrapped, hook in ((model, noop), (DDP(net(), gradient_dtype=torch.bfloat16), noop)):
         try:
             wrapped.register_comm_hook(None, hook)
         except (RuntimeError, ValueError) as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def half(bucket):
@@ -120,8 +119,8 @@ def half(bucket):
     return future
 
 
-def test_hooks_that_cannot_be_right_are_refused() -> None:
-    for outcome in try_ranks(bad_hooks, 2):
+def test_invalid_hooks_are_refused() -> None:
+    for outcome in try_ranks(register_invalid_hooks, 2):
         none, takes, annotated, returns, tensor, short, twice, both = outcome.value
         assert none.startswith("TypeError: Communication hook must be callable")
         assert "must take (state, bucket)" in takes
@@ -134,7 +133,7 @@ def test_hooks_that_cannot_be_right_are_refused() -> None:
         assert "pass one of them" in both
 
 
-def sparse_and_hooked(halves: bool) -> bool:
+def train_sparse_with_hook(halves: bool) -> bool:
     torch.manual_seed(0)
     rank, module = dist.get_rank(), nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
     twin, model = copy.deepcopy(module), DDP(module)
@@ -146,7 +145,7 @@ def sparse_and_hooked(halves: bool) -> bool:
     model.register_comm_hook(dist.group.WORLD, mean)
     tokens = torch.tensor([[1, 2, 2], [2, 3, 4]])
     model(tokens[rank]).square().sum().backward()
-    (sum(twin(one).square().sum() for one in tokens) / (4 if halves else 2)).backward()
+    (sum(twin(batch).square().sum() for batch in tokens) / (4 if halves else 2)).backward()
     for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
         assert ours.grad.layout == theirs.grad.layout
         torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
@@ -154,5 +153,5 @@ def sparse_and_hooked(halves: bool) -> bool:
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_hooks_sum_sparse_gradients_too(halves: bool) -> None:
-    assert run_ranks(sparse_and_hooked, 2, halves) == [True] * 2
+def test_hooks_reduce_sparse_gradients(halves: bool) -> None:
+    assert run_ranks(train_sparse_with_hook, 2, halves) == [True] * 2

@@ -1,4 +1,4 @@
-"""Fewer bytes on the wire: bfloat16 summed in float32, and low-rank products with memory."""
+"""Compressed gradients: bfloat16 that is added in float32, and low-rank products with residuals."""
 
 import pytest
 import torch
@@ -16,17 +16,17 @@ def net() -> nn.Sequential:
 
 
 def gradients(compression: dict, steps: int = 1) -> tuple:
-    """Gradients of this rank alone, the mean that DDP made of them, and what was sent."""
+    """Return the gradients of this rank, their mean over the ranks, and bytes and calls."""
     model = DDP(net(), 2000 / MIB, **compression)
     x = torch.randn(16, 24, generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(steps):
         model.zero_grad()
-        own = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        local = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
         model(x).square().mean().backward()
         model.finish_gradient_synchronization()
     mean = [p.grad.numpy() for p in model.parameters()]
     last = model.meter.last
-    return [g.numpy() for g in own], mean, (last.gradient_bytes, last.extra_bytes, last.calls)
+    return [g.numpy() for g in local], mean, (last.gradient_bytes, last.extra_bytes, last.calls)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -34,11 +34,11 @@ def test_bfloat16_on_the_wire_is_added_in_float32(world: int) -> None:
     ranks = run_ranks(gradients, world, {"gradient_dtype": torch.bfloat16})
     numel = sum(g.size for g in ranks[0][0])
     for at in range(4):
-        shares = [torch.from_numpy(own[at]) / world for own, _, _ in ranks]
-        rounded = [share.bfloat16().float() for share in shares]
+        scaled = [torch.from_numpy(local[at]) / world for local, _, _ in ranks]
+        rounded = [gradient.bfloat16().float() for gradient in scaled]
         exact = torch.stack(rounded).sum(0).bfloat16().float()
         for _, mean, _ in ranks:
-            # One unit of bfloat16 where the order of three or four float32 terms tips the rounding.
+            # The order of three or four float32 terms may change the rounding by one bfloat16 unit.
             torch.testing.assert_close(torch.from_numpy(mean[at]), exact, rtol=2**-8, atol=0)
             if world <= 2:
                 assert torch.from_numpy(mean[at]).equal(exact)
@@ -49,54 +49,55 @@ def test_bfloat16_on_the_wire_is_added_in_float32(world: int) -> None:
         assert calls == 2 * 2
 
 
-def sums_small_terms(given: bool) -> tuple:
-    """Rank 0 has 256, the others 1: in bfloat16 256 + 1 = 256."""
+def sum_small_terms(use_custom: bool) -> tuple:
+    """Sum 256 on rank 0 and 1 on the other ranks; in bfloat16, 256 + 1 = 256."""
     module = nn.Linear(1, 1, bias=False)
-    handed = []
+    received = []
 
     def all_reduce(tensor, **kwargs):
-        handed.append(tensor.dtype)
+        received.append(tensor.dtype)
         return dist.all_reduce(tensor, **kwargs)
 
-    model = DDP(module, gradient_dtype=torch.bfloat16, all_reduce=all_reduce if given else None)
+    model = DDP(
+        module, gradient_dtype=torch.bfloat16, all_reduce=all_reduce if use_custom else None
+    )
     value = 256.0 if dist.get_rank() == 0 else 1.0
-    # Shares of the mean are a quarter of these.
+    # Each gradient is divided by the world size of 4.
     model(torch.tensor([[4 * value]])).sum().backward()
     model.finish_gradient_synchronization()
-    return module.weight.grad.item(), handed
+    return module.weight.grad.item(), received
 
 
 def test_small_terms_survive_the_sum_in_float32() -> None:
-    # 259 lies between 258 and 260 and rounds to the even one.
-    assert run_ranks(sums_small_terms, 4, False) == [(260.0, [])] * 4
+    # 259 is halfway between 258 and 260, and rounds to 260.
+    assert run_ranks(sum_small_terms, 4, False) == [(260.0, [])] * 4
 
 
-def test_an_all_reduce_that_is_passed_in_gets_the_rounded_buffer() -> None:
-    # How precisely it adds is its own affair.
-    assert [sent for _, sent in run_ranks(sums_small_terms, 2, True)] == [[torch.bfloat16]] * 2
+def test_custom_all_reduce_receives_the_rounded_buffer() -> None:
+    assert [sent for _, sent in run_ranks(sum_small_terms, 2, True)] == [[torch.bfloat16]] * 2
 
 
-def test_powersgd_of_full_rank_is_exact_and_of_low_rank_sends_less() -> None:
+def test_powersgd_sends_low_rank_products() -> None:
     ranks = run_ranks(gradients, 2, {"compression": PowerSGD(1)}, 1)
-    own, mean, (gradient_bytes, _, calls) = ranks[0]
+    local, mean, (gradient_bytes, _, calls) = ranks[0]
     assert calls == 2 * 2
     whole, thin = 40 + 8, (40 + 24) + (8 + 40)
     assert gradient_bytes == 4 * (whole + thin)
     for at in (0, 2):
-        average = (torch.from_numpy(own[at]) + torch.from_numpy(ranks[1][0][at])) / 2
+        average = (torch.from_numpy(local[at]) + torch.from_numpy(ranks[1][0][at])) / 2
         approximation = torch.from_numpy(mean[at])
         assert torch.linalg.matrix_rank(approximation) == 1
         error = (average - approximation).norm() / average.norm()
-        # Never worse than nothing; how good one iteration is depends on the spectrum.
+        # The error of one iteration depends on the spectrum.
         assert 0.01 < error < 1
         assert mean[at].tobytes() == ranks[1][1][at].tobytes()
     for at in (1, 3):
-        average = (torch.from_numpy(own[at]) + torch.from_numpy(ranks[1][0][at])) / 2
+        average = (torch.from_numpy(local[at]) + torch.from_numpy(ranks[1][0][at])) / 2
         torch.testing.assert_close(torch.from_numpy(mean[at]), average)
 
 
-def remembers(rank: int, steps: int) -> float:
-    """How far the sum of `steps` compressed gradients is from that of the true ones."""
+def accumulated_error(rank: int, steps: int) -> float:
+    """Return the relative error of the mean of `steps` compressed gradients."""
     module = nn.Linear(12, 12, bias=False)
     model = DDP(module, compression=PowerSGD(rank))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -113,13 +114,14 @@ def remembers(rank: int, steps: int) -> float:
     return float((total - mean).norm() / mean.norm())
 
 
-def test_powersgd_sends_later_what_it_left_out() -> None:
-    once, often = run_ranks(remembers, 2, 3, 1)[0], run_ranks(remembers, 2, 3, 60)[0]
+def test_powersgd_carries_residuals_over() -> None:
+    once = run_ranks(accumulated_error, 2, 3, 1)[0]
+    often = run_ranks(accumulated_error, 2, 3, 60)[0]
     assert once > 0.3
     assert often < once / 5
 
 
-def trains(compression: dict) -> float:
+def final_loss(compression: dict) -> float:
     model = DDP(net(), 2000 / MIB, **compression)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -135,11 +137,11 @@ def trains(compression: dict) -> float:
 
 
 def test_compressed_training_learns_about_as_well() -> None:
-    plain = run_ranks(trains, 2, {})[0]
-    assert run_ranks(trains, 2, {"gradient_dtype": torch.bfloat16})[0] < 1.2 * plain
-    assert run_ranks(trains, 2, {"compression": PowerSGD(2)})[0] < 2 * plain < 0.1
+    plain = run_ranks(final_loss, 2, {})[0]
+    assert run_ranks(final_loss, 2, {"gradient_dtype": torch.bfloat16})[0] < 1.2 * plain
+    assert run_ranks(final_loss, 2, {"compression": PowerSGD(2)})[0] < 2 * plain < 0.1
 
 
-def test_a_rank_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank is 0"):
+def test_powersgd_rank_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="got rank=0"):
         PowerSGD(0)

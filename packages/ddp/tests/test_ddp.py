@@ -1,4 +1,4 @@
-"""Every design leaves the same weights, and those of one process that saw the whole batch."""
+"""Every design trains to the same weights, and to those of one process on the whole batch."""
 
 import random
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.float32, torch.float64)
 
 
 class Net(nn.Module):
-    """Drawn anew for each seed: widths, depth, what is tied, frozen, unused, wide or empty."""
+    """A random model with tied, frozen, unused, float64 and empty parameters."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def rank_order_all_reduce(tensor, op=None, group=None, async_op=False):
-    """Adds rank 0, 1, 2 ... at every element, wherever it lies: gloo's ring does not above 2."""
+    """Add in the order of ranks at every element, unlike gloo's ring above two ranks."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     tensor.copy_(sum(parts[1:], parts[0]))
@@ -112,7 +112,7 @@ def all_designs(seeds: list[int], steps: int, accumulate: int, ordered: bool) ->
     return [{d: train(d, s, steps, accumulate, all_reduce) for d in DESIGNS} for s in seeds]
 
 
-def alone(seed: int, steps: int, accumulate: int, world: int) -> dict:
+def train_in_one_process(seed: int, steps: int, accumulate: int, world: int) -> dict:
     model = Net(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for step in range(steps):
@@ -145,7 +145,9 @@ def test_all_designs_give_the_same_bits_and_match_one_process(world: int, accumu
     seeds, steps = list(range(100 * world + 10 * accumulate, 100 * world + 10 * accumulate + 5)), 3
     ranks = run_ranks(all_designs, world, seeds, steps, accumulate, world > 2, timeout=120)
     for seed, *of_seed in zip(seeds, *ranks, strict=True):
-        assert_equal_bits_and_close_to(alone(seed, steps, accumulate, world), of_seed)
+        assert_equal_bits_and_close_to(
+            train_in_one_process(seed, steps, accumulate, world), of_seed
+        )
 
 
 def assert_equal_bits_and_close_to(expected: dict, ranks: list[dict]) -> None:

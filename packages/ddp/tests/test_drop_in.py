@@ -1,7 +1,7 @@
-"""Loops that were written for torch's DDP, and models that change after they were wrapped.
+"""Training loops for torch's DDP, and models that change after they were wrapped.
 
-Every program runs on two ranks under `DDP` and, for comparison, in float64 in one process that sees
-all batches; afterwards gradients and weights are those of the one process on every rank.
+Every program runs with `DDP` on two ranks, and in one process with the batches of both ranks. The
+gradients and weights of every rank must equal those of the one process.
 """
 
 import copy
@@ -27,7 +27,7 @@ def net() -> nn.Sequential:
 
 
 class Both:
-    """A wrapped model on each rank and its twin, which takes the mean of all ranks' losses."""
+    """A wrapped model, and its twin that trains on the mean of the losses of all ranks."""
 
     def __init__(self, module: nn.Module, **options) -> None:
         self.module = module.double()
@@ -57,7 +57,7 @@ class Both:
     def backward(self, loss=lambda model, x: model(x).square().mean()) -> None:
         x = self.batches(3, 5)
         loss(self.model, x[self.rank]).backward()
-        (sum(loss(self.twin, one) for one in x) / self.world).backward()
+        (sum(loss(self.twin, batch) for batch in x) / self.world).backward()
 
     def update(self) -> None:
         for optimizer in self.optimizers:
@@ -85,17 +85,17 @@ def unfreezes() -> bool:
     module[0].requires_grad_(False)
     both = Both(module)
     both.step()
-    for one in (both.module, both.twin):
-        one[0].requires_grad_(True)
+    for module in (both.module, both.twin):
+        module[0].requires_grad_(True)
     for _ in range(3):
         both.step()
-    for one in (both.module, both.twin):
-        one[2].requires_grad_(False)
-        one[2].zero_grad()
+    for module in (both.module, both.twin):
+        module[2].requires_grad_(False)
+        module[2].zero_grad()
     for _ in range(2):
         both.step()
-    for one in (both.module, both.twin):
-        one[2].requires_grad_(True)
+    for module in (both.module, both.twin):
+        module[2].requires_grad_(True)
     both.step()
     return True
 
@@ -120,7 +120,7 @@ def adds_a_head() -> bool:
     both.module.append(head)
     with torch.no_grad():
         both.model(torch.ones(1, 5, dtype=torch.float64))
-    # The new weights are rank 0's from the next forward pass on.
+    # The next forward pass copies the new weights of rank 0.
     torch.manual_seed(0)
     both.twin.append(nn.Linear(2, 3).double())
     both.optimizers = [both.sgd(both.module), both.sgd(both.twin)]
@@ -132,7 +132,7 @@ def adds_a_head() -> bool:
 def changes_dtype() -> bool:
     both = Both(net())
     both.step()
-    # Each conversion puts other memory into `.grad` as well.
+    # Each conversion also replaces the memory of `.grad`.
     both.module.float().double()
     both.twin.load_state_dict(both.module.state_dict())
     for _ in range(2):
@@ -140,9 +140,9 @@ def changes_dtype() -> bool:
     both.module.float()
     both.model(torch.full((1, 5), 1.0 + both.rank)).sum().backward()
     assert {p.grad.dtype for p in both.module.parameters()} == {torch.float32}
-    mine = both.module[0].bias.grad.clone()
-    dist.all_reduce(mine)
-    torch.testing.assert_close(mine / 2, both.module[0].bias.grad)
+    summed = both.module[0].bias.grad.clone()
+    dist.all_reduce(summed)
+    torch.testing.assert_close(summed / 2, both.module[0].bias.grad)
     return True
 
 
@@ -180,7 +180,7 @@ def test_parameters_unfrozen_on_one_rank_only_are_refused_on_every_rank(rank: in
         assert f"unfrozen, replaced or added on rank {rank}" in str(outcome.error)
 
 
-# ----- loops that know only backward() and step() -----
+# ----- loops that call only backward() and step() -----
 
 
 def never_finishes() -> bool:
@@ -209,7 +209,7 @@ def retains_the_graph() -> bool:
         out = both.model(x[both.rank])
         out.sum().backward(retain_graph=True)
         out.square().sum().backward()
-        outs = [both.twin(one) for one in x]
+        outs = [both.twin(batch) for batch in x]
         (sum(o.sum() + o.square().sum() for o in outs) / both.world).backward()
         both.check_gradients()
         both.update()
@@ -218,8 +218,8 @@ def retains_the_graph() -> bool:
 
 def accumulates() -> bool:
     both = Both(net())
-    for kept in (True, False, True):
-        if kept:
+    for set_to_none in (True, False, True):
+        if set_to_none:
             both.zero_grad()
         else:
             for module in (both.module, both.twin):
@@ -252,11 +252,13 @@ def is_adversarial() -> bool:
 
         critic.zero_grad()
 
-        def judged(g, c, z, real):
+        def critic_loss(g, c, z, real):
             return c(real).mean() - c(g(z).detach()).mean()
 
-        judged(generator.model, critic.model, z[rank], real[rank]).backward()
-        total = sum(judged(generator.twin, critic.twin, *one) for one in zip(z, real, strict=True))
+        critic_loss(generator.model, critic.model, z[rank], real[rank]).backward()
+        total = 0
+        for z_batch, real_batch in zip(z, real, strict=True):
+            total = total + critic_loss(generator.twin, critic.twin, z_batch, real_batch)
         (total / world).backward()
         critic.check_gradients()
         critic.update()
@@ -266,7 +268,7 @@ def is_adversarial() -> bool:
             for module in (critic.module, critic.twin):
                 module.requires_grad_(False)
         critic.model(generator.model(z[rank])).mean().backward()
-        (sum(critic.twin(generator.twin(one)).mean() for one in z) / world).backward()
+        (sum(critic.twin(generator.twin(batch)).mean() for batch in z) / world).backward()
         for module in (critic.module, critic.twin):
             module.requires_grad_(True)
         generator.check_gradients()
@@ -292,7 +294,7 @@ def keeps_graphs() -> bool:
         x = both.batches(3, 5)
         with pytest.warns(UserWarning, match="has no graph"):
             both.model(x[both.rank]).square().mean().backward(create_graph=True)
-        (sum(both.twin(one).square().mean() for one in x) / both.world).backward()
+        (sum(both.twin(batch).square().mean() for batch in x) / both.world).backward()
         both.check_gradients()
         assert not any(p.grad.requires_grad for p in both.module.parameters())
         both.update()
@@ -300,15 +302,18 @@ def keeps_graphs() -> bool:
 
 
 @pytest.mark.filterwarnings("default")
-def test_means_of_gradients_with_a_graph_are_right_and_have_none() -> None:
+def test_create_graph_averages_gradients_and_warns() -> None:
     assert run_ranks(keeps_graphs, 2) == [True, True]
 
 
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool, shared: bool) -> None:
         super().__init__()
-        self.body, self.reentrant, self.shared = net(), reentrant, shared
-        self.first, self.more = nn.Linear(5, 5), nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.body = net()
+        self.reentrant = reentrant
+        self.shared = shared
+        self.first = nn.Linear(5, 5)
+        self.more = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> dict:
         x = checkpoint(self.body, self.first(x), use_reentrant=self.reentrant)
@@ -343,14 +348,14 @@ def takes_layers_in_any_order() -> bool:
             self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
 
         def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
-            for place in order:
-                x = self.layers[place](x).tanh()
+            for index in order:
+                x = self.layers[index](x).tanh()
             return x
 
     both = Both(Shuffled())
     for _ in range(6):
-        # Another order in each step, and on each rank: no bucket is completed by the gradient that
-        # completed it in the first step.
+        # The order differs between steps and ranks, so other gradients complete the buckets than in
+        # the first step.
         orders = [torch.randperm(6, generator=both.generator).tolist() for _ in range(both.world)]
         x = both.batches(3, 5)
         both.zero_grad()
@@ -375,14 +380,14 @@ LOOPS = [
 
 
 @pytest.mark.parametrize("program", LOOPS)
-def test_a_loop_that_knows_only_torchs_ddp_trains_like_one_process(program: str) -> None:
+def test_torch_ddp_loop_trains_like_one_process(program: str) -> None:
     assert run_ranks(globals()[program], 2) == [True, True]
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("reentrant", "shared"), [(False, True), (True, False), (True, True)])
 def test_checkpointed_layers_train_like_one_process(reentrant: bool, shared: bool) -> None:
-    # One synchronization a step, although a reentrant checkpoint runs a pass within the pass.
+    # A reentrant checkpoint runs an inner pass, but each step is synchronized once.
     assert run_ranks(checkpoints, 2, reentrant, shared) == [4, 4]
 
 
@@ -390,12 +395,13 @@ def repeats_a_checkpoint_later() -> str:
     class Repeated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.again = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.first = nn.Linear(5, 5)
+            self.repeated = nn.Linear(5, 5)
 
         def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
             x = self.first(x)
             for _ in range(times):
-                x = checkpoint(self.again, x, use_reentrant=True)
+                x = checkpoint(self.repeated, x, use_reentrant=True)
             return x
 
     model = DDP(Repeated())
@@ -407,10 +413,10 @@ def repeats_a_checkpoint_later() -> str:
     return "not refused"
 
 
-def test_a_gradient_in_parts_is_refused_in_a_later_step_too() -> None:
-    for said in run_ranks(repeats_a_checkpoint_later, 2, timeout=60):
-        assert said.startswith("2 times: Expected to mark a variable ready only once")
-        assert "static_graph=True" in said
+def test_gradient_in_several_parts_is_refused() -> None:
+    for message in run_ranks(repeats_a_checkpoint_later, 2, timeout=60):
+        assert message.startswith("2 times: Expected to mark a variable ready only once")
+        assert "static_graph=True" in message
 
 
 # ----- kinds of parameters and buffers -----
@@ -461,7 +467,7 @@ def trains_sparse() -> bool:
         with model.no_sync():
             model(tokens[dist.get_rank()]).square().sum().backward()
         model(tokens[dist.get_rank()]).square().sum().backward()
-        sum(twin(one).square().sum() for one in tokens).backward()
+        sum(twin(batch).square().sum() for batch in tokens).backward()
         assert module[0].weight.grad.is_sparse
         for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
@@ -487,74 +493,74 @@ def trains_batch_norm(broadcast: bool) -> list:
     return [buffer.tolist() for buffer in module.buffers()]
 
 
-def test_buffers_are_rank_0s_after_every_step() -> None:
+def test_buffers_equal_those_of_rank_0_after_every_step() -> None:
     first, second = run_ranks(trains_batch_norm, 2, True)
     alone, other = run_ranks(trains_batch_norm, 2, False)
     assert first == second == alone != other
     assert first[-1] == 4
 
 
-# ----- gradients that are kept -----
+# ----- gradients that the caller references -----
 
 
-KEEP = {
+REFERENCES = {
     "itself": lambda p: p.grad,
     "an alias": lambda p: p.grad.detach().view(-1),
     "none": lambda p: None,
 }
 
 
-class Held(nn.Module):
-    """Branches that take turns, large and small gradients, complex ones."""
+class AlternatingBranches(nn.Module):
+    """Alternating branches with large, small and complex gradients."""
 
     def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleList([net(), nn.Sequential(nn.Linear(5, 99), nn.Linear(99, 99))])
         self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex128))
 
-    def forward(self, x: torch.Tensor, turn: int = 0) -> torch.Tensor:
-        return self.branches[turn % 2](x).square().sum(1, keepdim=True) * self.phase.abs()
+    def forward(self, x: torch.Tensor, step: int = 0) -> torch.Tensor:
+        return self.branches[step % 2](x).square().sum(1, keepdim=True) * self.phase.abs()
 
 
 def keeps(kind: str) -> bool:
-    both = Both(Held(), find_unused_parameters=True)
-    kept: list[list] = [[], []]
+    both = Both(AlternatingBranches(), find_unused_parameters=True)
+    references: list[list] = [[], []]
     buckets = set()
-    for turn in range(8):
+    for step in range(8):
         both.zero_grad()
         x = both.batches(3, 5)
-        alone = turn % 4 < 2
+        alone = step % 4 < 2
         with both.model.no_sync() if alone else nullcontext():
-            both.model(x[both.rank], turn).mean().backward()
+            both.model(x[both.rank], step).mean().backward()
         ranks = [both.rank] if alone else range(both.world)
-        (sum(both.twin(x[rank], turn).mean() for rank in ranks) / len(ranks)).backward()
-        for grads, module in zip(kept, (both.module, both.twin), strict=True):
-            grads += [KEEP[kind](p) for p in module.parameters() if p.grad is not None]
-        if turn > 3:
-            layout = both.model._replica.reducer.layout
-            buckets.add(tuple(bucket.buffer.data_ptr() for bucket in layout.buckets))
-    for ours, theirs in zip(*kept, strict=True):
+        (sum(both.twin(x[rank], step).mean() for rank in ranks) / len(ranks)).backward()
+        for grads, module in zip(references, (both.module, both.twin), strict=True):
+            grads += [REFERENCES[kind](p) for p in module.parameters() if p.grad is not None]
+        if step > 3:
+            reducer = both.model._replica.reducer
+            buckets.add(tuple(bucket.buffer.data_ptr() for bucket in reducer.buckets))
+    for ours, theirs in zip(*references, strict=True):
         assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-9)
     return kind == "an alias" or len(buckets) == 1
 
 
 def runs_out_of_inputs() -> bool:
     both = Both(net())
-    kept = []
+    references = []
     with both.model.join():
         for _ in range(2 + 2 * both.rank):
             both.zero_grad()
             both.model(both.batches(3, 5)[both.rank]).square().mean().backward()
-            kept += [(p.grad, p.grad.clone()) for p in both.module.parameters()]
-    return all(torch.equal(*pair) for pair in kept)
+            references += [(p.grad, p.grad.clone()) for p in both.module.parameters()]
+    return all(torch.equal(*pair) for pair in references)
 
 
-@pytest.mark.parametrize("kind", KEEP)
-def test_gradients_that_are_kept_keep_their_value(kind: str) -> None:
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_referenced_gradients_keep_their_values(kind: str) -> None:
     assert run_ranks(keeps, 2, kind) == [True, True]
 
 
-def test_gradients_that_are_kept_outlive_the_inputs() -> None:
+def test_referenced_gradients_keep_their_values_in_join() -> None:
     assert run_ranks(runs_out_of_inputs, 2) == [True, True]
 
 
@@ -570,7 +576,7 @@ def exchanges_gradients() -> bool:
     return True
 
 
-def test_parameters_may_exchange_their_gradients() -> None:
+def test_parameters_may_swap_gradients() -> None:
     assert run_ranks(exchanges_gradients, 2) == [True, True]
 
 
@@ -592,7 +598,7 @@ def copies(kind: str) -> bool:
         file.seek(0)
         copied = torch.load(file, weights_only=False)
     if dist.get_rank() == 0:
-        # Meets nobody: a copy may be evaluated on one rank.
+        # A copy may be evaluated on one rank, because this does not connect it.
         copied.eval()(torch.ones(1, 5, dtype=torch.float64))
     other = Both(net())
     other.module = copied.module.module if kind == "average" else copied.module
@@ -605,7 +611,7 @@ def copies(kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["deepcopy", "average", "pickle"])
-def test_a_copy_trains_on_its_own(kind: str) -> None:
+def test_copy_trains_independently(kind: str) -> None:
     assert run_ranks(copies, 2, kind) == [True, True]
 
 
@@ -627,20 +633,20 @@ def copies_then_replaces(how: str) -> bool:
 
 
 @pytest.mark.parametrize("how", ["assign", "layer"])
-def test_a_copy_whose_parameters_are_replaced_before_its_first_gradient(how: str) -> None:
+def test_copy_with_replaced_parameters_is_averaged(how: str) -> None:
     assert run_ranks(copies_then_replaces, 2, how) == [True, True]
 
 
-def first_step_of_a_copy(way: str) -> float:
+def first_step_of_a_copy(method: str) -> float:
     copied = copy.deepcopy(DDP(nn.Linear(5, 1, bias=False)))
     with torch.no_grad():
         copied.module.weight.fill_(1.0)
-    steps = dist.get_rank() + 1 if way == "join" else 1
-    with copied.join() if way == "join" else nullcontext():
+    steps = dist.get_rank() + 1 if method == "join" else 1
+    with copied.join() if method == "join" else nullcontext():
         for _ in range(steps):
-            with copied.no_sync() if way == "finish" else nullcontext():
+            with copied.no_sync() if method == "finish" else nullcontext():
                 copied(torch.ones(1, 5)).sum().backward()
-            if way == "finish":
+            if method == "finish":
                 copied.finish_gradient_synchronization()
             with torch.no_grad():
                 copied.module.weight -= copied.module.weight.grad
@@ -648,10 +654,13 @@ def first_step_of_a_copy(way: str) -> float:
     return float(copied.module.weight.sum().detach())
 
 
-@pytest.mark.parametrize("way", ["backward", "finish", "join"])
-def test_a_copy_meets_the_others_once_however_it_begins(way: str) -> None:
-    # Five weights of 1, a gradient of 1 each; in a rank's absence half of it.
-    assert run_ranks(first_step_of_a_copy, 2, way, timeout=60) == [-2.5 if way == "join" else 0] * 2
+@pytest.mark.parametrize("method", ["backward", "finish", "join"])
+def test_copy_connects_once_in_its_first_step(method: str) -> None:
+    # Five weights of 1, each with a gradient of 1, or half of it if one rank has no input.
+    assert (
+        run_ranks(first_step_of_a_copy, 2, method, timeout=60)
+        == [-2.5 if method == "join" else 0] * 2
+    )
 
 
 def copies_that_differ() -> None:
@@ -668,10 +677,10 @@ def test_copies_whose_weights_differ_are_refused() -> None:
         assert "rank 1 has '2.bias' with checksum" in str(outcome.error)
 
 
-# ----- one more on one rank -----
+# ----- an extra pass or a skipped step on one rank -----
 
 
-def one_more(what: str) -> None:
+def train_unevenly(what: str) -> None:
     model = DDP(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -684,29 +693,30 @@ def one_more(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["backward", "step"])
-def test_one_backward_pass_or_step_more_on_one_rank_is_an_error_on_every_rank(what: str) -> None:
-    for outcome in try_ranks(one_more, 2, what, timeout=60):
+def test_extra_backward_pass_or_skipped_step_on_one_rank_fails_on_every_rank(what: str) -> None:
+    for outcome in try_ranks(train_unevenly, 2, what, timeout=60):
         assert "on ranks [0], but not on ranks [1]" in str(outcome.error)
 
 
-def looks_at_other_weights() -> bool:
+def change_weights_temporarily() -> bool:
     model = DDP(net())
     for _ in range(3):
         model(torch.ones(1, 5)).sum().backward()
         if dist.get_rank() == 0:
-            # As with an average of weights: in for an evaluation, and out again.
-            kept = copy.deepcopy(model.module.state_dict())
-            model.module.load_state_dict({k: 0.9 * v for k, v in kept.items()})
-            model.module.load_state_dict(kept)
+            # As in an evaluation of averaged weights: replace the weights and restore them.
+            saved = copy.deepcopy(model.module.state_dict())
+            model.module.load_state_dict({k: 0.9 * v for k, v in saved.items()})
+            model.module.load_state_dict(saved)
     return True
 
 
-def test_weights_that_one_rank_changed_and_changed_back_are_no_step() -> None:
-    assert run_ranks(looks_at_other_weights, 2) == [True] * 2
+def test_temporary_weight_change_on_one_rank_is_allowed() -> None:
+    assert run_ranks(change_weights_temporarily, 2) == [True] * 2
 
 
 def fails_in_backward() -> list[str]:
-    model, said = DDP(net()), []
+    model = DDP(net())
+    errors = []
     x = torch.ones(1, 5)
     for step in range(2):
         out = model(x)
@@ -716,10 +726,10 @@ def fails_in_backward() -> list[str]:
         try:
             out.sum().backward()
         except (RuntimeError, ZeroDivisionError) as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
-def test_an_error_within_a_backward_pass_is_told() -> None:
+def test_error_in_backward_pass_is_reported_on_every_rank() -> None:
     outcomes = try_ranks(fails_in_backward, 2, timeout=60)
     assert all(outcome.failed or outcome.value for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""What goes wrong is said on every rank, in time, with the rank and parameter that caused it."""
+"""Failures are reported on every rank, in time, with the rank and parameter that caused them."""
 
 import os
 import re
@@ -14,12 +14,12 @@ from ddp import DDP, all_reduce_gradients, all_reduce_gradients_flat
 from torch import nn
 from worker_pool import try_ranks
 
-TIMEOUT = 60.0  # of the group, seconds; nothing below waits for it
-SMALL = 100 / 2**20  # MiB: a bucket or two a layer
+TIMEOUT = 60.0  # seconds of the process group; no test waits that long
+SMALL = 100 / 2**20  # MiB: one or two buckets per layer
 
 
 class Branches(nn.Module):
-    """Uses `left` or `right`, or both."""
+    """A module that uses `left`, `right`, or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Branches(nn.Module):
 
 
 def messages(function, world, *args, timeout=TIMEOUT) -> list[str]:
-    """Each rank's error as text; "" for one that ended by itself."""
-    # A rank that still runs after the timeout is killed, and then it has no error to show.
+    """Return the error of each rank as text, or "" for a rank without an error."""
+    # A rank that still runs after the timeout is killed and has no error either.
     outcomes = try_ranks(function, world, *args, timeout=timeout)
     return [str(o.error) if o.error else "" for o in outcomes]
 
@@ -49,7 +49,7 @@ def step(model: DDP, **kwargs) -> None:
 # ----- models that differ -----
 
 
-def differing(kind: str) -> None:
+def wrap_different_models(kind: str) -> None:
     rank = dist.get_rank()
     a, b = nn.Linear(4, 3), nn.Linear(3, 4)
     options = {}
@@ -77,8 +77,8 @@ DIFFERENCES = {
     "shape": ("rank 1 has parameter '1.weight' (5, 3)", "rank 0 has parameter '1.weight' (4, 3)"),
     "dtype": ("rank 1 has parameter '0.weight' (3, 4) torch.float64", "torch.float32"),
     "frozen": ("rank 1 has parameter '0.weight' (3, 4) torch.float32 frozen",),
-    "order": ("rank 1 has parameter '1.weight'", "where rank 0 has parameter '0.weight'"),
-    "more": ("rank 1 has parameter '2.weight' (4, 4)", "where rank 0 has nothing"),
+    "order": ("rank 1 has parameter '1.weight'", "but rank 0 has parameter '0.weight'"),
+    "more": ("rank 1 has parameter '2.weight' (4, 4)", "but rank 0 has nothing"),
     "buffer": ("rank 1 has buffer 'table' (4,)", "rank 0 has buffer 'table' (3,)"),
     "bucket": ("bucket_size_mb is 2.0 on rank 1 and 1.0 on rank 0",),
 }
@@ -86,7 +86,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("kind", DIFFERENCES)
 def test_models_that_differ_are_refused_on_every_rank(kind: str) -> None:
-    for message in messages(differing, 2, kind):
+    for message in messages(wrap_different_models, 2, kind):
         for part in DIFFERENCES[kind]:
             assert part in message
 
@@ -94,9 +94,10 @@ def test_models_that_differ_are_refused_on_every_rank(kind: str) -> None:
 # ----- gradients that differ -----
 
 
-def uses_different_parts(design: str) -> list[str]:
+def train_with_different_branches(design: str) -> list[str]:
     right = dist.get_rank() == 1
-    module, said = Branches(), []
+    module = Branches()
+    outcomes = []
     model = DDP(module, SMALL) if design == "ddp" else module
     functions = {"naive": all_reduce_gradients, "flat": all_reduce_gradients_flat}
     for take_right in (right, None):
@@ -105,23 +106,24 @@ def uses_different_parts(design: str) -> list[str]:
             model(torch.ones(2, 5), right=take_right).backward()
             if not isinstance(model, DDP):
                 functions[design](module)
-            said.append("fine")
+            outcomes.append("fine")
         except RuntimeError as error:
-            said.append(str(error))
-    return said
+            outcomes.append(str(error))
+    return outcomes
 
 
 @pytest.mark.parametrize("design", ["ddp", "naive", "flat"])
-def test_a_gradient_on_some_ranks_only_names_parameter_and_rank(design: str) -> None:
-    for outcome in try_ranks(uses_different_parts, 3, design, timeout=TIMEOUT):
+def test_gradient_missing_on_some_ranks_names_parameter_and_rank(design: str) -> None:
+    for outcome in try_ranks(train_with_different_branches, 3, design, timeout=TIMEOUT):
         first, second = outcome.value
         assert "'right.weight', 'right.bias' got no gradient on rank 0, but did on rank 1" in first
-        # Nothing is broken by it: the next step is good.
+        # The error leaves a valid state: the next step succeeds.
         assert second == "fine"
 
 
-def makes_nan() -> list[str]:
-    rank, said = dist.get_rank(), []
+def train_with_nan() -> list[str]:
+    rank = dist.get_rank()
+    outcomes = []
     model = DDP(Branches(), SMALL, check_nan=True)
     for poisoned in (True, False):
         model.zero_grad()
@@ -131,22 +133,22 @@ def makes_nan() -> list[str]:
             hook = model.module.trunk.bias.register_hook(lambda grad: grad * float("nan"))
         try:
             model(x).backward()
-            said.append("fine")
+            outcomes.append("fine")
         except RuntimeError as error:
-            said.append(str(error))
+            outcomes.append(str(error))
         if hook:
             hook.remove()
-    return said
+    return outcomes
 
 
 def test_nan_names_parameter_and_rank_on_every_rank() -> None:
-    for outcome in try_ranks(makes_nan, 2, timeout=TIMEOUT):
+    for outcome in try_ranks(train_with_nan, 2, timeout=TIMEOUT):
         first, second = outcome.value
-        assert "the gradient of 'trunk.bias' holds NaN on rank 1" in first
+        assert "the gradient of 'trunk.bias' contains NaN on rank 1" in first
         assert second == "fine"
 
 
-def makes_infinities() -> bool:
+def train_with_infinities() -> bool:
     model = DDP(Branches(), check_nan=True)
     model.module.trunk.bias.register_hook(
         lambda grad: torch.tensor([float("inf"), -float("inf"), 0, 0, 0])
@@ -155,17 +157,17 @@ def makes_infinities() -> bool:
     return bool(model.module.trunk.bias.grad.isinf().any())
 
 
-def test_infinities_are_not_taken_for_nan() -> None:
-    # A loss scaler looks for them itself.
-    assert [o.value for o in try_ranks(makes_infinities, 2, timeout=TIMEOUT)] == [True, True]
+def test_infinities_are_not_reported_as_nan() -> None:
+    # A loss scaler checks for infinities itself.
+    assert [o.value for o in try_ranks(train_with_infinities, 2, timeout=TIMEOUT)] == [True, True]
 
 
 # ----- misuse -----
 
 
-def leaves_no_sync() -> list[str]:
+def raise_inside_no_sync() -> list[str]:
     model = DDP(Branches())
-    said = []
+    outcomes = []
     step(model)
     try:
         with model.no_sync():
@@ -173,37 +175,37 @@ def leaves_no_sync() -> list[str]:
             if dist.get_rank() == 1:
                 raise ValueError("bad batch")
     except ValueError as error:
-        said.append(str(error))
+        outcomes.append(str(error))
     try:
         model(torch.ones(2, 5)).backward()
         model.finish_gradient_synchronization()
-        said.append("fine")
+        outcomes.append("fine")
     except RuntimeError as error:
-        said.append(str(error))
-    return said
+        outcomes.append(str(error))
+    return outcomes
 
 
 def test_an_exception_inside_no_sync_reaches_every_rank() -> None:
-    first, second = (o.value for o in try_ranks(leaves_no_sync, 2, timeout=TIMEOUT))
+    first, second = (o.value for o in try_ranks(raise_inside_no_sync, 2, timeout=TIMEOUT))
     reason = "rank 1: no_sync() was left by ValueError: bad batch"
     assert second[0] == "bad batch"
     assert reason in second[1]
     assert reason in first[0]
 
 
-# ----- ranks that are gone -----
+# ----- lost ranks -----
 
 
-def loses_rank_one(how: str, grace: float) -> None:
+def lose_rank_one(how: str, grace: float) -> None:
     rank = dist.get_rank()
     store = dist.FileStore(os.environ["STORE_FILE"] + "-notes", dist.get_world_size())
     group = dist.new_group(timeout=timedelta(seconds=2))
-    # How long survivors wait for each other's word: on a busy machine that takes a while.
-    ddp.consistency.blame.GRACE = grace
+    # Survivors wait for each other's reasons, which takes longer on a busy machine.
+    ddp.consistency.failure_attribution.GRACE_SECONDS = grace
     model = DDP(Branches(), SMALL, group=group)
     step(model)
     step(model)
-    begin = time.monotonic()
+    start = time.monotonic()
     if rank == 1:
         if how == "dies":
             os._exit(7)
@@ -215,46 +217,46 @@ def loses_rank_one(how: str, grace: float) -> None:
         step(model)
     except RuntimeError as error:
         store.set(f"{rank} gave up", "1")
-        seconds = time.monotonic() - begin
-        # It stays an error: nobody trains on alone.
+        seconds = time.monotonic() - start
+        # Later calls raise errors too: no rank continues alone.
         with pytest.raises(RuntimeError, match="out of step"):
             model(torch.ones(2, 5))
         raise RuntimeError(f"{error} after {seconds:.2f} s") from None
 
 
 @pytest.mark.parametrize(("how", "world"), [("dies", 2), ("dies in backward", 3), ("hangs", 3)])
-def test_a_lost_rank_is_named_by_every_survivor(how: str, world: int, backend: str) -> None:
-    said = messages(loses_rank_one, world, how, 6.0)
-    for rank, message in enumerate(said):
+def test_lost_rank_is_named_by_every_survivor(how: str, world: int, backend: str) -> None:
+    errors = messages(lose_rank_one, world, how, 6.0)
+    for rank, message in enumerate(errors):
         if rank != 1 and backend == "collectives":
-            # This backend names the rank itself.
+            # This backend names the lost rank itself.
             assert re.search(r"rank 1 (\(process \d+\) (died|did not)|is lost)", message)
         elif rank != 1:
-            assert "no word from rank 1: dead or hanging" in message
+            assert "no message from rank 1: dead or hanging" in message
             assert "could not finish the sum of the gradients of" in message
     if how == "hangs":
-        # It wakes up to find the others gone, and says so instead of going on alone.
-        assert ("rank 0 gave up" if backend == "gloo" else "rank 1 is lost, says rank") in said[1]
+        # The hanging rank continues, and reports the loss of the other ranks.
+        assert ("rank 0 gave up" if backend == "gloo" else "rank 1 is lost, says rank") in errors[1]
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("how", ["dies in backward", "hangs"])
 def test_survivors_give_up_two_seconds_after_the_groups_timeout(how: str) -> None:
-    said = messages(loses_rank_one, 3, how, 2.0)
+    errors = messages(lose_rank_one, 3, how, 2.0)
     for rank in (0, 2):
-        seconds = float(re.search(r"after ([\d.]+) s$", said[rank])[1])
+        seconds = float(re.search(r"after ([\d.]+) s$", errors[rank])[1])
         assert seconds < 2 + 2 + 1
 
 
 class RankLost(RuntimeError):
-    """Like that of a collective which knows who is lost."""
+    """The error of a collective that names the lost ranks."""
 
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(f"ranks {ranks} are lost")
         self.ranks = ranks
 
 
-def is_told_who(asynchronous: bool) -> tuple:
+def train_with_failing_collective(asynchronous: bool) -> tuple:
     class Handle:
         def wait(self) -> None:
             raise RankLost([7])
@@ -265,39 +267,39 @@ def is_told_who(asynchronous: bool) -> tuple:
         raise RankLost([7])
 
     model = DDP(Branches(), all_reduce=all_reduce)
-    begin = time.monotonic()
+    start = time.monotonic()
     try:
         step(model)
     except RuntimeError as error:
-        return type(error).__name__, error.ranks, time.monotonic() - begin, error.__notes__
+        return type(error).__name__, error.ranks, time.monotonic() - start, error.__notes__
     return ()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_rank_that_a_collective_blames_is_the_one_that_is_reported(asynchronous: bool) -> None:
-    for outcome in try_ranks(is_told_who, 2, asynchronous, timeout=TIMEOUT):
+def test_rank_named_by_the_collective_is_reported_unchanged(asynchronous: bool) -> None:
+    for outcome in try_ranks(train_with_failing_collective, 2, asynchronous, timeout=TIMEOUT):
         name, ranks, seconds, notes = outcome.value
         assert (name, ranks) == ("RankLost", [7])
-        assert seconds < 1.5  # nobody waits for notes of others
+        assert seconds < 1.5  # no rank waits for the reasons of the other ranks
         assert "was waiting for the sum of the gradients of" in notes[0]
 
 
-def loses_the_store(port: int) -> None:
+def lose_the_store(port: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    loses = DDP(Branches(), SMALL)
-    step(loses)
+    model = DDP(Branches(), SMALL)
+    step(model)
     if rank == 0:
         os._exit(7)
-    step(loses)
+    step(model)
 
 
-def test_a_dead_rank_that_hosted_the_store_is_named_too() -> None:
+def test_dead_rank_that_hosted_the_store_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    outcomes = try_ranks(loses_the_store, 3, port, timeout=TIMEOUT, backend="")
+    outcomes = try_ranks(lose_the_store, 3, port, timeout=TIMEOUT, backend="")
     assert outcomes[0].exit_code == 7
     for outcome in outcomes[1:]:
         assert "rank 0" in str(outcome.error)

@@ -1,4 +1,4 @@
-"""The meter: bytes and calls are those that were sent, and overlap is there where it should be."""
+"""The meter counts bytes and calls correctly, and shows overlap only where it exists."""
 
 import json
 import time
@@ -14,11 +14,13 @@ from torch import nn
 from worker_pool import run_ranks
 
 MIB = 2**20
-LAYERS, COMPUTE, TRAVEL = 6, 0.06, 0.02  # seconds a layer
+LAYERS = 6
+COMPUTE = 0.06  # seconds per layer
+TRAVEL = 0.02  # seconds per layer
 
 
 class Clock:
-    """Stands in for time.perf_counter: it moves when work is done or awaited, and only then."""
+    """A replacement of `time.perf_counter` that advances only by simulated work and waits."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,7 +30,7 @@ class Clock:
         return self.now
 
     def move_to(self, then: float) -> None:
-        """Let what ends until then end, each at its own time."""
+        """Advance the clock, and complete the futures that are due, each at its time."""
         while self.due and self.due[0][0] <= then:
             self.now, future = self.due.popleft()
             future.set_result(None)
@@ -36,7 +38,7 @@ class Clock:
 
 
 class Slow(torch.autograd.Function):
-    """Identity whose backward takes a while."""
+    """Identity whose backward pass takes simulated time."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, clock: Clock) -> torch.Tensor:
@@ -63,7 +65,9 @@ class SlowNet(nn.Module):
 
 class Handle:
     def __init__(self, clock: Clock, end: float) -> None:
-        self.clock, self.end, self.future = clock, end, torch.futures.Future()
+        self.clock = clock
+        self.end = end
+        self.future = torch.futures.Future()
 
     def wait(self) -> None:
         self.clock.move_to(self.end)
@@ -73,10 +77,13 @@ class Handle:
 
 
 class SlowLink:
-    """One call at a time, TRAVEL seconds for 64 gradients; counts what it is given."""
+    """A network with one call at a time and TRAVEL seconds per 64 gradients, which counts bytes."""
 
     def __init__(self, clock: Clock) -> None:
-        self.bytes, self.calls, self.clock, self.free = 0, 0, clock, 0.0
+        self.bytes = 0
+        self.calls = 0
+        self.clock = clock
+        self.free = 0.0
 
     def __call__(self, tensor, op, group, async_op):
         self.bytes += tensor.numel() * tensor.element_size()
@@ -87,9 +94,11 @@ class SlowLink:
         return handle if async_op else handle.wait()
 
 
-def metered(design: str, folder: str) -> dict:
+def measure_design(design: str, folder: str) -> dict:
     time.perf_counter = clock = Clock()
-    module, link, meter = SlowNet(clock), SlowLink(clock), Meter()
+    module = SlowNet(clock)
+    link = SlowLink(clock)
+    meter = Meter()
     x = torch.ones(1, 8)
     if design in ("naive", "flat"):
         with meter.forward():
@@ -98,7 +107,7 @@ def metered(design: str, folder: str) -> dict:
         function = all_reduce_gradients if design == "naive" else all_reduce_gradients_flat
         function(module, all_reduce=link, meter=meter)
     else:
-        size = {"overlapped": None, "two a bucket": 512 / MIB, "one bucket": 1.0}[design]
+        size = {"overlapped": None, "two per bucket": 512 / MIB, "one bucket": 1.0}[design]
         model = DDP(module, size, all_reduce=link)
         meter = model.meter
         model(x).backward()
@@ -124,23 +133,23 @@ def metered(design: str, folder: str) -> dict:
 
 
 def run(design: str, folder: Path) -> dict:
-    return run_ranks(metered, 1, design, str(folder))[0]
+    return run_ranks(measure_design, 1, design, str(folder))[0]
 
 
-CALLS = {"naive": LAYERS, "flat": 1, "overlapped": LAYERS, "two a bucket": LAYERS // 2}
+CALLS = {"naive": LAYERS, "flat": 1, "overlapped": LAYERS, "two per bucket": LAYERS // 2}
 
 
 @pytest.mark.parametrize("design", CALLS)
-def test_bytes_and_calls_are_those_the_collective_was_handed(design, tmp_path) -> None:
+def test_meter_counts_the_bytes_and_calls_of_the_collective(design, tmp_path) -> None:
     got = run(design, tmp_path)
     assert got["bytes"] == LAYERS * 8 * 8 * 4
     assert got["calls"] == CALLS[design]
-    # A flag a parameter and three a bucket; the designs without overlap agree in a call before.
+    # One flag per parameter and three per bucket. Designs without overlap use a separate call.
     expected = 0 if design in ("naive", "flat") else 4 * (LAYERS + 3 * CALLS[design])
     assert got["extra"] == expected
 
 
-@pytest.mark.parametrize(("design", "last"), [("overlapped", 1), ("two a bucket", 2)])
+@pytest.mark.parametrize(("design", "last"), [("overlapped", 1), ("two per bucket", 2)])
 def test_overlap_hides_all_but_the_last_bucket(design: str, last: int, tmp_path: Path) -> None:
     got = run(design, tmp_path)
     assert got["exposed"] == pytest.approx(last * TRAVEL)
@@ -158,7 +167,7 @@ def test_without_overlap_everything_is_exposed(design: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
-def test_the_trace_shows_the_overlap_or_its_absence(design, overlaps, tmp_path) -> None:
+def test_trace_shows_the_overlap(design, overlaps, tmp_path) -> None:
     events = [e for e in run(design, tmp_path)["trace"]["traceEvents"] if e["ph"] == "X"]
     assert {event["pid"] for event in events} == {3}
     (backward,) = (e for e in events if e["name"] == "loss and backward")
@@ -175,44 +184,45 @@ def test_the_trace_shows_the_overlap_or_its_absence(design, overlaps, tmp_path) 
 
 
 @pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
-def test_the_picture_shows_what_hides_and_what_does_not(design, overlaps, tmp_path) -> None:
+def test_chart_shows_hidden_and_exposed_communication(design, overlaps, tmp_path) -> None:
     picture = ElementTree.fromstring(run(design, tmp_path)["picture"])
     bars = [bar for bar in picture.iter() if bar.tag.endswith("rect") and len(bar)]
     hidden = [bar for bar in bars if bar.get("fill") == "#74c476"]
     exposed = [bar for bar in bars if bar.get("fill") == "#fdae6b"]
     assert (len(hidden), len(exposed)) == ((LAYERS - 1, 1) if overlaps else (0, 1))
     (waiting,) = (bar for bar in bars if bar.get("fill") == "#de2d26")
-    # One scale for all bars: what is exposed is as long as the wait.
+    # All bars have the same scale: the exposed part is as long as the wait.
     assert float(exposed[0].get("width")) == pytest.approx(float(waiting.get("width")), abs=0.02)
 
 
-def real_link() -> tuple:
+def train_on_gloo() -> tuple:
     model = DDP(nn.Linear(100, 100), None)
-    turned_to, finish = [], model._replica.reducer.finish
+    finish_times, finish = [], model._replica.reducer.finish
 
-    def finishes_late(**options) -> set[int]:
-        while not all(pending._ended for pending in model._replica.exchange._pending):
+    def finish_late(**options) -> set[int]:
+        reductions = model._replica.reducer.reductions
+        while not all(reduction.completion_times for reduction in reductions):
             time.sleep(0.001)
-        turned_to.append(time.perf_counter())
+        finish_times.append(time.perf_counter())
         return finish(**options)
 
-    model._replica.reducer.finish = finishes_late
+    model._replica.reducer.finish = finish_late
     model(torch.ones(1, 100)).sum().backward()
-    return turned_to[0], model.meter.last.waiting[0], [b.done for b in model.meter.last.buckets]
+    return finish_times[0], model.meter.last.waiting[0], [b.done for b in model.meter.last.buckets]
 
 
-def test_the_end_of_a_call_is_when_it_ended_not_when_somebody_looked() -> None:
-    for turned_to, waiting, ends in run_ranks(real_link, 2):
+def test_completion_time_is_recorded_when_the_collective_completes() -> None:
+    for finish_times, waiting, ends in run_ranks(train_on_gloo, 2):
         assert len(ends) == 2
-        assert max(ends) <= turned_to <= waiting
+        assert max(ends) <= finish_times <= waiting
 
 
-def test_there_is_no_last_step_before_the_first() -> None:
+def test_last_step_before_the_first_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no step was recorded"):
         _ = Meter().last
 
 
-def evaluates() -> int:
+def evaluate_often() -> int:
     model = DDP(nn.Linear(2, 2))
     for _ in range(300):
         with torch.no_grad():
@@ -221,5 +231,5 @@ def evaluates() -> int:
     return len(model.meter._forwards)
 
 
-def test_forward_passes_that_no_backward_follows_are_forgotten() -> None:
-    assert run_ranks(evaluates, 1) == [100]
+def test_forward_passes_without_backward_are_dropped() -> None:
+    assert run_ranks(evaluate_often, 1) == [100]

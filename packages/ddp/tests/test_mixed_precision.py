@@ -1,4 +1,4 @@
-"""Passes in a lower precision over weights that keep theirs, as torch's `_MixedPrecision` says."""
+"""Mixed precision with torch's `_MixedPrecision`: low-precision passes, full-precision weights."""
 
 import copy
 import io
@@ -36,28 +36,28 @@ def inputs(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(11, (2, 4, 3), generator=draw), torch.randn(2, 8, generator=draw)
 
 
-def trains(param_dtype, reduce_dtype) -> bool:
+def train_in_low_precision(param_dtype, reduce_dtype) -> bool:
     rank, module = dist.get_rank(), Net()
     alone = copy.deepcopy(module)
     alone.scale = alone.scale.to(BF16)
     model = DDP(module, mixed_precision=_MixedPrecision(param_dtype, reduce_dtype, BF16))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
-    travels = reduce_dtype or param_dtype
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (module, alone)]
+    sent_dtype = reduce_dtype or param_dtype
     for step in range(3):
         tokens, shift = inputs(step)
         for optimizer in optimizers:
             optimizer.zero_grad()
         output = model(tokens[rank], shift=shift[rank])
         output.float().square().mean().backward()
-        each = []
+        gradients = []
         for tokens_of_rank, shift_of_rank in zip(tokens, shift, strict=True):
             low = copy.deepcopy(alone).to(param_dtype)
             low.scale = alone.scale
             low(tokens_of_rank, shift_of_rank.to(param_dtype)).float().square().mean().backward()
-            each.append([p.grad.float() for p in low.parameters()])
-        for p, one, other in zip(alone.parameters(), *each, strict=True):
-            mean = (one / 2).to(travels).float() + (other / 2).to(travels).float()
-            p.grad = mean.to(travels).float()
+            gradients.append([p.grad.float() for p in low.parameters()])
+        for p, first, second in zip(alone.parameters(), *gradients, strict=True):
+            mean = (first / 2).to(sent_dtype).float() + (second / 2).to(sent_dtype).float()
+            p.grad = mean.to(sent_dtype).float()
         for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
             assert ours.dtype == ours.grad.dtype == torch.float32
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-3)
@@ -66,7 +66,7 @@ def trains(param_dtype, reduce_dtype) -> bool:
         alone.load_state_dict(module.state_dict())
     assert output.dtype == param_dtype
     assert (module.scale.dtype, module.count.dtype) == (BF16, torch.int64)
-    assert model.meter.last.gradient_bytes == travels.itemsize * sum(
+    assert model.meter.last.gradient_bytes == sent_dtype.itemsize * sum(
         p.numel() for p in module.parameters()
     )
     with torch.no_grad():
@@ -77,27 +77,27 @@ def trains(param_dtype, reduce_dtype) -> bool:
 
 
 @pytest.mark.parametrize(("param_dtype", "reduce_dtype"), [(BF16, None), (BF16, torch.float32)])
-def test_passes_are_in_low_precision_and_weights_are_not(param_dtype, reduce_dtype) -> None:
-    assert run_ranks(trains, 2, param_dtype, reduce_dtype) == [True] * 2
+def test_passes_use_param_dtype_and_weights_keep_theirs(param_dtype, reduce_dtype) -> None:
+    assert run_ranks(train_in_low_precision, 2, param_dtype, reduce_dtype) == [True] * 2
 
 
-def sums_alone() -> bool:
+def train_with_reduce_dtype_only() -> bool:
     module = nn.Linear(3, 2)
     model = DDP(module, mixed_precision=_MixedPrecision(reduce_dtype=BF16))
     x = torch.full((1, 3), 1.0 + 2**-10)
     model(x).sum().backward()
     assert model(x).dtype == torch.float32
-    # It was rounded on its way.
+    # The gradient was rounded to bfloat16 when it was sent.
     torch.testing.assert_close(module.weight.grad, torch.ones(2, 3), rtol=0, atol=0)
     return True
 
 
-def test_what_is_not_named_keeps_its_precision() -> None:
-    assert run_ranks(sums_alone, 2) == [True] * 2
+def test_unset_dtypes_keep_their_precision() -> None:
+    assert run_ranks(train_with_reduce_dtype_only, 2) == [True] * 2
 
 
-def refused() -> list[str]:
-    said = []
+def pass_invalid_options() -> list[str]:
+    errors = []
     for options in (
         {"mixed_precision": BF16},
         {"mixed_precision": _MixedPrecision(BF16), "gradient_dtype": HALF},
@@ -105,12 +105,12 @@ def refused() -> list[str]:
         try:
             DDP(nn.Linear(2, 2), **options)
         except (TypeError, ValueError) as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
-def test_mixed_precisions_that_cannot_be_right_are_refused() -> None:
-    (outcome,) = try_ranks(refused, 1)
-    no_dtypes, two_ways = outcome.value
-    assert "mixed_precision is torch.bfloat16; pass torch.nn.parallel.distributed" in no_dtypes
-    assert "are two ways to send the same gradients; pass one" in two_ways
+def test_invalid_mixed_precision_is_refused() -> None:
+    (outcome,) = try_ranks(pass_invalid_options, 1)
+    no_dtypes, two_methods = outcome.value
+    assert "got torch.bfloat16; pass torch.nn.parallel.distributed" in no_dtypes
+    assert "are different methods to send the same gradients; pass one" in two_methods

@@ -1,4 +1,4 @@
-"""The overhead model: its formula, its optimum, and a fit that recovers what made the sweep."""
+"""The overhead model: formula, optimum, and a fit that recovers the parameters of a sweep."""
 
 import pytest
 from ddp import fit, optimal_bucket_bytes, overhead_seconds
@@ -9,7 +9,7 @@ positive = st.floats(1e-3, 1e3)
 
 
 @given(size=positive, bandwidth=positive, latency=positive)
-def test_the_optimum_is_the_smallest_overhead(size, bandwidth, latency):
+def test_optimal_bucket_size_minimizes_the_overhead(size, bandwidth, latency):
     best = size / optimal_bucket_bytes(size, bandwidth, latency)
     least = overhead_seconds(size, bandwidth, latency, best)
     assert least == pytest.approx(2 * (size * latency / bandwidth) ** 0.5)
@@ -17,7 +17,7 @@ def test_the_optimum_is_the_smallest_overhead(size, bandwidth, latency):
         assert overhead_seconds(size, bandwidth, latency, best * factor) > least
 
 
-def test_the_formula_by_hand():
+def test_overhead_of_a_hand_computed_example():
     # 100 MB in 4 buckets over 1 GB/s: the last 25 MB take 25 ms; 4 calls of 1 ms are 4 ms.
     assert overhead_seconds(100e6, 1e9, 1e-3, 4) == pytest.approx(0.029)
     # sqrt(100e6 B * 1e-3 s * 1e9 B/s) = 10 MB
@@ -25,7 +25,7 @@ def test_the_formula_by_hand():
 
 
 @given(bandwidth=st.floats(1e7, 1e11), latency=st.floats(1e-5, 1e-2), floor=st.floats(0, 0.1))
-def test_fit_recovers_the_link_that_made_the_sweep(bandwidth, latency, floor):
+def test_fit_recovers_the_parameters_of_a_sweep(bandwidth, latency, floor):
     size = 80e6
     best = size / optimal_bucket_bytes(size, bandwidth, latency)
     counts = [best / 8, best / 2, best, best * 3, best * 8]
@@ -37,10 +37,10 @@ def test_fit_recovers_the_link_that_made_the_sweep(bandwidth, latency, floor):
     assert fitted.seconds(best) == pytest.approx(seconds[2], 1e-3)
 
 
-def test_a_sweep_without_a_trade_off_is_refused():
+def test_sweep_without_trade_off_is_refused():
     with pytest.raises(ValueError, match="no optimum"):
         fit(80e6, [1, 2, 4, 8], [1.0, 0.6, 0.4, 0.3])
-    with pytest.raises(ValueError, match="use 3"):
+    with pytest.raises(ValueError, match="at least 3 different"):
         fit(80e6, [1, 2, 2], [1.0, 0.6, 0.7])
-    with pytest.raises(ValueError, match="bandwidth is 0"):
+    with pytest.raises(ValueError, match="expected bandwidth > 0, got bandwidth=0"):
         optimal_bucket_bytes(1e6, 0, 1e-3)

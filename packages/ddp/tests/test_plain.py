@@ -1,4 +1,4 @@
-"""The page that is read first is the specification: the real thing equals it, bit for bit."""
+"""The minimal implementation is the specification: `DDP` trains bit-equal to it."""
 
 import copy
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import nn
 from worker_pool import run_ranks
 
 
-def both(bucket_bytes: int) -> list:
+def train_both(bucket_bytes: int) -> list:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
     models = [PlainDDP(module, bucket_bytes), DDP(copy.deepcopy(module), bucket_bytes / 2**20)]
@@ -26,18 +26,18 @@ def both(bucket_bytes: int) -> list:
             model(x).square().mean().backward()
             model.finish_gradient_synchronization()
             optimizer.step()
-    plain, real = ([p.tolist() for p in model.parameters()] for model in models)
-    assert plain == real
-    return plain
+    minimal, complete = ([p.tolist() for p in model.parameters()] for model in models)
+    assert minimal == complete
+    return minimal
 
 
 @pytest.mark.parametrize("bucket_bytes", [40, 200, 10**6])
-def test_the_real_thing_equals_the_plain_one(bucket_bytes: int) -> None:
-    first, second = run_ranks(both, 2, bucket_bytes)
+def test_ddp_trains_bit_equal_to_the_minimal_implementation(bucket_bytes: int) -> None:
+    first, second = run_ranks(train_both, 2, bucket_bytes)
     assert first == second
 
 
-def test_the_plain_file_is_short() -> None:
+def test_minimal_implementation_is_short_and_imports_only_torch() -> None:
     source = Path(ddp.plain.__file__).read_text()
     assert len(source.splitlines()) <= 120
     imports = [line for line in source.splitlines() if line.startswith(("import", "from"))]

@@ -1,8 +1,8 @@
-"""Random training programs: on several ranks under `DDP`, and in float64 in one process.
+"""Random training programs with `DDP` on several ranks train like one process in float64.
 
-Hypothesis writes the programs: models, options, and actions one after the other (accumulation,
-several losses, clipping, freezing, checkpoints, forward passes without a backward pass, copies, new
-parameters, uneven inputs). After every step gradients and weights are those of the one process.
+Hypothesis generates models, options and sequences of actions: accumulation, several losses,
+clipping, freezing, checkpoints, forward passes without a backward pass, copies, new parameters and
+uneven inputs. After every step, gradients and weights equal those of one process.
 """
 
 import copy
@@ -39,8 +39,8 @@ options = st.fixed_dictionaries(
 )
 steps = st.tuples(
     st.just("step"),
-    st.integers(0, 2),  # passes in no_sync
-    st.integers(1, 2),  # passes that are synchronized
+    st.integers(0, 2),  # passes under no_sync
+    st.integers(1, 2),  # synchronized passes
     st.sampled_from(["none", "zero", "before"]),  # how gradients are zeroed
     st.booleans(),  # clip
 )
@@ -49,7 +49,9 @@ actions = st.one_of(
     steps,
     st.tuples(st.just("freeze"), st.integers(0, 3)),
     st.tuples(st.just("unfreeze"), st.integers(0, 3)),
-    st.tuples(st.sampled_from(["evaluate", "look", "assign", "data", "copy", "local"])),
+    st.tuples(
+        st.sampled_from(["evaluate", "forward_on_one_rank", "assign", "data", "copy", "local"])
+    ),
 )
 programs = st.tuples(
     st.integers(0, 10**6), models, options, st.lists(actions, min_size=2, max_size=6), st.booleans()
@@ -77,7 +79,7 @@ class Net(nn.Module):
         self.double()
 
     def train(self, mode: bool = True):
-        return self  # statistics of a batch are no property of one process
+        return self  # batch statistics differ between ranks and one process
 
     def forward(self, tokens: torch.Tensor, route: int) -> torch.Tensor:
         x = self.embed(tokens)
@@ -96,9 +98,11 @@ class Run:
     """One program on this rank."""
 
     def __init__(self, seed: int, drawn: dict, chosen: dict) -> None:
-        self.rank, self.world, self.weight = dist.get_rank(), dist.get_world_size(), 1.0
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.weight = 1.0
         self.routed = chosen["find_unused_parameters"]
-        # Of three experts one is never used, and ranks use different ones, where that is announced.
+        # With find_unused_parameters, ranks use different experts, and the third is never used.
         self.module = Net(seed, drawn, 3 if self.routed else 1)
         self.twin = copy.deepcopy(self.module)
         self.average = chosen["average"]
@@ -151,7 +155,7 @@ class Run:
 
     def do(self, action: str, *details) -> None:
         if action in ("freeze", "unfreeze", "assign", "data", "copy"):
-            self.meet()
+            self.rendezvous()
         getattr(self, action)(*details)
 
     def step(self, unsynchronized: int, synchronized: int, zeroing: str, clip: bool) -> None:
@@ -168,8 +172,8 @@ class Run:
             optimizer.step()
         self.compare()
 
-    def meet(self) -> None:
-        """After parameters changed, ranks meet in the next forward pass: `look` is one rank's."""
+    def rendezvous(self) -> None:
+        """Run a forward pass on every rank, in which changed parameters are detected."""
         if self.alone:
             self.model(torch.arange(3), 0)
         self.alone = False
@@ -187,7 +191,7 @@ class Run:
         with torch.no_grad():
             self.model(torch.arange(3), 0)
 
-    def look(self) -> None:
+    def forward_on_one_rank(self) -> None:
         self.alone = True
         if self.rank == 0:
             self.model(torch.arange(3), 0)
@@ -220,7 +224,7 @@ class Run:
         torch.autograd.grad(self.model(x, 0).sum(), [self.module.norm.bias])
 
     def finish(self, uneven: bool) -> None:
-        self.meet()
+        self.rendezvous()
         if not uneven or self.average == "weight" or self.sparse:
             return
         for module in (self.module, self.twin):
@@ -234,8 +238,8 @@ class Run:
                 self.optimizers[0].step()
         for number, batches in enumerate(inputs):
             self.twin.zero_grad()
-            active = [one for one, n in zip(batches, counts, strict=True) if n > number]
-            losses = [self.twin(*one).mean() for one in active]
+            active = [batch for batch, n in zip(batches, counts, strict=True) if n > number]
+            losses = [self.twin(*batch).mean() for batch in active]
             (sum(losses) / (self.world if self.average == "ranks" else 1)).backward()
             self.optimizers[1].step()
         self.compare()
@@ -243,14 +247,18 @@ class Run:
     def compare(self, *, gradients: bool = False) -> None:
         theirs = dict(self.twin.named_parameters())
         for name, ours in self.module.named_parameters():
-            one, other = ours, theirs[name]
+            actual, expected = ours, theirs[name]
             if gradients:
-                one, other = ours.grad, theirs[name].grad
-                # Where gradients are zeroed and kept, "none" and "zero" are one.
-                one, other = (torch.zeros(()) if g is None else g.to_dense() for g in (one, other))
-                if not one.any() and not other.any():
+                actual = dense_or_zero(ours.grad)
+                expected = dense_or_zero(theirs[name].grad)
+                # A missing gradient counts as zero.
+                if not actual.any() and not expected.any():
                     continue
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, msg=name)
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def dense_or_zero(gradient: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(()) if gradient is None else gradient.to_dense()
 
 
 def run_programs(drawn: list) -> int:
@@ -270,7 +278,7 @@ def check(drawn: list, world: int) -> None:
     assert run_ranks(run_programs, world, drawn, timeout=300) == [len(drawn)] * world
 
 
-# A program that hangs takes its whole timeout, so what was found is not made smaller.
+# Shrinking is disabled, because each hanging program takes its whole timeout.
 PROFILE = settings(
     deadline=None,
     derandomize=True,

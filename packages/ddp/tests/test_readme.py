@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The quick start of the README runs unchanged."""
 
 import os
 import re
@@ -17,7 +17,7 @@ def run_example(code: str, port: int) -> list[float]:
     return [float(p.detach().sum()) for p in names["model"].parameters()]
 
 
-def test_the_example_runs_and_leaves_equal_weights() -> None:
+def test_example_runs_and_leaves_equal_weights() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,6 +1,6 @@
-"""A judge that nobody here wrote: torch's own tests of its DDP, which ship in its wheel.
+"""torch's own tests of DDP, which are part of its wheel, pass with `ddp.DDP` too.
 
-What passes with torch's DDP passes with ours, at two, three and four ranks, but for what is named.
+Tests that pass with torch's class at two, three and four ranks pass with ours, except those listed.
 """
 
 import os
@@ -12,30 +12,30 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parent / "src"
-# Those of the profiler's events are left out.
+FOLDER_OF_TESTS = Path(__file__).parent
+SOURCES = FOLDER_OF_TESTS.parent / "src"
+# Tests of the profiler's events are excluded.
 ALL = "^(?!.*profil).*(ddp|DDP|DataParallel|accumulate_gradients|stateless|static_graph|logg)"
 SAMPLE = (
     "^test_(ddp_static_graph_nested_types|accumulate_gradients_no_sync_grad_is_view"
     "|ddp_unused_params_rebuild_buckets_exception)$"
 )
-# A checkout of torch's repository: its tests that are not in the wheel.
+# Folder of a checkout of torch's repository, whose tests are not all in the wheel.
 FOLDER = os.environ.get("TORCH_TESTS")
 
-# What differs, with what the test then says, and why.
+# Tests that fail on purpose, with the error that they report.
 DIFFERS = {
-    # Gradients are views of buckets unless asked otherwise, and the log says so.
+    # `gradient_as_bucket_view` is True by default, and the logging data shows it.
     "test_ddp_logging_data_cpu": "Scalars are not equal",
-    # What is an error there is averaged correctly here: a graph that changes though static_graph
-    # said that it would not, and reentrant checkpoints together with find_unused_parameters.
+    # Two errors of torch's DDP are averaged correctly here: a graph that changes in spite of
+    # static_graph=True, and reentrant checkpoints together with find_unused_parameters.
     "test_invalid_static_graph": "RuntimeError not raised",
     "test_ddp_checkpointing_unused_params_use_reentrant_True": "RuntimeError not raised",
 }
 
 
 def outcomes(who, world, chosen, folder, tests=None):
-    """The names of the tests that pass, and what the others say."""
+    """Return the names of the tests that pass, and the messages of the others."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,13 +53,15 @@ def outcomes(who, world, chosen, folder, tests=None):
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}"]
-    subprocess.run([*command, str(HERE / "torch_oracle.py")], env=environment, cwd=folder)
+    subprocess.run(
+        [*command, str(FOLDER_OF_TESTS / "torch_oracle.py")], env=environment, cwd=folder
+    )
     assert report.exists(), f"torch's tests with {who} ended without a report"
     passed, failed = set(), {}
     for case in ElementTree.parse(report).iter("testcase"):
-        said = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        if said:
-            failed[case.get("name")] = said[0].text or ""
+        reports = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        if reports:
+            failed[case.get("name")] = reports[0].text or ""
         else:
             passed.add(case.get("name"))
     return passed, failed
@@ -75,14 +77,14 @@ def compare(world, chosen, folder, tests=None):
     return theirs, ours & theirs
 
 
-def test_a_sample_of_torchs_own_tests_passes_on_ours(tmp_path):
+def test_sample_of_torch_tests_passes(tmp_path):
     passed, failed = outcomes("ddp", 2, SAMPLE, tmp_path)
     assert len(passed) == 3, failed
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_what_passes_on_torchs_ddp_passes_on_ours(world, tmp_path):
+def test_torch_wheel_tests_pass_like_torch_ddp(world, tmp_path):
     theirs, ours = compare(world, ALL, tmp_path)
     assert len(ours) / len(theirs) >= 0.95
 
@@ -90,6 +92,6 @@ def test_what_passes_on_torchs_ddp_passes_on_ours(world, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(FOLDER is None, reason="TORCH_TESTS names no test/distributed of torch's")
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_what_passes_in_torchs_repository_passes_on_ours(world, tmp_path):
+def test_torch_repository_tests_pass_like_torch_ddp(world, tmp_path):
     theirs, ours = compare(world, "test_", tmp_path, FOLDER)
     assert len(ours) / len(theirs) >= 0.95

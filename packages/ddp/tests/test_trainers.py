@@ -1,6 +1,6 @@
-"""Accelerate's and Lightning's own loops, with ours in the place of torch's DDP: one name changed.
+"""The training loops of Accelerate and Lightning, with `DDP` instead of torch's class.
 
-Two ranks that see half of each batch end where one process ends that sees it all.
+Two ranks with half of each batch train to the weights of one process with the whole batch.
 """
 
 import copy
@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worker_pool import run_ranks
 
-ROWS, EPOCHS, ACCUMULATED = 32, 2, 2
+ROWS = 32
+EPOCHS = 2
+ACCUMULATED = 2
 
 
 def net() -> nn.Sequential:
@@ -28,7 +30,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randn(ROWS, 2, generator=draw, dtype=torch.float64)
 
 
-def as_under_torchrun() -> None:
+def set_torchrun_environment() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -37,27 +39,27 @@ def as_under_torchrun() -> None:
     torch.nn.parallel.distributed.DistributedDataParallel = DDP
 
 
-def alone() -> nn.Sequential:
-    """What one process makes of the batches of both ranks: 2 rows each, accumulated twice."""
+def train_in_one_process() -> nn.Sequential:
+    """Train in one process on the batches of both ranks: 2 rows each, accumulated twice."""
     module, (x, y) = net(), rows()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for _ in range(EPOCHS):
         for batch in range(0, ROWS, 4 * ACCUMULATED):
             optimizer.zero_grad()
-            here = slice(batch, batch + 4 * ACCUMULATED)
-            nn.functional.mse_loss(module(x[here]), y[here]).backward()
+            selected = slice(batch, batch + 4 * ACCUMULATED)
+            nn.functional.mse_loss(module(x[selected]), y[selected]).backward()
             optimizer.step()
     return module
 
 
 def compare(module: nn.Module, steps: int) -> int:
-    for ours, theirs in zip(module.parameters(), alone().parameters(), strict=True):
+    for ours, theirs in zip(module.parameters(), train_in_one_process().parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     return steps
 
 
-def accelerates() -> int:
-    as_under_torchrun()
+def train_with_accelerate() -> int:
+    set_torchrun_environment()
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
@@ -77,8 +79,8 @@ def accelerates() -> int:
     return compare(module, len(model.meter.steps))
 
 
-def lightens() -> int:
-    as_under_torchrun()
+def train_with_lightning() -> int:
+    set_torchrun_environment()
     import lightning as lightning_
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
@@ -112,25 +114,26 @@ def lightens() -> int:
     )
     rank = dist.get_rank()
     x, y = (t.view(-1, 2, 2, t.shape[1])[:, rank].flatten(0, 1) for t in rows())
-    # Lightning ends the group that it finds; the worker pool, too.
-    dist.destroy_process_group, kept = (lambda *_: None), dist.destroy_process_group
+    # Lightning destroys the existing process group, which the worker pool still needs.
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda *_: None
     trainer.fit(learner, DataLoader(TensorDataset(x, y), batch_size=2))
-    dist.destroy_process_group = kept
+    dist.destroy_process_group = destroy
     assert learner.seen == {DDP}
     return compare(copy.deepcopy(learner.net), EPOCHS * ROWS // (4 * ACCUMULATED))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
-def test_accelerates_loop_trains_like_one_process() -> None:
-    pytest.importorskip("accelerate", reason="a judge that nobody here wrote")
+def test_accelerate_loop_trains_like_one_process() -> None:
+    pytest.importorskip("accelerate", reason="an independent reference")
     steps = EPOCHS * ROWS // (4 * ACCUMULATED)
-    assert run_ranks(accelerates, 2, timeout=300) == [steps, steps]
+    assert run_ranks(train_with_accelerate, 2, timeout=300) == [steps, steps]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
-def test_lightnings_loop_trains_like_one_process() -> None:
-    pytest.importorskip("lightning", reason="a judge that nobody here wrote")
+def test_lightning_loop_trains_like_one_process() -> None:
+    pytest.importorskip("lightning", reason="an independent reference")
     steps = EPOCHS * ROWS // (4 * ACCUMULATED)
-    assert run_ranks(lightens, 2, timeout=300) == [steps, steps]
+    assert run_ranks(train_with_lightning, 2, timeout=300) == [steps, steps]

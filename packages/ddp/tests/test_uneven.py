@@ -1,4 +1,4 @@
-"""Uneven work: parameters that only some ranks use, and ranks that run out of inputs."""
+"""Uneven work: parameters that only some ranks use, and ranks with fewer inputs."""
 
 import copy
 
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 class Experts(nn.Module):
-    """Each sample goes to one of three experts; the last is never asked."""
+    """A module that routes each sample to one of three experts; the last is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Experts(nn.Module):
         return self.experts[expert](self.trunk(x)).square().mean()
 
 
-def routes() -> bool:
+def train_experts() -> bool:
     rank, x = dist.get_rank(), torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(5))
     module = Experts()
     alone = copy.deepcopy(module)
@@ -43,11 +43,11 @@ def routes() -> bool:
     return True
 
 
-def test_a_gradient_that_some_ranks_lack_counts_as_zero_if_asked() -> None:
-    assert run_ranks(routes, 3) == [True] * 3
+def test_find_unused_parameters_counts_missing_gradients_as_zero() -> None:
+    assert run_ranks(train_experts, 3) == [True] * 3
 
 
-def runs_out(by_initial: bool, accumulate: bool) -> dict:
+def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     # Rank r has r + 1 inputs; a parameter is unused on all ranks.
     inputs = torch.randn(world, world, 2, 4, generator=torch.Generator().manual_seed(7))
@@ -71,7 +71,7 @@ def runs_out(by_initial: bool, accumulate: bool) -> dict:
         losses = [(1 + accumulate) * alone(inputs[r, step], 0) for r in active]
         (sum(losses) / (world if by_initial else len(active))).backward()
         reference.step()
-    # Afterwards steps are ordinary again: no call but the buckets'.
+    # After the context, a step has no collectives except those of the buckets.
     calls = []
     monitored = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(1), monitored(*args, **kwargs))[1]
@@ -87,6 +87,6 @@ def runs_out(by_initial: bool, accumulate: bool) -> dict:
 
 @pytest.mark.parametrize("by_initial", [True, False])
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_ranks_that_run_out_of_inputs_keep_the_others_company(by_initial, accumulate) -> None:
-    ranks = run_ranks(runs_out, 3, by_initial, accumulate)
+def test_join_averages_over_ranks_with_uneven_inputs(by_initial, accumulate) -> None:
+    ranks = run_ranks(train_with_uneven_inputs, 3, by_initial, accumulate)
     assert ranks[0] == ranks[1] == ranks[2]

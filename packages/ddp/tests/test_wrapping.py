@@ -1,4 +1,4 @@
-"""What wrapping does: weights, buffers, where gradients lie, what is imported."""
+"""Wrapping a module: initial broadcast, memory of gradients, order of buckets, imports."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ def norm_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-def broadcasts() -> list[list]:
+def wrap_and_compare_state() -> list[list]:
     torch.manual_seed(dist.get_rank())
     module = norm_net()
     module[1].running_mean += dist.get_rank()
@@ -35,13 +35,13 @@ def broadcasts() -> list[list]:
 
 
 def test_weights_and_buffers_are_those_of_rank_0() -> None:
-    ranks = run_ranks(broadcasts, 3)
+    ranks = run_ranks(wrap_and_compare_state, 3)
     assert ranks[0][0] == ranks[0][1]
     assert ranks[1][0] != ranks[0][0]
     assert all(after == ranks[0][1] for _, after in ranks)
 
 
-def lies_in_buckets() -> None:
+def train_in_allocated_memory() -> None:
     allocated = []
 
     def allocate(numel: int, *, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:
@@ -60,12 +60,12 @@ def lies_in_buckets() -> None:
             assert parameter.grad.isfinite().all()
 
 
-def test_gradients_are_views_of_the_memory_that_was_passed_in() -> None:
-    run_ranks(lies_in_buckets, 2)
+def test_gradients_are_views_of_allocated_memory() -> None:
+    run_ranks(train_in_allocated_memory, 2)
 
 
 def peak_memory(extra: bool) -> float:
-    """The most that was allocated at one time since before wrapping, in sets of gradients."""
+    """Return the peak of allocated memory since before wrapping, in sets of gradients."""
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32)))
     gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     x = torch.randn(2, 64)
@@ -86,14 +86,14 @@ def peak_memory(extra: bool) -> float:
 
 @pytest.mark.parametrize("extra", [False, True])
 def test_memory_is_parameters_and_one_set_of_gradients(extra: bool) -> None:
-    # On top of it one gradient of 32 on its way into its bucket, activations and flags.
+    # The rest is one gradient of 32 before it is copied in, activations and flags.
     for sets in run_ranks(peak_memory, 2, extra):
         assert 1 + extra <= sets < 1.1 + extra
 
 
-def rebuilds() -> tuple[list, list]:
+def ready_orders() -> tuple[list, list]:
     class Backwards(nn.Module):
-        """Uses its layers in another order than it declares them."""
+        """A module that uses its layers in another order than it declares them."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -112,28 +112,28 @@ def rebuilds() -> tuple[list, list]:
 
 def test_buckets_follow_the_order_in_which_gradients_became_ready() -> None:
     declared, real = ["c.weight", "b.weight", "a.weight"], ["b.weight", "c.weight", "a.weight"]
-    assert run_ranks(rebuilds, 2) == [[declared, real, real]] * 2
+    assert run_ranks(ready_orders, 2) == [[declared, real, real]] * 2
 
 
-def fills_a_list_of_sizes() -> tuple:
+def bucket_lengths() -> tuple:
     model = DDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(7))))
     listed = DDP(model.module, bucket_cap_mb_list=[64 / MIB, 128 / MIB])
     for _ in range(2):
         listed(torch.ones(1, 4)).sum().backward()
-    assert model.bucket_bytes_cap_list == []
     wide = DDP(nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(6))))
     wide(torch.ones(1, 1100)).sum().backward()
-    return listed.bucket_bytes_cap_list, *(
-        [len(bucket.parameters) for bucket in one.meter.last.buckets] for one in (listed, wide)
+    return tuple(
+        [len(bucket.parameters) for bucket in wrapped.meter.last.buckets]
+        for wrapped in (listed, wide)
     )
 
 
-def test_of_a_list_of_sizes_each_bucket_takes_the_next() -> None:
-    # By default the first of several takes 1 MiB at most: one matrix, as that is larger.
-    assert run_ranks(fills_a_list_of_sizes, 2) == [([64, 128], [1, 2, 2, 2], [1, 5])] * 2
+def test_bucket_sizes_follow_the_list() -> None:
+    # By default the first of several buckets has at most 1 MiB, or one larger matrix.
+    assert run_ranks(bucket_lengths, 2) == [([1, 2, 2, 2], [1, 5])] * 2
 
 
-def several_forwards() -> bool:
+def train_with_several_forwards() -> bool:
     torch.manual_seed(1)
     module = norm_net()
     module[1].eval()
@@ -152,10 +152,10 @@ def several_forwards() -> bool:
 
 
 def test_several_forwards_before_a_backward() -> None:
-    assert run_ranks(several_forwards, 2) == [True, True]
+    assert run_ranks(train_with_several_forwards, 2) == [True, True]
 
 
-def wraps_again() -> list[int]:
+def wrap_again() -> list[int]:
     module = nn.Linear(3, 3)
     first = DDP(module)
     gone = weakref.ref(first)
@@ -168,23 +168,25 @@ def wraps_again() -> list[int]:
     return [model.meter.last.calls, int(module.bias.grad[0])]
 
 
-def test_a_dropped_wrapper_sends_nothing_more() -> None:
-    assert run_ranks(wraps_again, 2) == [[2, 1], [2, 1]]
+def test_deleted_wrapper_averages_nothing() -> None:
+    assert run_ranks(wrap_again, 2) == [[2, 1], [2, 1]]
 
 
-def wraps_twice() -> dict:
+def wrap_twice() -> dict:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     part, whole = DDP(module[1]), DDP(module)
     nested = DDP(whole)
-    said, x = {}, torch.full((1, 3), 1.0 + dist.get_rank())
-    # Whichever is called, each mean is taken once: of ones, it is one.
+    outcomes = {}
+    x = torch.full((1, 3), 1.0 + dist.get_rank())
+    # Each gradient is 1 on every rank, so one averaging leaves 1, whichever wrapper is called.
     for name, model in (("part", part), ("whole", whole), ("nested", nested)):
         module.zero_grad()
         model(x).sum().backward()
-        said[name] = module[1].bias.grad.tolist()
-        said[f"{name} sent"] = [m.meter.last.calls if m.meter.steps else 0 for m in (part, whole)]
-    # What is unfrozen is averaged, too, whichever is called.
+        outcomes[name] = module[1].bias.grad.tolist()
+        calls = [m.meter.last.calls if m.meter.steps else 0 for m in (part, whole)]
+        outcomes[f"{name} calls"] = calls
+    # Unfrozen parameters are averaged too, whichever wrapper is called.
     module[0].requires_grad_(False)
     whole(x)
     module[0].requires_grad_(True)
@@ -195,24 +197,24 @@ def wraps_twice() -> dict:
         try:
             nested(x)
         except RuntimeError as error:
-            said[name] = str(error)
+            outcomes[name] = str(error)
         del other
     module.zero_grad()
     nested(x).sum().backward()
-    return said | {"again": module[1].bias.grad.tolist(), "means": module[0].bias.grad.tolist()}
+    return outcomes | {"last": module[1].bias.grad.tolist(), "means": module[0].bias.grad.tolist()}
 
 
-def test_of_two_wrappers_the_newer_one_averages() -> None:
-    first, second = run_ranks(wraps_twice, 2)
+def test_rewrapped_module_is_reduced_by_newest_wrapper() -> None:
+    first, second = run_ranks(wrap_twice, 2)
     assert first == second
-    for name in ("part", "whole", "nested", "again"):
+    for name in ("part", "whole", "nested", "last"):
         assert first[name] == [1.0, 1.0, 1.0]
-    assert first["nested sent"] == [0, 0]
+    assert first["nested calls"] == [0, 0]
     assert "were wrapped again" in first["smaller"]
     assert "another average" in first["sum"]
 
 
-def steps_in_backward() -> str:
+def step_in_backward() -> str:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     module = nn.Linear(2, 2)
@@ -227,10 +229,11 @@ def steps_in_backward() -> str:
 
 @pytest.mark.filterwarnings("default")
 def test_an_optimizer_that_steps_within_the_backward_pass_is_refused() -> None:
-    assert all("before they are averaged" in said for said in run_ranks(steps_in_backward, 2))
+    for error in run_ranks(step_in_backward, 2):
+        assert "before they are averaged" in error
 
 
-def compiled() -> bool:
+def train_compiled() -> bool:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     alone = copy.deepcopy(module)
@@ -238,22 +241,23 @@ def compiled() -> bool:
     whole = DDP(copy.deepcopy(module), 100 / MIB)
     run_whole = torch.compile(whole, backend="aot_eager")
     batch = torch.randn(4, 6)
-    share = batch[2 * dist.get_rank() :][:2]
+    rank_batch = batch[2 * dist.get_rank() :][:2]
     for _ in range(3):
         for net in (model, whole, alone):
             net.zero_grad()
-        model(share).square().mean().backward()
-        run_whole(share).square().mean().backward()
+        model(rank_batch).square().mean().backward()
+        run_whole(rank_batch).square().mean().backward()
         model.finish_gradient_synchronization()
         whole.finish_gradient_synchronization()
         alone(batch).square().mean().backward()
-        for one, two, theirs in zip(*(m.parameters() for m in (model, whole, alone)), strict=True):
-            torch.testing.assert_close(one.grad, theirs.grad)
-            assert one.grad.equal(two.grad)
+        parameters = [net.parameters() for net in (model, whole, alone)]
+        for inside, outside, expected in zip(*parameters, strict=True):
+            torch.testing.assert_close(inside.grad, expected.grad)
+            assert inside.grad.equal(outside.grad)
     return True
 
 
-def compiled_by_blocks() -> tuple:
+def train_compiled_blocks() -> tuple:
     import torch._dynamo
 
     graphs = []
@@ -268,13 +272,13 @@ def compiled_by_blocks() -> tuple:
     for block in blocks:
         block.compile(backend=count)
     model, x = DDP(nn.Sequential(*blocks), 20000 / MIB), torch.randn(2, 64)
-    one = DDP(torch.compile(together, backend=count), 20000 / MIB)
+    compiled_model = DDP(torch.compile(together, backend=count), 20000 / MIB)
     for _ in range(3):
         model(x).sum().backward()
     by_blocks = len(graphs)
     graphs.clear()
     for _ in range(3):
-        one(x).sum().backward()
+        compiled_model(x).sum().backward()
     step = model.meter.last
     hidden = sum(bucket.sent < step.waiting[0] for bucket in step.buckets)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
@@ -283,8 +287,10 @@ def compiled_by_blocks() -> tuple:
 
 @pytest.mark.filterwarnings("default")
 def test_buckets_break_no_graph_and_blocks_keep_the_overlap() -> None:
-    for by_blocks, whole, breaks, buckets, hidden in run_ranks(compiled_by_blocks, 2, timeout=300):
-        # Blocks that are alike may share a graph.
+    for by_blocks, whole, breaks, buckets, hidden in run_ranks(
+        train_compiled_blocks, 2, timeout=300
+    ):
+        # Equal blocks may have a common graph.
         assert 1 <= by_blocks <= 4
         assert (whole, breaks) == (1, 0)
         assert buckets == 8
@@ -292,8 +298,8 @@ def test_buckets_break_no_graph_and_blocks_keep_the_overlap() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_compiled_module_inside_and_a_compiled_wrapper() -> None:
-    assert run_ranks(compiled, 2, timeout=300) == [True, True]
+def test_compiled_module_and_compiled_wrapper_train_like_one_process() -> None:
+    assert run_ranks(train_compiled, 2, timeout=300) == [True, True]
 
 
 def test_importing_and_wrapping_do_not_import_the_compiler() -> None:

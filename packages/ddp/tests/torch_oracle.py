@@ -1,12 +1,12 @@
-"""torch's own tests of its DDP, with torch's or with ours in its place, and GPUs that are the CPU.
+"""torch's own tests of DDP, run with torch's class or with `ddp.DDP`, on a CPU instead of GPUs.
 
-Not collected by itself: `test_torch_distributed` runs it in a process of its own, with ORACLE
-(torch or ddp), ORACLE_TESTS (a regular expression), WORLD_SIZE and ORACLE_FOLDER set. Most of
-torch's tests ask for GPUs and would be right without: what puts something on a device here leaves
-it where it is. Events of torch's profiler are not compared.
+`test_torch_distributed` runs this file in a separate process, with ORACLE (torch or ddp),
+ORACLE_TESTS (a regular expression), WORLD_SIZE and ORACLE_FOLDER set. Most of torch's tests require
+GPUs, but do not depend on them: functions that move tensors to a device here do nothing. Events of
+torch's profiler are not compared.
 
-The tests are those of torch's wheel, or with TORCH_TESTS (the folder test/distributed of a checkout
-of torch's repository) those of its files.
+The tests come from torch's wheel, or from TORCH_TESTS, the folder test/distributed of a checkout of
+torch's repository.
 """
 
 import functools
@@ -24,7 +24,7 @@ for name in ("init_dir", "barrier", "test_dir"):
 os.environ |= {"BACKEND": "gloo", "TEMP_DIR": str(FOLDER), "MASTER_ADDR": "127.0.0.1"}
 
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  before anything is replaced, as it keeps a list of all there is
+import torch._dynamo  # noqa: E402  before the patches below, because it lists all functions of torch
 import torch.distributed.device_mesh as device_mesh  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -36,7 +36,7 @@ def is_gpu(device):
 
 
 def on_cpu(function):
-    """The same function, to which a GPU means the CPU."""
+    """Return the function with GPU devices replaced by the CPU."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -47,12 +47,12 @@ def on_cpu(function):
     return call
 
 
-def moved_nowhere(to):
-    """`to()`, to which a GPU means the CPU."""
+def to_cpu(to):
+    """Return a method `to()` with GPU devices replaced by the CPU."""
 
     @functools.wraps(to)
     def call(self, *args, **kwargs):
-        args = tuple("cpu" if is_gpu(one) else one for one in args)
+        args = tuple("cpu" if is_gpu(argument) else argument for argument in args)
         return on_cpu(to)(self, *args, **kwargs)
 
     return call
@@ -60,7 +60,7 @@ def moved_nowhere(to):
 
 for kind in (torch.Tensor, nn.Module):
     kind.cuda = lambda self, *_, **__: self
-    kind.to = moved_nowhere(kind.to)
+    kind.to = to_cpu(kind.to)
 MAKERS = ["arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"]
 for name in MAKERS:
     setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -72,13 +72,14 @@ init_device_mesh = device_mesh.init_device_mesh
 device_mesh.init_device_mesh = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
 
 if os.environ["ORACLE"] == "ddp":
-    from ddp import DDP as Judged
+    sys.path.insert(0, str(Path(__file__).parent))
+    from torch_test_members import TestedDDP as Judged
 else:
     from torch.nn.parallel import DistributedDataParallel as Judged
 
 
 class OnCPU(Judged):
-    """What is judged, without the GPU that a test names."""
+    """The tested class, without the GPU that a test names."""
 
     _get_active_ddp_module = classmethod(lambda cls: None)
 
@@ -95,7 +96,7 @@ nn.parallel.DistributedDataParallel = nn.parallel.distributed.DistributedDataPar
 from torch.testing._internal import common_distributed  # noqa: E402
 
 common_distributed.verify_ddp_error_logged = lambda *_: None
-# Some have a limit of their own, in seconds, which four ranks on two busy cores reach.
+# Four ranks on two busy cores exceed the time limits of some tests.
 for name in common_distributed.TIMEOUT_OVERRIDE:
     common_distributed.TIMEOUT_OVERRIDE[name] *= 4
 common_distributed.skip_if_no_gpu = lambda test: test
@@ -107,12 +108,12 @@ WORLD = int(os.environ["WORLD_SIZE"])
 
 
 def fork(self):
-    """Start a process a rank that has imported everything already."""
+    """Start one process per rank, forked after all imports."""
     self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
 def only_wanted(case):
-    """The tests of a class that were asked for; torch's class looks at `__wrapped__` of one."""
+    """Remove the unselected tests of a class; torch's class reads `__wrapped__` of each."""
     for name in dir(case):
         if name.startswith("test_") and not WANTED.search(name):
             setattr(case, name, SimpleNamespace(__wrapped__=None))
@@ -123,11 +124,12 @@ common_distributed.MultiProcessTestCase._spawn_processes = fork
 
 if folder := os.environ.get("TORCH_TESTS"):
     sys.path.insert(0, folder)
-    # Of another release than torch's wheel, maybe: what went since then is not used by these tests.
+    # The checkout may be older than the wheel. Its tests do not use these removed modules.
     sys.modules.setdefault("torch.distributed._spmd", mock.MagicMock())
     sys.modules.setdefault("torch.distributed._spmd.comm_tensor", mock.MagicMock())
-    names = ("test_c10d_common", "test_c10d_gloo", "test_c10d_spawn_gloo")
-    test_c10d_common, test_c10d_gloo, test_c10d_spawn_gloo = map(importlib.import_module, names)
+    test_c10d_common = importlib.import_module("test_c10d_common")
+    test_c10d_gloo = importlib.import_module("test_c10d_gloo")
+    test_c10d_spawn_gloo = importlib.import_module("test_c10d_spawn_gloo")
 
     for module in (test_c10d_common, test_c10d_gloo):
         module.gpus_for_rank = lambda world: [[rank] for rank in range(world)]
@@ -145,7 +147,7 @@ else:
     )
 
     class TestTorchs(torchs.TestDistBackend, BASE):
-        """torch's class of tests."""
+        """torch's class of tests, with forked processes."""
 
         def setUp(self):
             super().setUp()

@@ -1,29 +1,37 @@
-"""How far a result is from float64, beside how far plain PyTorch is in the same dtype."""
+"""Errors against float64, compared with those of plain PyTorch in the same dtype."""
 
 from statistics import median
 
 import torch
 from flashattn2 import attention_reference
-from flashattn2.problem import make_score
+from flashattn2.spec import make_spec
 
 NAMES = ("output", "lse", "dq", "dk", "dv")
 
 
 def textbook(
-    q, k, v, *, is_causal=False, scale=None, window=None, softcap=None, sinks=None,
+    q,
+    k,
+    v,
+    *,
+    is_causal=False,
+    scale=None,
+    window=None,
+    softcap=None,
+    sinks=None,
     return_lse=False,
-):  # fmt: skip
-    """Plain PyTorch: attention as anyone would write it, matrix product, softmax, matrix product.
+):
+    """Compute attention in plain PyTorch: matrix product, softmax, matrix product.
 
-    It is more exact than the reference, which makes P from a rounded log-sum-exp.
+    It is more exact than the reference, which computes P from a rounded log-sum-exp.
     """
-    score = make_score(q.shape[-1], is_causal, scale, window, softcap)
+    spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = (q @ k.mT) * score.scale
+    s = (q @ k.mT) * spec.scale
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     queries, keys = (torch.arange(n, device=q.device) for n in s.shape[-2:])
-    hidden = score.hidden(queries, keys, len(keys) - len(queries))
+    hidden = spec.hidden(queries, keys, len(keys) - len(queries))
     if sinks is not None:
         s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)), -1)
         hidden = torch.nn.functional.pad(hidden, (0, 1))
@@ -35,7 +43,7 @@ def textbook(
 
 
 def results(run, tensors, dtype, grads, **options):
-    """Output, log-sum-exp and the gradients for given cotangents, in float64."""
+    """Return the output, log-sum-exp and gradients for some cotangents, in float64."""
     q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
     out, lse = run(q, k, v, return_lse=True, **options)
     seen = lse.isfinite()
@@ -49,15 +57,15 @@ def results(run, tensors, dtype, grads, **options):
 def assert_as_good_as_plain(
     run, tensors, *, one_by_one=lambda run: run, lse_shape=None, draws=1, **options
 ):
-    """Output, log-sum-exp, dQ, dK and dV err at most twice as much as plain PyTorch's.
+    """Assert that errors are at most twice those of plain PyTorch.
 
-    In every dtype and every draw that holds of the root mean square of the error, and in half
-    precision, where our errors are a half of plain's, of the largest error as well.  In float32
-    both sides round as finely, and the largest of a few thousand errors is one unlucky element of
-    one side or the other: two versions of plain PyTorch that differ in the order of their sums are
-    apart by more than twice in it.  So there the largest error is held to twice plain's in the
-    median of ``draws``, if there are several, and in each to five times, which tells an element
-    that is wrong from one that is unlucky.
+    The results are the output, log-sum-exp, dQ, dK and dV.  The bound applies to the root mean
+    square of the errors in every dtype and draw, and to the largest error in half precision.
+
+    In float32 the largest of several thousand errors varies by more than a factor of two even
+    between two versions of plain PyTorch with different orders of summation.  Therefore the largest
+    float32 error is bounded by five times plain's in each draw, which detects a wrong element, and
+    by twice plain's in the median of `draws`.
     """
     dtype, device = tensors[0].dtype, tensors[0].device
     exactly, plainly = one_by_one(attention_reference), one_by_one(textbook)
@@ -65,7 +73,7 @@ def assert_as_good_as_plain(
     for draw in range(draws):
         if draw:
             tensors = [torch.randn(x.shape, device=device).to(dtype) for x in tensors]
-        # Cotangents that the dtype holds exactly, so that all three compute the same thing.
+        # The dtype represents the cotangents exactly, so all three runs compute the same function.
         grads = (
             torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], device=device).to(dtype),
             torch.randn(lse_shape or tensors[0].shape[:-1], device=device),

@@ -1,6 +1,6 @@
-"""Compile the kernels of a cache for a GPU that need not be there; print the errors, if any.
+"""Compile the kernels of a cache for a GPU that need not exist, and print the errors.
 
-A script of its own, since a process that interprets kernels cannot compile them.
+This is a script because a process that interprets kernels cannot compile them.
 """
 
 import sys
@@ -15,23 +15,54 @@ SCORE = ("fp32", "fp32", "fp32", "i32", "i32")
 
 
 def jobs(paged, kind):
-    """The kernels, their argument types and what is compiled in."""
+    """Yield the kernels, their argument types and their constants."""
     table, cell = "*i32" if paged else "constexpr", f"*{kind}"
     meta = launch.Meta(128, 128, 128, 128, 16, 64, True, True, True, 4, EXACT=kind == "fp32")
-    yield decode.decode_kernel, {
-        **dict.fromkeys(("q", "k", "v"), cell), "out": "*fp32", "lse": "*fp32", "lengths": "*i32",
-        "table": table, "strides": (THREE,) * 4, "table_shape": ("i32", "i32"),
-        "sizes": ("i32",) * 6, "score": SCORE, "meta": "constexpr",
-    }, {"meta": meta}  # fmt: skip
-    yield decode.append_kernel, {
-        "cache": cell, "rows": cell, "lengths": "*i32", "table": table, "cache_strides": FOUR,
-        "strides": FOUR, "table_shape": ("i32", "i32"), "sizes": ("i32",) * 3,
-        "D": "constexpr", "BLOCK_D": "constexpr",
-    }, {"D": 96, "BLOCK_D": 128}  # fmt: skip
-    yield forward.combine_kernel, {
-        "parts": "*fp32", "part_lse": "*fp32", "out": cell, "lse": "*fp32", "strides": THREE,
-        "sizes": ("i32",) * 5, **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M"), "constexpr"),
-    }, {"D": 96, "BLOCK_D": 128, "BLOCK_M": 32}  # fmt: skip
+    yield (
+        decode.decode_kernel,
+        {
+            **dict.fromkeys(("q", "k", "v"), cell),
+            "out": "*fp32",
+            "lse": "*fp32",
+            "lengths": "*i32",
+            "table": table,
+            "strides": (THREE,) * 4,
+            "table_shape": ("i32", "i32"),
+            "sizes": ("i32",) * 6,
+            "spec": SCORE,
+            "meta": "constexpr",
+        },
+        {"meta": meta},
+    )
+    yield (
+        decode.append_kernel,
+        {
+            "cache": cell,
+            "rows": cell,
+            "lengths": "*i32",
+            "table": table,
+            "cache_strides": FOUR,
+            "strides": FOUR,
+            "table_shape": ("i32", "i32"),
+            "sizes": ("i32",) * 3,
+            "D": "constexpr",
+            "BLOCK_D": "constexpr",
+        },
+        {"D": 96, "BLOCK_D": 128},
+    )
+    yield (
+        forward.combine_kernel,
+        {
+            "parts": "*fp32",
+            "part_lse": "*fp32",
+            "out": cell,
+            "lse": "*fp32",
+            "strides": THREE,
+            "sizes": ("i32",) * 5,
+            **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M"), "constexpr"),
+        },
+        {"D": 96, "BLOCK_D": 128, "BLOCK_M": 32},
+    )
 
 
 def main():
@@ -51,9 +82,10 @@ def main():
                             constants[names.index(name), at] = 1
                 ordered = {name: signature[name] for name in names}
                 triton.compile(
-                    ASTSource(kernel, ordered, constants), target=GPUTarget("cuda", arch, 32),
+                    ASTSource(kernel, ordered, constants),
+                    target=GPUTarget("cuda", arch, 32),
                     options={"num_warps": 4, "num_stages": 2},
-                )  # fmt: skip
+                )
                 print(arch, kernel.__name__, "paged" if paged else "contiguous", kind)
 
 

@@ -1,7 +1,7 @@
-"""Compile the Gluon kernels as a launch would, for a Hopper GPU that need not be there.
+"""Compile the Gluon kernels as a launch would, for a Hopper GPU that need not exist.
 
-It reads a list of jobs as JSON from standard input, and writes one line of JSON for each: see
-`compile_kernels.py`.  A job has dim, dtype, left and right, and may have a shape (batch, heads,
+The script reads a list of jobs as JSON from standard input, and writes one line of JSON per job:
+see `compile_kernels.py`.  A job has dim, dtype, left and right, and may have a shape (batch, heads,
 key heads, queries, keys) and the length of the sides.  With deterministic, true or false, it is the
 backward pass, and there is a line for each of its kernels.
 """
@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 import triton
 from compile_kernels import issued_flops, resources
-from flashattn2.gluon import backward, forward
-from flashattn2.kernels import rows
-from flashattn2.problem import Score
+from flashattn2.experimental import gluon_backward as backward
+from flashattn2.experimental import gluon_forward as forward
+from flashattn2.kernels import row_sums
+from flashattn2.spec import AttentionSpec
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
@@ -29,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Hopper:
-    """As much of a GPU's driver as compiling a launch asks for."""
+    """The part of a GPU's driver that compiling a launch uses."""
 
     def get_current_device(self):
         return 0
@@ -42,7 +43,7 @@ class Hopper:
 
 
 class Launch:
-    """Stands in a kernel's place, and compiles what would be launched."""
+    """A replacement of a kernel that compiles the launch."""
 
     def __init__(self, kernel):
         self.kernel, self.launched = kernel, []
@@ -59,38 +60,40 @@ driver.set_active(Hopper())
 LAUNCH = forward.forward_kernel = Launch(forward.forward_kernel)
 LAUNCH_BACK = backward.backward_kernel = Launch(backward.backward_kernel)
 # A kernel of Triton's, and no GPU to run it on.
-rows.delta = lambda out, grad_out, grad_lse, lse: torch.zeros_like(lse)
+row_sums.delta = lambda out, grad_out, grad_lse, lse: torch.zeros_like(lse)
 
 
 def compile_job(job):
-    """What the compilers made of it: Triton's PTX, and of that ptxas's machine code."""
+    """Compile the kernels of a job with Triton and ptxas, and yield facts of the machine code."""
     dim = job["dim"]
     batch, heads, kv_heads, seq_q, seq_k = job.get("shape", (2, 4, 2, 300, 500))
     q = torch.zeros(batch, heads, seq_q, dim, dtype=DTYPES[job["dtype"]])
     k = v = torch.zeros(batch, kv_heads, seq_k, dim, dtype=q.dtype)
     side = job.get("side", 100)
-    score = Score(dim**-0.5, side if job["left"] else -1, side if job["right"] else -1)
+    spec = AttentionSpec(dim**-0.5, side if job["left"] else -1, side if job["right"] else -1)
     if "deterministic" in job:
         lse = torch.zeros(q.shape[:-1])
-        backward.backward(q, k, v, q, lse, q, None, score, job["deterministic"])
+        backward.backward(q, k, v, q, lse, q, None, spec, job["deterministic"])
         while LAUNCH_BACK.launched:
             compiled, options = LAUNCH_BACK.launched.pop(0)
-            products = 5 if options["ATOMIC"] else 4 if options["BY_KEY"] else 3
-            tile = options["HELD"] * options["ROWS"]
-            code = made(compiled, 2, products * tile * dim)
+            products = 4 if options["BY_KEY"] else 3
+            if options["ATOMIC"]:
+                products = 5
+            tile = options["RESIDENT"] * options["ROWS"]
+            code = facts_of(compiled, 2, products * tile * dim)
             yield {**job, **code, "scores_of_a_thread": tile // 256}
     else:
-        forward.forward(q, k, v, score)
+        forward.forward(q, k, v, spec)
         tile = forward.TILES[dim]
         # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
         loops = 3 if job["left"] else 2
         products = (loops + 1) * 2 * forward.CONSUMERS * tile.rows * tile.keys * dim
-        # Each consumer is a copy of its own in the code, issued by one warpgroup.
-        yield {**job, **made(LAUNCH.launched.pop()[0], 1, products), "stages": tile.stages}
+        # The code contains each consumer separately, issued by one warpgroup.
+        yield {**job, **facts_of(LAUNCH.launched.pop()[0], 1, products), "stages": tile.stages}
 
 
-def made(compiled, warpgroups, products):
-    """Of one kernel, whose products add so many pairs of numbers."""
+def facts_of(compiled, warpgroups, products):
+    """Return facts of one compiled kernel, whose products need `products` multiplications."""
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     code = run(BIN / "cuobjdump", "-sass", cubin, ".cubin")
     return {
@@ -114,26 +117,26 @@ def made(compiled, warpgroups, products):
 
 
 def unguarded_arrivals(ptx):
-    """Arrivals at a barrier that one thread makes, with no barrier of its warps since a product.
+    """Return the arrivals of one thread without a barrier of its warps since a product.
 
-    `wgmma.wait_group` waits for the products of the warp that executes it: where one thread speaks
-    for four warps, they have to meet after that.
+    `wgmma.wait_group` waits for the products of the warp that executes it: if one thread arrives
+    for four warps, the warps must synchronize after the wait.
     """
-    found, met = [], True
+    steps, is_synchronized = [], True
     for line in ptx.splitlines():
         if "wgmma.wait_group" in line:
-            met = False
+            is_synchronized = False
         elif re.search(r"\bbar(rier)?\.sync|\bbarrier\.cta", line):
-            met = True
-        elif "mbarrier.arrive.shared" in line and not met:
-            found.append(line.strip())
-    return found
+            is_synchronized = True
+        elif "mbarrier.arrive.shared" in line and not is_synchronized:
+            steps.append(line.strip())
+    return steps
 
 
 def stores(ptx):
-    """What happens to O from registers to global memory, in order, each run of one kind once.
+    """Return the steps of O from registers to global memory in order, without repetitions.
 
-    Every thread makes what it wrote visible to TMA, then all meet, then one orders the copy.
+    Every thread makes its writes visible to TMA, then all synchronize, then one issues the copy.
     """
     kinds = {
         "stmatrix": "write",
@@ -143,14 +146,14 @@ def stores(ptx):
         "cp.async.bulk.wait_group": "wait",
     }
     for piece in re.findall(r"stmatrix.*?cp\.async\.bulk\.wait_group", ptx, re.DOTALL):
-        found = re.findall("|".join(map(re.escape, kinds)), piece)
-        yield [kind for kind, _ in itertools.groupby(kinds[x] for x in found)]
+        steps = re.findall("|".join(map(re.escape, kinds)), piece)
+        yield [kind for kind, _ in itertools.groupby(kinds[x] for x in steps)]
 
 
 def exchanges(ptx):
-    """What happens to all that consumers write for TMA or a product to read, in the order of text.
+    """Return the steps of data that consumers write for TMA or a product, without repetitions.
 
-    From the first such write on, each run of one kind once.
+    The steps are in the order of the code, from the first such write on.
     """
     kinds = {
         "write": r"m8n8\.x4|st\.shared\.v2",
@@ -161,14 +164,14 @@ def exchanges(ptx):
         "product": r"wgmma\.mma_async[^;]*}, %rd\d+, %rd\d+, [^;]*, 1, 1;",
     }
     pattern = "|".join(f"(?P<{kind}>{text})" for kind, text in kinds.items())
-    found = (match.lastgroup for match in re.finditer(pattern, ptx[ptx.index("m8n8.x4") :]))
-    return [kind for kind, _ in itertools.groupby(found)]
+    steps = (match.lastgroup for match in re.finditer(pattern, ptx[ptx.index("m8n8.x4") :]))
+    return [kind for kind, _ in itertools.groupby(steps)]
 
 
 def under_products(code):
-    """Exponentials between each wait for all products but one and the next wait for all.
+    """Return the exponentials between each wait for all products but one and the next wait for all.
 
-    That is where the softmax is to be in machine code as well: ptxas moves what it likes.  None of
+    The softmax must be there in machine code as well, because ptxas moves instructions.  None of
     its instructions may write registers of the product that still runs, whose sum and left operand
     are there.
     """
@@ -193,7 +196,7 @@ def under_products(code):
 
 
 def run(tool, options, content, suffix):
-    """All that one of the tools in Triton's wheel says of a file."""
+    """Return the output of a tool in Triton's wheel for a file."""
     with tempfile.NamedTemporaryFile(suffix=suffix) as file:
         file.write(content)
         file.flush()

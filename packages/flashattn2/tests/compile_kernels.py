@@ -1,7 +1,7 @@
-"""Compile kernels for a GPU that need not be there, and say what the compiler made of them.
+"""Compile kernels for a GPU that need not exist, and report facts of the compiled code.
 
-A script of its own, since a process that interprets kernels cannot compile them: it reads a list of
-jobs as JSON from standard input, and writes one line of JSON for each.
+This is a script because a process that interprets kernels cannot compile them: it reads a list of
+jobs as JSON from standard input, and writes one line of JSON per job.
 
 A job (see `shipped.py`) names the kernel, tile, head dim, architecture and path, and the options of
 attention that are compiled in: left, right (so causal), softcap, packed, splits; of_one says that
@@ -17,13 +17,13 @@ import tempfile
 from pathlib import Path
 
 import triton
-from flashattn2.kernels import configs, dkdv, dq, forward, launch, rows
+from flashattn2.kernels import configs, dkdv, dq, forward, launch, row_sums
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 KERNELS = {
     "forward": forward.forward_kernel,
-    "sums": rows.sums_kernel,
+    "sums": row_sums.sums_kernel,
     "dq": dq.dq_kernel,
     "dkdv": dkdv.dkdv_kernel,
     "atomic": dkdv.dkdv_kernel,
@@ -32,21 +32,33 @@ ALIGNED = [["tt.divisibility", 16]]
 
 
 def compile_job(job):
-    """Registers, stack and shared memory, and how often each instruction of interest occurs."""
+    """Return registers, stack, shared memory and the number of each relevant instruction."""
     kernel, tile = KERNELS[job["kernel"]], configs.Tile(*job["tile"])
     meta = launch.Meta(
-        job["dim"], block_d(job), job["dim"], block_d(job), tile.block_m, tile.block_n,
-        job.get("left", False), job.get("right", True), job.get("softcap", False),
-        job.get("splits", 1), job.get("packed", False), job["tma"], job["precision"],
-        EXACT=job["kind"] == "ieee", ATOMIC=job["kernel"] == "atomic",
-    )  # fmt: skip
+        job["dim"],
+        block_d(job),
+        job["dim"],
+        block_d(job),
+        tile.block_m,
+        tile.block_n,
+        job.get("left", False),
+        job.get("right", True),
+        job.get("softcap", False),
+        job.get("splits", 1),
+        job.get("packed", False),
+        job["tma"],
+        job["precision"],
+        EXACT=job["kind"] == "ieee",
+        ATOMIC=job["kernel"] == "atomic",
+    )
     signature = {name: types(job, meta)[name] for name in kernel.arg_names}
     places = dict(leaves(tuple(signature.values())))
-    # What a kernel is given None for, sizes of one, and what it is compiled with.
-    one, sizes = job.get("of_one", False), kernel.arg_names.index("sizes")
+    # Constants are arguments that are None, sizes of 1, and compile-time constants.
+    has_unit_sizes = job.get("of_one", False)
+    sizes = kernel.arg_names.index("sizes")
     constants = {
-        place: 1 if one and place[0] == sizes else None
-        for place, kind in places.items()
+        index: 1 if has_unit_sizes and index[0] == sizes else None
+        for index, kind in places.items()
         if kind == "constexpr"
     }
     constants[kernel.arg_names.index("meta"),] = meta
@@ -89,23 +101,23 @@ def issued_flops(ptx, num_warps):
 
 
 def flops_of_a_tile(job, tile):
-    """FLOPs that the algorithm needs for one tile of scores: two products, three, four or five."""
+    """Return the FLOPs that the algorithm needs for one tile of scores: two to five products."""
     products = {"forward": 2, "sums": 2, "dq": 3, "dkdv": 4, "atomic": 5}[job["kernel"]]
     return products * 2 * tile.block_m * tile.block_n * block_d(job)
 
 
 def loops(meta):
-    """How many times the loop over tiles stands in a kernel: see `flashattn2.kernels.forward`."""
+    """Return how often a kernel contains the loop over tiles: see `flashattn2.kernels.forward`."""
     return 3 if meta.LEFT else 2
 
 
 def block_d(job):
-    """The head dim rounded up as the kernels take it."""
+    """Return the head dim rounded up to a power of two."""
     return triton.next_power_of_2(job["dim"])
 
 
 def types(job, meta):
-    """Of the kernels' arguments, by name; "constexpr" for None, and for what is compiled in."""
+    """Return the types of the arguments by name; "constexpr" for None and for constants."""
     operands = {"q": meta.BLOCK_M, "grad_out": meta.BLOCK_M, "k": meta.BLOCK_N, "v": meta.BLOCK_N}
     for name, block in operands.items():
         tile = f"tensordesc<{job['dtype']}[1,1,{block},{meta.BLOCK_D}]>"
@@ -113,18 +125,25 @@ def types(job, meta):
     result = f"*{job['dtype']}" if meta.SPLITS == 1 else "*fp32"
     tensors = {"forward": 4, "sums": 4, "dq": 5, "dkdv": 7, "atomic": 7}[job["kernel"]]
     return operands | {
-        "out": result, "dq": "*fp32" if meta.ATOMIC else result, "dk": result, "dv": result,
-        "lse": "*fp32", "maxima": "constexpr", "p_sums": "*fp32", "dp_sums": "*fp32",
+        "out": result,
+        "dq": "*fp32" if meta.ATOMIC else result,
+        "dk": result,
+        "dv": result,
+        "lse": "*fp32",
+        "maxima": "constexpr",
+        "p_sums": "*fp32",
+        "dp_sums": "*fp32",
         "sums": ("*fp32", "*fp32", "*fp32" if meta.EXACT else "constexpr"),
         "strides": (("i32",) * 3,) * tensors,
         "cuts": ("*i32",) * 2 if meta.PACKED else "constexpr",
         "sizes": ("constexpr" if job.get("of_one") else "i32",) * 5,
-        "score": ("fp32",) * 3 + ("i32",) * 2, "meta": "constexpr",
-    }  # fmt: skip
+        "spec": ("fp32",) * 3 + ("i32",) * 2,
+        "meta": "constexpr",
+    }
 
 
 def leaves(types, at=()):
-    """Each type that is no tuple, with the indices that lead to it."""
+    """Yield each type that is not a tuple, with the indices that lead to it."""
     for index, kind in enumerate(types):
         if isinstance(kind, tuple):
             yield from leaves(kind, (*at, index))
@@ -133,7 +152,7 @@ def leaves(types, at=()):
 
 
 def resources(cubin):
-    """Registers of a thread at launch, and bytes of its stack."""
+    """Return the registers per thread at launch and the bytes of stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,4 +1,4 @@
-"""Where there is no GPU the Triton kernels run in Triton's interpreter, on CPU tensors."""
+"""Fixtures: without a GPU, the Triton kernels run in Triton's interpreter on CPU tensors."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-# What these tests share, importable by name.
+# Helper modules are importable by name.
 sys.path.append(str(Path(__file__).parent))
 
 # Triton reads this when a kernel is defined, so it is set before any test file is imported.
@@ -24,10 +24,9 @@ def same_numbers_every_time():
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Small tiles in the interpreter, so that short sequences still need many of them.
+    """Use small tiles in the interpreter, so that short sequences need many of them.
 
-    Returns a function that sets what a real GPU would decide: splits, and TMA or pointers, which
-    are what packed sequences take otherwise.
+    Returns a function that sets the choices of a GPU: the splits, and TMA or pointers.
     """
     from flashattn2.kernels import configs, launch
     from triton.runtime import interpreter as of_triton
@@ -37,10 +36,10 @@ def interpreter(monkeypatch):
     builder = of_triton.InterpreterBuilder
     monkeypatch.setattr(builder, "create_dot", _dot_as_a_gpu_does)
     monkeypatch.setattr(builder, "cast_impl", _cast_as_a_gpu_does(builder.cast_impl))
-    # Checks of overflow that assert nothing unless debugging, and take two fifths of the time.
+    # Overflow checks only matter in debug mode, and take two fifths of the time.
     unchecked = of_triton.InterpreterOptions(sanitize_overflow=False)
     monkeypatch.setattr(of_triton.interpreter_builder, "options", unchecked)
-    # Every call from inside a kernel patches triton.language anew, which takes as long as the rest.
+    # Every call inside a kernel would patch triton.language again, which takes half of the time.
     patch_once = functools.cache(of_triton._patch_lang)
 
     def call(function, *args, **kwargs):
@@ -52,8 +51,8 @@ def interpreter(monkeypatch):
     def use(*, splits=1, tma=True, packed=False):
         paths = {"tma", "packed" if packed else "tma"}
 
-        def choose(*given):
-            return configs.Tile(16, 32, 4, 1), not paths.isdisjoint(given[4]), given[1]
+        def choose(*arguments):
+            return configs.Tile(16, 32, 4, 1), not paths.isdisjoint(arguments[4]), arguments[1]
 
         monkeypatch.setattr(launch, "choose", choose)
         monkeypatch.setattr(launch, "split_count", lambda *_: splits)
@@ -66,14 +65,14 @@ def interpreter(monkeypatch):
 
 
 def _dot_as_a_gpu_does(self, a, b, d, *precision):
-    """In float32, by one fused multiply-add after another: the same for ``q k`` and for ``k q``.
+    """Compute a product by consecutive float32 multiply-adds, with equal bits for q k and k q.
 
-    The interpreter's own multiplies bfloat16 bit patterns as integers, and sums in an order that
-    depends on the layout, so that scores made again differ from those that made the log-sum-exp.
+    The interpreter multiplies bfloat16 bit patterns as integers, and sums in an order that depends
+    on the layout, so recomputed scores would differ from those of the forward pass.
     """
     from triton.runtime.interpreter import TensorHandle
 
-    # A product of two float32 numbers is exact in float64, and is rounded but once, in the sum.
+    # A product of two float32 numbers is exact in float64, and is rounded only in the sum.
     left, right = _as_float32(a).astype(np.float64), _as_float32(b).astype(np.float64)
     total = d.data.astype(np.float32)
     for product in left.T[:, :, None] * right[:, None, :]:
@@ -82,7 +81,7 @@ def _dot_as_a_gpu_does(self, a, b, d, *precision):
 
 
 def _cast_as_a_gpu_does(cast_impl):
-    """To bfloat16 by rounding to the nearest, ties to even, where the interpreter cuts off."""
+    """Return a cast that rounds to the nearest bfloat16, where the interpreter truncates."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -106,7 +105,7 @@ def _as_float32(handle):
 
 
 def pytest_collection_modifyitems(items):
-    """What torch 2.11 and triton 3.6 themselves warn of, in their own code."""
+    """Ignore warnings that torch 2.11 and triton 3.6 raise in their code."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             for message in ("Conversion of an array with ndim > 0", ".torch.jit.script"):

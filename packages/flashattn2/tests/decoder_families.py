@@ -36,7 +36,7 @@ DROPOUTS = (
     "attention_dropout attn_pdrop resid_pdrop embd_pdrop dropout hidden_dropout activation_dropout "
     "attention_probs_dropout_prob hidden_dropout_prob"
 )
-# What a family needs beyond these sizes.
+# Options that some families need in addition to these sizes.
 DECODERS = (
     "bert roberta electra ernie megatron-bert roformer camembert xlm-roberta xlm-roberta-xl xmod "
     "data2vec-text rembert big_bird roberta-prelayernorm bert-generation reformer roc_bert"
@@ -60,11 +60,11 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 class CannotBuildError(Exception):
-    """A family of which these sizes make no tiny model, or whose eager model fails."""
+    """Raised if a family cannot be built with these sizes, or if its eager model fails."""
 
 
 def tiny_config(family):
-    """The configuration of a family with tiny sizes."""
+    """Return the configuration of a family with tiny sizes."""
     kind = transformers.CONFIG_MAPPING[family]
     known = set(inspect.signature(kind.__init__).parameters)
     if dataclasses.is_dataclass(kind):
@@ -78,7 +78,7 @@ def tiny_config(family):
 
 
 def build(family, implementation):
-    """A model of this family with random weights, those of matrices three times as large."""
+    """Return a model of the family with random weights; matrices are scaled by three."""
     torch.manual_seed(0)
     config = tiny_config(family)
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def build(family, implementation):
 
 
 def run(model, side):
-    """The logits of tokens with padding on one side or none, and which of them are kept."""
+    """Return the logits with padding on one side or none, and a mask of the tokens."""
     ids = torch.randint(3, 90, (3, 23), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     if side == "left":
@@ -113,7 +113,7 @@ def run(model, side):
 
 
 def outcome(family):
-    """What our attention does with a family: "equal", or the message with which it refuses."""
+    """Return "equal" if a family has its eager logits, or the message of the refusal."""
     try:
         eager = build(family, "eager")
         expected = {side: run(eager, side) for side in ("none", "left", "right")}
@@ -124,11 +124,11 @@ def outcome(family):
     try:
         model = build(family, "linear_memory")
         model.load_state_dict(eager.state_dict())
-        found = {side: run(model, side) for side in expected}
+        computed = {side: run(model, side) for side in expected}
     except ValueError as error:
         return str(error)
     for side, right in expected.items():
         torch.testing.assert_close(
-            found[side], right, atol=1e-4, rtol=1e-3, msg=f"{family}, padding on side {side}"
+            computed[side], right, atol=1e-4, rtol=1e-3, msg=f"{family}, padding on side {side}"
         )
     return "equal"

@@ -11,15 +11,16 @@ import threading
 from types import FunctionType, SimpleNamespace
 
 import torch
-from flashattn2.gluon import backward, forward
+from flashattn2.experimental import gluon_backward as backward
+from flashattn2.experimental import gluon_forward as forward
 from flashattn2.kernels import tiles
 from gluon_schedules import after
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# What each kernel allocates, in this order.
+# The names of the buffers that each kernel allocates, in order.
 NAMES = {
     "forward_kernel": "q k v q_ready k_ready k_free v_ready v_free",
-    "backward_kernel": "a b x y lse delta numbers held_ready x_ready y_ready free ds dq",
+    "backward_kernel": "a b x y lse delta numbers resident_ready x_ready y_ready free ds dq",
 }
 PATIENCE_SECONDS = 60.0
 # As they were before a machine stands in a kernel's place.
@@ -28,7 +29,7 @@ BELOW = dict(vars(tiles))
 
 
 class Machine:
-    """Runs programs of one kernel; stands in its place, launched in the same way."""
+    """A replacement of a kernel that executes its programs in Python."""
 
     def __init__(self, kernel):
         self.kernel, self.programs = kernel, []
@@ -43,44 +44,65 @@ class Machine:
 
 
 class Program:
-    """One program of the grid: the traces of its partitions, and what each barrier counts to."""
+    """One program of the grid, with the traces of its partitions and its barriers."""
 
     def __init__(self, kernel, index, programs, args, flags):
         self.lock = threading.Condition()
-        self.here = threading.local()
-        self.arrivals, self.barriers, self.contents, self.traces = {}, {}, {}, []
-        self.names, self.made = iter(NAMES[kernel].split()), itertools.count()
+        self.local = threading.local()
+        self.arrivals = {}
+        self.barriers = {}
+        self.contents = {}
+        self.traces = []
+        self.names, self.versions = iter(NAMES[kernel].split()), itertools.count()
         run = functions(self.language(index, programs), HOMES[kernel])[kernel]
         run(*(as_seen(x, i) for i, x in enumerate(args)), **flags)
 
     def language(self, index, programs):
-        """What the kernel means by the names that it imports."""
+        """Return the module that the kernel uses as its language."""
 
         def both(of_tensors, of_numbers):
             return lambda a, b: (of_tensors if torch.is_tensor(a) else of_numbers)(a, b)
 
         gl = SimpleNamespace(
-            program_id=lambda _: index, num_programs=lambda _: programs,
-            minimum=both(torch.minimum, min), maximum=both(torch.maximum, max),
-            cdiv=lambda a, b: -(-a // b), cast=lambda x, _: x, where=torch.where,
-            exp2=torch.exp2, log2=torch.log2,
-            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+            program_id=lambda _: index,
+            num_programs=lambda _: programs,
+            minimum=both(torch.minimum, min),
+            maximum=both(torch.maximum, max),
+            cdiv=lambda a, b: -(-a // b),
+            cast=lambda x, _: x,
+            where=torch.where,
+            exp2=torch.exp2,
+            log2=torch.log2,
+            max=lambda x, axis: x.amax(axis),
+            sum=lambda x, axis: x.sum(axis),
             full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
-            arange=lambda lo, hi, _: torch.arange(lo, hi), convert_layout=lambda x, _: x,
-            static_range=range, float32=torch.float32, int32=torch.int32, int64="barrier",
-            NVMMASharedLayout=lambda *_, **__: None, SwizzledSharedLayout=lambda *_: None,
-            BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None,
+            arange=lambda lo, hi, _: torch.arange(lo, hi),
+            convert_layout=lambda x, _: x,
+            static_range=range,
+            float32=torch.float32,
+            int32=torch.int32,
+            int64="barrier",
+            NVMMASharedLayout=lambda *_, **__: None,
+            SwizzledSharedLayout=lambda *_: None,
+            BlockedLayout=lambda *_: None,
+            SliceLayout=lambda *_: None,
             DotOperandLayout=lambda *_: None,
             NVMMADistributedLayout=lambda *_: None,
-            allocate_shared_memory=self.allocate, warp_specialize=self.warp_specialize,
+            allocate_shared_memory=self.allocate,
+            warp_specialize=self.warp_specialize,
             store=lambda pointer, value, mask: pointer.store(value, mask),
-        )  # fmt: skip
+        )
         gl.mbarrier = SimpleNamespace(
-            MBarrierLayout=lambda: None, init=self.init, wait=self.wait, arrive=self.arrive,
+            MBarrierLayout=lambda: None,
+            init=self.init,
+            wait=self.wait,
+            arrive=self.arrive,
             expect=self.expect,
-        )  # fmt: skip
+        )
         gl.tma = SimpleNamespace(store_wait=lambda _: self.note("sent"))
-        gl.load_tile, gl.store_tile, gl.add_tile = self.load, self.send, self.add
+        gl.load_tile = self.load
+        gl.store_tile = self.send
+        gl.add_tile = self.add
         gl.warpgroup_mma, gl.warpgroup_mma_wait = self.mma, self.mma_wait
         gl.fence_async_shared = lambda: self.note("fence")
         return gl
@@ -108,7 +130,7 @@ class Program:
             raise self.failures[0]
 
     def work(self, which, function, args):
-        self.here.trace, self.here.groups = self.traces[which], []
+        self.local.trace, self.local.groups = self.traces[which], []
         try:
             # Grad mode is each thread's own.
             with torch.no_grad():
@@ -118,8 +140,8 @@ class Program:
 
     def note(self, *operation):
         # Before the partitions start there is one thread and nothing to race with.
-        if hasattr(self.here, "trace"):
-            self.here.trace.append(operation)
+        if hasattr(self.local, "trace"):
+            self.local.trace.append(operation)
 
     def init(self, barrier, count):
         self.arrivals[barrier.name] = count
@@ -170,13 +192,13 @@ class Program:
         reads = [x for x in (a, b) if isinstance(x, Shared)]
         self.note("mma", tuple((x.name, self.contents.get(x.name)) for x in reads))
         product = Product(a, b, acc if use_acc else None)
-        self.here.groups.append(product)
+        self.local.groups.append(product)
         return product
 
     def mma_wait(self, left, deps):
-        """Operands are read as late as they may be."""
+        """Wait for products; their operands are read as late as possible."""
         self.note("retire", left)
-        groups = self.here.groups
+        groups = self.local.groups
         while len(groups) > left:
             groups.pop(0).compute()
         values = [x.value if isinstance(x, Product) else x for x in deps]
@@ -185,7 +207,7 @@ class Program:
 
 
 class Product:
-    """A matrix product that was ordered."""
+    """A matrix product that was issued."""
 
     def __init__(self, a, b, acc):
         self.operands, self.value = (a, b, acc), None
@@ -197,7 +219,7 @@ class Product:
 
 
 class Barrier:
-    """A name: its phase is the program's."""
+    """The name of a barrier; the program stores its phase."""
 
     def __init__(self, name):
         self.name = name
@@ -207,10 +229,13 @@ class Barrier:
 
 
 class Shared:
-    """A piece of shared memory, by whatever view."""
+    """A view of a piece of shared memory."""
 
     def __init__(self, program, data, name):
-        self.program, self.data, self.name, self.dtype = program, data, name, data.dtype
+        self.program = program
+        self.data = data
+        self.name = name
+        self.dtype = data.dtype
 
     def index(self, i):
         return Shared(self.program, self.data[i], (*self.name, i))
@@ -222,7 +247,7 @@ class Shared:
         return Shared(self.program, self.data.permute(*order), self.name)
 
     def store(self, value):
-        content = ("made", next(self.program.made))
+        content = ("made", next(self.program.versions))
         self.program.note("write", self.name, content)
         self.program.contents[self.name] = content
         self.data.copy_(value)
@@ -233,13 +258,15 @@ class Shared:
 
 
 class Descriptor:
-    """What TMA makes of one: tiles with zeros outside, of which nothing is written."""
+    """A TMA descriptor: loads return zeros outside of the tensor, and stores omit them."""
 
-    def __init__(self, given, name):
-        self.base = given.base.as_strided(given.shape, given.strides)
-        self.block, self.name, self.dtype = given.block_shape, name, given.base.dtype
+    def __init__(self, descriptor, name):
+        self.base = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
+        self.block = descriptor.block_shape
+        self.name = name
+        self.dtype = descriptor.base.dtype
         self.layout = None
-        size = math.prod(self.block) * given.base.element_size()
+        size = math.prod(self.block) * descriptor.base.element_size()
         self.block_type = SimpleNamespace(nbytes=size)
 
     def inside(self, at):
@@ -263,7 +290,7 @@ UNWRITTEN[torch.int32] = -(2**30)
 
 
 class Pointer:
-    """Into a tensor, at one offset or many."""
+    """A pointer into a tensor at one or several offsets."""
 
     def __init__(self, base, offset):
         self.base, self.offset = base, offset
@@ -276,14 +303,14 @@ class Pointer:
 
 
 def as_seen(x, index):
-    """An argument as the kernel sees it."""
+    """Return an argument in the form that the kernel receives."""
     if isinstance(x, TensorDescriptor):
         return Descriptor(x, index)
     return Pointer(x.view(-1), 0) if torch.is_tensor(x) else x
 
 
 def functions(language, home):
-    """The kernel's functions, with another language below them."""
+    """Return the kernel's functions, linked to another language module."""
     shared, names = {**BELOW, "tl": language}, {**home, **vars(language), "gl": language}
     for space in (shared, names):
         for name, value in space.items():

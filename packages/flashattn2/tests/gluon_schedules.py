@@ -10,19 +10,21 @@ arrives at a barrier for all, which the compiled code is held to.
 
 
 def explore(traces, arrivals):
-    """How many states there are; RuntimeError names the first in which something is wrong.
+    """Return the number of states; raise RuntimeError for the first invalid state.
 
-    A state is where each partition stands, each barrier, the copies on their way, what lies in each
-    piece of shared memory, and the products that may still be reading.
+    A state consists of the position of each partition, the barriers, the copies in flight, the
+    contents of each piece of shared memory, and the products that may still be reading.
     """
     bars = {name: i for i, name in enumerate(arrivals)}
     counts = tuple(arrivals.values())
-    place = {"load": 2, "write": 1, "read": 1}
-    used = {op[place[op[0]]] for trace in traces for op in trace if op[0] in place}
+    buffer_index = {"load": 2, "write": 1, "read": 1}
+    used = {op[buffer_index[op[0]]] for trace in traces for op in trace if op[0] in buffer_index}
     buffers = {name: i for i, name in enumerate(sorted(used, key=str))}
-    # What was written before the partitions started is there.
+    # Data written before the partitions started is present.
     first = {op[1]: op[2] for trace in traces for op in reversed(trace) if op[0] == "read"}
-    written = {op[place[op[0]]] for trace in traces for op in trace if op[0] in ("load", "write")}
+    written = {
+        op[buffer_index[op[0]]] for trace in traces for op in trace if op[0] in ("load", "write")
+    }
     start = (
         (0,) * len(traces), tuple((0, n, 0) for n in counts), frozenset(),
         tuple(None if name in written else first[name] for name in buffers), ((),) * len(traces),
@@ -46,67 +48,120 @@ def explore(traces, arrivals):
 
 
 def _moves(state, traces, bars, counts, buffers):
-    """Every state that may follow."""
+    """Yield every state that may follow."""
     at, barriers, flying, contents, readers = state
     for copy in flying:
         _, barrier, buffer, content, size = copy
         i = bars[barrier]
         parity, missing, open_bytes = barriers[i]
         yield (
-            at, _with(barriers, i, after((parity, missing, open_bytes - size), counts[i])),
-            flying - {copy}, _with(contents, buffers[buffer], content), readers,
-        )  # fmt: skip
+            at,
+            _with(barriers, i, after((parity, missing, open_bytes - size), counts[i])),
+            flying - {copy},
+            _with(contents, buffers[buffer], content),
+            readers,
+        )
     for who, trace in enumerate(traces):
-        if at[who] == len(trace):
-            continue
-        op, kind = trace[at[who]], trace[at[who]][0]
-        here, now, sky, memory, reading = _with(at, who, at[who] + 1), *state[1:]
-        mine = readers[who]
-        if kind == "wait":
-            if barriers[bars[op[1]]][0] == op[2]:
-                continue
-        elif kind in ("expect", "arrive"):
-            i = bars[op[1]]
-            parity, missing, size = barriers[i]
-            arriving, more = (1, op[2]) if kind == "expect" else (op[2], 0)
-            if arriving > missing:
-                raise RuntimeError(f"{op[1]} is arrived at once too often")
-            now = _with(barriers, i, after((parity, missing - arriving, size + more), counts[i]))
-        elif kind == "load":
-            _not_in_use(op[2], state, f"{op[3]} is loaded over it")
-            sky = flying | {op}
-            memory = _with(contents, buffers[op[2]], None)
-        elif kind == "mma":
-            for buffer, content in op[1]:
-                _holds(buffer, content, contents[buffers[buffer]])
-            reading = _with(readers, who, (*mine, ("mma", *(buffer for buffer, _ in op[1]))))
-        elif kind == "read":
-            # By the partition itself, that sees what it wrote without a fence.
-            held = contents[buffers[op[1]]]
-            _holds(op[1], op[2], held[2] if held and held[:2] == ("hidden", who) else held)
-        elif kind == "retire":
-            left = [i for i, group in enumerate(mine) if group[0] == "mma"][-op[1] or len(mine) :]
-            kept = (g for i, g in enumerate(mine) if g[0] == "send" or i in left)
-            reading = _with(readers, who, (*kept,))
-        elif kind == "write":
-            _not_in_use(op[1], state, "it is written to")
-            memory = _with(contents, buffers[op[1]], ("hidden", who, op[2]))
-        elif kind == "fence":
-            memory = tuple(x[2] if x and x[:2] == ("hidden", who) else x for x in contents)
-        elif kind == "send":
-            if contents[buffers[op[1]]][0] != "made":
-                raise RuntimeError(f"{op[1]} is sent without a fence behind what wrote it")
-            reading = _with(readers, who, (*mine, ("send", op[1])))
-        elif kind == "sent":
-            reading = _with(readers, who, tuple(group for group in mine if group[0] == "mma"))
-        else:
-            raise AssertionError(op)
-        yield here, now, sky, memory, reading
+        if at[who] < len(trace):
+            op = trace[at[who]]
+            rest = STEPS[op[0]](op, who, state, bars, counts, buffers)
+            if rest is not None:
+                yield _with(at, who, at[who] + 1), *rest
 
 
-def _holds(buffer, content, held):
-    if held != content:
-        raise RuntimeError(f"{buffer} is read for {content} while it holds {held}")
+# Each of the following functions executes one operation of a partition.  It returns the state
+# without the positions, or None if the partition must wait.
+
+
+def _wait(op, who, state, bars, counts, buffers):
+    return None if state[1][bars[op[1]]][0] == op[2] else state[1:]
+
+
+def _arrive(op, who, state, bars, counts, buffers):
+    _, barriers, *others = state
+    i = bars[op[1]]
+    parity, missing, size = barriers[i]
+    arriving, more = (1, op[2]) if op[0] == "expect" else (op[2], 0)
+    if arriving > missing:
+        raise RuntimeError(f"{op[1]} is arrived at once too often")
+    return _with(barriers, i, after((parity, missing - arriving, size + more), counts[i])), *others
+
+
+def _load(op, who, state, bars, counts, buffers):
+    _, barriers, flying, contents, readers = state
+    _not_in_use(op[2], state, f"{op[3]} is loaded over it")
+    return barriers, flying | {op}, _with(contents, buffers[op[2]], None), readers
+
+
+def _mma(op, who, state, bars, counts, buffers):
+    _, barriers, flying, contents, readers = state
+    for buffer, content in op[1]:
+        _holds(buffer, content, contents[buffers[buffer]])
+    group = ("mma", *(buffer for buffer, _ in op[1]))
+    return barriers, flying, contents, _with(readers, who, (*readers[who], group))
+
+
+def _read(op, who, state, bars, counts, buffers):
+    # A partition sees its own writes without a fence.
+    content = state[3][buffers[op[1]]]
+    is_own_write = content and content[:2] == ("hidden", who)
+    _holds(op[1], op[2], content[2] if is_own_write else content)
+    return state[1:]
+
+
+def _retire(op, who, state, bars, counts, buffers):
+    _, barriers, flying, contents, readers = state
+    groups = readers[who]
+    products = [i for i, group in enumerate(groups) if group[0] == "mma"]
+    running = products[-op[1] or len(groups) :]
+    remaining = tuple(g for i, g in enumerate(groups) if g[0] == "send" or i in running)
+    return barriers, flying, contents, _with(readers, who, remaining)
+
+
+def _write(op, who, state, bars, counts, buffers):
+    _, barriers, flying, contents, readers = state
+    _not_in_use(op[1], state, "it is written to")
+    contents = _with(contents, buffers[op[1]], ("hidden", who, op[2]))
+    return barriers, flying, contents, readers
+
+
+def _fence(op, who, state, bars, counts, buffers):
+    _, barriers, flying, contents, readers = state
+    visible = tuple(x[2] if x and x[:2] == ("hidden", who) else x for x in contents)
+    return barriers, flying, visible, readers
+
+
+def _send(op, who, state, bars, counts, buffers):
+    _, barriers, flying, contents, readers = state
+    if contents[buffers[op[1]]][0] != "made":
+        raise RuntimeError(f"{op[1]} is sent without a fence after the write")
+    return barriers, flying, contents, _with(readers, who, (*readers[who], ("send", op[1])))
+
+
+def _sent(op, who, state, bars, counts, buffers):
+    _, barriers, flying, contents, readers = state
+    remaining = tuple(group for group in readers[who] if group[0] == "mma")
+    return barriers, flying, contents, _with(readers, who, remaining)
+
+
+STEPS = {
+    "wait": _wait,
+    "expect": _arrive,
+    "arrive": _arrive,
+    "load": _load,
+    "mma": _mma,
+    "read": _read,
+    "retire": _retire,
+    "write": _write,
+    "fence": _fence,
+    "send": _send,
+    "sent": _sent,
+}
+
+
+def _holds(buffer, content, actual):
+    if actual != content:
+        raise RuntimeError(f"{buffer} is read for {content} while it holds {actual}")
 
 
 def _not_in_use(buffer, state, what):
@@ -122,6 +177,6 @@ def _with(items, i, item):
 
 
 def after(state, count):
-    """A barrier's parity, missing arrivals and bytes, the phase ended where nothing is missing."""
+    """Return a barrier's parity, missing arrivals and bytes after its phase may have ended."""
     parity, missing, size = state
     return (parity ^ 1, count, 0) if missing == 0 and size == 0 else state

@@ -1,4 +1,4 @@
-"""Shapes and options, in a short list where each value of one meets each value of every other."""
+"""Shapes and options in a short list that contains every pair of values."""
 
 import itertools
 
@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 def pairwise(options):
-    """A short list of choices in which every pair of values of two options occurs."""
+    """Return a short list of choices that contains every pair of values of two options."""
     missing = {
         frozenset(((a, x), (b, y)))
         for a, b in itertools.combinations(options, 2)
@@ -49,9 +49,9 @@ def pairwise(options):
     return rows
 
 
-def sinks(asked, shape):
-    """A sink a head, some above every score and some below."""
-    return {"sinks": torch.randn(SHAPES[shape][1]) * 2} if asked else {}
+def sinks(requested, shape):
+    """Return one sink per head, some above every score and some below."""
+    return {"sinks": torch.randn(SHAPES[shape][1]) * 2} if requested else {}
 
 
 def tensors(shape, dim, dtype=torch.float32):

@@ -1,17 +1,17 @@
-"""Cases drawn from all options together, and what each of them is held against in float64."""
+"""Cases drawn from all options together, and their references in float64."""
 
 import random
 
 import torch
 from against_float64 import textbook
 from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
-from flashattn2.problem import make_score
+from flashattn2.spec import make_spec
 
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
 
 
 def draw(seed, kernels):
-    """A function, tensors and options; ``kernels`` are those of Triton, which take fewer."""
+    """Draw a function, tensors and options; Triton `kernels` support fewer options."""
     rng = random.Random(seed)
     pick = rng.choice
     case = {
@@ -57,7 +57,7 @@ def draw(seed, kernels):
 
 
 def tensors(case):
-    """Leaves in the case's dtype: q, k, v ``(batch, heads, seq, dim)``, sinks or None."""
+    """Return leaves in the case's dtype: q, k, v `(batch, heads, seq, dim)` and sinks or None."""
     torch.manual_seed(case["seed"])
     heads, batch = case["kv_heads"] * case["group"], case["batch"]
     seq_q, seq_k = case["lengths"][0]
@@ -71,15 +71,15 @@ def tensors(case):
         (batch, case["kv_heads"], seq_k, case["v_dim"]),
         (batch, heads, seq_q, case["v_dim"]),
     )
-    made = [
+    inputs = [
         laid_out(torch.randn(shape).to(case["dtype"]), layout)
         for shape, layout in zip(shapes, case["layouts"], strict=True)
     ]
-    return *made, torch.randn(heads) * 2 if case["sinks"] else None
+    return *inputs, torch.randn(heads) * 2 if case["sinks"] else None
 
 
 def laid_out(x, layout):
-    """The same numbers at other strides."""
+    """Return the same values with other strides."""
     if layout == "sequence first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "gaps":
@@ -90,7 +90,7 @@ def laid_out(x, layout):
 
 
 def differentiated(run, case, options, leaves, dtype):
-    """Output, log-sum-exp, largest scores if any, and the gradients that the case asks for."""
+    """Return the output, log-sum-exp, largest scores and gradients that the case requests."""
     q, k, v, grad, sinks = (None if x is None else x.detach().to(dtype) for x in leaves)
     wanted = [
         x.requires_grad_()
@@ -111,7 +111,7 @@ def differentiated(run, case, options, leaves, dtype):
 
 
 def ours(case):
-    """The public function, called as its kind of case needs."""
+    """Call the public function of the case."""
     fixed = {
         "backend": case["backend"], "return_lse": True, "deterministic": case["deterministic"],
         "precision": case["precision"], "split_size": case["split_size"],
@@ -133,22 +133,25 @@ def ours(case):
 
 
 def plainly(case):
-    """Matrix product, softmax, matrix product, for each packed sequence by itself."""
+    """Compute plain attention for each packed sequence separately."""
 
-    def one(q, k, v, **options):
-        score = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
-        out, lse = textbook(q, k, v, **score, sinks=options["sinks"])
+    def attend_dense(q, k, v, **options):
+        spec = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
+        out, lse = textbook(q, k, v, **spec, sinks=options["sinks"])
         if not case["largest"]:
             return out, lse
-        return out, lse, largest(q, k, score)
+        return out, lse, largest(q, k, spec)
 
     def run(q, k, v, **options):
         if case["kind"] != "packed":
-            return one(q, k, v, **options)
-        parts, at_q, at_k = [], 0, 0
+            return attend_dense(q, k, v, **options)
+        parts = []
+        at_q = at_k = 0
         for n_q, n_k in case["lengths"]:
             keys = slice(at_k, at_k + n_k)
-            parts.append(one(q[:, :, at_q : at_q + n_q], k[:, :, keys], v[:, :, keys], **options))
+            parts.append(
+                attend_dense(q[:, :, at_q : at_q + n_q], k[:, :, keys], v[:, :, keys], **options)
+            )
             at_q, at_k = at_q + n_q, at_k + n_k
         out, lse, *rest = zip(*parts, strict=True)
         maxima = [torch.stack(part).amax(0) for part in rest]
@@ -157,38 +160,43 @@ def plainly(case):
     return run
 
 
-def largest(q, k, score):
-    """Each head's largest score that any query sees."""
+def largest(q, k, spec):
+    """Return the largest visible score of each head."""
     if not (q.numel() and k.numel()):
         return torch.full((q.shape[1],), -torch.inf, dtype=q.dtype)
-    band = make_score(q.shape[-1], score["is_causal"], None, score["window"], None)
+    band = make_spec(q.shape[-1], spec["is_causal"], None, spec["window"], None)
     rows, keys = torch.arange(q.shape[2]), torch.arange(k.shape[2])
     s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-    s = s * (q.shape[-1] ** -0.5 if score["scale"] is None else score["scale"])
-    if score["softcap"]:
-        s = score["softcap"] * torch.tanh(s / score["softcap"])
+    s = s * (q.shape[-1] ** -0.5 if spec["scale"] is None else spec["scale"])
+    if spec["softcap"]:
+        s = spec["softcap"] * torch.tanh(s / spec["softcap"])
     hidden = band.hidden(rows, keys, len(keys) - len(rows))
     return s.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
 
 
 def check(case, options):
-    """No result errs by more than plain PyTorch's do, four times over, and a few roundings."""
+    """Assert that errors are at most four times plain PyTorch's, plus a few roundings."""
     leaves = tensors(case)
     if case["kind"] == "decode":
         return check_decode(case, options, leaves)
     exact = differentiated(plainly(case), case, options, leaves, torch.float64)
     plain = differentiated(plainly(case), case, options, leaves, case["dtype"])
-    given = [
+    arguments = [
         None if x is None else laid_out(x, layout)
         for x, layout in zip(leaves, (*case["layouts"], ""), strict=True)
     ]
-    assert_close(case, options, differentiated(ours(case), case, options, given, case["dtype"]),
-                 plain, exact)  # fmt: skip
+    assert_close(
+        case,
+        options,
+        differentiated(ours(case), case, options, arguments, case["dtype"]),
+        plain,
+        exact,
+    )
     return None
 
 
 def check_decode(case, options, leaves):
-    """A cache of room for more, contiguous or in shuffled pages, and some keys appended."""
+    """Check a contiguous or paged cache with unused capacity and appended keys."""
     q, k, v, _, sinks = leaves
     batch, kv_heads = k.shape[:2]
     counts = [min(n, k.shape[2]) for _, n in case["lengths"]]
@@ -220,28 +228,37 @@ def check_decode(case, options, leaves):
         for x in (k, v)
     ]
     out, lse = flash_attention_with_kvcache(
-        q, *caches, *(added if new else ()), return_lse=True, block_table=table,
-        cache_seqlens=torch.tensor(counts, dtype=torch.int32) - new, sinks=sinks,
-        backend=case["backend"], split_size=case["split_size"], precision="ieee", **options,
-    )  # fmt: skip
+        q,
+        *caches,
+        *(added if new else ()),
+        return_lse=True,
+        block_table=table,
+        cache_seqlens=torch.tensor(counts, dtype=torch.int32) - new,
+        sinks=sinks,
+        backend=case["backend"],
+        split_size=case["split_size"],
+        precision="ieee",
+        **options,
+    )
     for b, count in enumerate(counts):
-        one = [x[b : b + 1, :, : (count if i else None)] for i, x in enumerate((q, k, v))]
+        sequence = [x[b : b + 1, :, : (count if i else None)] for i, x in enumerate((q, k, v))]
         results = [
             [
                 x.double().nan_to_num(neginf=0.0)
                 for x in textbook(
-                    *(x.to(dtype) for x in one), **options,
+                    *(x.to(dtype) for x in sequence),
+                    **options,
                     sinks=None if sinks is None else sinks.to(dtype),
                 )
             ]
             for dtype in (case["dtype"], torch.float64)
-        ]  # fmt: skip
+        ]
         mine = [x[b : b + 1].double().nan_to_num(neginf=0.0) for x in (out, lse)]
         assert_close(case, options, mine, *results)
 
 
 def assert_close(case, options, mine, plain, exact):
-    """Each within four times plain's largest error, and a few roundings of the largest value."""
+    """Assert that each error is at most four times plain's, plus a few roundings."""
     rounding = torch.finfo(case["dtype"]).eps * (8 if case["dtype"].itemsize == 2 else 16)
     assert len(mine) == len(exact)
     for number, (m, p, e) in enumerate(zip(mine, plain, exact, strict=True)):

@@ -1,7 +1,7 @@
-"""torch's own tests of its attention, with torch's function or with ours in its place, on a CPU.
+"""Torch's own tests of its attention on a CPU, with torch's function or with ours.
 
-Not collected by itself: `test_torch_sdpa` runs it in a process of its own, with ORACLE (torch or
-flashattn2), ORACLE_FOLDER and TORCH_SDPA_TESTS (the file test/test_transformers.py) set.
+Pytest does not collect this file: `test_torch_sdpa` runs it in a separate process, with ORACLE
+(torch or flashattn2), ORACLE_FOLDER and TORCH_SDPA_TESTS (the file test/test_transformers.py) set.
 
 Ours stands in for every call that it takes: those without a mask and dropout, of dense tensors on
 the CPU, and not those that a test makes of torch's own arithmetic to compare with.
@@ -20,7 +20,7 @@ from flashattn2 import sdpa
 from torch.testing._internal import common_device_type as device_types
 
 FILE = Path(os.environ["TORCH_SDPA_TESTS"])
-# Of these, what runs on a CPU; the others are of GPUs.
+# The test classes that run on a CPU; the other classes need a GPU.
 CLASSES = (
     "TestTransformers",
     "TestSDPA",
@@ -28,24 +28,34 @@ CLASSES = (
     "TestSDPAFailureModes",
     "TestAttnBias",
 )
-torchs, judged, calls = F.scaled_dot_product_attention, set(), 0
+torchs = F.scaled_dot_product_attention
+judged = set()
+calls = 0
 
 
 def attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Ours where it applies, else torch's."""
+    """Call our function, or torch's if ours does not apply."""
     global calls
-    given = (query, key, value)
-    dense = all(type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_nested for x in given)
+    arguments = (query, key, value)
+    dense = all(
+        type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_nested for x in arguments
+    )
     reference = not torch._C._get_flash_sdp_enabled()
     if attn_mask is not None or dropout_p or not dense or reference:
         # torch's masks look for torch's function.
         with mock.patch.object(F, "scaled_dot_product_attention", torchs):
             return torchs(
-                query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
-                scale=scale, enable_gqa=enable_gqa,
-            )  # fmt: skip
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
     calls += 1
     return sdpa(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
 
@@ -76,9 +86,9 @@ def on_the_cpu(case, scope, *_, **__):
 
 device_types.instantiate_device_type_tests = on_the_cpu
 exec(compile(FILE.read_text(), FILE, "exec"), vars(module))
-found = {
+cases = {
     name: case
     for name, case in vars(module).items()
     if name.startswith("Test") and isinstance(case, type)
 }
-globals().update(found)
+globals().update(cases)

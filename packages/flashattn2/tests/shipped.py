@@ -1,13 +1,13 @@
-"""Every kernel that is compiled for a GPU: which tiles, with which options compiled in.
+"""The kernels to compile for a GPU: their tiles and compile-time options.
 
-One list serves both tests: `exhaustive` is all of it, `sample` what ordinary tests have time for.
+The function `exhaustive` returns all of them, and `sample` a part for ordinary tests.
 """
 
 import itertools
 
 from flashattn2.kernels import configs
 
-# Hopper has tables of its own in half precision.
+# Hopper has separate tables in half precision.
 ARCHITECTURES = {
     ("tma", True): (90,),
     ("tma", False): (90,),
@@ -16,14 +16,18 @@ ARCHITECTURES = {
     ("pointers", True): (80,),
     ("pointers", False): (90, 80),
 }
-# What a launch compiles in; causal where it does not say otherwise.
-LEFT, SOFTCAP, NOT_CAUSAL = {"left": True}, {"softcap": True}, {"right": False}
-SPLITS, PACKED, NARROW = {"splits": 2}, {"packed": True}, {"narrow": True}
+# Compile-time options of a launch; launches are causal by default.
+LEFT = {"left": True}
+SOFTCAP = {"softcap": True}
+NOT_CAUSAL = {"right": False}
+SPLITS = {"splits": 2}
+PACKED = {"packed": True}
+NARROW = {"narrow": True}
 # Every combination; but a narrow head dim, which masks a little more, only beside one other.
 OPTIONS = (
     *(
-        left | softcap | right | place
-        for left, softcap, right, place in itertools.product(
+        left | softcap | right | packing
+        for left, softcap, right, packing in itertools.product(
             ({}, LEFT), ({}, SOFTCAP), ({}, NOT_CAUSAL), ({}, SPLITS, PACKED)
         )
     ),
@@ -44,9 +48,9 @@ SAMPLE = {
 
 
 def tables():
-    """What is shipped, and TMA's own tiles for packed sequences: a GPU is to say if they serve.
+    """Return the shipped tiles, and TMA tiles for packed sequences that a GPU may select.
 
-    At head dim 256 dQ's would spill 80 bytes.
+    At head dim 256 those of dQ would spill 80 bytes.
     """
     may_be = {}
     for kernel in ("forward", "dq"):
@@ -56,7 +60,7 @@ def tables():
 
 
 def exhaustive():
-    """Each tile with each of `OPTIONS` that it may meet, on the architectures that it serves."""
+    """Return each tile with each of `OPTIONS`, on the architectures that it serves."""
     for key, tiles in tables().items():
         for block_d in tiles:
             for options in OPTIONS:
@@ -66,7 +70,7 @@ def exhaustive():
 
 
 def sample():
-    """The same for the head dims and options of `SAMPLE`."""
+    """Return the tiles for the head dims and options of `SAMPLE`."""
     for key, tiles in tables().items():
         block_d, arch, options = SAMPLE[key[:2]]
         if block_d not in tiles:
@@ -76,14 +80,14 @@ def sample():
 
 
 def can_occur(path, block_d, options):
-    """Packed sequences have a path by TMA of their own; the narrowest head dim is 16."""
-    if path in configs.BY_TMA and bool(options.get("packed")) != (path == "packed"):
+    """Return True if a path serves the options; packed sequences have a separate TMA path."""
+    if path in configs.TMA_PATHS and bool(options.get("packed")) != (path == "packed"):
         return False
     return block_d > 16 or not options.get("narrow")
 
 
 def serving(key, block_d, options):
-    """The tiles for these options; what was planned to be split may end as one part."""
+    """Return the tiles for these options; a launch planned with splits may have one part."""
     rich = bool(options.get("left") or options.get("softcap"))
     kinds = (True, rich)
     if options.get("packed"):
@@ -93,12 +97,12 @@ def serving(key, block_d, options):
     if block_d not in configs.TILES.get(key, {}):
         key = ("tma", *key[1:])
     # In order, each once.
-    tiles = dict.fromkeys(configs.sizes(key, block_d, kind) for kind in kinds)
+    tiles = dict.fromkeys(configs.find_sizes(key, block_d, kind) for kind in kinds)
     return [tile for tile in tiles if tile is not None]
 
 
 def jobs(key, block_d, tile, options):
-    """As `compile_kernels.py` takes them, one for each architecture."""
+    """Yield the jobs of `compile_kernels.py`, one per architecture."""
     path, kind, kernel = key
     options, half = dict(options), kind == "half"
     dim = block_d - 8 if options.pop("narrow", False) else block_d
@@ -106,8 +110,13 @@ def jobs(key, block_d, tile, options):
     kernels = ("sums", "dq") if (kind, kernel) == ("ieee", "dq") else (kernel,)
     for kernel, arch in itertools.product(kernels, ARCHITECTURES[path, kind == "half"]):
         yield {
-            "kernel": kernel, "tile": tile, "dim": dim, "arch": arch,
-            "tma": path in configs.BY_TMA,
-            "kind": kind, "precision": "ieee" if half else kind,
-            "dtype": "bf16" if half else "fp32", **options,
-        }  # fmt: skip
+            "kernel": kernel,
+            "tile": tile,
+            "dim": dim,
+            "arch": arch,
+            "tma": path in configs.TMA_PATHS,
+            "kind": kind,
+            "precision": "ieee" if half else kind,
+            "dtype": "bf16" if half else "fp32",
+            **options,
+        }

@@ -1,6 +1,6 @@
-"""Kernels compute addresses in 64 bits: strides and sizes of 2**31 elements and more are right.
+"""Kernels compute addresses in 64 bits: strides and sizes may exceed 2**31 elements.
 
-The tensors are views of sparse files, of which only the pages that are touched take memory.
+The tensors are views of sparse files, so only the accessed pages use memory.
 """
 
 import pytest
@@ -24,7 +24,7 @@ def sparse(tmp_path):
 
 
 def spread(sparse, x, strides):
-    """The numbers of ``x`` in a tensor of these strides."""
+    """Return the values of `x` in a tensor with these strides."""
     last = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
     target = sparse(last + 1, x.dtype).as_strided(x.shape, strides)
     return target.copy_(x)
@@ -36,7 +36,7 @@ def test_batches_and_heads_may_be_far_apart(interpreter, sparse, strides):
 
 
 def test_rows_may_be_far_apart(interpreter, sparse):
-    """Twenty rows of this stride span more than 2**31 elements, where a tile has 16 or 32 rows."""
+    """Twenty rows of this stride span more than 2**31 elements; a tile has 16 or 32 rows."""
     check(interpreter, sparse, (32, 16, FAR // 19 + 61, 1), 20)
 
 
@@ -58,9 +58,12 @@ def check(interpreter, sparse, strides, seq):
     torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
 
 
-def test_the_parts_of_many_splits_are_combined(sparse):
-    """Of 16 splits only 13 and 15 see keys, alike: the result is the mean of their outputs."""
-    splits, heads, rows, dim = 16, 32, 40960, 128
+def test_many_splits_are_combined(sparse):
+    """Only splits 13 and 15 of 16 see keys, so the result is the mean of their outputs."""
+    splits = 16
+    heads = 32
+    rows = 40960
+    dim = 128
     part_rows = heads * rows
     assert splits * part_rows * dim >= FAR
     parts = sparse(splits * part_rows * dim, torch.float32)
@@ -71,7 +74,14 @@ def test_the_parts_of_many_splits_are_combined(sparse):
         lse[first : first + 32] = 0.0
     out, sums = sparse(part_rows * dim, torch.float32).view(1, heads, rows, dim), lse[:part_rows]
     combine_kernel[(1, 1)](
-        parts, lse, out, sums.clone(), out.stride()[:3],
-        (rows // 32, heads, rows, splits, part_rows), D=dim, BLOCK_D=dim, BLOCK_M=32,
-    )  # fmt: skip
+        parts,
+        lse,
+        out,
+        sums.clone(),
+        out.stride()[:3],
+        (rows // 32, heads, rows, splits, part_rows),
+        D=dim,
+        BLOCK_D=dim,
+        BLOCK_M=32,
+    )
     assert (out[0, 0, :32] == 14.0).all()

@@ -1,4 +1,4 @@
-"""The bench's rows: complete, with the work by one formula and the memory as predicted."""
+"""The rows of the bench are complete, with the stated FLOPs and the predicted memory."""
 
 import json
 
@@ -12,7 +12,7 @@ def rows():
     return bench.bench(quick=True)
 
 
-def test_every_case_reports(rows):
+def test_every_case_reports_its_rows(rows):
     assert [r["case"] for r in rows if r["case"] == "machine"] == ["machine"]
     assert {r["case"] for r in rows} == {"machine", "flash", "train", "decode", "naive_memory"}
     for row in rows:
@@ -29,21 +29,21 @@ def test_work_is_counted_by_the_stated_formula():
     assert bench.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
 
 
-def test_memory_held_by_naive_attention_is_what_was_predicted(rows):
+def test_memory_saved_by_naive_attention_is_the_predicted_memory(rows):
     memory = [r for r in rows if r["case"] == "naive_memory"]
     assert len(memory) == 2
     for row in memory:
         assert row["held_mib"] == pytest.approx(row["predicted_mib"], rel=0.01)
 
 
-def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch):
+def test_shape_out_of_memory_is_reported_in_its_row(monkeypatch):
     monkeypatch.setattr(bench, "memory_bytes", lambda device: 3 * 4 * 8 * 256 * 256)
     fits, does_not = bench.naive_memory("cpu", True)
     assert fits["held_mib"] > 0
     assert does_not["held_mib"] == bench.OUT_OF_MEMORY
 
 
-def test_an_implementation_that_runs_out_of_memory_is_a_row_that_says_so(monkeypatch):
+def test_implementation_out_of_memory_is_reported_in_its_row(monkeypatch):
     import torch
 
     def too_large(q, k, v):
@@ -56,22 +56,22 @@ def test_an_implementation_that_runs_out_of_memory_is_a_row_that_says_so(monkeyp
     assert len(rows) == 6
 
 
-def test_a_dated_record_and_its_plots_are_written(rows, monkeypatch, tmp_path, capsys):
+def test_dated_record_and_plots_are_written(rows, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench, "bench", lambda **_: rows)
     bench.main(["--quick", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*-cpu/flashattn2.json")
-    kept = json.loads(path.read_text())
-    assert kept["rows"] == rows
-    assert kept["command"] == f"python -m flashattn2.bench --quick --out {tmp_path}"
-    assert path.parent.name == f"{kept['environment']['date'][:10]}-cpu"
-    assert kept["environment"]["gpus"] == []
+    recorded = json.loads(path.read_text())
+    assert recorded["rows"] == rows
+    assert recorded["command"] == f"python -m flashattn2.bench --quick --out {tmp_path}"
+    assert path.parent.name == f"{recorded['environment']['date'][:10]}-cpu"
+    assert recorded["environment"]["gpus"] == []
     plots = {p.name for p in path.parent.glob("*.png")}
     assert plots == {f"flashattn2-{x}.png" for x in ("flash", "train", "naive-memory")}
     assert capsys.readouterr().out.count(".png") == 3
 
 
-def test_out_of_memory_rows_are_plotted_where_they_were_predicted(rows, tmp_path):
+def test_out_of_memory_rows_are_plotted_at_their_prediction(rows, tmp_path):
     pytest.importorskip("matplotlib")
     failed = {"held_mib": bench.OUT_OF_MEMORY, "time_ms": bench.OUT_OF_MEMORY}
     paths = record.plot(
@@ -80,7 +80,7 @@ def test_out_of_memory_rows_are_plotted_where_they_were_predicted(rows, tmp_path
     assert [p.name for p in paths] == ["flashattn2-naive-memory.png"]
 
 
-def test_only_the_rows_are_written_where_only_they_are_asked_for(rows, monkeypatch, tmp_path):
+def test_json_option_writes_only_the_rows(rows, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "bench", lambda **_: rows)
     monkeypatch.chdir(tmp_path)
     bench.main(["--json", "rows.json"])

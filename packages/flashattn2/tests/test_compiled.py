@@ -1,4 +1,4 @@
-"""Every shipped tile, compiled for Hopper and Ampere where there is no GPU: see `shipped.py`."""
+"""Every shipped tile, compiled for Hopper and Ampere without a GPU: see `shipped.py`."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ import shipped
 import torch
 import tune
 from flashattn2.kernels import configs, launch
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -32,10 +32,10 @@ def run_script(name, text=""):
 
 
 def compiled(jobs):
-    """What the compiler made of each job, by two processes."""
+    """Compile each job in one of two processes and return the facts."""
 
-    def work(share):
-        return [json.loads(line) for line in run_script("compile_kernels.py", json.dumps(share))]
+    def work(part):
+        return [json.loads(line) for line in run_script("compile_kernels.py", json.dumps(part))]
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(work, (jobs[::2], jobs[1::2]))
@@ -71,7 +71,7 @@ def test_matrix_instructions_do_the_products_of_all_but_ieee_float32(results):
         assert (r["wgmma"] + r["mma"] > 0) == (r["kind"] != "ieee"), r
 
 
-def test_hopper_s_tiles_use_its_own_matrix_instructions_and_load_by_tma(results):
+def test_hopper_tiles_use_wgmma_and_tma(results):
     hopper = [r for r in results if r["tma"]]
     assert {r["kernel"] for r in hopper} == {"forward", "dq", "dkdv", "atomic"}
     for r in hopper:
@@ -79,7 +79,7 @@ def test_hopper_s_tiles_use_its_own_matrix_instructions_and_load_by_tma(results)
         assert r["tma_loads"] > 0, r
 
 
-def test_hopper_s_half_precision_does_no_product_twice(results):
+def test_hopper_half_precision_computes_no_product_twice(results):
     """Every FLOP of the algorithm is issued once, up to head dim 128: see the README for 256."""
     half = [r for r in results if r["kind"] == "half" and r["arch"] == 90 and r["dim"] <= 128]
     assert half
@@ -87,8 +87,8 @@ def test_hopper_s_half_precision_does_no_product_twice(results):
         assert r["work"] == pytest.approx(1.0, abs=0.02), r
 
 
-def test_the_count_of_work_sees_what_is_done_twice():
-    """Eight warps and 64 rows of keys: S and dP by both warpgroups, six products for four."""
+def test_work_gate_detects_a_product_computed_twice():
+    """With eight warps and 64 rows of keys, both warpgroups compute S and dP."""
     job = {
         "kernel": "dkdv", "dim": 128, "arch": 90, "tma": True, "kind": "half",
         "precision": "ieee", "dtype": "bf16", "tile": [32, 64, 8, 2],
@@ -97,8 +97,8 @@ def test_the_count_of_work_sees_what_is_done_twice():
     assert result["work"] == pytest.approx(1.5, abs=0.02)
 
 
-def test_sizes_of_one_which_are_compiled_in_compile():
-    """One head, one row, one key, one tile: numbers where there are else arguments."""
+def test_kernels_compile_for_sizes_of_one():
+    """Triton compiles sizes of one, such as one head or one row, as constants."""
     jobs = [
         {**job, "of_one": True, "packed": packed}
         for job in shipped.sample()
@@ -108,7 +108,7 @@ def test_sizes_of_one_which_are_compiled_in_compile():
     assert {r["kernel"] for r in compiled(jobs)} == {"forward", "sums", "dq", "dkdv", "atomic"}
 
 
-def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
+def test_head_dims_without_a_tma_tile_are_loaded_by_pointers():
     hopper = ("tma", "hopper", "pointers")
     for kernel, rich, tma in (
         ("dkdv", False, True),
@@ -118,14 +118,14 @@ def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
         tile, by_tma, _ = configs.choose(kernel, "ieee", 2, 128, hopper, 227 * 1024, rich)
         assert by_tma == tma
         path = "tma" if tma else "hopper"
-        assert tile == configs.Tile(*configs.sizes((path, "half", kernel), 128, rich))
+        assert tile == configs.Tile(*configs.find_sizes((path, "half", kernel), 128, rich))
     for key, dims in configs.RICH.items():
         for dim, tile in dims.items():
             assert tile != configs.TILES[key][dim]
 
 
-def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
-    """Nowhere as shipped; and by keys never, whatever they say."""
+def test_packed_sequences_load_by_tma_if_the_tables_have_a_tile(monkeypatch):
+    """No shipped table loads them by TMA, and the kernels by key never do."""
     gpu = launch.Device("H200", 227 * 1024, 132, has_tma=True)
     monkeypatch.setattr(launch, "device_of", lambda _: gpu)
     x = torch.empty(1, 4, 4096, 64, dtype=torch.bfloat16)
@@ -133,7 +133,8 @@ def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
 
     def by_tma():
         plans = [
-            launch.plan(kernel, "ieee", Score(0.1), x, x, x, packed=True) for kernel in kernels
+            launch.plan(kernel, "ieee", AttentionSpec(0.1), x, x, x, packed=True)
+            for kernel in kernels
         ]
         return [plan.tma for plan in plans]
 
@@ -146,7 +147,7 @@ def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
     assert by_tma() == [False] * 4
 
 
-def test_a_smaller_shared_memory_prunes_stages_then_rows():
+def test_smaller_shared_memory_prunes_stages_then_rows():
     tile = configs.Tile(128, 128, 8, 2)
     whole = configs.buffers("forward", tile, 2, 128)
     assert configs.prune("forward", tile, 2, 128, whole) == tile
@@ -157,19 +158,19 @@ def test_a_smaller_shared_memory_prunes_stages_then_rows():
 
 
 def narrow_tiles():
-    """Hopper's by TMA at head dims 64 and 128 whose first product is narrower than 64 columns.
+    """Yield the TMA tiles at head dims 64 and 128 whose first product is below 64 columns.
 
-    Below, exponentials bound a kernel and not its products.
+    At smaller head dims the exponentials limit a kernel, not its products.
     """
     for kernel in ("forward", "dq", "dkdv", "atomic"):
         key, side = ("tma", "half", kernel), 0 if kernel in ("dkdv", "atomic") else 1
         for block_d, rich in itertools.product((64, 128), (False, True)):
-            tile = configs.sizes(key, block_d, rich)
+            tile = configs.find_sizes(key, block_d, rich)
             if tile is not None and tile[side] < 64:
                 yield key, block_d, rich, tile, side
 
 
-def test_hopper_s_instructions_are_64_columns_wide_where_tile_and_head_dim_are(results):
+def test_hopper_instructions_are_64_columns_wide_if_tile_and_head_dim_are(results):
     half = [r for r in results if r["kind"] == "half" and r["arch"] == 90 and r["dim"] <= 128]
     for r in half:
         block_m, block_n, num_warps, *_ = r["tile"]
@@ -184,7 +185,7 @@ def test_hopper_s_instructions_are_64_columns_wide_where_tile_and_head_dim_are(r
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("narrow", [*narrow_tiles()], ids=str)
-def test_where_a_first_product_is_narrower_a_wider_one_would_not_do(narrow):
+def test_wider_first_products_would_spill(narrow):
     """The same tile with that side doubled spills, repeats a product or overflows."""
     key, block_d, rich, tile, side = narrow
     wider = [*tile]

@@ -3,20 +3,27 @@
 import pytest
 import torch
 from flashattn2 import attention_reference, flash_attention_with_kvcache
-from flashattn2.decode import _assert_values
-from flashattn2.problem import make_score
+from flashattn2.backends import aten
+from flashattn2.kvcache.eager import attend_sequences
+from flashattn2.kvcache.validation import assert_values
+from flashattn2.spec import AttentionSpec, make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def paged(cache, page_size, spare=3):
-    """The same rows in shuffled pages, and the table that finds them."""
+    """Return the same rows in shuffled pages, and their block table."""
     batch, heads, capacity, dim = cache.shape
-    each = -(-capacity // page_size)
-    table = torch.randperm(batch * each + spare)[: batch * each].view(batch, each).int()
-    rows = torch.nn.functional.pad(cache, (0, 0, 0, each * page_size - capacity))
-    pages = torch.full((batch * each + spare, heads, page_size, dim), torch.nan, dtype=cache.dtype)
-    pages[table.long()] = rows.unflatten(2, (each, page_size)).transpose(1, 2)
+    num_pages = -(-capacity // page_size)
+    table = (
+        torch.randperm(batch * num_pages + spare)[: batch * num_pages].view(batch, num_pages).int()
+    )
+    rows = torch.nn.functional.pad(cache, (0, 0, 0, num_pages * page_size - capacity))
+    pages = torch.full(
+        (batch * num_pages + spare, heads, page_size, dim), torch.nan, dtype=cache.dtype
+    )
+    pages[table.long()] = rows.unflatten(2, (num_pages, page_size)).transpose(1, 2)
     return pages, table
 
 
@@ -31,19 +38,20 @@ def expected(q, k, v, lengths, **options):
 
 
 def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **options):
-    """Against the reference; what lies behind a sequence's keys is NaN and must not be read."""
+    """Compare with the reference; rows after a sequence's keys are NaN and must not be read."""
     heads, kv_heads, seq_q = shape
     batch, capacity = len(lengths), max(lengths) + new + 5
     q = torch.randn(batch, heads, seq_q, dims[0]).to(dtype)
     k, v = (torch.randn(batch, kv_heads, capacity, d).to(dtype) for d in dims)
     truth = expected(
-        *(x.double() for x in (q, k, v)), [n + new for n in lengths],
+        *(x.double() for x in (q, k, v)),
+        [n + new for n in lengths],
         **{
             name: x.double() if isinstance(x, torch.Tensor) else x
             for name, x in options.items()
             if name != "split_size"
         },
-    )  # fmt: skip
+    )
     appended = [torch.stack([x[b, :, n : n + new] for b, n in enumerate(lengths)]) for x in (k, v)]
     for b, n in enumerate(lengths):
         k[b, :, n:] = v[b, :, n:] = torch.nan
@@ -54,9 +62,16 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **opt
         torch.manual_seed(1)
         v, _ = paged(v, page_size)
     out, lse = flash_attention_with_kvcache(
-        q, k, v, *(appended if new else ()), block_table=table, return_lse=True, backend=backend,
-        cache_seqlens=torch.tensor(lengths, dtype=torch.int32), **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        *(appended if new else ()),
+        block_table=table,
+        return_lse=True,
+        backend=backend,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
+        **options,
+    )
     torch.testing.assert_close(out.double(), truth[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), truth[1], atol=tolerance, rtol=tolerance)
 
@@ -73,7 +88,7 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **opt
     sinks=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
-def test_on_a_cpu_it_is_the_reference_in_float64(shape, sinks, **case):
+def test_cpu_attention_over_a_cache_equals_the_reference_in_float64(shape, sinks, **case):
     options = {"sinks": torch.randn(shape[0])} if sinks else {}
     check("auto", shape, tolerance=1e-6, dtype=torch.float64, **case, **options)
 
@@ -86,13 +101,13 @@ def test_on_a_cpu_it_is_the_reference_in_float64(shape, sinks, **case):
      {"is_causal": True, "split_size": 32}],
     ids=str,
 )  # fmt: skip
-def test_the_kernel_too(interpreter, splits, page_size, options):
+def test_decode_kernel_equals_the_reference(interpreter, splits, page_size, options):
     interpreter(splits=splits)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         check("triton", (4, 2, 3), (0, 70, 33), page_size, 2, (24, 16), tolerance, dtype, **options)
 
 
-def test_new_keys_are_written_in_place_behind_the_old(interpreter):
+def test_new_keys_are_written_in_place_after_the_old(interpreter):
     cache = torch.zeros(2, 1, 8, 16)
     new = torch.randn(2, 1, 3, 16)
     for backend in ("auto", "triton"):
@@ -108,7 +123,8 @@ def test_new_keys_are_written_in_place_behind_the_old(interpreter):
 
 
 def test_a_fixed_split_gives_the_same_bits_in_every_batch(interpreter):
-    q, k, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 90, 16), torch.randn(3, 2, 90, 16)
+    q = torch.randn(3, 4, 1, 16)
+    k, v = torch.randn(2, 3, 2, 90, 16)
     lengths = torch.tensor([90, 41, 77], dtype=torch.int32)
 
     def run(rows):
@@ -122,15 +138,15 @@ def test_a_fixed_split_gives_the_same_bits_in_every_batch(interpreter):
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": (3, 0)}], ids=str)
-def test_autocast_lowers_nothing_within(options):
+def test_autocast_casts_nothing_inside(options):
     q, k = torch.randn(2, 4, 2, 16), torch.randn(2, 2, 70, 16)
     exact = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
     with torch.autocast("cpu", torch.bfloat16):
-        lowered = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
-    assert torch.equal(exact, lowered)
+        cast_for_autocast = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
+    assert torch.equal(exact, cast_for_autocast)
 
 
-def test_it_compiles_in_one_graph(interpreter):
+def test_attention_compiles_in_one_graph(interpreter):
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 20, 16)
 
     def run(q, k, v, new, lengths):
@@ -146,7 +162,7 @@ def test_it_compiles_in_one_graph(interpreter):
 
 
 def pages_of_four():
-    """A pool of six pages of four rows, and queries and new rows of two sequences."""
+    """Return six pages of four rows, and queries and new rows of two sequences."""
     k, v = torch.randn(2, 6, 2, 4, 16)
     return torch.randn(2, 4, 1, 16), k, v, torch.randn(2, 2, 1, 16)
 
@@ -185,7 +201,7 @@ def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
     for _ in range(2):
         with (
             torch.no_grad(),
-            pytest.raises(ValueError, match=r"block_table names|cache_seqlens is"),
+            pytest.raises(ValueError, match=r"block_table must name|cache_seqlens must be"),
         ):
             run(q, k, v, new, lengths, table)
     assert torch.equal(k, before[0])
@@ -196,23 +212,25 @@ def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
 def test_the_assertion_for_gpus_finds_wrong_pages_and_lengths(table, lengths):
     _, k, _, _ = pages_of_four()
     good = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32)
-    _assert_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good)
+    assert_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good)
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
     with pytest.raises(RuntimeError, match=r"block_table must name|cache_seqlens must be"):
-        _assert_values(lengths, 0, k, table)
+        assert_values(lengths, 0, k, table)
 
 
 @pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
 def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter, table, lengths):
-    """A GPU may have device-side assertions compiled out."""
+    """Device-side assertions may be compiled out on a GPU."""
     from flashattn2.kernels import decode
 
     q, k, v, new = pages_of_four()
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
-    score = make_score(16, False, None, None, None)
-    out, lse = decode.decode(q, k, v, lengths, table, score, "ieee", 0)
-    wrong = [not 0 <= n <= 8 or not all(0 <= p < 6 for p in t[: -(-n // 4)])
-             for t, n in zip(table.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
+    spec = make_spec(16, False, None, None, None)
+    out, lse = decode.decode(q, k, v, lengths, table, spec, "ieee", 0)
+    wrong = [
+        not 0 <= n <= 8 or not all(0 <= p < 6 for p in t[: -(-n // 4)])
+        for t, n in zip(table.tolist(), lengths.tolist(), strict=True)
+    ]
     assert any(wrong)
     assert out.isnan().flatten(1).all(1).tolist() == wrong
     assert lse.isnan().flatten(1).all(1).tolist() == wrong
@@ -227,8 +245,8 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_pages_that_no_sequence_uses_may_be_anything(interpreter, backend, compiled):
-    """The slots of a batch that have no sequence, and those behind a sequence, hold -1."""
+def test_unused_pages_may_have_any_number(interpreter, backend, compiled):
+    """Entries of the block table after a sequence may be -1."""
     q, k, v, new = pages_of_four()
     before = k.clone()
     table = torch.tensor([[3, 2, -1], [5, -1, 99]], dtype=torch.int32)
@@ -272,30 +290,51 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": None}, TypeError, "q is a NoneType"),
-        ({"q": Q[0]}, ValueError, r"q has shape \(4, 1, 16\); give four"),
-        ({"q": Q[:1]}, ValueError, "q has batch 1 and k_cache 2; .* block_table"),
-        ({"q": Q[:, :3]}, ValueError, "3 query heads do not divide among 2"),
-        ({"q": Q.half()}, ValueError, "q is torch.float16 and k_cache torch.float32"),
-        ({"v_cache": CACHE[:, :, :7]}, ValueError, "do not belong together"),
-        ({"k": CACHE}, ValueError, "k and v go together"),
-        ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k is .* give .* \(batch 2, kv_heads 2"),
-        ({"cache_seqlens": 9}, ValueError, r"cache_seqlens is \[9, 9\]; .* from 0 to 8"),
+        ({"q": None}, TypeError, "q to be a torch.Tensor, got NoneType"),
+        ({"q": Q[0]}, ValueError, r"four dimensions, got shape \(4, 1, 16\)"),
+        ({"q": Q[:1]}, ValueError, "batch 1 for q and 2 for k_cache; .* block_table"),
+        ({"q": Q[:, :3]}, ValueError, "got 3 query heads and 2 key heads"),
+        ({"q": Q.half()}, ValueError, "k_cache, torch.float32, got torch.float16"),
+        ({"v_cache": CACHE[:, :, :7]}, ValueError, "v_cache the shape of k_cache"),
+        ({"k": CACHE}, ValueError, "both k and v to append"),
+        ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
+        ({"cache_seqlens": 9}, ValueError, r"cache_seqlens must be from 0 to 8: .* got \[9, 9\]"),
         ({"cache_seqlens": -1}, ValueError, "from 0 to 8"),
         ({"cache_seqlens": 7, "k": CACHE[:, :, :2], "v": CACHE[:, :, :2]}, ValueError, "0 to 6"),
-        ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is list; give an int"),
-        ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "give int32 of shape"),
-        ({"block_table": TABLE.long()}, ValueError, "block_table is torch.int64"),
-        ({"block_table": TABLE + 2}, ValueError, "names page 2; there are pages 0 to 1"),
-        ({"split_size": 4}, ValueError, "split_size 4 is for the Triton kernels"),
+        (
+            {"cache_seqlens": [1, 2]},
+            TypeError,
+            "cache_seqlens to be an int or an int32 tensor, got list",
+        ),
+        ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "cache_seqlens to be int32 of shape"),
+        ({"block_table": TABLE.long()}, ValueError, "block_table to be int32 .* got torch.int64"),
+        ({"block_table": TABLE + 2}, ValueError, "must name pages 0 to 1, got page 2"),
+        (
+            {"split_size": 4},
+            ValueError,
+            "split_size applies to the Triton kernels, got split_size=4",
+        ),
     ],
 )
-def test_wrong_input(change, error, message):
+def test_wrong_cache_arguments_are_refused(change, error, message):
     arguments = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": 3, **change}
     with pytest.raises(error, match=message):
         flash_attention_with_kvcache(**arguments)
 
 
-def test_it_has_no_gradient():
+def test_attention_over_a_cache_has_no_gradient():
     with pytest.raises(RuntimeError, match=r"no gradient; call it under torch.no_grad"):
         flash_attention_with_kvcache(Q.clone().requires_grad_(), CACHE, CACHE, cache_seqlens=3)
+
+
+@pytest.mark.parametrize("seq_q", [1, 2])
+def test_other_devices_without_triton_do_not_run_the_cpu_kernel(monkeypatch, seq_q):
+    """Float64, other head dims and GPUs without Triton run tiled PyTorch on their device."""
+    monkeypatch.setattr(aten, "kernel", None)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 2, n, 20, device="cuda") for n in (seq_q, 4, 4))
+        for spec in (AttentionSpec(1.0), AttentionSpec(1.0, 2, 0), AttentionSpec(1.0, softcap=2.0)):
+            for counts in ([4, 4], [3, 4]):
+                out, lse = attend_sequences(q, k, v, counts, None, spec)
+                assert out.shape == q.shape
+                assert out.device == lse.device == q.device

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from flashattn2 import attention_reference, flash_attention, sdpa, tiled
+from flashattn2 import attention_reference, flash_attention, sdpa
+from flashattn2.backends import tiled
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 # torch's own forward mode still scripts a few of its rules.
@@ -45,14 +46,14 @@ def test_gradgradcheck(options):
     assert gradgradcheck(attention(options), inputs())
 
 
-def test_torch_s_cpu_kernel_gets_the_same_derivatives():
+def test_aten_backend_has_the_same_derivatives():
     run = attention({"is_causal": True}, "aten")
     assert gradcheck(run, inputs(6, 6), check_forward_ad=True)
     assert gradgradcheck(run, inputs(6, 6))
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])
-def test_torch_func_differentiates_it_backward(backend):
+def test_torch_func_differentiates_in_reverse_mode(backend):
     q, k, v = inputs(6, 6)
 
     def loss(attend):
@@ -64,7 +65,7 @@ def test_torch_func_differentiates_it_backward(backend):
     torch.testing.assert_close(got, expected)
 
 
-def test_torch_func_differentiates_it_forward():
+def test_torch_func_differentiates_in_forward_mode():
     q, k, v = inputs()
     tangents = tuple(torch.randn_like(x) for x in (q, k, v))
 
@@ -80,15 +81,17 @@ def test_torch_func_differentiates_it_forward():
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])
-@pytest.mark.parametrize("way", ["grad", "backward"])
-def test_a_third_derivative_is_an_error_and_no_part_of_one(backend, way):
-    """`once_differentiable` leaves no path to the inputs, which ``grad`` takes for none needed."""
+@pytest.mark.parametrize("method", ["grad", "backward"])
+def test_third_derivative_is_an_error(backend, method):
+    """With `once_differentiable`, `torch.autograd.grad` would find no path to the inputs."""
     q = torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True)
     out = flash_attention(q, q, q, backend=backend)
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no third derivatives; attention_reference has"):
-        torch.autograd.grad(second.sum(), q) if way == "grad" else second.sum().backward()
+    with pytest.raises(
+        NotImplementedError, match="third derivatives are not supported; use attention_reference"
+    ):
+        torch.autograd.grad(second.sum(), q) if method == "grad" else second.sum().backward()
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])

@@ -1,10 +1,11 @@
-"""`explain` names what runs, and what it names is what runs."""
+"""`explain` names the backend and the tiles that run."""
 
 import itertools
 
 import pytest
 import torch
-from flashattn2 import aten, explain, flash_attention, tiled
+from flashattn2 import explain, flash_attention
+from flashattn2.backends import aten, tiled
 from flashattn2.kernels import forward as kernels
 
 
@@ -15,17 +16,19 @@ def q(dim=16, dtype=torch.float32, seq=8):
 @pytest.mark.parametrize(
     ("arguments", "backend", "reason"),
     [
-        ({}, "aten", "aten first on cpu"),
-        ({"is_causal": True}, "aten", "aten first on cpu"),
+        ({}, "aten", "aten is the preferred backend on cpu"),
+        ({"is_causal": True}, "aten", "aten is the preferred backend on cpu"),
         ({"window": 3}, "torch", "it has no window"),
         ({"softcap": 2.0}, "torch", "it has no softcap"),
         ({"k": q(seq=5), "v": q(seq=5), "is_causal": True}, "torch", "top left, and seq_q 8"),
-        ({"k": q(seq=5), "v": q(seq=5)}, "aten", "first"),
-        ({"backend": "torch"}, "torch", 'backend="torch" was asked for'),
-        ({"backend": "triton"}, "triton", 'backend="triton" was asked for'),
+        ({"k": q(seq=5), "v": q(seq=5)}, "aten", "preferred"),
+        ({"backend": "torch"}, "torch", 'backend="torch" was requested'),
+        ({"backend": "triton"}, "triton", 'backend="triton" was requested'),
     ],
 )
-def test_the_backend_and_the_reason(interpreter, monkeypatch, arguments, backend, reason):
+def test_explanation_names_the_backend_that_runs(
+    interpreter, monkeypatch, arguments, backend, reason
+):
     x = q()
     arguments = {"q": x, "k": x, "v": x, **arguments}
     explanation = explain(**arguments)
@@ -43,7 +46,7 @@ def test_the_backend_and_the_reason(interpreter, monkeypatch, arguments, backend
     assert ran == [backend]
 
 
-def test_the_tiles_are_those_of_the_launch(interpreter):
+def test_explained_tiles_are_those_of_the_launch(interpreter):
     interpreter(splits=3, tma=False)
     x = q(dim=24)
     text = str(explain(x, x, x, backend="triton"))
@@ -57,8 +60,8 @@ def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
     x, packed = q(dim=64), torch.randn(9, 2, 16)
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     with torch.autocast("cpu", torch.bfloat16):
-        lowered = explain(x, x, x, backend="triton")
-    assert lowered == explain(*(x.bfloat16(),) * 3, backend="triton")
+        half = explain(x, x, x, backend="triton")
+    assert half == explain(*(x.bfloat16(),) * 3, backend="triton")
     boundaries = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
     kernels_of = explain(packed, packed, packed, backend="triton", **boundaries).tiles
     assert len(kernels_of) == 3
@@ -67,12 +70,12 @@ def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
     assert explain(packed, packed, packed, is_causal=True, **boundaries).backend == "aten"
 
 
-def test_precision_follows_torch_s_own_switch():
-    from flashattn2.dispatch import choose
-    from flashattn2.problem import Score
+def test_precision_follows_the_setting_of_torch():
+    from flashattn2.dispatch import select_backend
+    from flashattn2.spec import AttentionSpec
 
     def chosen():
-        return choose(q(), q(), q(), Score(1.0)).method.precision
+        return select_backend(q(), q(), q(), AttentionSpec(1.0)).method.precision
 
     assert chosen() == "ieee"
     torch.set_float32_matmul_precision("high")
@@ -82,7 +85,7 @@ def test_precision_follows_torch_s_own_switch():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_it_says_where_a_precision_has_no_tile_and_another_runs(monkeypatch):
+def test_explanation_names_a_precision_without_a_tile(monkeypatch):
     from flashattn2.kernels import configs, launch
 
     monkeypatch.setattr(
@@ -103,7 +106,7 @@ def test_it_says_where_a_precision_has_no_tile_and_another_runs(monkeypatch):
     assert text.count("ieee products since tf32x3 has no tile") == 3
 
 
-def test_a_left_window_and_a_softcap_together_run_in_the_tile_made_for_them(monkeypatch):
+def test_left_window_or_softcap_selects_the_rich_tile(monkeypatch):
     from flashattn2.kernels import configs, launch
 
     monkeypatch.setattr(
@@ -121,7 +124,7 @@ def test_a_left_window_and_a_softcap_together_run_in_the_tile_made_for_them(monk
         assert f"dkdv: {block_m} queries by {block_n} keys" in tile
 
 
-def test_so_do_splits(monkeypatch):
+def test_splits_select_the_rich_tile(monkeypatch):
     from flashattn2.kernels import configs, launch
 
     monkeypatch.setattr(
@@ -133,3 +136,23 @@ def test_so_do_splits(monkeypatch):
     block_m, block_n, *_ = configs.RICH["tma", "half", "dkdv"][64]
     assert f"dkdv: {block_m} queries by {block_n} keys" in tile
     assert "2 splits" in tile
+
+
+def test_sdpa_arguments_that_torch_computes_are_explained():
+    x = q()
+    explanation = explain(x, x, x, attn_mask=torch.ones(8, 8, dtype=torch.bool))
+    assert explanation.backend == "torch.nn.functional"
+    assert "reads no mask tensor" in explanation.reason
+    assert "has no dropout" in explain(x, x, x, dropout_p=0.1).reason
+
+
+def test_auto_does_not_select_the_kernels_on_rocm(monkeypatch):
+    from flashattn2 import dispatch
+    from flashattn2.spec import AttentionSpec
+
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(dispatch, "_find_triton_device_obstacle", lambda _: None)
+    x = torch.empty(1, 2, 8, 16, device="meta")
+    method, reason = dispatch.select_backend(x, x, x, AttentionSpec(1.0))
+    assert method.backend == "torch"
+    assert "ROCm" in reason

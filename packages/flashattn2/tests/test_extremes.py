@@ -1,4 +1,4 @@
-"""What lies at the edge: huge windows, many heads, no heads, no data, no NVIDIA."""
+"""Extreme inputs: huge windows, many heads, no heads, no data, no NVIDIA GPU."""
 
 import itertools
 import subprocess
@@ -20,7 +20,7 @@ HUGE = (2**30, 2**31 - 20, 2**31 - 1, 2**31, 2**32 + 3, sys.maxsize, 2**70)
     ("backend", "bound"),
     [*itertools.product(("torch", "auto"), HUGE), ("triton", 2**31 - 1), ("triton", sys.maxsize)],
 )
-def test_a_bound_beyond_every_key_is_no_bound(interpreter, backend, bound):
+def test_a_bound_beyond_every_key_hides_nothing(interpreter, backend, bound):
     q, k, v = tensors("more keys", 16)
     grads = torch.randn_like(q), torch.randn(q.shape[:-1])
 
@@ -35,14 +35,14 @@ def test_a_bound_beyond_every_key_is_no_bound(interpreter, backend, bound):
 
 
 @pytest.mark.parametrize("bound", [2**30 - 1, 2**29])
-def test_the_largest_bounds_that_reach_a_kernel_hide_nothing_either(interpreter, bound):
+def test_the_largest_bounds_of_a_kernel_hide_nothing(interpreter, bound):
     q, k, v = tensors("fewer keys", 16)
     for window in ((bound, None), (None, bound), bound):
         out = flash_attention(q, k, v, window=window, backend="triton")
         torch.testing.assert_close(out, attention_reference(q, k, v), atol=1e-5, rtol=1e-5)
 
 
-def test_a_bound_may_be_numpy_s_integer_or_a_list_and_packed():
+def test_window_accepts_numpy_integers_and_lists():
     numpy = pytest.importorskip("numpy")
     q, k, v = tensors("square", 16)
     expected = attention_reference(q, k, v, window=(3, 5))
@@ -58,10 +58,10 @@ def test_a_bound_may_be_numpy_s_integer_or_a_list_and_packed():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("splits", [1, 16])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_every_grid_is_within_cuda_s_limits(
+def test_every_grid_is_within_the_limits_of_cuda(
     interpreter, monkeypatch, packed, splits, deterministic
 ):
-    """65,535 programs at most on all axes but the first, whatever the batch and the heads."""
+    """At most 65,535 programs on all axes but the first, for any batch and heads."""
     from triton.runtime import interpreter as of_triton
 
     interpreter(splits=1 if packed else splits)
@@ -125,7 +125,7 @@ def test_meta_tensors_give_shapes_forward_and_backward():
     assert packed.grad.shape == packed.shape
 
 
-def test_on_amd_nothing_is_asked_for_that_triton_has_only_for_nvidia(monkeypatch):
+def test_plans_for_amd_use_no_nvidia_features(monkeypatch):
     properties = types.SimpleNamespace(
         name="MI300", major=9, minor=4, shared_memory_per_block=64 * 1024, multi_processor_count=304
     )
@@ -136,13 +136,15 @@ def test_on_amd_nothing_is_asked_for_that_triton_has_only_for_nvidia(monkeypatch
     launch.device_of.cache_clear()
     assert not gpu.has_tma
     monkeypatch.setattr(launch, "device_of", lambda _: gpu)
-    from flashattn2.problem import Score
+    from flashattn2.spec import AttentionSpec
 
     for (_, kind, kernel), dims in configs.TILES.items():
         dtype = torch.bfloat16 if kind == "half" else torch.float32
         for dim in dims:
             x = torch.empty(1, 1, 512, dim, dtype=dtype)
-            plan = launch.plan(kernel, kind, Score(1.0, left=9, softcap=2.0), x, x, x, packed=False)
+            plan = launch.plan(
+                kernel, kind, AttentionSpec(1.0, left=9, softcap=2.0), x, x, x, packed=False
+            )
             assert not plan.tma
             assert dtype == torch.bfloat16 or plan.precision == "ieee"
             assert "maxnreg" not in plan.tile.compiler_options
@@ -150,8 +152,8 @@ def test_on_amd_nothing_is_asked_for_that_triton_has_only_for_nvidia(monkeypatch
             assert buffers <= 64 * 1024 or max(plan.tile.block_m, plan.tile.block_n) == 16
 
 
-def test_the_import_warns_of_nothing():
-    """NumPy, without which torch itself would, is among the dependencies."""
+def test_import_has_no_warnings():
+    """Torch warns without NumPy, which is a dependency."""
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", "import flashattn2"],
         capture_output=True, text=True,

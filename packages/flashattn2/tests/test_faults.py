@@ -1,4 +1,4 @@
-"""Input that cannot be right is a ValueError that names the argument, the value and the remedy."""
+"""Invalid input raises an error that names the argument, the value and the remedy."""
 
 import inspect
 from typing import Literal, get_overloads
@@ -24,36 +24,36 @@ KV = torch.zeros(1, 2, 8, 16)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": Q[0, 0]}, r"q has 2 dimensions, shape \(8, 16\); give \(batch, heads, seq, dim\)"),
-        ({"q": Q[0]}, r"q has 3 dimensions and k 4"),
-        ({"v": KV[:, :, :7]}, r"k has shape \(1, 2, 8, 16\) and v \(1, 2, 7, 16\)"),
-        ({"q": Q.expand(2, -1, -1, -1)}, r"q has batch 2 and k 1; .*expand\(\)"),
-        ({"q": Q[..., :8]}, r"q has head dim 8 and k 16"),
+        ({"q": Q[0, 0]}, r"\(batch, heads, seq, dim\) or .* got 2 dimensions, shape \(8, 16\)"),
+        ({"q": Q[0]}, r"got 3 for q and 4 for k"),
+        ({"v": KV[:, :, :7]}, r"got shape \(1, 2, 8, 16\) and \(1, 2, 7, 16\)"),
+        ({"q": Q.expand(2, -1, -1, -1)}, r"got batch 2 for q and 1 for k; expand\(\)"),
+        ({"q": Q[..., :8]}, r"got head dim 8 for q and 16 for k"),
         ({"k": KV.half()}, r"dtype torch.float32 and k torch.float16; .*k.to\(q.dtype\)"),
         ({"v": KV.to("meta")}, r"q has device cpu and v meta; .*v.to\(q.device\)"),
-        ({"q": Q[:, :3]}, r"3 query heads .* 2 key heads; .* heads % kv_heads == 0"),
-        (dict.fromkeys("qkv", Q.int()), r"dtype torch.int32 is not one of float64"),
+        ({"q": Q[:, :3]}, r"heads % kv_heads == 0, got 3 query heads and 2 key heads"),
+        (dict.fromkeys("qkv", Q.int()), r"expected float64, .* got dtype torch.int32"),
         (dict.fromkeys("qkv", Q[..., :0]), r"head dim 0"),
-        ({"k": KV.to_sparse()}, r"k has layout torch.sparse_coo; give a dense tensor"),
-        ({"scale": 0.0}, r"scale 0.0 must be positive and finite"),
-        ({"scale": float("nan")}, r"scale nan must be positive"),
-        ({"softcap": -1.0}, r"softcap -1.0 must be positive"),
-        ({"softcap": float("inf")}, r"softcap inf must be positive and finite"),
-        ({"window": -1}, r"window -1: .* an int >= 0, or None"),
-        ({"window": (3, -2)}, r"window \(3, -2\)"),
-        ({"window": (1, 2, 3)}, r"window \(1, 2, 3\) has 3 sides"),
-        ({"window": 1.5}, r"window 1.5"),
+        ({"k": KV.to_sparse()}, r"k to be a dense tensor, got layout torch.sparse_coo"),
+        ({"scale": 0.0}, r"scale to be positive and finite, .* got 0.0"),
+        ({"scale": float("nan")}, r"scale to be positive and finite, .* got nan"),
+        ({"softcap": -1.0}, r"softcap to be positive and finite, .* got -1.0"),
+        ({"softcap": float("inf")}, r"softcap to be positive and finite, .* got inf"),
+        ({"window": -1}, r"window to be an int >= 0, .* got -1"),
+        ({"window": (3, -2)}, r"got \(3, -2\)"),
+        ({"window": (1, 2, 3)}, r"got \(1, 2, 3\) with 3 sides"),
+        ({"window": 1.5}, r"window to be an int >= 0, .* got 1.5"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 @pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
-def test_wrong_tensors_and_options(function, change, message):
+def test_wrong_tensors_and_options_are_refused(function, change, message):
     arguments = {"q": Q, "k": KV, "v": KV, **change}
     with pytest.raises(ValueError, match=message):
         function(**arguments)
 
 
-def test_a_signature_that_was_checked_once_vouches_for_no_other():
+def test_checked_signature_does_not_skip_checks_of_another():
     flash_attention(Q, KV, KV, window=1, scale=1.0)
     flash_attention(Q, KV, KV, window=1, scale=1.0)
     for wrong, error in (
@@ -71,9 +71,9 @@ def test_a_signature_that_was_checked_once_vouches_for_no_other():
                 flash_attention(**{"q": Q, "k": KV, "v": KV, "window": 1, "scale": 1.0, **wrong})
 
 
-def test_what_torch_s_precision_asks_for_is_asked_anew(interpreter):
-    seen, run = [], attention.attention
-    with mock.patch.object(attention, "attention", lambda *a: seen.append(a[-1]) or run(*a)):
+def test_plan_follows_changes_of_the_torch_precision(interpreter):
+    seen, run = [], attention.run_attention
+    with mock.patch.object(attention, "run_attention", lambda *a: seen.append(a[-1]) or run(*a)):
         try:
             for precision in ("highest", "high", "highest"):
                 torch.set_float32_matmul_precision(precision)
@@ -87,42 +87,44 @@ NO_TENSORS = (None, [[1.0]], Q.numpy(), 3.0)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("given", NO_TENSORS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
-def test_what_is_no_tensor(function, name, given):
-    with pytest.raises(TypeError, match=rf"{name} is a .*{type(given).__name__}; .*as_tensor"):
-        function(**{"q": Q, "k": KV, "v": KV, name: given})
+def test_other_types_than_tensors_are_refused(function, name, value):
+    with pytest.raises(
+        TypeError, match=rf"{name} to be a .*, got .*{type(value).__name__}; .*as_tensor"
+    ):
+        function(**{"q": Q, "k": KV, "v": KV, name: value})
 
 
-@pytest.mark.parametrize("given", NO_TENSORS, ids=lambda x: type(x).__name__)
-def test_what_is_no_tensor_packed_or_in_the_paper_s_functions(given):
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda x: type(x).__name__)
+def test_other_types_are_refused_by_packed_and_paper_functions(value):
     q, cu = torch.zeros(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
-    for place in range(5):
+    for index in range(5):
         arguments = [q, q, q, cu, cu]
-        arguments[place] = given
-        with pytest.raises(TypeError, match=r"give a torch\.Tensor"):
+        arguments[index] = value
+        with pytest.raises(TypeError, match=r"to be a torch\.Tensor"):
             flash_attention_varlen(*arguments)
-    for place in range(3):
+    for index in range(3):
         arguments = [Q[0], Q[0], Q[0]]
-        arguments[place] = given
-        with pytest.raises(TypeError, match=r"give a torch\.Tensor"):
+        arguments[index] = value
+        with pytest.raises(TypeError, match=r"to be a torch\.Tensor"):
             FlashAttentionTorch.apply(*arguments)
-    with pytest.raises(TypeError, match="cu_seqlens_k is a NoneType"):
+    with pytest.raises(TypeError, match=r"cu_seqlens_k to be a torch\.Tensor, got NoneType"):
         explain(q, q, q, cu_seqlens_q=cu)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scale": "0.3"}, r"scale '0.3' is no number; give a float, or None for 1/sqrt"),
-        ({"scale": torch.tensor(0.3)}, r"scale tensor\(0.3000\) is no number"),
-        ({"softcap": [2.0]}, r"softcap \[2.0\] is no number; give a float, or None for no cap"),
-        ({"is_causal": None}, "is_causal None is not a bool; give True or False"),
-        ({"is_causal": "yes"}, "is_causal 'yes' is not a bool"),
+        ({"scale": "0.3"}, r"scale to be a float, or None for 1/sqrt.* got '0.3'"),
+        ({"scale": torch.tensor(0.3)}, r"scale to be a float, .* got tensor\(0.3000\)"),
+        ({"softcap": [2.0]}, r"softcap to be a float, or None for no cap, got \[2.0\]"),
+        ({"is_causal": None}, "is_causal to be True or False, got None"),
+        ({"is_causal": "yes"}, "is_causal to be True or False, got 'yes'"),
     ],
 )
 @pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
-def test_options_of_another_type(function, options, message):
+def test_options_of_wrong_types_are_refused(function, options, message):
     with pytest.raises(TypeError, match=message):
         function(Q, KV, KV, **options)
 
@@ -130,15 +132,15 @@ def test_options_of_another_type(function, options, message):
 @pytest.mark.parametrize(
     ("dim", "options", "message"),
     [
-        (16, {"backend": "cuda"}, r"backend 'cuda' is not one of auto, triton, gluon, aten, torch"),
-        (16, {"precision": "fp8"}, "precision 'fp8' is not one of ieee, tf32x3, tf32"),
-        (300, {"backend": "triton"}, r'head dim 300 is above 256, .* use backend="torch"'),
-        (12, {"backend": "triton"}, r"head dim 12 is not a multiple of 8 from 16 to 256"),
+        (16, {"backend": "cuda"}, r"one of auto, triton, gluon, aten, torch, got 'cuda'"),
+        (16, {"precision": "fp8"}, "one of ieee, tf32x3, tf32, got 'fp8'"),
+        (300, {"backend": "triton"}, r'head_dim <= 256, got head dim 300; pass backend="torch"'),
+        (12, {"backend": "triton"}, r"a multiple of 8 from 16 to 256, got head dim 12"),
         (16, {"backend": "aten", "window": 3}, "it has no window"),
         (16, {"backend": "aten", "softcap": 3.0}, "no softcap"),
     ],
 )
-def test_a_backend_that_cannot_take_the_input(dim, options, message):
+def test_unsupported_input_of_a_backend_is_refused(dim, options, message):
     q = torch.zeros(1, 1, 4, dim)
     with pytest.raises(ValueError, match=message):
         flash_attention(q, q, q, **options)
@@ -169,23 +171,23 @@ def test_triton_has_no_float64():
 
 
 @pytest.mark.parametrize("function", [FlashAttentionTorch, FlashAttentionTriton])
-def test_the_paper_s_functions_take_three_dimensions(function):
-    with pytest.raises(ValueError, match=r"give \(batch, seq, dim\)"):
+def test_paper_functions_need_three_dimensions(function):
+    with pytest.raises(ValueError, match=r"expected Q to be \(batch, seq, dim\)"):
         function.apply(Q, Q, Q)
 
 
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "message"),
     [
-        ([0, 3, 8], [0, 8], "bounds 2 sequences and cu_seqlens_k 1"),
-        ([0, 5, 3, 8], [0, 1, 2, 8], r"cu_seqlens_q is \[0, 5, 3, 8\]; .* never fall"),
-        ([1, 8], [0, 8], r"cu_seqlens_q is \[1, 8\]; cu_seqlens_q must start at 0"),
-        ([0, 8], [0, 9], r"cu_seqlens_k is \[0, 9\]; .* end at 8"),
-        ([0], [0], r"cu_seqlens_q is \[0\]; .* end at 8"),
-        ([], [], r"cu_seqlens_q is torch.int32 of shape \(0,\)"),
+        ([0, 3, 8], [0, 8], "got 2 in cu_seqlens_q and 1 in cu_seqlens_k"),
+        ([0, 5, 3, 8], [0, 1, 2, 8], r"cu_seqlens_q must .* never fall, .* got \[0, 5, 3, 8\]"),
+        ([1, 8], [0, 8], r"cu_seqlens_q must start at 0, .* got \[1, 8\]"),
+        ([0, 8], [0, 9], r"cu_seqlens_k must .* end at 8, .* got \[0, 9\]"),
+        ([0], [0], r"cu_seqlens_q must .* end at 8, .* got \[0\]"),
+        ([], [], r"cu_seqlens_q to be int32 .* got torch.int32 of shape \(0,\)"),
     ],
 )
-def test_malformed_boundaries(cu_q, cu_k, message):
+def test_malformed_boundaries_are_refused(cu_q, cu_k, message):
     q = torch.zeros(8, 2, 16)
     boundaries = (torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k))
     with pytest.raises(ValueError, match=message):
@@ -194,9 +196,9 @@ def test_malformed_boundaries(cu_q, cu_k, message):
 
 def test_boundaries_are_int32_and_packed_input_has_three_dimensions():
     q, cu = torch.zeros(8, 2, 16), torch.tensor([0, 8])
-    with pytest.raises(ValueError, match=r"cu_seqlens_q is torch\.int64"):
+    with pytest.raises(ValueError, match=r"cu_seqlens_q to be int32 .* got torch\.int64"):
         flash_attention_varlen(q, q, q, cu, cu)
-    with pytest.raises(ValueError, match=r"give \(total, heads, dim\)"):
+    with pytest.raises(ValueError, match=r"expected q to be \(total, heads, dim\)"):
         flash_attention_varlen(q[None], q[None], q[None], cu.int(), cu.int())
 
 

@@ -30,8 +30,8 @@ THEIRS = (
 )  # fmt: skip
 # Tests of what lies below their Python interface.
 PRIVATE = ("varlen_paged_kv_num_splits", "generator_arg_must_be_none")
-# What flashattn2 refuses or does not have: dropout, biases, rotary embeddings, keys that start late
-# and pages of packed sequences.  A test with one of these is drawn with the value that is ours.
+# flashattn2 does not support dropout, biases, rotary embeddings, keys that start late and pages of
+# packed sequences.  Tests with such an argument run with the value that flashattn2 supports.
 OURS = {"dropout_p": 0.0, "alibi": False, "rotary_fraction": 0.0, "has_leftpad": False}
 # A repetition shows on a GPU what depends on the order of its programs.
 SUBSTITUTES = {'"cuda"': '"cpu"', "range(250)": "range(2)", "range(50)": "range(2)"}
@@ -46,48 +46,95 @@ def options(scale, causal, window, softcap, deterministic=True):
 
 
 def interface(backend):
-    """Their functions, `(batch, seq, heads, dim)`, on ours."""
+    """Return the functions of flash-attention, implemented with ours."""
 
     def dense(
-        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
-        softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+    ):
         assert not dropout_p
         assert alibi_slopes is None
         out, lse = flash_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), return_lse=True, backend=backend,
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            return_lse=True,
+            backend=backend,
             **options(softmax_scale, causal, window_size, softcap, deterministic),
-        )  # fmt: skip
+        )
         out = out.transpose(1, 2)
         return (out, lse, None) if return_attn_probs else out
 
     def varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-        deterministic=False, return_attn_probs=False, block_table=None,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
         assert not dropout_p
         assert alibi_slopes is block_table is None
         out, lse = flash_attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, backend=backend,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            return_lse=True,
+            backend=backend,
             **options(softmax_scale, causal, window_size, softcap, deterministic),
-        )  # fmt: skip
+        )
         return (out, lse, None) if return_attn_probs else out
 
     def cached(
-        q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
-        alibi_slopes=None, num_splits=0,
-    ):  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        rotary_interleaved=True,
+        alibi_slopes=None,
+        num_splits=0,
+    ):
         assert rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is None
-        given = options(softmax_scale, causal, window_size, softcap)
-        del given["deterministic"]
+        arguments = options(softmax_scale, causal, window_size, softcap)
+        del arguments["deterministic"]
         try:
             out = flash_attention_with_kvcache(
                 *(x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v)),
-                cache_seqlens=cache_seqlens, block_table=block_table, backend=backend, **given,
-            )  # fmt: skip
+                cache_seqlens=cache_seqlens,
+                block_table=block_table,
+                backend=backend,
+                **arguments,
+            )
         except ValueError as error:
             raise RuntimeError(str(error)) from error
         return out.transpose(1, 2)
@@ -106,19 +153,21 @@ def interface(backend):
 
 
 def unpad_input(x, mask):
-    """The rows that a mask `(batch, seq)` keeps, where they were, and each sequence's bounds."""
+    """Return the rows that a mask `(batch, seq)` selects, their indices and the boundaries."""
     lengths = mask.sum(1, dtype=torch.int32)
-    kept = mask.flatten().nonzero().flatten()
+    indices = mask.flatten().nonzero().flatten()
     bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return x.flatten(0, 1)[kept], kept, bounds, int(lengths.max()), lengths
+    return x.flatten(0, 1)[indices], indices, bounds, int(lengths.max()), lengths
 
 
-def pad_input(x, kept, batch, seq):
-    return x.new_zeros(batch * seq, *x.shape[1:]).index_copy(0, kept, x).unflatten(0, (batch, seq))
+def pad_input(x, indices, batch, seq):
+    return (
+        x.new_zeros(batch * seq, *x.shape[1:]).index_copy(0, indices, x).unflatten(0, (batch, seq))
+    )
 
 
 def theirs(backend="auto"):
-    """Their file's names, its functions on ours."""
+    """Return the names of flash-attention's test file, linked to our functions."""
     pytest.importorskip("einops", reason="flash-attention's tests use einops")
     names = {
         "flash_attn": interface(backend),
@@ -138,21 +187,21 @@ def theirs(backend="auto"):
         assert written in text
         text = text.replace(written, meant)
     gpu = SimpleNamespace(total_memory=2**40)
-    found = {"__name__": "theirs"}
+    results = {"__name__": "theirs"}
     with (
         mock.patch.dict(sys.modules, modules),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
     ):
-        exec(compile(text, FILE, "exec"), found)
-    found["torch"] = SimpleNamespace(
+        exec(compile(text, FILE, "exec"), results)
+    results["torch"] = SimpleNamespace(
         **{name: getattr(torch, name) for name in dir(torch) if name != "cuda"},
         cuda=SimpleNamespace(get_device_properties=lambda _: gpu),
     )
-    return found
+    return results
 
 
 def drawn(test, count, largest):
-    """So many of a test's combinations, those that are ours and no larger."""
+    """Draw combinations of a test that flashattn2 supports, up to a size."""
     marks = [mark.args for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
     draw, cases = random.Random(test.__name__), []
     for _ in range(20000):
@@ -191,16 +240,16 @@ def run(backend, name, count, largest, may=lambda case: True):
     assert ran >= len(cases) / 3
 
 
-def test_every_test_of_theirs_is_run_or_named():
+def test_every_flash_attn_test_is_run_or_listed():
     names = {name.removeprefix("test_flash_attn_") for name in theirs() if name.startswith("test_")}
     assert names == {*THEIRS, *PRIVATE}
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_their_tests_pass_on_a_cpu(name):
+def test_flash_attn_tests_pass_on_a_cpu(name):
     run("auto", name, 15, 2**23)
 
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name != "race_condition"])
-def test_their_tests_pass_on_the_kernels_in_the_interpreter(interpreter, name):
+def test_flash_attn_tests_pass_on_interpreted_kernels(interpreter, name):
     run("triton", name, 3, 2**20, lambda case: case.get("d", 64) % 8 == 0)

@@ -1,7 +1,7 @@
-"""A judge that nobody here wrote: torch's FlexAttention, in the cases that its own tests have.
+"""An independent reference: torch's FlexAttention, in the cases of its test suite.
 
-It has no backward on a CPU: output and log-sum-exp are compared.  What it is asked for is written
-in its own way, a function of two positions, with nothing of ours in between.
+FlexAttention has no backward pass on a CPU, so outputs and log-sum-exps are compared.  Its masks
+are written as functions of two positions, without code of flashattn2.
 """
 
 import pytest
@@ -30,20 +30,26 @@ def band(left, right, shift):
 
 
 def judged(q, k, v, *, softcap=None, mask=None, **options):
-    """Its output and log-sum-exp."""
+    """Return the output and log-sum-exp of FlexAttention."""
     block_mask = None
     if mask is not None:
         block_mask = create_block_mask(
             mask, None, None, q.shape[2], k.shape[2], device="cpu", BLOCK_SIZE=32
         )
 
-    def cap(score, b, h, i, j):
-        return softcap * torch.tanh(score / softcap)
+    def cap(spec, b, h, i, j):
+        return softcap * torch.tanh(spec / softcap)
 
     out, aux = flex_attention(
-        q, k, v, score_mod=cap if softcap else None, block_mask=block_mask,
-        enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True), **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        score_mod=cap if softcap else None,
+        block_mask=block_mask,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+        **options,
+    )
     return out, aux.lse
 
 
@@ -65,24 +71,28 @@ def same(ours, theirs):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_it_computes_the_same(heads, seq, dims, strided, options, backend):
+def test_attention_equals_flex_attention(heads, seq, dims, strided, options, backend):
     q_shape, k_shape = (2, heads[0], seq[0], dims[0]), (2, heads[1], seq[1], dims[0])
-    made = q_shape, k_shape, (*k_shape[:3], dims[1])
+    shapes = q_shape, k_shape, (*k_shape[:3], dims[1])
     if strided:
-        q, k, v = (torch.randn(b, s, h, d).transpose(1, 2) for b, h, s, d in made)
+        q, k, v = (torch.randn(b, s, h, d).transpose(1, 2) for b, h, s, d in shapes)
     else:
-        q, k, v = (torch.randn(shape) for shape in made)
+        q, k, v = (torch.randn(shape) for shape in shapes)
     shift = seq[1] - seq[0]
     options = dict(options)
     causal, window = options.pop("causal", False), options.pop("window", None)
-    mask = band(10**6, 0, shift) if causal else band(*window, shift) if window else None
+    mask = None
+    if causal:
+        mask = band(10**6, 0, shift)
+    elif window:
+        mask = band(*window, shift)
     ours = flash_attention(
         q, k, v, is_causal=causal, window=window, return_lse=True, backend=backend, **options
     )
     same(ours, judged(q, k, v, mask=mask, **options))
 
 
-def test_packed_sequences_are_its_documents():
+def test_packed_sequences_equal_flex_attention_documents():
     lengths = torch.tensor([17, 1, 64, 46])
     document = torch.repeat_interleave(torch.arange(4), lengths)
     q, k, v = (torch.randn(1, 4, 128, 32) for _ in "qkv")
@@ -99,13 +109,14 @@ def test_packed_sequences_are_its_documents():
         same((ours.transpose(0, 1)[None], lse[None]), judged(q, k, v, mask=mask))
 
 
-def test_rows_that_see_no_key():
-    q, k, v = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 25, 16), torch.randn(1, 2, 25, 16)
+def test_rows_that_see_no_key_have_zero_output_and_gradient():
+    q = torch.randn(1, 2, 40, 16)
+    k, v = torch.randn(2, 1, 2, 25, 16)
     ours = flash_attention(q, k, v, is_causal=True, return_lse=True)
     same(ours, judged(q, k, v, mask=band(10**6, 0, -15)))
 
 
-def test_a_paged_cache_is_its_own():
+def test_paged_cache_equals_flex_attention():
     from torch.nn.attention.experimental._paged_attention import PagedAttention
 
     lengths, page = [70, 33, 128], 16
@@ -118,9 +129,13 @@ def test_a_paged_cache_is_its_own():
     flat_k, flat_v = (torch.zeros(1, 2, (pages + 4) * page, 16) for _ in "kv")
     for b, n in enumerate(lengths):
         cache.assign(
-            torch.tensor([b]), torch.arange(n)[None], k[b : b + 1, :, :n], v[b : b + 1, :, :n],
-            flat_k, flat_v,
-        )  # fmt: skip
+            torch.tensor([b]),
+            torch.arange(n)[None],
+            k[b : b + 1, :, :n],
+            v[b : b + 1, :, :n],
+            flat_k,
+            flat_v,
+        )
     # Theirs is one row of pages, ours a tensor of them.
     ours_k, ours_v = (
         x[0].unflatten(1, (pages + 4, page)).transpose(0, 1) for x in (flat_k, flat_v)

@@ -1,4 +1,4 @@
-"""The Gluon kernel: its lines run in Python, its schedules explored, its code compiled."""
+"""The Gluon kernels: lines executed in Python, schedules explored, code compiled."""
 
 import json
 import math
@@ -19,7 +19,8 @@ from flashattn2 import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from flashattn2.gluon import backward, forward
+from flashattn2.experimental import gluon_backward as backward
+from flashattn2.experimental import gluon_forward as forward
 from gluon_machine import Machine
 from gluon_schedules import explore
 from triton.experimental.gluon import language as gl
@@ -27,19 +28,19 @@ from triton.experimental.gluon import language as gl
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`backend="gluon"` on CPU tensors: its launches end in a `Machine`."""
-    found = Machine("forward_kernel")
-    monkeypatch.setattr(forward, "forward_kernel", found)
-    monkeypatch.setattr(dispatch, "_why_no_gluon_on", lambda _: None)
-    return found
+    """Run `backend="gluon"` on CPU tensors in a `Machine`."""
+    kernel = Machine("forward_kernel")
+    monkeypatch.setattr(forward, "forward_kernel", kernel)
+    monkeypatch.setattr(dispatch, "_find_gluon_device_obstacle", lambda _: None)
+    return kernel
 
 
 @pytest.fixture
 def back(machine, interpreter, monkeypatch):
-    """The same for the backward pass."""
-    found = Machine("backward_kernel")
-    monkeypatch.setattr(backward, "backward_kernel", found)
-    return found
+    """Run the backward pass of `backend="gluon"` in a `Machine`."""
+    kernel = Machine("backward_kernel")
+    monkeypatch.setattr(backward, "backward_kernel", kernel)
+    return kernel
 
 
 def tensors(seq_q, seq_k, dim, dtype=torch.bfloat16, heads=2, kv_heads=1, batch=1):
@@ -49,7 +50,7 @@ def tensors(seq_q, seq_k, dim, dtype=torch.bfloat16, heads=2, kv_heads=1, batch=
 
 
 def errors(q, k, v, **options):
-    """The largest errors of output and log-sum-exp, ours and those of plain float32 scores."""
+    """Return the largest errors of the output and log-sum-exp, ours and those of plain PyTorch."""
     wide = [x.double() for x in (q, k, v)]
     exact, exact_lse = attention_reference(*wide, return_lse=True, **options)
     out, lse = flash_attention(q, k, v, return_lse=True, backend="gluon", **options)
@@ -74,8 +75,8 @@ BANDS = {
 
 @pytest.mark.parametrize("lengths", [(129, 400), (300, 129), (1, 257)], ids=str)
 @pytest.mark.parametrize("band", BANDS)
-def test_its_lines_are_attention(machine, band, lengths):
-    """Against float64: half a unit in the last place of P and of the output."""
+def test_gluon_lines_compute_attention(machine, band, lengths):
+    """Errors against float64 are half a unit in the last place of P and of the output."""
     for dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
         ours, exact = errors(*tensors(*lengths, dim, dtype), **BANDS[band])
         assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
@@ -83,7 +84,7 @@ def test_its_lines_are_attention(machine, band, lengths):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(100))
-def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
+def test_gluon_lines_compute_attention_in_random_cases(machine, seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
 
@@ -94,9 +95,12 @@ def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
     inputs = tensors(
         draw.choice([1, 64, 128, draw.randint(1, 300)]),
         draw.choice([1, 128, 256, draw.randint(1, 600)]),
-        draw.choice([64, 128]), dtype, kv_heads * draw.choice([1, 3]), kv_heads,
+        draw.choice([64, 128]),
+        dtype,
+        kv_heads * draw.choice([1, 3]),
+        kv_heads,
         draw.choice([1, 2]),
-    )  # fmt: skip
+    )
     window, scale = draw.choice([None, (side(), side())]), draw.choice([None, 0.3])
     ours, exact = errors(*inputs, is_causal=draw.random() < 0.4, window=window, scale=scale)
     assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
@@ -105,8 +109,8 @@ def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
 @pytest.mark.parametrize("lengths", [(129, 300), (200, 150)], ids=str)
 @pytest.mark.parametrize("band", BANDS)
-def test_its_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
-    """Of queries that see no key too, and of the log-sum-exp."""
+def test_gluon_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
+    """Gradients of queries that see no key, and of the log-sum-exp, are included."""
 
     def run(*args, **options):
         return flash_attention(*args, backend="gluon", deterministic=deterministic, **options)
@@ -118,7 +122,7 @@ def test_its_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(100))
-def test_its_gradients_are_as_good_as_plain_in_cases_drawn_at_random(back, seed):
+def test_gluon_gradients_are_as_good_as_plain_in_random_cases(back, seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
 
@@ -129,16 +133,21 @@ def test_its_gradients_are_as_good_as_plain_in_cases_drawn_at_random(back, seed)
     inputs = tensors(
         draw.choice([1, 64, 128, draw.randint(1, 300)]),
         draw.choice([16, 128, 256, draw.randint(16, 400)]),
-        draw.choice([64, 128]), draw.choice([torch.bfloat16, torch.float16]),
-        kv_heads * draw.choice([1, 3]), kv_heads, draw.choice([1, 2]),
-    )  # fmt: skip
+        draw.choice([64, 128]),
+        draw.choice([torch.bfloat16, torch.float16]),
+        kv_heads * draw.choice([1, 3]),
+        kv_heads,
+        draw.choice([1, 2]),
+    )
     assert_as_good_as_plain(
         lambda *args, **options: flash_attention(
             *args, backend="gluon", deterministic=deterministic, **options
         ),
-        inputs, is_causal=draw.random() < 0.4, window=draw.choice([None, (side(), side())]),
+        inputs,
+        is_causal=draw.random() < 0.4,
+        window=draw.choice([None, (side(), side())]),
         scale=draw.choice([None, 0.3]),
-    )  # fmt: skip
+    )
 
 
 def test_any_strides_and_one_head_dimension(machine):
@@ -149,8 +158,8 @@ def test_any_strides_and_one_head_dimension(machine):
     assert torch.equal(flash_attention(q, gaps, v, backend="gluon"), expected)
     beside = v.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(flash_attention(q, k, beside, backend="gluon"), expected)
-    one = (x[:, 0] for x in (q, k, v))
-    assert torch.equal(flash_attention(*one, backend="gluon"), expected[:, 0])
+    single_head = (x[:, 0] for x in (q, k, v))
+    assert torch.equal(flash_attention(*single_head, backend="gluon"), expected[:, 0])
     repeated = k[:, :1].expand(-1, 2, -1, -1)
     assert torch.equal(
         flash_attention(q, repeated, v, backend="gluon"),
@@ -158,7 +167,7 @@ def test_any_strides_and_one_head_dimension(machine):
     )
 
 
-def test_nothing_is_read_or_left_where_nothing_is(machine):
+def test_nothing_is_read_outside_of_the_tensors(machine):
     for shape, keys in (((0, 2, 5, 64), 5), ((1, 2, 0, 64), 5), ((1, 2, 5, 64), 0)):
         q, k = (torch.randn(*shape[:2], n, 64).bfloat16() for n in (shape[2], keys))
         out, lse = flash_attention(q, k, k, return_lse=True, backend="gluon")
@@ -169,7 +178,7 @@ def test_nothing_is_read_or_left_where_nothing_is(machine):
 
 
 def one_program(machine, dim, tiles):
-    """That walks over so many tiles of keys."""
+    """Return a program that iterates over `tiles` tiles of keys."""
     q, k, v = tensors(128, 128 * tiles, dim, heads=1)
     flash_attention(q, k, v, backend="gluon")
     (program,) = machine.programs
@@ -178,7 +187,7 @@ def one_program(machine, dim, tiles):
 
 
 def one_program_back(back, dim, tiles, which):
-    """That so many tiles pass by; "ordered by key", "ordered by query" or "atomic"."""
+    """Return a program that streams `tiles` tiles; `which` names the kind of backward pass."""
     long, deterministic = backward.TILES[dim].rows * tiles, which != "atomic"
     lengths = (128, long) if which == "ordered by query" else (long, 128)
     inputs = [x.requires_grad_() for x in tensors(*lengths, dim, heads=1)]
@@ -192,8 +201,8 @@ def one_program_back(back, dim, tiles, which):
 @pytest.mark.parametrize(
     "dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128], ids="head dim {}".format
 )
-def test_no_schedule_deadlocks_or_touches_a_tile_too_early_or_too_late(machine, dim):
-    """Up to where each barrier has come back to the parity it began with."""
+def test_no_schedule_of_the_forward_pass_deadlocks_or_races(machine, dim):
+    """The number of tiles returns each barrier to its initial parity."""
     states = [
         explore(program.traces, program.arrivals)
         for tiles in range(1, 2 * forward.TILES[dim].stages + 2)
@@ -210,7 +219,7 @@ WHICH = ["ordered by query", "atomic"]
 @pytest.mark.parametrize(
     "which", [pytest.param("ordered by key", marks=pytest.mark.exhaustive), *WHICH]
 )
-def test_no_schedule_of_the_backward_pass_does_either(back, which, dim):
+def test_no_schedule_of_the_backward_pass_deadlocks_or_races(back, which, dim):
     states = [
         explore(program.traces, program.arrivals)
         for tiles in (1, 2, 2 * backward.TILES[dim].stages + 1)
@@ -221,13 +230,13 @@ def test_no_schedule_of_the_backward_pass_does_either(back, which, dim):
 
 
 def faults(traces):
-    """What one wrong line of the kernel would make of the traces, and what is wrong with it."""
+    """Yield the name of each injected fault and the traces of a kernel with it."""
 
     def is_at(op, kind, barrier):
         return op[0] == kind and (barrier is None or op[1][0] == barrier)
 
     def earlier(trace, kind, barrier):
-        """Each before what stands before it."""
+        """Move each operation before its predecessor."""
         trace = list(trace)
         for i in range(1, len(trace)):
             if is_at(trace[i], kind, barrier):
@@ -256,19 +265,19 @@ def faults(traces):
                 if change is None:
                     wrong = earlier(trace, kind, barrier)
                 else:
-                    made = (change(op) if is_at(op, kind, barrier) else [op] for op in trace)
-                    wrong = [op for ops in made for op in ops]
+                    changed = (change(op) if is_at(op, kind, barrier) else [op] for op in trace)
+                    wrong = [op for ops in changed for op in ops]
                 yield (
                     f"{kind} {barrier} of {who} {fault}",
                     [*traces[:who], wrong, *traces[who + 1 :]],
                 )
 
 
-def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
+def test_every_injected_barrier_fault_of_the_forward_pass_is_detected(machine):
     program = one_program(machine, 128, forward.TILES[128].stages + 2)
-    planted = dict(faults(program.traces))
-    assert len(planted) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
-    for fault, traces in planted.items():
+    injected = dict(faults(program.traces))
+    assert len(injected) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
+    for fault, traces in injected.items():
         with pytest.raises(RuntimeError):
             print(fault, explore(traces, program.arrivals))
 
@@ -276,11 +285,11 @@ def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
 @pytest.mark.parametrize(
     "which", [pytest.param("ordered by key", marks=pytest.mark.exhaustive), *WHICH]
 )
-def test_they_are_found_in_the_backward_pass_too(back, which):
+def test_every_injected_barrier_fault_of_the_backward_pass_is_detected(back, which):
     program = one_program_back(back, 128, backward.TILES[128].stages + 2, which)
-    planted = dict(faults(program.traces))
-    assert len(planted) == 3 * 2 + 3 + 2 + 2 + 3 * 3
-    for fault, traces in planted.items():
+    injected = dict(faults(program.traces))
+    assert len(injected) == 3 * 2 + 3 + 2 + 2 + 3 * 3
+    for fault, traces in injected.items():
         with pytest.raises(RuntimeError):
             print(fault, explore(traces, program.arrivals))
 
@@ -312,7 +321,7 @@ SAMPLE = [{"dim": 128, "dtype": "bf16", "left": False, "right": True}]
 @pytest.mark.parametrize(
     "jobs", [SAMPLE, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["sample", "exhaustive"]
 )
-def test_compiled_it_spills_nothing_and_multiplies_under_the_softmax(jobs):
+def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(jobs):
     for result in compiled(jobs):
         assert result["stack_bytes"] == 0, result
         assert result["local"] == 0, result
@@ -355,8 +364,8 @@ BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
     [BACK_SAMPLE, pytest.param(BACK, marks=pytest.mark.exhaustive)],
     ids=["sample", "exhaustive"],
 )
-def test_compiled_the_backward_pass_multiplies_under_its_exponentials(jobs):
-    """A few bytes do not fit into registers: 48 at most where dQ is made too, else 8."""
+def test_compiled_backward_overlaps_products_with_exponentials(jobs):
+    """At most 48 bytes are spilled if dQ is computed too, and 8 bytes otherwise."""
     for result in compiled(jobs):
         atomic = not result["deterministic"]
         assert result["stack_bytes"] <= (48 if atomic else 8), result
@@ -386,26 +395,26 @@ def test_compiled_the_backward_pass_multiplies_under_its_exponentials(jobs):
     ("change", "reason"),
     [
         ({"softcap": 2.0}, "it has no softcap"),
-        ({"return_max_logits": True}, "it does not keep the largest scores"),
-        ({"dim": 80}, "it is for head dims 64 and 128, the values' too, not 80 and 80"),
-        ({"dtype": torch.float32}, "it is for bfloat16 and float16, not torch.float32"),
-        ({"split_size": 64}, "split_size 64 is for the Triton kernels"),
+        ({"return_max_logits": True}, "it does not return the largest scores"),
+        ({"dim": 80}, "head dims of 64 or 128, equal for q and v, got 80 and 80"),
+        ({"dtype": torch.float32}, "expected bfloat16 or float16, got torch.float32"),
+        ({"split_size": 64}, "split_size applies to the Triton kernels, got split_size=64"),
     ],
 )
-def test_what_it_cannot_take_is_refused_with_the_reason(machine, change, reason):
+def test_unsupported_input_of_gluon_is_refused_with_the_reason(machine, change, reason):
     change = dict(change)
     x = torch.randn(1, 1, 4, change.pop("dim", 64), dtype=change.pop("dtype", torch.bfloat16))
     with pytest.raises(ValueError, match=reason):
         flash_attention(x, x, x, backend="gluon", **change)
 
 
-def test_it_is_for_hopper_dense_and_never_chosen_by_itself(machine, monkeypatch):
+def test_gluon_needs_hopper_and_dense_input_and_is_never_selected_by_auto(machine, monkeypatch):
     x = torch.randn(1, 1, 4, 64).bfloat16()
     cu = torch.tensor([0, 4], dtype=torch.int32)
     flat = x[0].transpose(0, 1)
-    with pytest.raises(ValueError, match="it takes neither packed sequences nor a cache"):
+    with pytest.raises(ValueError, match="it supports neither packed sequences nor a cache"):
         flash_attention_varlen(flat, flat, flat, cu, cu, backend="gluon")
-    with pytest.raises(ValueError, match="it takes neither packed sequences nor a cache"):
+    with pytest.raises(ValueError, match="it supports neither packed sequences nor a cache"):
         flash_attention_with_kvcache(x, x, x, cache_seqlens=4, backend="gluon")
     assert explain(x, x, x).backend == "aten"
     explanation = explain(x, x, x, backend="gluon")
@@ -415,10 +424,10 @@ def test_it_is_for_hopper_dense_and_never_chosen_by_itself(machine, monkeypatch)
     assert [tile.split(":")[0] for tile in explanation.tiles] == ["forward", "atomic"]
     assert "128 queries by 128 keys" in explanation.tiles[0]
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"GPUs of compute capability 9\.0; got cpu"):
+    with pytest.raises(ValueError, match=r"GPU of compute capability 9\.0, got cpu"):
         flash_attention(x, x, x, backend="gluon")
 
 
-def test_a_tile_s_layout_is_that_of_tma_and_wgmma():
+def test_layout_of_a_tile_is_that_of_tma_and_wgmma():
     for dtype in (torch.bfloat16, torch.float16):
         assert forward.layout(dtype) == gl.NVMMASharedLayout(128, 16, rank=4)

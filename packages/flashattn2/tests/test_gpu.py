@@ -1,4 +1,4 @@
-"""What only a GPU can show: the compiled kernels against float64, in every shipped configuration.
+"""Tests that need a GPU: the compiled kernels against float64, in every shipped configuration.
 
 `pytest -m gpu packages/flashattn2` needs torch, triton, numpy and pytest, and no more.
 """
@@ -19,7 +19,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Every buffer that the kernels do not fill shows up as NaN."""
+    """Fill new buffers with NaN, so that unwritten values are visible."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -55,7 +55,7 @@ def test_pairs_of_options_are_as_good_as_plain(dim):
         assert_as_good_as_plain(run(backend="triton"), tensors(dim, 257, 511), **options)
 
 
-def test_a_grid_smaller_than_the_gpu_is_split_and_as_good_as_plain():
+def test_grid_smaller_than_the_gpu_is_split_and_as_good_as_plain():
     for dim, is_causal in itertools.product((64, 128), (False, True)):
         few = tensors(dim, 2000, 2000, heads=1, kv_heads=1, batch=1)
         assert_as_good_as_plain(run(backend="triton"), few, is_causal=is_causal)
@@ -71,7 +71,7 @@ def test_two_deterministic_runs_are_bit_equal():
         assert torch.equal(first, second)
 
 
-def test_packed_sequences_wait_for_nothing_and_match_each_by_itself():
+def test_packed_sequences_do_not_wait_and_equal_separate_calls():
     cu = torch.tensor([0, 70, 71, 400, 400, 777], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(777, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     flash_attention_varlen(q, k, v, cu, cu, is_causal=True)
@@ -88,7 +88,7 @@ def test_packed_sequences_wait_for_nothing_and_match_each_by_itself():
         torch.testing.assert_close(out[rows], expected, atol=1e-2, rtol=1e-2)
 
 
-def test_a_cuda_graph_replays_it():
+def test_cuda_graph_replays_attention():
     q, k, v = tensors(64)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -102,7 +102,7 @@ def test_a_cuda_graph_replays_it():
     torch.testing.assert_close(out, flash_attention(q, k, v))
 
 
-def test_inductor_compiles_it_in_one_graph():
+def test_inductor_compiles_attention_in_one_graph():
     q, k, v = (x.requires_grad_() for x in tensors(64))
 
     def loss(q, k, v):
@@ -143,7 +143,7 @@ def test_the_gluon_forward_is_as_good_as_plain(dim, dtype):
 @on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_gluon_forward_is_the_same_a_hundred_times_on_a_full_gpu(dim):
-    """A tile that is read too early or loaded over too soon would differ from run to run."""
+    """A race on a tile would change the result between runs."""
     inputs = tensors(dim, 2048, 2048, heads=16, kv_heads=4, batch=4)
     for options in ({}, {"is_causal": True}, {"window": (300, 0)}):
         expected = flash_attention(*inputs, return_lse=True, backend="triton", **options)
@@ -151,8 +151,8 @@ def test_the_gluon_forward_is_the_same_a_hundred_times_on_a_full_gpu(dim):
         for ours, theirs in zip(first, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-2)
         for _ in range(100):
-            again = flash_attention(*inputs, return_lse=True, backend="gluon", **options)
-            assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+            repeated = flash_attention(*inputs, return_lse=True, backend="gluon", **options)
+            assert all(torch.equal(a, b) for a, b in zip(repeated, first, strict=True))
 
 
 @on_hopper

@@ -1,4 +1,4 @@
-"""The Triton kernels, run by Triton's interpreter, against float64."""
+"""The Triton kernels in Triton's interpreter have small errors against float64."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_half_precision_is_as_good_as_plain(interpreter, dtype, deterministic):
         assert_as_good_as_plain(triton(deterministic), tensors("more keys", 24, dtype), **options)
 
 
-def test_the_largest_float32_error_of_the_median_draw_is_at_most_twice_plain_s(interpreter):
+def test_largest_float32_error_of_the_median_draw_is_at_most_twice_that_of_plain(interpreter):
     assert_as_good_as_plain(
         triton(), tensors("more keys", 24), draws=9, is_causal=True, softcap=2.0
     )
@@ -57,8 +57,8 @@ def test_nothing_is_read_before_it_is_written(interpreter, monkeypatch, splits, 
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_launch_counts_without_triton_s_slow_functions(interpreter, monkeypatch, deterministic):
-    """They are wrapped to serve in kernels too, and were half of the time before a launch."""
+def test_launch_does_not_call_slow_triton_functions(interpreter, monkeypatch, deterministic):
+    """Triton's host functions took half of the time before a launch."""
     interpreter(splits=2)
     for name in ("cdiv", "next_power_of_2"):
         monkeypatch.setattr(f"triton.{name}", None)
@@ -90,7 +90,7 @@ def test_rows_that_see_no_key_give_zero_and_no_gradient(interpreter):
     assert (grad[:, :, blind:] != 0).any()
 
 
-def test_the_paper_s_function_is_the_reference_and_saves_one_tensor_a_row(interpreter):
+def test_paper_function_equals_the_reference_and_saves_one_number_per_row(interpreter):
     Q = torch.randn(2, 21, 16, requires_grad=True)
     out = FlashAttentionTriton.apply(Q, Q, Q, True)
     assert [t.shape for t in out.grad_fn.saved_tensors].count((2, 21)) == 1
@@ -108,5 +108,5 @@ def test_the_paper_s_function_is_the_reference_and_saves_one_tensor_a_row(interp
     ("programs", "loop", "processors", "splits"),
     [(132, 64, 132, 1), (64, 64, 132, 2), (32, 64, 132, 4), (1, 512, 132, 16), (1, 3, 132, 1)],
 )
-def test_splits_fill_the_gpu_and_keep_four_tiles_each(programs, loop, processors, splits):
+def test_splits_fill_the_gpu_with_at_least_four_tiles_each(programs, loop, processors, splits):
     assert launch.split_count(programs, loop, processors) == splits

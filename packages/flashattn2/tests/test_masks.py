@@ -1,4 +1,4 @@
-"""The mask for transformers can be copied, cut and moved, and read by our attention alone."""
+"""The mask for transformers can be copied, sliced and moved, and only our attention reads it."""
 
 import copy
 import io
@@ -14,12 +14,22 @@ from flashattn2.integrations.masks import AttentionMask, Rule
 
 
 def draw(batch=2, seq_q=5, seq_k=7, **rule):
-    """A causal mask with a window of 4 keys, whose first query stands at key 2."""
+    """Return a causal mask with a window of 4 keys, whose first query is at key 2."""
     sequence = torch.ones(batch, seq_k, dtype=torch.int32)
-    return AttentionMask(sequence, Rule(**{
-        "seq_q": seq_q, "first": seq_k - seq_q, "left": 3, "right": 0, "is_plain": True,
-        "owner": "the model of SomeConfig", **rule,
-    }))  # fmt: skip
+    return AttentionMask(
+        sequence,
+        Rule(
+            **{
+                "seq_q": seq_q,
+                "first": seq_k - seq_q,
+                "left": 3,
+                "right": 0,
+                "is_plain": True,
+                "owner": "the model of SomeConfig",
+                **rule,
+            }
+        ),
+    )
 
 
 def attend(mask, q, k, v):
@@ -28,7 +38,7 @@ def attend(mask, q, k, v):
 
 
 def dense(mask):
-    """The mask written out."""
+    """Return the mask as a boolean tensor."""
     rule = mask.rule
     q, k = torch.arange(mask.shape[2])[:, None] + rule.first, torch.arange(mask.shape[3])[None]
     return ((q - k <= 3) & (k <= q) & (mask.sequence > 0)[:, None]).unsqueeze(1)
@@ -86,14 +96,14 @@ def _without_subclasses(mask, scores):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_any_use_raises(use):
+def test_any_other_use_of_the_mask_raises(use):
     mask, scores = draw(), torch.randn(2, 1, 5, 7)
     with pytest.raises((ValueError, RuntimeError)) as caught:
         use(mask, scores)
     if isinstance(caught.value, ValueError):
         assert "the model of SomeConfig reads the attention mask itself" in str(caught.value)
     else:
-        # What asks for the storage, or for a shape that is not the mask's, torch refuses.
+        # Torch refuses these uses: they need a storage, or a shape that is not the mask's.
         assert use in (USES["numpy"], USES["tolist"], USES["scripted"], USES["vmap"])
 
 
@@ -132,7 +142,7 @@ COPIES = {
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
-def test_copies_are_masks(make, padded):
+def test_copies_of_the_mask_are_masks(make, padded):
     mask = draw()
     if padded:
         mask.sequence[0, :3] = 0
@@ -140,14 +150,14 @@ def test_copies_are_masks(make, padded):
     q, (k, v) = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, 7, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense(mask))
     # Query 0 of the first sequence is padding itself, and its output is not defined.
-    kept = slice(1, None) if padded else slice(None)
+    rows = slice(1, None) if padded else slice(None)
     copied = make(mask)
     assert isinstance(copied, AttentionMask)
-    torch.testing.assert_close(attend(copied, q, k, v)[:, kept], expected.transpose(1, 2)[:, kept])
+    torch.testing.assert_close(attend(copied, q, k, v)[:, rows], expected.transpose(1, 2)[:, rows])
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_slices_hide_what_the_slice_of_the_mask_hides(padded):
+def test_slices_of_the_mask_hide_the_same_keys(padded):
     mask = draw(batch=3, seq_q=7)
     if padded:
         mask.sequence[0, :2] = mask.sequence[2, -2:] = 0
@@ -170,34 +180,40 @@ def test_slices_hide_what_the_slice_of_the_mask_hides(padded):
                     continue
                 right = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=seen)
                 # A row that sees nothing, or is padding, has no defined output.
-                kept = seen.any(-1)[:, 0]
+                is_defined = seen.any(-1)[:, 0]
                 if padded:
-                    kept = kept & (mask.sequence[batches][:, queries] > 0)
-                torch.testing.assert_close(out[kept], right.transpose(1, 2)[kept])
+                    is_defined = is_defined & (mask.sequence[batches][:, queries] > 0)
+                torch.testing.assert_close(out[is_defined], right.transpose(1, 2)[is_defined])
     assert refused < 60
 
 
-def test_parts_by_chunk_and_split():
+def test_chunks_and_splits_of_the_mask_are_masks():
     mask = draw(batch=4)
     q, (k, v) = torch.randn(4, 4, 5, 8), torch.randn(2, 4, 4, 7, 8)
     expected = attend(mask, q, k, v)
     for parts in (mask.chunk(2), mask.split(2), mask.split([2, 2]), torch.tensor_split(mask, 2)):
-        found = [attend(m, q[i : i + 2], k[i : i + 2], v[i : i + 2])
-                 for m, i in zip(parts, (0, 2), strict=True)]  # fmt: skip
-        assert torch.equal(torch.cat(found), expected)
+        outputs = [
+            attend(m, q[i : i + 2], k[i : i + 2], v[i : i + 2])
+            for m, i in zip(parts, (0, 2), strict=True)
+        ]
+        assert torch.equal(torch.cat(outputs), expected)
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    mask, q, (k, v) = draw(), torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, 7, 8)
+def test_masks_of_wrong_shapes_are_refused():
+    mask = draw()
+    q = torch.randn(2, 4, 5, 8)
+    k, v = torch.randn(2, 2, 4, 7, 8)
     for wrong in ((q[:, :, :4], k, v), (q, k[:, :, :6], v[:, :, :6]), (q[:1], k[:1], v[:1])):
         with pytest.raises(ValueError, match="expected a mask of shape"):
             attend(mask, *wrong)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_functions_pass_it_on_and_may_not_read_it(backend):
+def test_compiled_functions_may_pass_the_mask_but_not_read_it(backend):
     torch._dynamo.reset()
-    mask, q, (k, v) = draw(), torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, 7, 8)
+    mask = draw()
+    q = torch.randn(2, 4, 5, 8)
+    k, v = torch.randn(2, 2, 4, 7, 8)
 
     def layers(q, k, v, mask):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Extra memory grows with the sequence, never with its square."""
+"""Additional memory is linear in the sequence length."""
 
 import functools
 
@@ -37,7 +37,7 @@ def forward_mode(q, k, v):
         flash_attention(*duals, is_causal=True, backend="torch")
 
 
-def test_every_byte_is_counted_those_inside_a_kernel_too():
+def test_every_byte_is_counted_also_inside_kernels():
     def three_tensors():
         first = torch.empty(1_000_000, dtype=torch.uint8)
         second = torch.empty(500_000, dtype=torch.uint8)
@@ -48,7 +48,7 @@ def test_every_byte_is_counted_those_inside_a_kernel_too():
     x = torch.randn(100, 100)
     # The product, then softmax of it beside it.
     assert peak_extra_bytes(lambda: (x @ x).softmax(-1)) == 2 * x.nbytes
-    # Values and indices are 12 bytes an element; sorting allocates more within.
+    # Values and indices are 12 bytes per element; sorting allocates more within.
     assert peak_extra_bytes(lambda: x.sort()) > 12 * x.numel()
     assert peak_extra_bytes(lambda: None) == 0
 
@@ -71,8 +71,8 @@ def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
     assert large < 4 * 2048 * 2048
 
 
-def test_plain_attention_s_memory_grows_with_the_square():
-    """What the same count says of attention that keeps its scores."""
+def test_memory_of_plain_attention_is_quadratic():
+    """The same count is quadratic for attention that stores its scores."""
     small, large = (
         peak_extra_bytes(functools.partial(gradient(attention_reference), *inputs(seq)))
         for seq in (256, 512)
@@ -80,7 +80,7 @@ def test_plain_attention_s_memory_grows_with_the_square():
     assert large > 3 * small
 
 
-def test_the_tiled_version_takes_a_twentieth_of_plain_attention_s_memory():
+def test_tiled_attention_uses_a_twentieth_of_plain_memory_at_4096():
     x = inputs(4096)
     tiled = peak_extra_bytes(lambda: gradient(flash_attention, backend="torch")(*x))
     plain = peak_extra_bytes(lambda: gradient(attention_reference)(*x))

@@ -10,7 +10,7 @@ from flashattn2 import (
     flash_attention_with_kvcache,
     sdpa,
 )
-from flashattn2.problem import make_score
+from flashattn2.spec import make_spec
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Fewer keys than a vector register holds, exactly as many, and a remainder.
@@ -31,9 +31,9 @@ def poison(tensors, name, row):
 def assert_keeps_nan(out, lse, q, k, v, **options):
     """Every number that depends on a NaN is NaN, and no row of another head is."""
     # The reference multiplies hidden values by 0, which leaves NaN: only what is seen counts here.
-    score = make_score(16, options.get("is_causal", False), None, options.get("window"), None)
+    spec = make_spec(16, options.get("is_causal", False), None, options.get("window"), None)
     seq_q, seq_k = q.shape[2], k.shape[2]
-    seen = ~score.hidden(torch.arange(seq_q), torch.arange(seq_k), seq_k - seq_q)
+    seen = ~spec.hidden(torch.arange(seq_q), torch.arange(seq_k), seq_k - seq_q)
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     row_is_nan = ((q.double() @ k.double().mT).isnan() & seen).any(-1)
     is_nan = row_is_nan[..., None] | (seen.double() @ v.isnan().double() > 0)
@@ -53,7 +53,7 @@ def assert_keeps_nan(out, lse, q, k, v, **options):
     "options", [{}, {"is_causal": True}, {"window": (3, 0)}, {"window": (0, 0)}, {"softcap": 2.0}],
     ids=str,
 )  # fmt: skip
-def test_dense_attention(options, name, seq, dtype):
+def test_dense_attention_keeps_nan(options, name, seq, dtype):
     for row in {0, seq // 2, seq - 1}:
         tensors = draw(seq, seq, dtype)
         poison(tensors, name, row)
@@ -66,7 +66,7 @@ def test_dense_attention(options, name, seq, dtype):
 
 @pytest.mark.parametrize("seq", LENGTHS)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_gradients_and_the_other_functions(name, seq):
+def test_gradients_and_other_functions_keep_nan(name, seq):
     tensors = draw(seq, seq, heads=(2, 2))
     poison(tensors, name, seq - 1)
     expected = attention_reference(*tensors).isnan()
@@ -94,7 +94,7 @@ def test_gradients_and_the_other_functions(name, seq):
 @pytest.mark.parametrize("seq_k", LENGTHS)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("window", [None, (0, 0), (2, 0), (15, None)])
-def test_attention_over_a_cache(window, name, seq_k, paged):
+def test_attention_over_a_cache_keeps_nan(window, name, seq_k, paged):
     for seq_q in {1, min(2, seq_k)}:
         for row in {0, seq_q - 1} if name == "q" else {seq_k - 1}:
             tensors = draw(seq_q, seq_k)
@@ -103,13 +103,18 @@ def test_attention_over_a_cache(window, name, seq_k, paged):
             table = torch.zeros(1, 1, dtype=torch.int32) if paged else None
             for lengths in (seq_k, seq_k, torch.tensor([seq_k], dtype=torch.int32)):
                 results = flash_attention_with_kvcache(
-                    q, k, v, cache_seqlens=lengths, block_table=table, window=window,
+                    q,
+                    k,
+                    v,
+                    cache_seqlens=lengths,
+                    block_table=table,
+                    window=window,
                     return_lse=True,
-                )  # fmt: skip
+                )
                 assert_keeps_nan(*results, *tensors, window=window)
 
 
-def test_compiled_attention():
+def test_compiled_attention_keeps_nan():
     tensors = draw(4, 4)
     poison(tensors, "q", 1)
     compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
@@ -120,7 +125,7 @@ def test_compiled_attention():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("seq", [1, 7, 40])
-def test_the_kernels_in_the_interpreter(interpreter, seq, name):
+def test_kernels_have_the_derivatives_in_the_interpreter(interpreter, seq, name):
     interpreter(splits=2)
     tensors = draw(seq, seq)
     poison(tensors, name, seq - 1)
@@ -131,8 +136,8 @@ def test_the_kernels_in_the_interpreter(interpreter, seq, name):
     assert_keeps_nan(*results, *tensors)
 
 
-def test_a_score_of_zero_is_not_mistaken_for_a_lost_nan():
-    """A log-sum-exp of exactly 0 is right for one key of score 0, in another row than the NaN."""
+def test_score_of_zero_is_not_treated_as_lost_nan():
+    """A log-sum-exp of exactly 0 is correct for a row with one key of score 0."""
     q, k, v = draw(3, 1, heads=(1, 1))
     q[0, 0, 0] = 0.0
     q[0, 0, 1] = torch.nan

@@ -1,4 +1,4 @@
-"""The torch.library operators: opcheck, torch.compile, torch.export, autocast, fake tensors."""
+"""The operators under opcheck, torch.compile, torch.export, autocast and fake tensors."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from flashattn2.operators import backward_op, forward_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.filterwarnings(
-    # opcheck looks at the gradients of its own copies.
+    # opcheck reads the gradients of copies that it makes.
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 BACKENDS = ("torch", "aten", "triton")
@@ -25,7 +25,7 @@ def tensors(layout="heads first", requires_grad=False):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["heads first", "sequence first"])
-def test_opcheck(interpreter, backend, layout):
+def test_opcheck_of_dense_attention(interpreter, backend, layout):
     q, k, v = tensors(layout, requires_grad=True)
     method = (backend, "ieee", True, 0, False)
     torch.library.opcheck(forward_op, (q, k, v, None, None, *SCALARS, *method))
@@ -72,8 +72,8 @@ def test_compile_takes_packed_sequences_and_lengths_it_has_not_seen():
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
 @pytest.mark.parametrize("which", ["q", "k"])
 @pytest.mark.parametrize("wrong", [(0, 3, 6), (0, 3, 12), (1, 3, 9), (0, 10, 9), (0, -1, 9)])
-def test_compiled_too_malformed_boundaries_are_an_error(interpreter, backend, which, wrong):
-    """Short ones would leave rows of the result that nobody writes."""
+def test_malformed_boundaries_are_an_error_in_compiled_graphs(interpreter, backend, which, wrong):
+    """Boundaries that are too short would leave rows of the result unwritten."""
 
     def run(q, cu_q, cu_k):
         return flash_attention_varlen(q, q, q, cu_q, cu_k, backend=backend)
@@ -97,7 +97,7 @@ def test_export_keeps_the_operator():
 
 
 @pytest.mark.parametrize("function", ["dense", "packed"])
-def test_autocast_lowers_what_sdpa_would(function):
+def test_autocast_casts_the_inputs_that_sdpa_casts(function):
     q, k, v = tensors()
 
     def run():
@@ -108,16 +108,16 @@ def test_autocast_lowers_what_sdpa_would(function):
 
     exact = run()
     with torch.autocast("cpu", torch.bfloat16):
-        lowered = run()
-    assert lowered.dtype == torch.bfloat16
-    torch.testing.assert_close(lowered.float(), exact, atol=0.02, rtol=0.02)
+        cast_for_autocast = run()
+    assert cast_for_autocast.dtype == torch.bfloat16
+    torch.testing.assert_close(cast_for_autocast.float(), exact, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
-def test_autocast_lowers_the_inputs_and_nothing_within(interpreter, backend, dtype, packed):
-    """Sums and scores stay in float32: the same bits as for inputs that were lowered by hand."""
+def test_autocast_casts_the_inputs_and_nothing_inside(interpreter, backend, dtype, packed):
+    """Sums and scores remain in float32: the bits equal those of inputs cast beforehand."""
 
     def derivatives(q, k, v):
         inputs = (x[0].transpose(0, 1) for x in (q, k, v)) if packed else (q, k, v)
@@ -132,10 +132,10 @@ def test_autocast_lowers_the_inputs_and_nothing_within(interpreter, backend, dty
     q, k, v = (x[:1].detach() for x in tensors())
     by_hand = derivatives(*(x.to(dtype).requires_grad_() for x in (q, k, v)))
     # Values that the lower precision holds exactly, and no sum of a gradient over casts.
-    held = [x.to(dtype).float().requires_grad_() for x in (q, k, v)]
+    saved = [x.to(dtype).float().requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", dtype):
-        lowered = derivatives(*held)
-    for ours, expected in zip(lowered, by_hand, strict=True):
+        cast_for_autocast = derivatives(*saved)
+    for ours, expected in zip(cast_for_autocast, by_hand, strict=True):
         assert torch.equal(ours.to(expected.dtype), expected)
 
 

@@ -1,4 +1,4 @@
-"""Sinks, largest scores, fixed splits and values of another head dim, on every backend."""
+"""Sinks, largest scores, fixed splits and other head dims of values, on every backend."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"window": 4, "softcap": 2.0, "scale": 3.0}], ids=str
 )
-def test_the_largest_scores_are_those_of_the_reference(interpreter, backend, splits, options):
+def test_largest_scores_equal_the_reference(interpreter, backend, splits, options):
     interpreter(splits=splits)
     q, k, v = tensors("fewer keys", 16)
     expected = attention_reference(q, k, v, return_max_logits=True, **options)
@@ -30,29 +30,32 @@ def test_the_largest_scores_are_those_of_the_reference(interpreter, backend, spl
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
-def test_packed_sequences_have_largest_scores_too_and_empty_ones_none(interpreter, backend):
+def test_packed_sequences_return_largest_scores(interpreter, backend):
     q = torch.randn(9, 2, 16, requires_grad=True)
     out, lse, largest = flash_attention_varlen(
         q, q, q, CU, CU, backend=backend, return_lse=True, return_max_logits=True
     )
-    by_sequence = [
+    map_sequences = [
         attention_reference(*(q[rows].transpose(0, 1)[None],) * 3, return_max_logits=True)[1]
         for rows in (slice(0, 3), slice(3, 9))
     ]
-    torch.testing.assert_close(largest, torch.stack(by_sequence).amax(0))
+    torch.testing.assert_close(largest, torch.stack(map_sequences).amax(0))
     assert not largest.requires_grad
     (out.sum() + lse.sum()).backward()
     none = flash_attention(
-        torch.zeros(0, 2, 4, 16), *(torch.zeros(0, 2, 4, 16),) * 2,
-        return_max_logits=True, backend=backend,
-    )[1]  # fmt: skip
+        torch.zeros(0, 2, 4, 16),
+        *(torch.zeros(0, 2, 4, 16),) * 2,
+        return_max_logits=True,
+        backend=backend,
+    )[1]
     assert (none == -torch.inf).all()
 
 
 @pytest.mark.parametrize("size", [32, 33, 100])
 def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, monkeypatch, size):
-    """Alone, among others, and whichever of its sequence's queries are asked with it."""
-    q, k, v = torch.randn(3, 4, 40, 16), torch.randn(3, 2, 90, 16), torch.randn(3, 2, 90, 16)
+    """A row is computed alone, in a batch, and together with other queries of its sequence."""
+    q = torch.randn(3, 4, 40, 16)
+    k, v = torch.randn(2, 3, 2, 90, 16)
 
     def run(q, k, v):
         return flash_attention(q, k, v, is_causal=True, split_size=size, backend="triton")
@@ -66,22 +69,22 @@ def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, mon
         assert torch.equal(run(q[:, :, -last:], k, v), every[:, :, -last:])
 
 
-def test_a_split_size_that_cannot_be_honored_is_an_error(interpreter):
+def test_unsupported_split_size_is_an_error(interpreter):
     q = torch.randn(1, 1, 40, 16)
-    for given in (0, -3, 1.5, True):
-        with pytest.raises(ValueError, match=r"split_size .* an int of at least 1"):
-            flash_attention(q, q, q, split_size=given, backend="triton")
+    for split_size in (0, -3, 1.5, True):
+        with pytest.raises(ValueError, match=r"split_size, .* an int of at least 1"):
+            flash_attention(q, q, q, split_size=split_size, backend="triton")
     for backend in ("auto", "torch", "aten"):
-        with pytest.raises(ValueError, match=r"for the Triton kernels, .* leave it out"):
+        with pytest.raises(ValueError, match=r"applies to the Triton kernels, .* leave it out"):
             flash_attention(q, q, q, split_size=8, backend=backend)
     long = torch.zeros(1, 1, 32 * 1024 + 1, 16)
-    with pytest.raises(ValueError, match="above 1024; give at least 33"):
+    with pytest.raises(ValueError, match=r"at most 1024 splits, got 1025 .* pass split_size=33"):
         flash_attention(q, long, long, split_size=32, backend="triton")
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_sinks_have_the_reference_s_gradients(interpreter, backend, packed):
+def test_sinks_have_the_gradients_of_the_reference(interpreter, backend, packed):
     q, k, v = (x[:1, :, :9] for x in tensors("square", (16, 24)))
     sinks = torch.randn(2)
     results = []
@@ -127,7 +130,7 @@ def test_sinks_and_values_of_another_head_dim_pass_gradcheck_and_gradgradcheck()
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])
-def test_a_sink_of_small_share_keeps_its_gradient(backend):
+def test_small_sink_keeps_its_gradient(backend):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 33, 16).double()
     sinks = torch.tensor([-14.0, -40.0], dtype=torch.float64)  # shares of about 1e-8 and 1e-19
@@ -140,7 +143,7 @@ def test_a_sink_of_small_share_keeps_its_gradient(backend):
     torch.testing.assert_close(grads[1].double(), grads[0], rtol=1e-4, atol=0)
 
 
-def test_a_row_that_sees_no_key_sees_its_sink():
+def test_row_that_sees_no_key_sees_its_sink():
     q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 3, 8)
     sinks = torch.tensor([0.5, -1.0], requires_grad=True)
     for function in (flash_attention, attention_reference):
@@ -154,7 +157,7 @@ def test_a_row_that_sees_no_key_sees_its_sink():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24)])
 @pytest.mark.parametrize("layout", ["heads first", "sequence first"])
-def test_torch_s_kernel_takes_values_of_another_head_dim(dtype, dims, layout):
+def test_aten_backend_accepts_values_of_another_head_dim(dtype, dims, layout):
     q, k, v = (x.to(dtype) for x in tensors("square", dims))
     if layout == "sequence first":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
@@ -170,7 +173,7 @@ def test_torch_s_kernel_takes_values_of_another_head_dim(dtype, dims, layout):
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
-def test_compiled_they_are_the_same(interpreter, backend):
+def test_compiled_derivatives_are_the_same(interpreter, backend):
     q, k, v = (x.requires_grad_() for x in tensors("square", (16, 24)))
     s = torch.randn(SHAPES["square"][1], requires_grad=True)
 
@@ -189,14 +192,14 @@ def test_compiled_they_are_the_same(interpreter, backend):
 @pytest.mark.parametrize(
     ("sinks", "error", "message"),
     [
-        (torch.zeros(3), ValueError, r"of shape \(3,\); give one .* each of the 4 query heads"),
-        (torch.zeros(4, dtype=torch.int64), ValueError, r"sinks are torch.int64"),
-        (torch.zeros(4, device="meta"), ValueError, r"sinks are on meta and q on cpu"),
-        ([0.0] * 4, TypeError, r"sinks is a list; give a torch.Tensor"),
+        (torch.zeros(3), ValueError, r"each of the 4 query heads, got .* of shape \(3,\)"),
+        (torch.zeros(4, dtype=torch.int64), ValueError, r"got torch.int64"),
+        (torch.zeros(4, device="meta"), ValueError, r"device of q, cpu, got meta"),
+        ([0.0] * 4, TypeError, r"sinks to be a torch.Tensor, got list"),
     ],
 )
 @pytest.mark.parametrize("function", [flash_attention, attention_reference])
-def test_wrong_sinks(function, sinks, error, message):
+def test_wrong_sinks_are_refused(function, sinks, error, message):
     q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
     with pytest.raises(error, match=message):
         function(q, k, k, sinks=sinks)

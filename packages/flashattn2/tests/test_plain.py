@@ -1,4 +1,4 @@
-"""The plain file is attention, and what the package does more and faster is what it does."""
+"""The minimal implementation is attention, and the other implementations agree with it."""
 
 import pytest
 import torch
@@ -25,27 +25,27 @@ def plain_attention(q, k, v, is_causal):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_two_passes_over_tiles_are_attention_as_it_is_defined(lengths, is_causal):
+def test_plain_tiles_compute_attention_by_its_definition(lengths, is_causal):
     if is_causal and len({*lengths}) > 1:
         lengths = (lengths[0], lengths[0])
     inputs = draw(*lengths)
-    found = with_gradients(plain_attention, inputs, is_causal=is_causal)
+    ours = with_gradients(plain_attention, inputs, is_causal=is_causal)
     expected = with_gradients(plain.attention, inputs, is_causal=is_causal)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_the_package_computes_what_the_plain_file_does(backend, is_causal):
+def test_package_computes_what_plain_computes(backend, is_causal):
     inputs = draw(300, 300)
-    found = with_gradients(flash_attention, inputs, is_causal=is_causal, backend=backend)
+    ours = with_gradients(flash_attention, inputs, is_causal=is_causal, backend=backend)
     expected = with_gradients(plain_attention, inputs, is_causal=is_causal)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_it_keeps_one_number_a_row_for_the_backward_pass():
+def test_plain_saves_one_number_per_row():
     inputs = draw(130, 130)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
         plain.PlainAttention.apply(*inputs, True)
-    assert sorted(tuple(x.shape) for x in kept) == [(2, 130)] + [(2, 130, 16)] * 4
+    assert sorted(tuple(x.shape) for x in saved) == [(2, 130)] + [(2, 130, 16)] * 4

@@ -1,10 +1,10 @@
-"""What a second call of a signature takes without checks is what the first found with them."""
+"""A second call of a signature skips validation and has the results of the first call."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from flashattn2 import flash_attention, flash_attention_with_kvcache, sdpa
-from flashattn2.attention import PLANS
+from flashattn2.plan_cache import PLANS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cases import laid_out
@@ -14,7 +14,7 @@ lengths = st.sampled_from((1, 5, 9, 16, 19, 23))
 
 
 def first_and_second(run):
-    """The same bits twice."""
+    """Assert that two runs return the same bits."""
     PLANS.clear()
     for first, second in zip(run(), run(), strict=True):
         assert torch.equal(first.nan_to_num(), second.nan_to_num())
@@ -35,7 +35,7 @@ def first_and_second(run):
     ),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_flash_attention_and_sdpa(
+def test_second_call_of_a_signature_equals_the_first(
     seq, dims, heads, dtype, layouts, needs, is_causal, as_torch_s, options
 ):
     shapes = [(2, heads[i > 0], seq[i > 0], dims[i > 1]) for i in range(3)]
@@ -57,8 +57,8 @@ def test_flash_attention_and_sdpa(
             return outs
         inputs = [x for x in qkv if x.requires_grad]
         grads = torch.autograd.grad(outs[0].square().sum(), inputs, create_graph=True)
-        again = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
-        return *(x.detach() for x in (*outs, *grads)), *again
+        second = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+        return *(x.detach() for x in (*outs, *grads)), *second
 
     first_and_second(run)
 
@@ -76,7 +76,9 @@ def test_flash_attention_and_sdpa(
     ),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_a_cache(shape, count, new, v_dim, layouts, dtype, options):
+def test_second_call_over_a_cache_equals_the_first(
+    shape, count, new, v_dim, layouts, dtype, options
+):
     batch, (heads, kv_heads), seq_q = shape
     q = laid_out(torch.randn(batch, heads, seq_q, 8).to(dtype), layouts[0])
     caches = [torch.randn(batch, kv_heads, 21, d).to(dtype) for d in (8, v_dim)]
@@ -90,15 +92,15 @@ def test_a_cache(shape, count, new, v_dim, layouts, dtype, options):
     first_and_second(run)
 
 
-def test_what_only_looks_alike_is_checked_anew():
+def test_similar_arguments_of_other_types_are_checked():
     q = torch.randn(2, 2, 17, 8)
     flash_attention(q, q, q)
     with pytest.raises(ValueError, match=r"layout torch\.sparse_coo"):
         flash_attention(q.to_sparse(), q, q)
     for other in (q.to_sparse(), q.to("meta"), q.bool(), q.numpy()):
-        for place in range(3):
+        for index in range(3):
             arguments = [q, q, q]
-            arguments[place] = other
+            arguments[index] = other
             with pytest.raises((ValueError, TypeError)):
                 flash_attention(*arguments)
     cache, new = torch.randn(2, 2, 20, 8), torch.randn(2, 2, 1, 8)
@@ -106,17 +108,25 @@ def test_what_only_looks_alike_is_checked_anew():
     flash_attention_with_kvcache(token, cache, cache, new, new, cache_seqlens=17)
     flash_attention_with_kvcache(token, cache, cache, cache_seqlens=17)
     for wrong in (
-        {"cache_seqlens": 20}, {"cache_seqlens": -1}, {"cache_seqlens": True}, {"k": None},
-        {"v": None}, {"k": new.to("meta")}, {"k": new[:, :1]}, {"v": new.double()},
-        {"v": new.numpy()}, {"v": new.to_sparse()}, {"k_cache": cache.to("meta")},
+        {"cache_seqlens": 20},
+        {"cache_seqlens": -1},
+        {"cache_seqlens": True},
+        {"k": None},
+        {"v": None},
+        {"k": new.to("meta")},
+        {"k": new[:, :1]},
+        {"v": new.double()},
+        {"v": new.numpy()},
+        {"v": new.to_sparse()},
+        {"k_cache": cache.to("meta")},
         {"q": token.numpy()},
-    ):  # fmt: skip
-        given_ = {"q": token, "k_cache": cache, "v_cache": cache, "k": new, "v": new}
+    ):
+        arguments = {"q": token, "k_cache": cache, "v_cache": cache, "k": new, "v": new}
         with pytest.raises((ValueError, TypeError)):
-            flash_attention_with_kvcache(**{**given_, "cache_seqlens": 17, **wrong})
+            flash_attention_with_kvcache(**{**arguments, "cache_seqlens": 17, **wrong})
 
 
-def test_a_causal_call_of_more_queries_than_keys_is_torch_s_twice():
+def test_causal_sdpa_with_more_queries_than_keys_equals_torch_twice():
     q, k = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 4, 8)
     for _ in range(2):
         expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)

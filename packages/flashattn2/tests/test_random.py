@@ -1,4 +1,4 @@
-"""Cases drawn from all options together are attention, to a few roundings; see `random_cases`."""
+"""Random combinations of all options compute attention; see `random_cases`."""
 
 import pytest
 import random_cases
@@ -11,7 +11,7 @@ SAMPLE = [pytest.param(range(0, 12)), *(
 
 @pytest.mark.parametrize("seeds", SAMPLE, ids=lambda r: f"{r.start} to {r.stop - 1}")
 @pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "kernels"])
-def test_every_option_beside_every_other_is_attention(interpreter, kernels, seeds):
+def test_random_combinations_of_all_options_equal_the_reference(interpreter, kernels, seeds):
     for seed in seeds:
         case, options = random_cases.draw(seed, kernels)
         interpreter(splits=case["splits"], tma=case["tma"], packed=case["tma"])

@@ -1,12 +1,11 @@
-"""The README's example runs."""
+"""The quick start of the README runs."""
 
 import re
 from pathlib import Path
 
-HERE = Path(__file__).parent
-README = (HERE.parent / "README.md").read_text()
+README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_the_example_runs():
+def test_quick_start_runs():
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})

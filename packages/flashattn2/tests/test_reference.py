@@ -1,4 +1,4 @@
-"""The specification against torch's own attention in float64."""
+"""The reference equals torch's attention in float64."""
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,7 @@ from hypothesis import strategies as st
     right=st.none() | st.integers(0, 6),
 )
 @settings(max_examples=60, deadline=None)
-def test_it_is_sdpa_with_the_band_as_a_mask_wherever_a_row_sees_a_key(
-    seq_q, seq_k, group, is_causal, left, right
-):
+def test_reference_equals_sdpa_with_the_band_as_mask(seq_q, seq_k, group, is_causal, left, right):
     q = torch.randn(2, 2 * group, seq_q, 5, dtype=torch.float64)
     k, v = (torch.randn(2, 2, seq_k, 5, dtype=torch.float64) for _ in "kv")
     distance = torch.arange(seq_k) - torch.arange(seq_q)[:, None] - (seq_k - seq_q)
@@ -40,7 +38,7 @@ def test_it_is_sdpa_with_the_band_as_a_mask_wherever_a_row_sees_a_key(
     assert lse[:, :, sees_some].isfinite().all()
 
 
-def test_the_softcap_bounds_the_scores():
+def test_softcap_bounds_the_scores():
     q, k, v = (torch.randn(1, 6, 8, dtype=torch.float64) for _ in "qkv")
     scores = 1.5 * torch.tanh((q @ k.mT) * 0.9 / 1.5)
     expected = scores.softmax(-1) @ v

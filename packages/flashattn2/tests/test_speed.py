@@ -1,4 +1,4 @@
-"""Times as ratios, each pair taken in turns."""
+"""Ratios of times, measured in interleaved runs."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def median_ratio(ours, theirs, turns):
-    """The median over turns of the time of ours by that of theirs."""
+    """Return the median ratio of wall times over interleaved rounds."""
 
     def seconds(run):
         start = time.perf_counter()
@@ -35,13 +35,13 @@ def passes(function, seq, **options):
     return both
 
 
-def test_tiled_takes_a_third_of_plain_attention_s_time_at_4096():
+def test_tiled_attention_takes_a_third_of_plain_time_at_4096():
     tiled = passes(flash_attention, 4096, backend="torch")
     assert median_ratio(tiled, passes(attention_reference, 4096), 5) <= 1 / 3
 
 
 def processor_ratio(ours, theirs, turns):
-    """The median over turns, taken in either order, of processor times."""
+    """Return the median ratio of processor times over rounds in alternating order."""
 
     def seconds(run):
         start = time.process_time_ns()
@@ -62,8 +62,8 @@ def processor_ratio(ours, theirs, turns):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("seq", [128, 512, 2048])
-def test_auto_on_a_cpu_takes_sdpa_s_time(seq, training):
-    """At a layer's size: 2,048 tokens, four heads."""
+def test_auto_on_a_cpu_takes_the_time_of_sdpa(seq, training):
+    """The shape is that of a layer: 2,048 tokens and four heads."""
     shape = (max(1, 2048 // seq), 4, seq, 64)
     q, k, v = (torch.randn(shape, requires_grad=training) for _ in "qkv")
 
@@ -80,8 +80,8 @@ def test_auto_on_a_cpu_takes_sdpa_s_time(seq, training):
     assert processor_ratio(*sides, 31) <= (1.05 if training and seq == 128 else 1.03)
 
 
-def test_float16_takes_less_than_sdpa_s_time():
-    """In float32, where this CPU has no products of float16; with them it may be torch's time."""
+def test_float16_takes_less_time_than_sdpa():
+    """Without float16 arithmetic on the CPU, the computation in float32 is faster."""
     q, k, v = (torch.randn(1, 4, 512, 64, dtype=torch.float16, requires_grad=True) for _ in "qkv")
 
     def passes(function):
@@ -96,7 +96,7 @@ def test_float16_takes_less_than_sdpa_s_time():
 
 
 def processor_microseconds_beyond(ours, theirs):
-    """The median of the pairwise differences of processor times, of a hundred calls each."""
+    """Return the median difference of processor times per call, over rounds of 100 calls."""
 
     def microseconds(run):
         start = time.process_time_ns()
@@ -109,8 +109,8 @@ def processor_microseconds_beyond(ours, theirs):
     return statistics.median(microseconds(ours) - microseconds(theirs) for _ in range(31))
 
 
-def test_the_python_beside_torch_s_kernel_takes_at_most_fifteen_microseconds():
-    """What a plan's lookup costs; a Python function that only calls SDPA costs under one."""
+def test_python_around_the_cpu_kernel_takes_at_most_fifteen_microseconds():
+    """The lookup of a plan has this cost; a Python function that calls SDPA costs under 1 us."""
     q, k, v = (torch.randn(1, 1, 2, 16) for _ in "qkv")
 
     def run(function):
@@ -121,8 +121,8 @@ def test_the_python_beside_torch_s_kernel_takes_at_most_fifteen_microseconds():
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_the_python_around_a_token_takes_at_most_fifteen_microseconds(kv_heads):
-    """Beside the same in torch's words: two copies into the caches, two views and SDPA."""
+def test_python_around_a_decoded_token_takes_at_most_fifteen_microseconds(kv_heads):
+    """The comparison in torch is two copies into the caches, two views and SDPA."""
     q, k = torch.randn(1, 8, 1, 64), torch.randn(1, kv_heads, 256, 64)
     v, new = k.clone(), torch.randn(1, kv_heads, 1, 64)
 
@@ -138,8 +138,8 @@ def test_the_python_around_a_token_takes_at_most_fifteen_microseconds(kv_heads):
     assert processor_microseconds_beyond(ours, sdpa) <= 15
 
 
-def test_decoding_takes_sdpa_s_time():
-    """At a server's size: 2,000 tokens of four sequences, a head for each query head."""
+def test_decoding_takes_the_time_of_sdpa():
+    """The shape is that of a server: four sequences of 2,000 tokens, without grouped heads."""
     q, k = torch.randn(4, 32, 1, 64), torch.randn(4, 32, 2048, 64)
 
     def ours():
@@ -152,7 +152,7 @@ def test_decoding_takes_sdpa_s_time():
     assert processor_ratio(ours, sdpa, 101) <= 1.05
 
 
-def test_decoding_with_grouped_heads_takes_sdpa_s_time():
+def test_decoding_with_grouped_heads_takes_the_time_of_sdpa():
     q, k = torch.randn(4, 32, 1, 64), torch.randn(4, 8, 2048, 64)
     keys = k[:, :, :2000]
 

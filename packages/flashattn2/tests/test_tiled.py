@@ -1,10 +1,11 @@
-"""Algorithms 1 and 2 in tiled PyTorch, and torch's CPU kernel beside them."""
+"""The tiled backend and torch's CPU kernel have small errors."""
 
 import pytest
 import torch
 from against_float64 import assert_as_good_as_plain, results
-from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention, tiled
-from flashattn2.problem import Score
+from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention
+from flashattn2.backends import tiled
+from flashattn2.spec import AttentionSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from option_pairs import OPTIONS, pairwise, sinks, tensors
@@ -25,7 +26,7 @@ bounds = st.none() | st.integers(0, 20)
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_every_option_is_the_reference_in_float64(backend):
+def test_every_option_equals_the_reference_in_float64(backend):
     @given(
         shape=st.tuples(lengths, lengths, st.sampled_from(((2, 2), (4, 2), (3, 1)))),
         dim=st.sampled_from((1, 3, 8)),
@@ -70,17 +71,17 @@ def test_every_pair_of_options_is_as_good_as_plain(case):
     [{}, {"is_causal": True}, {"is_causal": True, "window": (50, None), "softcap": 3.0}],
     ids=str,
 )
-def test_in_every_dtype_it_is_as_good_as_plain(monkeypatch, dtype, backend, options):
+def test_every_dtype_is_as_good_as_plain(monkeypatch, dtype, backend, options):
     monkeypatch.setattr(tiled, "TILE", 64)
     q = torch.randn(1, 4, 200, 40).to(dtype)
     k, v = (torch.randn(1, 2, 200, 40).to(dtype) for _ in "kv")
-    # Of torch's own kernel the next test says more.
+    # The next test checks torch's kernel with other inputs.
     draws = 9 if backend == "torch" and dtype == torch.float32 else 1
     assert_as_good_as_plain(run(backend), (q, k, v), draws=draws, **options)
 
 
-def test_torch_s_own_cpu_kernel_errs_as_sdpa_does_since_it_is_the_same():
-    """A sharp softmax in float32 costs that kernel 2 to 5 times plain's error: bit for bit SDPA."""
+def test_aten_backend_has_the_bits_of_sdpa():
+    """With a sharp softmax in float32 the kernel has 2 to 5 times plain's error, as SDPA has."""
     q, k, v = (torch.randn(1, 4, 200, 40, requires_grad=True) for _ in "qkv")
     grad = torch.randn(1, 4, 200, 40)
     results = []
@@ -91,7 +92,7 @@ def test_torch_s_own_cpu_kernel_errs_as_sdpa_does_since_it_is_the_same():
         assert torch.equal(ours, theirs)
 
 
-def test_the_paper_s_function_saves_one_tensor_a_row():
+def test_paper_function_saves_one_number_per_row():
     Q = torch.randn(2, 9, 16, requires_grad=True)
     out = FlashAttentionTorch.apply(Q, Q, Q, is_causal=True)
     assert [t.shape for t in out.grad_fn.saved_tensors].count((2, 9)) == 1
@@ -103,9 +104,9 @@ def test_the_paper_s_function_saves_one_tensor_a_row():
 @pytest.mark.usefixtures("small_tiles")
 def test_the_tiled_backward_compiles_to_the_same_gradients():
     q, k, v = (torch.randn(1, 1, 16, 4) for _ in "qkv")
-    score = Score(0.5, right=0)
-    out, lse, _ = tiled.forward(q, k, v, score)
-    arguments = (q, k, v, out, lse, torch.randn_like(out), None, score)
+    spec = AttentionSpec(0.5, right=0)
+    out, lse, _ = tiled.forward(q, k, v, spec)
+    arguments = (q, k, v, out, lse, torch.randn_like(out), None, spec)
     compiled = torch.compile(tiled.backward, fullgraph=True)
     for ours, theirs in zip(compiled(*arguments), tiled.backward(*arguments), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -129,7 +130,7 @@ def test_empty_tensors_give_empty_or_zero_results(backend, seq_q, seq_k, batch):
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("keys", [1, 3])
 def test_gradients_of_few_keys_that_many_rows_see_are_rounded_once(dtype, backend, keys):
-    """dV is a sum over all rows: what rounds it between tiles is off by several last places."""
+    """The gradient dV is a sum over all rows, which must not be rounded between tiles."""
     q = torch.randn(1, 4, 500, 64).to(dtype)
     k, v = (torch.randn(1, 4, keys, 64).to(dtype) for _ in "kv")
     assert_as_good_as_plain(

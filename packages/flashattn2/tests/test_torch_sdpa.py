@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 FILE = os.environ.get("TORCH_SDPA_TESTS")
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(FILE is None, reason="TORCH_SDPA_TESTS names no test_transformers.py"),
 ]
-# What differs, with what the test then says, and why.
+# Tests that differ, with their message and the reason.
 DIFFERS = {
     # A head dim of 0 is an error here.
     f"test_sdpa_zero_sized_tensors_{dtype}_cpu_{dtype}": "head dim 0 leaves nothing to attend with"
@@ -39,7 +39,7 @@ LEFT_OUT = (
 
 
 def outcomes(who, folder, names=()):
-    """The names of the tests that pass, what the others say, and which of them asked ours."""
+    """Return the tests that pass, the messages of the other tests, and those that called ours."""
     folder = folder / who
     folder.mkdir()
     report = folder / "report.xml"
@@ -49,26 +49,28 @@ def outcomes(who, folder, names=()):
     environment = os.environ | {
         "ORACLE": who,
         "ORACLE_FOLDER": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(FOLDER.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        ),
     }
-    said = subprocess.run(
-        [*command, str(HERE / "sdpa_oracle.py")], env=environment, cwd=folder,
+    output = subprocess.run(
+        [*command, str(FOLDER / "sdpa_oracle.py")], env=environment, cwd=folder,
         capture_output=True, text=True,
     )  # fmt: skip
-    assert report.exists(), said.stdout[-3000:] + said.stderr[-3000:]
+    assert report.exists(), output.stdout[-3000:] + output.stderr[-3000:]
     passed, failed = set(), {}
     for case in ElementTree.parse(report).iter("testcase"):
-        said = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        if said:
-            failed[case.get("name")] = said[0].text or said[0].get("message")
+        output = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        if output:
+            failed[case.get("name")] = output[0].text or output[0].get("message")
         else:
             passed.add(case.get("name"))
     judged = folder / "judged.txt"
     return passed, failed, set(judged.read_text().split("\n")) if judged.exists() else set()
 
 
-def test_what_passes_with_torchs_function_passes_with_ours(tmp_path):
-    """Torch's function is asked where ours fails, and nowhere else: half of ten minutes."""
+def test_torch_sdpa_tests_that_pass_with_torch_pass_with_ours(tmp_path):
+    """Torch's function runs only for the tests that fail with ours, which halves the time."""
     ours, failed, judged = outcomes("flashattn2", tmp_path)
     assert len(ours & judged) >= 100, sorted(judged)
     wrong = sorted(failed)

@@ -1,4 +1,4 @@
-"""Models of transformers with random weights: the logits of their own eager attention."""
+"""Models of transformers with random weights have the logits of their eager attention."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def registered():
 
 @pytest.fixture(scope="module", params=MODELS)
 def models(request):
-    """The same weights under eager attention and under ours."""
+    """Return two models with the same weights, under eager attention and under ours."""
     name, changes = MODELS[request.param]
     torch.manual_seed(0)
     pair = []
@@ -62,10 +62,10 @@ def tokens(batch=2, seq=13):
     return torch.randint(3, 97, (batch, seq), generator=torch.Generator().manual_seed(1))
 
 
-def compare(models, kept=None, **inputs):
+def compare(models, rows=None, **inputs):
     eager, flash = (m(**inputs).logits for m in models)
-    kept = torch.ones(eager.shape[:2], dtype=torch.bool) if kept is None else kept.bool()
-    torch.testing.assert_close(flash[kept], eager[kept], atol=2e-5, rtol=2e-4)
+    rows = torch.ones(eager.shape[:2], dtype=torch.bool) if rows is None else rows.bool()
+    torch.testing.assert_close(flash[rows], eager[rows], atol=2e-5, rtol=2e-4)
 
 
 def test_logits_without_padding(models):
@@ -91,8 +91,8 @@ def test_gradients_with_padding(models):
         logits = model(input_ids=tokens(), attention_mask=mask).logits
         loss = logits[mask.bool()].square().mean()
         named = dict(model.named_parameters())
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        grads.append(dict(zip(named, found, strict=True)))
+        computed = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        grads.append(dict(zip(named, computed, strict=True)))
     for name, expected in grads[0].items():
         if expected is not None:
             torch.testing.assert_close(grads[1][name], expected, atol=2e-5, rtol=2e-4)
@@ -110,27 +110,29 @@ def test_generation_with_left_padding(models, cache):
     assert torch.equal(*texts)
 
 
-def test_packed_sequences_by_their_positions(models):
+def test_packed_sequences_are_recognized_by_position_ids(models):
     positions = torch.cat([torch.arange(n) for n in (4, 8, 1)])[None].expand(2, -1)
     if models[0].config.model_type == "gpt_oss":
         # Its masks never separate packed sequences.
-        with pytest.raises(ValueError, match="position_ids start again within a sequence"):
+        with pytest.raises(ValueError, match="position_ids restart within a sequence"):
             models[1](input_ids=tokens(), position_ids=positions, use_cache=False)
     else:
         compare(models, input_ids=tokens(), position_ids=positions, use_cache=False)
 
 
-def test_a_name_that_transformers_would_mistake_is_refused():
-    with pytest.raises(ValueError, match="for the package flash-attn"):
+def test_registration_name_with_flash_is_refused():
+    with pytest.raises(ValueError, match="reserves such names"):
         ours.register("flashattn2")
 
 
-def test_a_mask_that_it_cannot_honor_is_an_error(models):
+def test_unsupported_mask_is_an_error(models):
     _, flash = models
     four = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
-    with pytest.raises(ValueError, match=r"mask of shape \(2, 1, 13, 13\) was not made by"):
+    with pytest.raises(
+        ValueError, match=r"made by flashattn2, got a tensor of shape \(2, 1, 13, 13\)"
+    ):
         flash(input_ids=tokens(), attention_mask=four)
-    with pytest.raises(ValueError, match="no attention weights"):
+    with pytest.raises(ValueError, match="returns no attention weights"):
         flash(input_ids=tokens(), output_attentions=True)
 
 
@@ -145,7 +147,7 @@ def test_holes_in_the_padding_are_followed_or_refused(models):
 
 
 def visible(mask):
-    """Boolean (batch, seq_q, seq_k): what a mask says, written out."""
+    """Return a mask as a boolean tensor (batch, seq_q, seq_k)."""
     rule, seq_k = mask.rule, mask.shape[3]
     q = torch.arange(rule.seq_q)[:, None] + rule.first
     k = torch.arange(seq_k)[None]
@@ -162,7 +164,7 @@ def visible(mask):
 
 @pytest.mark.parametrize("vmap", [False, True])
 def test_any_mask_is_followed_exactly_or_refused(vmap):
-    """Random bands and packed sequences are found; one changed entry is an error."""
+    """Random bands and packed sequences are recognized; one changed entry is an error."""
     generator = torch.Generator().manual_seed(0)
 
     def random(high):
@@ -177,7 +179,7 @@ def test_any_mask_is_followed_exactly_or_refused(vmap):
         def band(b, h, q, k, segment=segment, left=left, right=right):
             return (segment[q] == segment[k]) & (q - k <= left) & (k - q <= right)
 
-        mask = ours.keys_of(2, seq, seq, mask_function=band, use_vmap=vmap)
+        mask = ours.make_mask(2, seq, seq, mask_function=band, use_vmap=vmap)
         q, k = torch.arange(seq)[:, None], torch.arange(seq)[None]
         assert torch.equal(visible(mask)[0], band(None, None, q, k))
 
@@ -186,13 +188,77 @@ def test_any_mask_is_followed_exactly_or_refused(vmap):
         def changed(b, h, q, k, band=band, flip=flip):
             return band(b, h, q, k) ^ ((q == flip[0]) & (k == flip[1]))
 
-        mask = ours.keys_of(1, seq, seq, mask_function=changed, use_vmap=vmap)
+        mask = ours.make_mask(1, seq, seq, mask_function=changed, use_vmap=vmap)
         if mask.rule.refusal:
             assert "flashattn2 would not follow it" in mask.rule.refusal
             with pytest.raises(ValueError, match="flashattn2 would not follow it"):
                 ours.attention(torch.nn.Identity(), *torch.randn(3, 1, 1, seq, 8), mask)
             continue
         assert torch.equal(visible(mask)[0], changed(None, None, q, k))
+
+
+def test_known_masks_are_recognized_without_evaluating_them(monkeypatch):
+    """A recognized mask equals the evaluated one, for windows, packed sequences and caches."""
+    from flashattn2.integrations import mask_functions
+    from flashattn2.integrations.masks import AttentionMask, Rule
+    from transformers import masking_utils
+
+    positions = torch.cat([torch.arange(n) for n in (3, 1, 5, 4)])[None].expand(2, -1)
+    packed = masking_utils.find_packed_sequence_indices(positions)
+    square = mask_functions.Grid(2, 13, 13, 0, 0, "cpu", False)
+    cached = mask_functions.Grid(2, 2, 13, 11, 0, "cpu", False)
+    sliding_cache = mask_functions.Grid(2, 3, 9, 20, 14, "cpu", False)
+    for window in (1, 2, 6, 12, 13, 40):
+        sliding = masking_utils.sliding_window_causal_mask_function(window)
+        both_sides = masking_utils.sliding_window_bidirectional_mask_function(window)
+        cases = [
+            (f, grid) for f in (sliding, both_sides) for grid in (square, cached, sliding_cache)
+        ]
+        for function in (sliding, masking_utils.causal_mask_function):
+            function = masking_utils.packed_sequence_compatibility_function(
+                function, positions, packed
+            )
+            cases.append((function, square))
+        for function, grid in cases:
+            expected = masking_utils.sdpa_mask(
+                *(2, grid.q_length, grid.kv_length, grid.first_query, grid.first_key),
+                *(function,),
+                allow_is_causal_skip=False,
+            )
+            with monkeypatch.context() as patch:
+                patch.setattr(mask_functions, "evaluate", None)
+                pattern = mask_functions.find_pattern(function, grid)
+            sequence = pattern.sequence
+            if sequence is None:
+                sequence = torch.ones(2, grid.kv_length, dtype=torch.int32)
+            is_packed = bool((sequence > 1).any())
+            rule = Rule(grid.q_length, grid.shift, pattern.left, pattern.right, True, is_packed)
+            assert torch.equal(visible(AttentionMask(sequence, rule)), expected[:, 0])
+
+
+def test_restarting_positions_without_separated_sequences_are_not_a_pattern():
+    """Positions alone do not hide the keys of other sequences."""
+    from transformers import masking_utils
+
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    function = masking_utils.remap_positions_for_packed_sequence(
+        masking_utils.causal_mask_function, positions
+    )
+    mask = ours.make_mask(1, 5, 5, mask_function=function)
+    assert "flashattn2 would not follow it" in mask.rule.refusal
+
+
+def test_memory_of_a_sliding_mask_is_linear():
+    from flashattn2.bench.measure import peak_extra_bytes
+    from transformers import masking_utils
+
+    function = masking_utils.sliding_window_causal_mask_function(64)
+    peaks = [
+        peak_extra_bytes(lambda seq=seq: ours.make_mask(1, seq, seq, mask_function=function))
+        for seq in (4096, 8192)
+    ]
+    assert peaks[0] <= 100 * 4096
+    assert peaks[1] <= 2.1 * peaks[0]
 
 
 SIZES = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -227,11 +293,11 @@ def test_gradients_through_checkpoints(name, reentrant):
         for dropout in NO_DROPOUT.split():
             if hasattr(config, dropout):
                 setattr(config, dropout, 0.0)
-        auto = "Seq2SeqLM" if name == "bart" else "CausalLM"
+        auto = transformers.AutoModelForCausalLM
+        if name == "bart":
+            auto = transformers.AutoModelForSeq2SeqLM
         torch.manual_seed(0)
-        model = getattr(transformers, f"AutoModelFor{auto}").from_config(
-            config, attn_implementation=implementation
-        )
+        model = auto.from_config(config, attn_implementation=implementation)
         model.train()
         if implementation == "linear_memory" and reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -256,7 +322,7 @@ def tiny(name, **changes):
 
 
 def collated(*parts, **options):
-    """What the padding-free collator of transformers makes of these token sequences."""
+    """Return the batch of these token sequences by the padding-free collator."""
     batch = transformers.DataCollatorWithFlattening(**options)(
         [{"input_ids": part.tolist()} for part in parts]
     )
@@ -267,20 +333,23 @@ def collated(*parts, **options):
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3"])
 @torch.no_grad()
 def test_packed_sequences_of_a_padding_free_collator(name):
-    """Each document has the logits that it has alone, by cu_seq_lens, by positions, and by both."""
+    """Each document has its separate logits, with cu_seq_lens, positions or both."""
     model = tiny(name)
     parts = [tokens(1, n)[0] for n in (9, 1, 6)]
     expected = torch.cat([model(input_ids=part[None]).logits for part in parts], 1)
     both = collated(*parts, return_flash_attn_kwargs=True)
     boundaries = {k: v for k, v in both.items() if k != "position_ids"}
     for batch, use_cache in (
-        (both, False), (both, True), (boundaries, False), (boundaries, True),
+        (both, False),
+        (both, True),
+        (boundaries, False),
+        (boundaries, True),
         (collated(*parts), False),
-    ):  # fmt: skip
+    ):
         logits = model(**batch, use_cache=use_cache).logits
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-4)
     # With a cache transformers makes a mask of one sequence.
-    with pytest.raises(ValueError, match="position_ids start again within a sequence"):
+    with pytest.raises(ValueError, match="position_ids restart within a sequence"):
         model(**collated(*parts), use_cache=True)
 
 
@@ -290,11 +359,11 @@ def test_boundaries_that_contradict_are_refused():
     batch = collated(tokens(1, 9)[0], tokens(1, 6)[0], return_flash_attn_kwargs=True)
     right = batch["cu_seq_lens_q"].tolist()
     for q, k, message in (
-        (right, None, "the same boundaries twice"),
-        (right, [0, 8, 15], "the same boundaries twice"),
+        (right, None, "cu_seq_lens_q and cu_seq_lens_k to be equal"),
+        (right, [0, 8, 15], "cu_seq_lens_q and cu_seq_lens_k to be equal"),
         ([0, 8, 15], [0, 8, 15], "differently"),
-        ([0, 9, 14], [0, 9, 14], "rise from 0 to all rows"),
-        ([0, 9, 8, 15], [0, 9, 8, 15], "rise from 0 to all rows"),
+        ([0, 9, 14], [0, 9, 14], "rise from 0 to the number of rows"),
+        ([0, 9, 8, 15], [0, 9, 8, 15], "rise from 0 to the number of rows"),
     ):
         wrong = {"cu_seq_lens_q": torch.tensor(q), "cu_seq_lens_k": k and torch.tensor(k)}
         with pytest.raises(ValueError, match=message):
@@ -302,8 +371,8 @@ def test_boundaries_that_contradict_are_refused():
 
 
 @torch.no_grad()
-def test_positions_of_padding_are_no_packed_sequences():
-    """Generation numbers left padding 0 or 1, and starts at 0 behind it."""
+def test_positions_of_padding_are_not_packed_sequences():
+    """In generation, left padding has position 0 or 1, and tokens start at 0 after it."""
     model = tiny("llama")
     ids = tokens(1)
     mask = torch.ones_like(ids)
@@ -315,10 +384,10 @@ def test_positions_of_padding_are_no_packed_sequences():
 
 
 @torch.no_grad()
-def test_tensors_that_attention_does_not_know_are_refused():
+def test_unknown_tensor_arguments_are_refused():
     q = torch.randn(1, 2, 4, 8)
     for name in ("position_bias", "alibi", "indices", "sinks"):
-        with pytest.raises(ValueError, match=f"flashattn2 takes no {name}"):
+        with pytest.raises(ValueError, match=f"flashattn2 does not support {name}"):
             ours.attention(torch.nn.Identity(), q, q, q, None, **{name: torch.zeros(1)})
     out, _ = ours.attention(torch.nn.Identity(), q, q, q, None, num_items_in_batch=torch.ones(()))
     assert out.shape == (1, 4, 2, 8)
@@ -326,7 +395,7 @@ def test_tensors_that_attention_does_not_know_are_refused():
 
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-def test_a_compiled_model():
+def test_compiled_model_equals_eager_model():
     torch._dynamo.reset()
     model = tiny("mistral", num_hidden_layers=1)
     mask = torch.ones(2, 13, dtype=torch.long)

@@ -13,7 +13,7 @@ SAMPLE = """
     bart bert bloom codegen cohere2 deepseek_v2 doge falcon gemma2 gptj gpt_oss inkling_text jamba
     megatron-bert mpt opt phi3 qwen2_moe qwen3_moe recurrent_gemma
 """
-# What is refused, and the reason; all that can be built and is not listed is to be equal.
+# Refused families and the reason.  All other families that can be built must be equal.
 READS_MASK = "reads the attention mask itself"
 OWN_CLASSES = "takes its attention from a table of its own classes"
 MASK_READERS = """
@@ -23,7 +23,7 @@ MASK_READERS = """
 REFUSED = {
     **dict.fromkeys(MASK_READERS.split(), READS_MASK),
     **dict.fromkeys(("falcon", "gpt_neo", "gptj"), OWN_CLASSES),
-    **dict.fromkeys(("inkling_text", "inkling2_text"), "takes no position_bias"),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "does not support position_bias"),
     "recurrent_gemma": "read the padding before a sequence",
 }
 
@@ -36,10 +36,10 @@ def registered():
 
 def check(family):
     try:
-        found = decoder_families.outcome(family)
+        outcomes = decoder_families.outcome(family)
     except decoder_families.CannotBuildError as error:
         pytest.skip(f"no tiny model of it: {str(error)[:80]}")
-    assert REFUSED.get(family, "equal") in found
+    assert REFUSED.get(family, "equal") in outcomes
 
 
 @pytest.mark.parametrize("family", SAMPLE.split())
@@ -63,7 +63,8 @@ def test_encoders_hide_padding_or_are_refused(name):
         "num_attention_heads": 4, "pad_token_id": 0, "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**sizes)
+    config_name = f"{name}Config"
+    config = getattr(transformers, config_name)(**sizes)
     ids = torch.randint(3, 99, (1, 12))
     mask = torch.ones_like(ids)
     mask[0, -4:] = 0

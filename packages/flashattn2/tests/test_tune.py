@@ -1,4 +1,4 @@
-"""The tuner without a GPU: what it may take, what it prefers, and that it writes the tables."""
+"""The tuner without a GPU: its gates, its preferences and the tables that it writes."""
 
 import json
 from importlib.resources import files
@@ -10,8 +10,8 @@ from flashattn2.kernels import configs
 ENTRY = ("tma", "half", "forward"), 64, False
 
 
-def made(job, **facts):
-    """What a compiler might have said."""
+def compiler_facts(job, **facts):
+    """Return facts as a compiler may report them."""
     return {
         **job, "registers": 168, "stack_bytes": 0, "shared_bytes": 100000, "work": 1.0,
         "widths": [64, 128], "wgmma": 8, "mma": 0, **facts,
@@ -19,11 +19,11 @@ def made(job, **facts):
 
 
 @pytest.mark.parametrize("arch", [90, 80])
-def test_the_tables_are_what_it_writes(arch):
+def test_tables_are_written_by_the_tuner(arch):
     text = files("flashattn2.kernels").joinpath(f"tables/sm_{arch}.json").read_text()
-    kept = tune.table(arch, None, None, wanted=lambda entry: False)
-    assert tune.written(kept) == text
-    assert len(kept) == len([key for key in configs.TILES if key[0] in tune.PATHS[arch]])
+    current = tune.table(arch, None, None, wanted=lambda entry: False)
+    assert tune.written(current) == text
+    assert len(current) == len([key for key in configs.TILES if key[0] in tune.PATHS[arch]])
 
 
 @pytest.mark.parametrize(
@@ -31,48 +31,48 @@ def test_the_tables_are_what_it_writes(arch):
     [{"stack_bytes": 49}, {"shared_bytes": 2**18}, {"work": 1.5}, {"wgmma": 0}, None],
     ids=str,
 )
-def test_what_breaks_a_gate_is_out(fault):
-    """Of all tiles but one."""
-    kept = (128, 64, 8, 2)
+def test_tile_that_fails_a_gate_is_not_selected(fault):
+    """Every tile except for one has a fault."""
+    faultless = (128, 64, 8, 2)
 
     def compiled(job):
-        if tuple(job["tile"]) == kept or fault is None:
-            return made(job)
-        return made(job, **fault)
+        if tuple(job["tile"]) == faultless or fault is None:
+            return compiler_facts(job)
+        return compiler_facts(job, **fault)
 
-    found = tune.best(*ENTRY, 90, compiled, lambda result: result["tile"][0])
-    assert (found == kept) == (fault is not None)
+    chosen = tune.best(*ENTRY, 90, compiled, lambda result: result["tile"][0])
+    assert (chosen == faultless) == (fault is not None)
     assert tune.best(*ENTRY, 90, lambda job: None, tune.cost) is None
 
 
-def test_an_entry_without_a_tile_keeps_the_one_it_has():
+def test_entry_without_a_valid_tile_is_unchanged():
     table = tune.table(90, lambda job: None, tune.cost)
     text = files("flashattn2.kernels").joinpath("tables/sm_90.json").read_text()
     assert json.loads(tune.written(table)) == json.loads(text)
 
 
 @pytest.mark.parametrize("faster", [True, False])
-def test_packed_sequences_go_by_tma_where_that_is_faster(faster):
+def test_packed_sequences_use_tma_if_faster(faster):
     def speed(job):
         return float(job["tma"] != faster)
 
     def wanted(entry):
         return entry[0][0] == "packed" and entry[1:] == (64, False)
 
-    table = tune.table(90, made, speed, wanted)
+    table = tune.table(90, compiler_facts, speed, wanted)
     for name in ("packed half forward", "packed half dq"):
         assert (name in table) == faster
         assert not faster or [*table[name]["tiles"]] == ["64"]
 
 
-def test_the_model_prefers_work_once_wide_instructions_and_loads_ahead():
+def test_cost_model_prefers_less_work_wider_instructions_and_more_stages():
     job = {
         "kernel": "forward", "tile": (128, 128, 8, 2), "dim": 64, "arch": 90, "dtype": "bf16",
         "kind": "half",
     }  # fmt: skip
-    least = tune.cost(made(job))
+    least = tune.cost(compiler_facts(job))
     for worse in ({"work": 1.5}, {"widths": [16, 64]}, {"tile": (128, 16, 8, 1)}):
-        assert tune.cost(made(job, **worse)) > least
+        assert tune.cost(compiler_facts(job, **worse)) > least
 
 
 def test_no_candidate_repeats_a_product_or_overflows():
@@ -86,8 +86,8 @@ def test_no_candidate_repeats_a_product_or_overflows():
 
 
 @pytest.mark.exhaustive
-def test_compiled_in_earnest_it_finds_a_tile_that_may_be_shipped(tmp_path):
-    """In a process that does not interpret; one entry, all its candidates."""
+def test_tuner_finds_a_valid_tile_with_the_real_compiler(tmp_path):
+    """All candidates of one entry are compiled in a process that does not interpret."""
     import os
     import subprocess
     import sys
@@ -97,5 +97,7 @@ def test_compiled_in_earnest_it_finds_a_tile_that_may_be_shipped(tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, tune.__file__, "90", "--only", "tma half dq 64", "--out", str(out)]
     subprocess.run(command, env=environment, check=True)
-    found = json.loads(out.read_text())["tma half dq"]["tiles"]["64"]
-    assert tuple(found[:2]) in {tile[:2] for tile in tune.candidates(("tma", "half", "dq"), 64, 90)}
+    chosen = json.loads(out.read_text())["tma half dq"]["tiles"]["64"]
+    assert tuple(chosen[:2]) in {
+        tile[:2] for tile in tune.candidates(("tma", "half", "dq"), 64, 90)
+    }

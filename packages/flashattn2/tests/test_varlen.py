@@ -1,4 +1,4 @@
-"""Packed sequences are each attended by themselves."""
+"""Packed attention is attention over each sequence separately."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CU_K = torch.tensor([0, 20, 41, 80, 110], dtype=torch.int32)
 
 
 def one_by_one(function, cu_q=CU_Q, cu_k=CU_K):
-    """What packed attention means: the function on each sequence."""
+    """Return the function applied to each packed sequence."""
 
     def run(q, k, v, **options):
         outs, sums = [], []
@@ -40,24 +40,31 @@ def tensors(dim=16, dtype=torch.float32):
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
 )
-def test_it_is_attention_over_each_sequence(interpreter, backend, options):
+def test_packed_attention_is_attention_over_each_sequence(interpreter, backend, options):
     interpreter(packed=backend == "triton by TMA")
     assert_as_good_as_plain(
-        packed(backend.split()[0]), tensors(), one_by_one=one_by_one, lse_shape=(4, 90), **options,
-    )  # fmt: skip
+        packed(backend.split()[0]),
+        tensors(),
+        one_by_one=one_by_one,
+        lse_shape=(4, 90),
+        **options,
+    )
 
 
-def test_the_atomic_backward_too(interpreter):
+def test_atomic_backward_is_as_good_as_plain(interpreter):
     run = packed("triton")
     assert_as_good_as_plain(
-        lambda *a, **o: run(*a, **o, deterministic=False), tensors(), is_causal=True,
-        one_by_one=one_by_one, lse_shape=(4, 90),
-    )  # fmt: skip
+        lambda *a, **o: run(*a, **o, deterministic=False),
+        tensors(),
+        is_causal=True,
+        one_by_one=one_by_one,
+        lse_shape=(4, 90),
+    )
 
 
 @pytest.mark.parametrize("by_tma", [False, True])
-def test_many_sequences_of_any_lengths_are_each_found(interpreter, by_tma):
-    """Empty ones, shorter than a tile, and ends that fall on its edge, on either side."""
+def test_many_sequences_of_any_lengths_are_located(interpreter, by_tma):
+    """Sequences are empty, shorter than a tile, or end at the edge of a tile."""
     interpreter(packed=by_tma)
     lengths = torch.tensor(
         [[0, 16, 1, 0, 0, 32, 33, 15, 17, 0, 48, 5], [3, 16, 0, 7, 0, 32, 31, 9, 9, 9, 9, 9]]
@@ -66,13 +73,16 @@ def test_many_sequences_of_any_lengths_are_each_found(interpreter, by_tma):
     q = torch.randn(int(cu_q[-1]), 2, 16)
     k, v = (torch.randn(int(cu_k[-1]), 2, 16) for _ in "kv")
     assert_as_good_as_plain(
-        packed("triton", cu_q, cu_k), [q, k, v], is_causal=True,
-        one_by_one=lambda run: one_by_one(run, cu_q, cu_k), lse_shape=(2, len(q)),
-    )  # fmt: skip
+        packed("triton", cu_q, cu_k),
+        [q, k, v],
+        is_causal=True,
+        one_by_one=lambda run: one_by_one(run, cu_q, cu_k),
+        lse_shape=(2, len(q)),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
-def test_its_derivatives_pass_gradcheck_and_gradgradcheck():
+def test_reference_passes_gradcheck_and_gradgradcheck():
     cu = torch.tensor([0, 2, 5], dtype=torch.int32)
     tensors = [torch.randn(5, 1, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
 
@@ -83,7 +93,7 @@ def test_its_derivatives_pass_gradcheck_and_gradgradcheck():
     assert gradgradcheck(run, tensors)
 
 
-def test_no_value_of_another_sequence_is_touched(interpreter):
+def test_values_of_other_sequences_are_not_read(interpreter):
     q, k, v = tensors()
     k[CU_K[1] : CU_K[2]] = torch.nan
     v[CU_K[3] :] = torch.nan
@@ -99,8 +109,8 @@ def test_no_value_of_another_sequence_is_touched(interpreter):
 @pytest.mark.parametrize(
     "options", [{"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
 )
-def test_what_stands_in_other_sequences_changes_no_bit(interpreter, by_tma, dtype, options):
-    """NaN and infinities in every other sequence, whose rows share tiles with this one's."""
+def test_values_of_other_sequences_change_no_bit(interpreter, by_tma, dtype, options):
+    """NaN and infinities are in the other sequences, whose rows are in the same tiles."""
     interpreter(packed=by_tma)
     inputs = [*tensors(dtype=dtype), torch.randn(90, 4, 16, dtype=dtype)]
     rows = [torch.repeat_interleave(torch.arange(4), cu.diff()) for cu in (CU_Q, CU_K, CU_K, CU_Q)]
@@ -118,8 +128,8 @@ def test_what_stands_in_other_sequences_changes_no_bit(interpreter, by_tma, dtyp
             bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype).repeat(len(x))
             others = sequence % 2 != odd
             x[others] = bad[: others.sum()][:, None, None]
-        found = results(*planted)
-        for a, b, sequence in zip(found, clean, (rows[0], *rows[:3]), strict=True):
+        computed = results(*planted)
+        for a, b, sequence in zip(computed, clean, (rows[0], *rows[:3]), strict=True):
             mine = sequence % 2 == odd
             assert torch.equal(a[mine], b[mine])
             assert not a[~mine].isfinite().all()

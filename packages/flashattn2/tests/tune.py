@@ -23,13 +23,15 @@ PATHS = {90: ("tma", "packed", "hopper"), 80: ("pointers",)}
 # The most that a block may have, and what a multiprocessor does in a cycle: FLOPs of its matrix
 # units in half precision, exponentials, and bytes from the second cache.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
-FLOPS, EXPONENTIALS, BYTES = {90: 4096, 80: 2048}, 16, 32
+FLOPS = {90: 4096, 80: 2048}
+EXPONENTIALS = 16
+BYTES = 32
 REGISTERS = 65536
 FEW_BYTES, MOST_WORK = 48, 1.02
 
 
 def entries(arch):
-    """Each table, head dim and whether its tile is for the options that need the most registers."""
+    """Yield each table and head dim, with True for the tile of the options with most registers."""
     for key, tiles in shipped.tables().items():
         if key[0] in PATHS[arch]:
             for block_d in tiles:
@@ -38,16 +40,16 @@ def entries(arch):
 
 
 def options(path, rich):
-    """What a tile is compiled with: of its options those that ask the most of registers."""
-    found = [{}, shipped.NOT_CAUSAL]
+    """Return the options that a tile is compiled with: those that need the most registers."""
+    choices = [{}, shipped.NOT_CAUSAL]
     if rich:
-        found = [shipped.LEFT | shipped.SOFTCAP, shipped.SOFTCAP | shipped.SPLITS, shipped.LEFT]
-    packed = [one | shipped.PACKED for one in found if "splits" not in one]
-    return {"tma": found, "packed": packed}.get(path, found + packed)
+        choices = [shipped.LEFT | shipped.SOFTCAP, shipped.SOFTCAP | shipped.SPLITS, shipped.LEFT]
+    packed = [choice | shipped.PACKED for choice in choices if "splits" not in choice]
+    return {"tma": choices, "packed": packed}.get(path, choices + packed)
 
 
 def candidates(key, block_d, arch):
-    """Tiles whose buffers fit and whose products no warpgroup repeats."""
+    """Yield the tiles whose buffers fit and whose products no warpgroup repeats."""
     _, kind, kernel = key
     element_bytes = 2 if kind == "half" else 4
     sides = (16, 32, 64, 128)
@@ -65,7 +67,7 @@ def candidates(key, block_d, arch):
 
 
 def passes(result):
-    """Whether what the compiler made of a tile may be shipped."""
+    """Return True if the compiled tile passes every gate."""
     half = result["kind"] == "half" and result["arch"] == 90 and result["dim"] <= 128
     return (
         result["stack_bytes"] <= FEW_BYTES
@@ -105,7 +107,7 @@ def cost(result):
 
 
 def milliseconds(result, rounds=5):
-    """The time of the pass that the kernel is in, on this GPU, in tiles like this."""
+    """Return the time of the pass with this tile on this GPU."""
     import torch
     from flashattn2 import flash_attention, flash_attention_varlen
     from flashattn2.kernels import launch
@@ -120,7 +122,7 @@ def milliseconds(result, rounds=5):
         shape = (16384, 2048 // dim, dim)
         attention = functools.partial(flash_attention_varlen, cu_seqlens_q=cu, cu_seqlens_k=cu)
     q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv")
-    asked = {
+    requested = {
         "is_causal": True, "deterministic": result["kernel"] != "atomic",
         "window": (1024, None) if result.get("left") else None,
         "softcap": 30.0 if result.get("softcap") else None,
@@ -135,9 +137,9 @@ def milliseconds(result, rounds=5):
 
     launch.choose = choose
     try:
-        out = attention(q, k, v, **asked)
+        out = attention(q, k, v, **requested)
         if result["kernel"] == "forward":
-            run = functools.partial(attention, q, k, v, **asked)
+            run = functools.partial(attention, q, k, v, **requested)
         else:
             run = functools.partial(torch.autograd.grad, out, (q, k, v), out, retain_graph=True)
         return statistics.median(do_bench(run, warmup=5, rep=20) for _ in range(rounds))
@@ -146,7 +148,7 @@ def milliseconds(result, rounds=5):
 
 
 def best(key, block_d, rich, arch, compiled, speed):
-    """The tile of the lowest cost among those that may be shipped, or None."""
+    """Return the valid tile of the lowest cost, or None."""
     path, _, kernel = key
     ranked = []
     for tile in candidates(key, block_d, arch):
@@ -163,17 +165,17 @@ def best(key, block_d, rich, arch, compiled, speed):
 
 
 def beats_pointers(key, block_d, rich, tile, speed):
-    """Whether packed sequences are faster by TMA in this tile than by pointers in theirs."""
+    """Return True if packed sequences are faster by TMA in this tile than by pointers."""
     paths = {path: (path, *key[1:]) for path in ("packed", "hopper")}
-    tiles = {"packed": tile, "hopper": configs.sizes(paths["hopper"], block_d, rich)}
+    tiles = {"packed": tile, "hopper": configs.find_sizes(paths["hopper"], block_d, rich)}
     first = options("packed", rich)[0]
     times = [speed(*shipped.jobs(paths[path], block_d, tiles[path], first)) for path in paths]
     return times[0] < times[1]
 
 
 def table(arch, compiled, speed, wanted=lambda entry: True):
-    """Every entry's tile, found anew; the form of a file in `tables`."""
-    found = {}
+    """Return a new table with a tile for every entry, in the form of a file in `tables`."""
+    choices = {}
     for key, block_d, rich in entries(arch):
         tile = configs.TILES.get(key, {}).get(block_d)
         if rich:
@@ -184,17 +186,17 @@ def table(arch, compiled, speed, wanted=lambda entry: True):
                 tile and beats_pointers(key, block_d, rich, tile, speed)
             ):
                 tile = None
-        entry = found.setdefault(" ".join(key), {"tiles": {}, "rich": {}})
+        entry = choices.setdefault(" ".join(key), {"tiles": {}, "rich": {}})
         if not rich and tile:
             entry["tiles"][str(block_d)] = tile
         elif tile != entry["tiles"].get(str(block_d)):
             entry["rich"][str(block_d)] = tile
-    parts = {key: {name: part for name, part in e.items() if part} for key, e in found.items()}
+    parts = {key: {name: part for name, part in e.items() if part} for key, e in choices.items()}
     return {key: part for key, part in parts.items() if part}
 
 
 def written(table):
-    """As text, a line for each part of an entry."""
+    """Return the table as text, with one line per part of an entry."""
     entries = []
     for key, parts in table.items():
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(x)}" for name, x in parts.items())
@@ -203,7 +205,7 @@ def written(table):
 
 
 def attempt(job):
-    """What the compiler made of it, or None where it gave up."""
+    """Return the facts of the compiled tile, or None if it does not compile."""
     try:
         return compile_job(job)
     except Exception:
@@ -217,28 +219,28 @@ def main(argv=None):
     parser.add_argument("--only", default="", help="entries whose key has this in it")
     parser.add_argument("--jobs", type=int, help="compilers at a time")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
 
     def wanted(entry):
         key, block_d, _ = entry
-        return given.only in " ".join((*key, str(block_d))) and (
-            given.measure or key[0] != "packed"
+        return arguments.only in " ".join((*key, str(block_d))) and (
+            arguments.measure or key[0] != "packed"
         )
 
     jobs = [
         job
-        for key, block_d, rich in filter(wanted, entries(given.arch))
-        for tile in candidates(key, block_d, given.arch)
+        for key, block_d, rich in filter(wanted, entries(arguments.arch))
+        for tile in candidates(key, block_d, arguments.arch)
         for option in options(key[0], rich)
         for job in shipped.jobs(key, block_d, configs.complete(key, tile), option)
-        if job["arch"] == given.arch
+        if job["arch"] == arguments.arch
     ]
     names = [json.dumps(job) for job in jobs]
-    with ProcessPoolExecutor(given.jobs) as pool:
+    with ProcessPoolExecutor(arguments.jobs) as pool:
         known = dict(zip(names, pool.map(attempt, jobs, chunksize=4), strict=True))
-    speed = milliseconds if given.measure else cost
-    text = written(table(given.arch, lambda job: known[json.dumps(job)], speed, wanted))
-    (given.out.write_text if given.out else print)(text)
+    speed = milliseconds if arguments.measure else cost
+    text = written(table(arguments.arch, lambda job: known[json.dumps(job)], speed, wanted))
+    (arguments.out.write_text if arguments.out else print)(text)
 
 
 if __name__ == "__main__":

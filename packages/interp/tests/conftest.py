@@ -1,4 +1,4 @@
-"""A decoder as users have it: RMS norm, rotary positions, SwiGLU, grouped queries, own head."""
+"""A custom decoder with RMS norm, rotary positions, SwiGLU and grouped queries."""
 
 import pytest
 import torch
@@ -26,7 +26,8 @@ def rotate(x: Tensor) -> Tensor:
 class DecoderBlock(nn.Module):
     def __init__(self, d: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, d_head = heads, kv_heads, d // heads
+        self.heads, self.kv_heads = heads, kv_heads
+        d_head = d // heads
         self.norm1, self.norm2 = RMSNorm(d), RMSNorm(d)
         self.q = nn.Linear(d, d, bias=False)
         self.k = nn.Linear(d, kv_heads * d_head, bias=False)

@@ -24,7 +24,7 @@ def test_every_row_is_flat_and_ours_agrees_with_the_plain_computation(
 
 
 def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits() -> None:
-    """Of all pairs of GPT-2 small's heads, by their shapes; the peer multiplies all at once."""
+    """The peer multiplies all pairs at once; sizes are read from the meta device."""
     torch.manual_seed(0)
     ov, qk = (LowRank(torch.randn(3, 4, 24, 2), torch.randn(3, 4, 2, 24)) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""A description carries every property of its model, or describe() refuses the model."""
+"""`describe` reproduces every property of a model, or refuses the model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,12 +13,15 @@ from interp.decoder import verify
 from interp.decoder.fold import fold_decoder
 from torch import Tensor, nn
 
-D_MODEL, HEADS, D_HEAD, CONTEXT = 32, 4, 8, 96
+D_MODEL = 32
+HEADS = 4
+D_HEAD = 8
+CONTEXT = 96
 
 
 @dataclass(frozen=True)
 class Options:
-    """Every property of the model that a mutation can change."""
+    """The properties of the model that a mutation can change."""
 
     kv_heads: int = 4
     window: int | None = None
@@ -56,10 +59,10 @@ class Options:
 def rotate(x: Tensor, options: Options) -> Tensor:
     n = options.rotated
     frequencies = options.theta ** (-torch.arange(0, n, 2).float() / n)
-    place = torch.arange(x.shape[-2]) + options.position_offset
+    position = torch.arange(x.shape[-2]) + options.position_offset
     if options.stretches_after is not None and x.shape[-2] > options.stretches_after:
         frequencies = frequencies / 2
-    angle = place[:, None] * frequencies
+    angle = position[:, None] * frequencies
     cos, sin = angle.cos().to(x), angle.sin().to(x)
     turned, rest = x[..., :n], x[..., n:]
     if options.interleaved:
@@ -74,7 +77,9 @@ def rotate(x: Tensor, options: Options) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, options: Options, layer: int) -> None:
         super().__init__()
-        self.options, self.layer, self.num_heads = options, layer, HEADS
+        self.options = options
+        self.layer = layer
+        self.num_heads = HEADS
         wide, narrow = HEADS * D_HEAD, options.kv_heads * D_HEAD
         self.q_proj = nn.Linear(D_MODEL, wide, bias=options.bias)
         self.k_proj = nn.Linear(D_MODEL, narrow, bias=options.bias)
@@ -84,7 +89,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         o, n = self.options, x.shape[1]
         split = lambda y: y.unflatten(-1, (-1, D_HEAD)).transpose(1, 2)  # noqa: E731
-        q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        q, k = split(self.q_proj(x)), split(self.k_proj(x))
+        v = split(self.v_proj(x))
         if o.clip is not None:
             q, k, v = (y.clamp(-o.clip, o.clip) for y in (q, k, v))
         if o.rotary:
@@ -128,10 +134,12 @@ class Block(nn.Module):
             {
                 name: nn.Linear(*sizes, bias=options.bias)
                 for name, sizes in {
-                    "gate": (D_MODEL, 64), "up": (D_MODEL, 64), "down": (64, D_MODEL),
+                    "gate": (D_MODEL, 64),
+                    "up": (D_MODEL, 64),
+                    "down": (64, D_MODEL),
                 }.items()
             }
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         o = self.options
@@ -175,7 +183,7 @@ def model_of(**changes: Any) -> Model:
     return model
 
 
-# Each changes one property. What describe() finds or is given by settings, it must carry exactly.
+# Each entry changes one property. `describe` must reproduce detected and passed properties.
 CARRIED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as usual": ({}, {}),
     "grouped queries": ({"kv_heads": 2}, {}),
@@ -230,7 +238,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def assert_equal_with_sharp_weights(decoder: Decoder, model: nn.Module) -> None:
-    """Compare after the shared weights have grown, so that attention is far from uniform."""
+    """Compare logits after scaling the shared weights, so that attention is far from uniform."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -242,7 +250,7 @@ def assert_equal_with_sharp_weights(decoder: Decoder, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CARRIED)
-def test_a_property_that_is_found_or_given_is_carried(name: str, dtype: torch.dtype) -> None:
+def test_detected_or_passed_properties_are_described(name: str, dtype: torch.dtype) -> None:
     changes, settings = CARRIED[name]
     model = model_of(**changes).to(dtype)
     decoder = describe(model, context=CONTEXT, **settings)
@@ -252,20 +260,18 @@ def test_a_property_that_is_found_or_given_is_carried(name: str, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_property_that_the_description_does_not_carry_is_refused(
-    name: str, dtype: torch.dtype
-) -> None:
-    with pytest.raises(ValueError, match="no description of this Model gives its logits"):
+def test_unsupported_properties_are_refused(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="no description of this Model has its logits"):
         describe(model_of(**REFUSED[name]).to(dtype), context=CONTEXT)
 
 
 @pytest.mark.parametrize("name", [k for k, (_, settings) in CARRIED.items() if settings])
-def test_a_setting_that_the_model_does_not_have_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no description of this Model gives its logits"):
+def test_wrong_settings_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no description of this Model has its logits"):
         describe(model_of(), context=CONTEXT, **CARRIED[name][1])
 
 
-def test_texts_longer_than_what_was_verified_are_refused() -> None:
+def test_texts_longer_than_the_verified_length_are_refused() -> None:
     model = model_of(window=60)
     decoder = describe(model, context=60)
     assert_equal_with_sharp_weights_up_to(decoder, model, 60)
@@ -281,7 +287,7 @@ def assert_equal_with_sharp_weights_up_to(decoder: Decoder, model: nn.Module, le
 
 
 @pytest.mark.parametrize("context", [0, -3, CONTEXT + 1])
-def test_a_context_that_does_not_exist_is_refused(context: int) -> None:
+def test_context_beyond_the_positions_is_refused(context: int) -> None:
     message = f"at least 1 and at most {CONTEXT}, the learned positions, got {context}"
     with pytest.raises(ValueError, match=message):
         describe(model_of(rotary=False), context=context)
@@ -296,7 +302,7 @@ class ShortModel(Model):
         return super().forward(tokens)
 
 
-def test_the_longest_text_that_a_model_takes_is_verified() -> None:
+def test_longest_accepted_text_is_verified() -> None:
     torch.manual_seed(0)
     model = ShortModel(Options()).eval()
     assert describe(model).settings.context == 70
@@ -306,15 +312,21 @@ def test_the_longest_text_that_a_model_takes_is_verified() -> None:
         describe(ShortModel(window_of_all_but_one).eval())
 
 
-def test_groups_of_layers_are_verified_one_after_the_other(
+def test_groups_of_layers_are_verified_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Large models are verified without a float32 copy of all their weights at once."""
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     config = transformers.MistralConfig(
-        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40, sliding_window=7,
-    )  # fmt: skip
+        vocab_size=37,
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=40,
+        sliding_window=7,
+    )
     torch.manual_seed(0)
     model = transformers.MistralForCausalLM(config).eval()
     monkeypatch.setattr(verify, "COPY_BYTES", 0)
@@ -329,7 +341,7 @@ def test_groups_of_layers_are_verified_one_after_the_other(
         describe(model)
 
 
-def test_modes_of_modules_and_weights_are_left_as_they_were() -> None:
+def test_describe_keeps_modes_and_weights() -> None:
     model = model_of()
     model.train()
     model.blocks[0].eval()
@@ -361,13 +373,30 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": SMALL
     | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
        "num_key_value_heads": 2},
+    "GraniteForCausalLM": SMALL
+    | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+       "pad_token_id": None},
+    "FalconForCausalLM": {
+        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "new_decoder_architecture": True, "num_kv_heads": 2,
+        "bos_token_id": None, "eos_token_id": None,
+    },
+    "OPTForCausalLM": {
+        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "ffn_dim": 20, "max_position_embeddings": 32, "word_embed_proj_dim": 24,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    },
+    "CohereForCausalLM": SMALL
+    | {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
+       "pad_token_id": None},
+    "StableLmForCausalLM": SMALL | {"hidden_size": 32, "num_key_value_heads": 2},
 }  # fmt: skip
 
 
-def family(name: str) -> nn.Module:
+def family(name: str, **options: object) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     model_class = getattr(transformers, name)
-    config = model_class.config_class(**FAMILIES[name])
+    config = model_class.config_class(**(FAMILIES[name] | options))
     config._experts_implementation = "eager"
     torch.manual_seed(0)
     return model_class(config).eval()
@@ -384,10 +413,32 @@ def change_in_place(parameter: nn.Parameter, how: str) -> None:
             parameter.mul_(1.5).add_(0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm = True is not supported"),
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 12}, "word_embed_proj_dim = 12"),
+        ("FalconForCausalLM", {"alibi": True}, "alibi = True is not supported"),
+        ("StableLmForCausalLM", {"qk_layernorm": True}, r"q_layernorm.* has no known role"),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'dynamic' is not one of",
+        ),
+    ],
+)
+def test_unsupported_options_of_families_are_refused(
+    name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(family(name, **options))
+
+
 @pytest.mark.parametrize("how", ["optimizer", "data", "no_grad"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -> None:
-    """One layer's and the outer parameters, each changed alone: one description per change."""
+    """Each parameter of one layer and outside of layers is changed separately."""
     tokens = torch.arange(26).reshape(2, 13) * 7 % 37
     names = [name for name, _ in family(name).named_parameters() if ".1." not in name]
     for parameter_name in names if how == "data" else names[:2]:
@@ -412,16 +463,18 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
                 folded(tokens)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM"])
-def test_families_without_rescaled_or_interleaved_weights_share_all_of_them(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM"]
+)
+def test_families_without_folded_or_interleaved_weights_share_all_weights(name: str) -> None:
     model = family(name)
     decoder = describe(model)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    shared = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for parameter in decoder.parameters():
-        assert parameter.untyped_storage().data_ptr() in own
+        assert parameter.untyped_storage().data_ptr() in shared
 
 
-def test_weights_that_are_moved_or_converted_are_not_used_again() -> None:
+def test_moved_or_converted_weights_are_refused() -> None:
     tokens = torch.zeros(1, 5, dtype=torch.long)
     model = family("LlamaForCausalLM")
     decoder = describe(model)
@@ -434,7 +487,7 @@ def test_weights_that_are_moved_or_converted_are_not_used_again() -> None:
     with pytest.raises(RuntimeError, match=r"lm_head\.weight was replaced"):
         decoder(tokens)
     model = family("LlamaForCausalLM")
-    converted = describe(model).double()  # has weights of its own now
+    converted = describe(model).double()  # a copy of the weights
     assert converted(tokens).dtype == torch.float64
     change_in_place(model.lm_head.weight, "no_grad")
     with pytest.raises(RuntimeError, match=r"lm_head\.weight was changed in place"):
@@ -447,12 +500,12 @@ def test_weights_that_are_moved_or_converted_are_not_used_again() -> None:
         ([[0, 1, 2, 0, 1]], "packed texts are not supported"),
         ([[0, 1, 3, 4, 5]], "must count up by 1"),
         ([[-1, 0, 1, 2, 3]], "reach from -1 to 3"),
-        ([[28, 29, 30, 31, 32]], "reach from 28 to 32; they must lie within 0 and 31"),
-        ([[0, 1, 2]], r"position_ids are torch.int64 \(1, 3\); give integers \(1, 5\)"),
-        ([[0.0, 1, 2, 3, 4]], "give integers"),
+        ([[28, 29, 30, 31, 32]], "reach from 28 to 32; they must be within 0 and 31"),
+        ([[0, 1, 2]], r"position_ids are torch.int64 \(1, 3\); pass integers \(1, 5\)"),
+        ([[0.0, 1, 2, 3, 4]], "pass integers"),
     ],
 )
-def test_position_ids_that_are_not_those_of_one_text_are_refused(
+def test_position_ids_of_packed_texts_are_refused(
     positions: list[list[float]], message: str
 ) -> None:
     decoder = describe(family("GPT2LMHeadModel"))

@@ -11,7 +11,7 @@ from interp.detect import targets
 def plain_score(
     pattern: torch.Tensor, tokens: torch.Tensor, kind: str, first_query: int
 ) -> list[float]:
-    """The definition, one query at a time."""
+    """Return the score by its definition, one query at a time."""
     batch, heads, length, _ = pattern.shape
     weights = pattern.tolist()
     scores = []
@@ -49,8 +49,8 @@ def test_scores_equal_the_definition_query_by_query(
     tokens = torch.randint(words, (batch, length))
     patterns = torch.randn(2, batch, heads, length, length, dtype=torch.float64).softmax(-1)
     before = patterns.clone()
-    found = detect_heads(patterns, tokens, queries=slice(first_query, None))
-    for kind, scores in found.scores.items():
+    result = detect_heads(patterns, tokens, queries=slice(first_query, None))
+    for kind, scores in result.scores.items():
         for layer in range(2):
             expected = plain_score(patterns[layer], tokens, kind, first_query)
             torch.testing.assert_close(
@@ -70,7 +70,7 @@ def test_half_precision_patterns_are_averaged_in_single_precision() -> None:
 
 
 @pytest.mark.parametrize("kind", ["previous", "duplicate", "induction", "first", "current"])
-def test_a_perfect_head_scores_one_and_an_even_one_scores_chance(kind: str) -> None:
+def test_perfect_heads_score_one_and_uniform_heads_score_chance(kind: str) -> None:
     period = torch.randperm(8)
     tokens = torch.cat([period, period])[None]
     mask = targets(tokens)[kind][0].double()
@@ -78,11 +78,11 @@ def test_a_perfect_head_scores_one_and_an_even_one_scores_chance(kind: str) -> N
     perfect = perfect / perfect.sum(-1, keepdim=True)
     evenly = torch.ones(16, 16, dtype=torch.float64).tril()
     evenly = evenly / evenly.sum(-1, keepdim=True)
-    found = detect_heads({"layer": torch.stack([evenly, perfect])[None]}, tokens[0])
-    best = found.best(kind)
+    result = detect_heads({"layer": torch.stack([evenly, perfect])[None]}, tokens[0])
+    best = result.best(kind)
     assert (best.layer, best.head) == (0, 1)
     assert best.score == pytest.approx(1)
-    assert found.scores[kind][0, 0].item() == pytest.approx(best.chance)
+    assert result.scores[kind][0, 0].item() == pytest.approx(best.chance)
     assert best.chance < 0.5
 
 
@@ -98,31 +98,31 @@ def test_without_tokens_only_the_positional_kinds_have_a_score() -> None:
 
 
 def sharp_noise(trial: int, heads: int = 24, length: int = 12) -> torch.Tensor:
-    """Each query of each head looks at one key drawn at random, or at a few."""
+    """Return patterns in which each query attends to one random key, or to a few."""
     generator = torch.Generator().manual_seed(trial)
     scores = torch.randn(1, heads, length, length, generator=generator) * (1, 4, 30)[trial % 3]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     return scores.masked_fill(future, float("-inf")).softmax(-1)
 
 
-def test_the_best_of_many_heads_of_noise_is_called_noise() -> None:
-    """Where the best score is far above chance, as it is of the sharpest of many heads."""
+def test_best_of_many_random_heads_is_noise() -> None:
+    """The best score of many sharp heads is far above chance, and still noise."""
     named, above = 0, 0
     for trial in range(60):
         tokens = torch.randint(4, (1, 12), generator=torch.Generator().manual_seed(trial))
-        found = detect_heads([sharp_noise(trial)], tokens)
+        result = detect_heads([sharp_noise(trial)], tokens)
         for kind in ("previous", "duplicate", "induction"):
-            above += found.best(kind).score > 1.5 * found.chance[kind]
-            named += not found.best(kind).is_noise
-            assert bool(found.found(kind)) == (not found.best(kind).is_noise)
+            above += result.best(kind).score > 1.5 * result.chance[kind]
+            named += not result.best(kind).is_noise
+            assert bool(result.significant(kind)) == (not result.best(kind).is_noise)
     assert above > 80  # of 180: what a chance level without heads in it would have named
     assert named <= 9  # 5 % of them, by the level
 
 
-def test_p_values_are_no_smaller_than_those_of_permutations() -> None:
+def test_p_values_are_at_least_permutation_p_values() -> None:
     tokens = torch.randint(3, (1, 12), generator=torch.Generator().manual_seed(1))
     pattern = sharp_noise(1, heads=3)
-    found = detect_heads([pattern], tokens)
+    result = detect_heads([pattern], tokens)
     generator = torch.Generator().manual_seed(0)
     for kind in ("previous", "duplicate", "induction"):
         mask = targets(tokens)[kind][0]
@@ -132,11 +132,11 @@ def test_p_values_are_no_smaller_than_those_of_permutations() -> None:
             for i in range(800):
                 drawn = torch.randperm(query + 1, generator=generator)[: int(mask[query].sum())]
                 sampled[:, i] += pattern[0, :, query, drawn].sum(-1) / len(queries)
-        share = (sampled >= found.scores[kind][0][:, None] - 1e-6).float().mean(-1)
-        assert (found.p_values[kind][0] >= 0.8 * share).all()
+        fraction = (sampled >= result.scores[kind][0][:, None] - 1e-6).float().mean(-1)
+        assert (result.p_values[kind][0] >= 0.8 * fraction).all()
 
 
-def test_copies_of_a_prompt_are_no_further_evidence() -> None:
+def test_copies_of_a_prompt_add_no_evidence() -> None:
     tokens = torch.randint(4, (3, 12), generator=torch.Generator().manual_seed(1))
     pattern = torch.cat([sharp_noise(trial) for trial in (1, 2, 4)])
     once = detect_heads([pattern], tokens)
@@ -147,7 +147,7 @@ def test_copies_of_a_prompt_are_no_further_evidence() -> None:
 
 
 def prompts_of_every_kind() -> dict[str, torch.Tensor]:
-    """Prompts that share copies, prefixes, first tokens, periods or a small vocabulary."""
+    """Return prompts with copies, common prefixes, first tokens, periods or a small vocabulary."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 97, (8, 12), generator=generator)
     tokens[:, 8] = tokens[:, 3]
@@ -167,9 +167,9 @@ def prompts_of_every_kind() -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("prompts", prompts_of_every_kind())
-def test_at_most_one_head_in_twenty_of_random_models_is_found(prompts: str) -> None:
+def test_false_positive_rate_on_random_models_is_at_most_five_percent(prompts: str) -> None:
     tokens = prompts_of_every_kind()[prompts]
-    heads, found = 0, dict.fromkeys(targets(tokens), 0)
+    heads, result = 0, dict.fromkeys(targets(tokens), 0)
     for seed in range(8):
         torch.manual_seed(seed)
         model = AttentionOnly(vocabulary=97, context=24, d_model=64, layers=4, heads=8)
@@ -180,34 +180,34 @@ def test_at_most_one_head_in_twenty_of_random_models_is_found(prompts: str) -> N
             model(tokens)
         scores = detect_heads(patterns, tokens)
         heads += scores.scores["first"].numel()
-        for kind in found:
-            found[kind] += len(scores.found(kind))
-    assert all(count <= 0.05 * heads for count in found.values()), found
+        for kind in result:
+            result[kind] += len(scores.significant(kind))
+    assert all(count <= 0.05 * heads for count in result.values()), result
 
 
 @torch.no_grad()
-def test_windows_and_padding_do_not_make_heads_of_noise() -> None:
-    """Attention that can only reach few keys is not a choice of the head."""
+def test_windows_and_padding_add_no_false_positives() -> None:
+    """If few keys are visible, attention to them is not a choice of the head."""
     tokens = torch.randint(97, (8, 24), generator=torch.Generator().manual_seed(0))
     padding = torch.zeros(8, 40, dtype=torch.long)
     mask = torch.cat([padding, torch.ones_like(tokens)], 1)
-    found = dict.fromkeys(targets(tokens), 0)
+    result = dict.fromkeys(targets(tokens), 0)
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         scores = torch.randn(8, 32, 24, 24, generator=generator)
-        place = torch.arange(24)
-        distance = place[:, None] - place
+        index = torch.arange(24)
+        distance = index[:, None] - index
         hidden = (distance < 0) | (distance >= 4)
         window = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         padded = torch.nn.functional.pad(window, (40, 0, 40, 0))
         first = detect_heads([window], tokens)
         second = detect_heads([padded], torch.cat([padding, tokens], 1), queries=mask)
-        for kind in found:
-            found[kind] += len(first.found(kind)) + len(second.found(kind))
-    assert all(count <= 0.05 * 8 * 64 for count in found.values()), found
+        for kind in result:
+            result[kind] += len(first.significant(kind)) + len(second.significant(kind))
+    assert all(count <= 0.05 * 8 * 64 for count in result.values()), result
 
 
-def test_heads_that_are_one_are_found_and_faint_ones_are_not() -> None:
+def test_strong_heads_are_significant_and_weak_heads_are_not() -> None:
     period = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     tokens = torch.cat([period, period])[None].expand(4, -1)
     mask = targets(tokens[:1])["induction"][0].float()
@@ -215,26 +215,26 @@ def test_heads_that_are_one_are_found_and_faint_ones_are_not() -> None:
     perfect = perfect / perfect.sum(-1, keepdim=True)
     evenly = torch.ones(24, 24).tril()
     evenly = evenly / evenly.sum(-1, keepdim=True)
-    heads = [share * perfect + (1 - share) * evenly for share in (0.0, 1.0, 0.5, 0.02)]
-    found = detect_heads([torch.stack(heads).expand(4, -1, -1, -1)], tokens)
-    assert [(h.layer, h.head) for h in found.found("induction")] == [(0, 1), (0, 2)]
-    assert found.best("duplicate").is_noise
-    # No token repeats: there is no such head, not a head of score nan.
+    heads = [fraction * perfect + (1 - fraction) * evenly for fraction in (0.0, 1.0, 0.5, 0.02)]
+    result = detect_heads([torch.stack(heads).expand(4, -1, -1, -1)], tokens)
+    assert [(h.layer, h.head) for h in result.significant("induction")] == [(0, 1), (0, 2)]
+    assert result.best("duplicate").is_noise
+    # Without a repeated token the scores are nan, and no head is significant.
     none = detect_heads([torch.stack(heads)[None, :, :12, :12].softmax(-1)], period)
     assert none.best("induction").is_noise
-    assert none.found("induction") == []
+    assert none.significant("induction") == []
 
 
-def test_successor_heads_are_found_from_their_weights() -> None:
+def test_successor_heads_are_detected_from_weights() -> None:
     torch.manual_seed(0)
     embed, chain = torch.randn(20, 16, dtype=torch.float64), torch.tensor([7, 3, 12, 5, 9, 1])
     ov = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     # Head 1.2 maps each token of the chain to the next one.
     ov[1, 2] = embed[chain[1:]].T @ torch.linalg.pinv(embed[chain[:-1]].T)
     circuits = full_ov(synthesize(ov, 16), embed, torch.linalg.pinv(embed).T)
-    found = detect_heads([torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain))
-    assert [(h.layer, h.head, h.score) for h in found.found("successor")] == [(1, 2, 1.0)]
-    others = found.scores["successor"].flatten()[:5]
+    result = detect_heads([torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain))
+    assert [(h.layer, h.head, h.score) for h in result.significant("successor")] == [(1, 2, 1.0)]
+    others = result.scores["successor"].flatten()[:5]
     assert others.max() < 1
     backwards = detect_heads(
         [torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain.flip(0))

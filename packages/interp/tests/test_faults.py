@@ -1,4 +1,4 @@
-"""Bad input and misuse: each is refused with what was wrong, the value and the remedy."""
+"""Bad input and misuse: each error states the problem, the value and the remedy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,33 +42,33 @@ def model() -> AttentionOnly:
             lambda: LowRank(torch.ones(3, 2), torch.ones(3, 4)),
             r"\(3, 2\) and \(3, 4\) do not multiply",
         ),
-        (lambda: WIDE.eigenvalues(), "only a square matrix has eigenvalues"),
+        (lambda: WIDE.eigenvalues(), "expected square matrices for eigenvalues"),
         (
             lambda: qk_circuit(torch.ones(6, 8), torch.ones(6, 8), heads=4),
-            "6 rows .* which 4 heads",
+            "6 rows.* multiple of 4 heads",
         ),
         (
             lambda: ov_circuit(torch.ones(4, 8), torch.ones(8, 6), heads=3, kv_heads=2),
             "3 query heads cannot share 2 key-value heads",
         ),
         (lambda: composition_scores(PAIR, PAIR, kind="x"), "'x' is not one of 'q', 'k', 'v'"),
-        (lambda: composition_scores(PAIR, kind="k"), "give qk="),
+        (lambda: composition_scores(PAIR, kind="k"), "pass qk="),
         (lambda: composition_scores(PAIR, PAIR[0], kind="k"), r"\(2, 3\) and \(3,\); both must be"),
         (lambda: composition_scores(PAIR, WIDE, kind="k"), "write 6 dimensions, .* read 5"),
-        (lambda: detect_heads([], TOKENS), "no attention patterns"),
+        (lambda: detect_heads([], TOKENS), "expected attention patterns .* got none"),
         (lambda: detect_heads([EVEN[:, 0]], TOKENS), r"torch.float32 \(1, 4, 4\)"),
         (lambda: detect_heads([EVEN, EVEN[:, :1]], TOKENS), "pattern of layer 1"),
         (
             lambda: detect_heads([EVEN, 2 * EVEN], TOKENS),
-            "layer 1's pattern is off 1 by 1; .* softmax",
+            "layer 1's pattern deviates from a sum of 1 by 1; .* softmax",
         ),
-        (lambda: detect_heads([EVEN * float("nan")], TOKENS), "off 1 by nan"),
+        (lambda: detect_heads([EVEN * float("nan")], TOKENS), "sum of 1 by nan"),
         (lambda: detect_heads([EVEN], TOKENS[None]), r"tokens have shape \(1, 1, 4\)"),
         (lambda: detect_heads([EVEN], TOKENS).best("copy"), "'copy' is not one of previous"),
-        (lambda: logit_lens([], None, torch.ones(5, 3)), "no residual streams"),
+        (lambda: logit_lens([], None, torch.ones(5, 3)), "at least one residual stream"),
         (
             lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), targets=TOKENS[0]),
-            r"targets have shape \(4,\); give \(1, 4\)",
+            r"targets have shape \(4,\); pass \(1, 4\)",
         ),
         (
             lambda: attribution(
@@ -86,15 +86,15 @@ def model() -> AttentionOnly:
         ),
         (
             lambda: attribution({"a": torch.ones(4, 3)}, None, torch.ones(5, 3), TOKENS),
-            r"give \(4,\)",
+            r"pass \(4,\)",
         ),
-        (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "no components"),
+        (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "at least one component"),
         (lambda: top_entries(PAIR, 37), "count 37 is not within 1 and the 36 entries"),
         (lambda: drop_heads(0, 2, heads=2), r"heads \(0, 2\) are not all within 0 and 1"),
-        (lambda: repeated_tokens(1, 9, 5, periods=(3, 5)), r"\(3, 5\) must lie within 1 and 4"),
+        (lambda: repeated_tokens(1, 9, 5, periods=(3, 5)), r"\(3, 5\) must be within 1 and 4"),
         (
             lambda: AttentionOnly(vocabulary=3, context=3, d_model=5, layers=1, heads=2),
-            "d_model 5 is no multiple of 2 heads; give d_head",
+            "d_model 5 is not a multiple of 2 heads; pass d_head",
         ),
     ],
 )
@@ -108,9 +108,9 @@ def test_mixed_dtypes_are_refused() -> None:
         LowRank(torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float64))
 
 
-def test_a_wrong_site_is_refused_with_names_near_it(model: AttentionOnly) -> None:
+def test_unknown_sites_are_refused_with_similar_names(model: AttentionOnly) -> None:
     with (
-        pytest.raises(ValueError, match=r"named 'block\.0'; near it: blocks\.0"),
+        pytest.raises(ValueError, match=r"named 'block\.0'; similar names: blocks\.0"),
         record(model, "block.0"),
     ):
         pass
@@ -122,7 +122,7 @@ def test_a_wrong_site_is_refused_with_names_near_it(model: AttentionOnly) -> Non
         seen["embed"]
 
 
-def test_a_patch_of_the_wrong_shape_or_kind_is_refused_and_leaves_no_hook(
+def test_patches_of_wrong_shape_or_type_are_refused_and_leave_no_hook(
     model: AttentionOnly,
 ) -> None:
     wrong = {"blocks.0": torch.ones(3, 3)}
@@ -132,7 +132,7 @@ def test_a_patch_of_the_wrong_shape_or_kind_is_refused_and_leaves_no_hook(
     ):
         model(TOKENS)
     with (
-        pytest.raises(TypeError, match="gave a NoneType"),
+        pytest.raises(TypeError, match="returned a NoneType"),
         patch(model, {"blocks.0": lambda x: None}),
     ):  # type: ignore[dict-item,return-value]
         model(TOKENS)
@@ -147,7 +147,7 @@ def test_a_patch_that_never_ran_is_an_error(model: AttentionOnly) -> None:
         model.blocks[0](torch.ones(1, 4, 8))
 
 
-def test_a_model_that_was_compiled_before_is_patched_or_refuses(model: AttentionOnly) -> None:
+def test_models_compiled_earlier_are_patched_or_refused(model: AttentionOnly) -> None:
     compiled = torch.compile(model, backend="eager")
     expected = out = compiled(TOKENS)
     refusal = ""
@@ -159,19 +159,19 @@ def test_a_model_that_was_compiled_before_is_patched_or_refuses(model: Attention
     assert "patch of blocks.0 never ran" in refusal or not torch.allclose(out, expected)
 
 
-def test_a_module_without_a_tensor_cannot_be_tapped() -> None:
+def test_modules_without_tensors_are_refused() -> None:
     class Text(nn.Module):
         def forward(self, x: Tensor) -> str:
             return "text"
 
     module = Text()
-    with pytest.raises(TypeError, match="is a str and holds no tensor"), record(module, ""):
+    with pytest.raises(TypeError, match="is a str without a tensor"), record(module, ""):
         module(torch.ones(1))
-    with pytest.raises(TypeError, match="':input' passes no tensor"), record(module, ":input"):
+    with pytest.raises(TypeError, match="':input' has no tensor"), record(module, ":input"):
         module("words")
 
 
-def test_the_view_refuses_what_does_not_fit_its_tokens(tmp_path: Path) -> None:
+def test_view_refuses_results_of_other_lengths(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     with pytest.raises(ValueError, match=r"layer 0 is \(1, 2, 4, 4\); for 3 tokens"):
         view(path, tokens=["a", "b", "c"], patterns=[EVEN])

@@ -37,23 +37,22 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     )
     for site in seen:
         torch.testing.assert_close(after[site], seen[site], atol=tolerance, rtol=tolerance)
-    # Folded: no gains, no biases in front, nothing along the directions that norm and softmax
-    # ignore.
+    # No gains, biases of norms or components that norms and softmax ignore remain.
     for norm in (folded.norm, *(n for b in folded.blocks for n in (b.norm1, b.norm2))):
         assert (norm.weight == 1).all()
         assert (norm.bias == 0).all()
     assert after["norm:input"].mean(-1).abs().max() < tolerance * 10
     assert logits.mean(-1).abs().max() < tolerance * 10
     assert all((b.attention.v.bias == 0).all() for b in folded.blocks)
-    # The original is as it was, and what did not change is shared with it.
+    # The original is unchanged, and unchanged parameters are shared.
     assert all(
         torch.equal(old, new)
         for old, new in zip(before.values(), model.state_dict().values(), strict=True)
     )
     assert model.unembed.weight is model.embed.weight
     assert folded.blocks[0].mlp.down.weight is not model.blocks[0].mlp.down.weight
-    again = fold_decoder(folded)(TOKENS)
-    torch.testing.assert_close(again, logits, atol=tolerance * 10, rtol=tolerance)
+    refolded = fold_decoder(folded)(TOKENS)
+    torch.testing.assert_close(refolded, logits, atol=tolerance * 10, rtol=tolerance)
 
 
 def test_folding_rms_norms_of_any_decoder_keeps_its_logits(decoder: nn.Module) -> None:
@@ -70,7 +69,7 @@ def test_folding_rms_norms_of_any_decoder_keeps_its_logits(decoder: nn.Module) -
     torch.testing.assert_close(decoder(tokens).log_softmax(-1), expected.log_softmax(-1))
 
 
-def test_a_norm_that_does_not_fold_is_refused_and_nothing_changes() -> None:
+def test_norms_of_other_forms_are_refused_without_changes() -> None:
     class OnePlus(nn.RMSNorm):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.rms_norm(x, (6,)) * (1 + self.weight)
@@ -81,5 +80,5 @@ def test_a_norm_that_does_not_fold_is_refused_and_nothing_changes() -> None:
     with pytest.raises(ValueError, match="OnePlus is not weight"):
         fold_norm(norm, reader)
     assert reader.weight is weight
-    with pytest.raises(ValueError, match="takes 5 features, the norm gives 6"):
+    with pytest.raises(ValueError, match="norm's 6 features, got one of 5"):
         fold_norm(nn.LayerNorm(6), nn.Linear(5, 4))

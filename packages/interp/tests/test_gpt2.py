@@ -21,7 +21,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A random checkpoint under Hugging Face's names and layouts, written by hand."""
+    """Return a random checkpoint with Hugging Face's names and layouts."""
     torch.manual_seed(0)
     d = CONFIG["n_embd"]
     shapes = {"wte.weight": (31, d), "wpe.weight": (9, d), "ln_f.weight": (d,), "ln_f.bias": (d,)}
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_logits_are_hugging_face_s(tmp_path: Path) -> None:
+def test_logits_equal_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     config = transformers.GPT2Config(**{k: v for k, v in CONFIG.items() if k != "model_type"})
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def test_logits_are_hugging_face_s(tmp_path: Path) -> None:
         expected = theirs(TOKENS).logits
     ours = load_gpt2(tmp_path, dtype=torch.float64)
     torch.testing.assert_close(ours(TOKENS), expected, atol=1e-12, rtol=1e-12)
-    # Its own modules are tapped just as well, whatever they wrap their tensors in.
+    # Modules of Hugging Face, which return tuples, are recorded too.
     with (
         torch.no_grad(),
         record(theirs, "transformer.h.*") as seen,
@@ -64,7 +64,7 @@ def test_logits_are_hugging_face_s(tmp_path: Path) -> None:
         torch.testing.assert_close(theirs(TOKENS).logits, 2 * expected)
 
 
-def test_every_tensor_lands_where_it_belongs(folder: Path) -> None:
+def test_every_tensor_is_loaded_into_its_module(folder: Path) -> None:
     model, state = load_gpt2(folder), load_file(folder / "model.safetensors")
     assert model.unembed.weight is model.embed.weight
     assert torch.equal(model.embed.weight, state["wte.weight"])
@@ -107,9 +107,7 @@ def test_components_sum_to_the_stream_and_their_terms_to_the_logit(folder: Path)
         ({"config": {"activation_function": "mish"}}, "activation 'mish' is not one of"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(
-    folder: Path, change: dict, message: str
-) -> None:
+def test_mismatched_checkpoints_are_refused(folder: Path, change: dict, message: str) -> None:
     state = load_file(folder / "model.safetensors")
     state.pop(change.get("drop"), None)
     if "add" in change:
@@ -120,10 +118,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
         load_gpt2(folder)
 
 
-def test_missing_files_and_long_inputs_are_said(folder: Path) -> None:
+def test_missing_files_and_long_inputs_are_refused(folder: Path) -> None:
     model = load_gpt2(folder)
     assert isinstance(model, Decoder)
-    with pytest.raises(ValueError, match="10 tokens do not fit 9 positions"):
+    with pytest.raises(ValueError, match=r"at most 9 tokens, .* got 10"):
         model(torch.zeros(1, 10, dtype=torch.long))
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):

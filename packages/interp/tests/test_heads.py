@@ -24,7 +24,9 @@ def test_a_single_head_by_hand() -> None:
 
 def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
     torch.manual_seed(0)
-    batch, seq, d, heads, kv_heads, d_head = 2, 7, 12, 4, 2, 3
+    batch, seq = 2, 7
+    d, d_head = 12, 3
+    heads, kv_heads = 4, 2
     x = random(batch, seq, d)
     w_q, w_o = random(heads * d_head, d), random(d, heads * d_head)
     w_k, w_v = random(kv_heads * d_head, d), random(kv_heads * d_head, d)

@@ -15,14 +15,14 @@ from interp.circuits.induction import (
 )
 from torch import Tensor
 
-# Every sequence of six words out of four, after BOS.
+# All sequences of BOS and six of four tokens.
 UNIVERSE = torch.tensor([(0, *words) for words in itertools.product(range(1, 5), repeat=6)])
 
 
 def induction_reference(
     tokens: Tensor, vocabulary: int, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The mean of one-hot successors of all earlier occurrences of each token, 0 if there are none.
+    """Return the mean of one-hot successors of all earlier occurrences of each token, or 0.
 
     `tokens` (batch, seq) start with BOS; the result is (batch, seq, vocabulary).
     """
@@ -51,23 +51,23 @@ def test_the_circuit_is_bit_equal_to_its_specification_on_every_sequence(
     assert torch.equal(seen["blocks.0.attention.pattern"], shift.expand(4096, 1, 7, 7))
 
 
-def test_the_reference_says_what_followed() -> None:
-    said = induction_reference(torch.tensor([[0, 1, 2, 1, 3, 1, 4]]), 5)[0]
-    # After the third 1, the successors so far are 2 and 3; a token never seen before says nothing.
-    assert said[5].tolist() == [0, 0, 0.5, 0.5, 0]
-    assert said[3].tolist() == [0, 0, 1, 0, 0]
-    assert said[[0, 1, 2, 4, 6]].abs().max() == 0
+def test_reference_returns_earlier_successors() -> None:
+    weights = induction_reference(torch.tensor([[0, 1, 2, 1, 3, 1, 4]]), 5)[0]
+    # After the third 1, its successors are 2 and 3; a token without an earlier occurrence gives 0.
+    assert weights[5].tolist() == [0, 0, 0.5, 0.5, 0]
+    assert weights[3].tolist() == [0, 0, 1, 0, 0]
+    assert weights[[0, 1, 2, 4, 6]].abs().max() == 0
 
 
 def test_the_exercise_in_nine_dimensions_copies_what_followed_on_every_sequence() -> None:
-    """a b c d a -> b: a match scores 10, the three others 0, so b gets e^10 / (e^10 + 3)."""
+    """For a b c d a -> b, a match scores 10, the three others 0, so b gets e^10 / (e^10 + 3)."""
     circuit = InductionExercise()
     assert circuit.previous_qk.shape == circuit.previous_ov.shape == (9, 9)
-    said = circuit(torch.tensor([[0, 1, 2, 3, 0]]))
+    weights = circuit(torch.tensor([[0, 1, 2, 3, 0]]))
     expected = torch.tensor([[4.5e-5, 0.999864, 4.5e-5, 4.5e-5]])
-    torch.testing.assert_close(said, expected, atol=5e-7, rtol=0)
+    torch.testing.assert_close(weights, expected, atol=5e-7, rtol=0)
     words = torch.tensor([*itertools.product(range(4), repeat=5)])
-    # Of positions 1 to 4, those whose token before is the last token weigh e^10, others 1.
+    # A position after an occurrence of the last token has weight e^10, any other position 1.
     weights = (10.0 * (words[:, :-1] == words[:, -1:])).softmax(-1)
     expected = torch.einsum("bi,biv->bv", weights, torch.eye(4)[words[:, 1:]])
     torch.testing.assert_close(circuit(words), expected, atol=1e-6, rtol=1e-5)
@@ -76,15 +76,17 @@ def test_the_exercise_in_nine_dimensions_copies_what_followed_on_every_sequence(
 
 
 @pytest.mark.parametrize(("sharpness", "largest"), [(10.0, 0.1), (50.0, 1e-9)])
-def test_a_softer_circuit_errs_by_what_softmax_leaks(sharpness: float, largest: float) -> None:
-    """At most 6 losers of weight exp(-sharpness / 2) each, in each of the two layers."""
+def test_error_of_a_softer_circuit_is_bounded_by_the_softmax(
+    sharpness: float, largest: float
+) -> None:
+    """In each layer at most 6 other keys have a weight of exp(-sharpness / 2)."""
     logits = induction_circuit(5, 7, sharpness=sharpness)(UNIVERSE)
     error = (logits - induction_reference(UNIVERSE, 5)).abs().max().item()
     assert 1e-13 < error < largest
     assert error < 12 * math.exp(-sharpness / 2) * 2
 
 
-def test_other_sizes_are_exact_too() -> None:
+def test_other_sizes_are_exact() -> None:
     torch.manual_seed(0)
     for vocabulary, context in ((3, 30), (40, 9)):
         tokens = torch.randint(1, vocabulary, (50, context))
@@ -105,14 +107,14 @@ def test_k_composition_is_the_only_path() -> None:
         assert model(UNIVERSE).abs().max() == 0
 
 
-def test_the_detectors_name_both_heads() -> None:
+def test_both_heads_are_detected() -> None:
     model = induction_circuit(12, 21)
     tokens, repeated = repeated_tokens(8, 21, 12, periods=(5, 9))
     with record(model, "blocks.*.attention.pattern") as seen:
         model(tokens)
-    found = detect_heads(seen, tokens, queries=repeated)
+    result = detect_heads(seen, tokens, queries=repeated)
     for kind, layer in (("previous", 0), ("induction", 1)):
-        best = found.best(kind)
+        best = result.best(kind)
         assert (best.layer, best.head) == (layer, 0)
         assert best.score == pytest.approx(1)
 
@@ -141,20 +143,20 @@ def grown_circuit(seed: int) -> Confirmation:
     return confirm_circuit(model, *sequences)
 
 
-def is_textbook_circuit(found: Confirmation) -> bool:
+def is_textbook_circuit(result: Confirmation) -> bool:
     return (
-        found.accuracy > 0.95
-        and found.accuracy_without_previous < 0.2
-        and (found.previous.layer, found.induction.layer) == (0, 1)
-        and found.previous.score > 0.6 > found.previous.chance * 2
-        and found.induction.score > 0.6 > found.induction.chance * 2
-        and found.k_composition > 1.5 * found.k_composition_others
-        and found.k_composition > 1.5 * chance(InductionTask().d_model)
+        result.accuracy > 0.95
+        and result.accuracy_without_previous < 0.2
+        and (result.previous.layer, result.induction.layer) == (0, 1)
+        and result.previous.score > 0.6 > result.previous.chance * 2
+        and result.induction.score > 0.6 > result.induction.chance * 2
+        and result.k_composition > 1.5 * result.k_composition_others
+        and result.k_composition > 1.5 * chance(InductionTask().d_model)
     )
 
 
 def test_a_trained_model_grows_the_circuit_and_needs_it() -> None:
-    """Gradient descent finds both heads, composed, and can do nothing without the first.
+    """Training finds both heads, and the model fails without the previous-token head.
 
     About a quarter of the seeds spread the circuit over more heads, so several may be trained.
     """
@@ -171,12 +173,12 @@ def test_longer_training_leaves_less_than_a_tenth_without_the_previous_token_hea
     task = InductionTask(steps=1000)
     model, _ = train_induction(task)
     fresh = torch.Generator().manual_seed(1)
-    found = confirm_circuit(
+    result = confirm_circuit(
         model,
         *repeated_tokens(256, task.length, task.vocabulary, periods=task.periods, generator=fresh),
     )
-    assert found.accuracy > 0.95
-    assert found.accuracy_without_previous < 0.1
+    assert result.accuracy > 0.95
+    assert result.accuracy_without_previous < 0.1
 
 
 def test_training_is_reproducible_and_leaves_the_global_seed_alone() -> None:

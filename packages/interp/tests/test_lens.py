@@ -37,7 +37,7 @@ def layer_norm(d: int) -> nn.Module:
 NORMS = [layer_norm, RMSNorm, GemmaNorm, nn.RMSNorm, lambda d: None]
 
 
-def test_the_last_layer_of_the_lens_is_the_model_and_every_row_is_the_plain_formula(
+def test_lens_equals_its_formula_and_ends_in_the_model(
     decoder: nn.Module,
 ) -> None:
     model = decoder
@@ -66,7 +66,7 @@ def test_the_last_layer_of_the_lens_is_the_model_and_every_row_is_the_plain_form
 
 @pytest.mark.parametrize("make", NORMS)
 @pytest.mark.parametrize("d", [2, 7, 64])
-def test_norms_are_found_out_by_probing(make: Callable[[int], nn.Module | None], d: int) -> None:
+def test_norms_are_probed(make: Callable[[int], nn.Module | None], d: int) -> None:
     torch.manual_seed(0)
     norm = make(d)
     norm = norm if norm is None else norm.double()
@@ -106,7 +106,7 @@ def test_terms_sum_to_the_logit(
     assert ("norm bias" in shares.named()) == isinstance(norm, nn.LayerNorm)
 
 
-def test_a_term_is_what_the_component_adds_with_the_norm_scale_held() -> None:
+def test_term_equals_the_effect_at_a_fixed_norm_scale() -> None:
     torch.manual_seed(0)
     norm, unembed = RMSNorm(6).double(), nn.Linear(6, 9, bias=False).double()
     a, b = torch.randn(2, 1, 3, 6, dtype=torch.float64)
@@ -120,7 +120,7 @@ def test_a_term_is_what_the_component_adds_with_the_norm_scale_held() -> None:
     torch.testing.assert_close(terms["a"], expected)
 
 
-def test_heads_and_mlps_of_a_decoder_account_for_its_logits(decoder: nn.Module) -> None:
+def test_heads_and_mlps_sum_to_the_logits(decoder: nn.Module) -> None:
     model = decoder
     with record(model, "embed", "layers.*.out:input", "layers.*.down", "norm:input") as seen:
         logits = model(TOKENS)

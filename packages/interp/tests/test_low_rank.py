@@ -46,7 +46,7 @@ def test_eigenvalues_equal_the_dense_ones(n: int, r: int, seed: int) -> None:
     torch.manual_seed(seed)
     r = min(n, r)
     x = LowRank(random(2, n, r), random(2, r, n))
-    # The dense matrix has these eigenvalues and n - r zeros: equal power sums up to n say so.
+    # Equal power sums up to n show that the dense matrix has these eigenvalues and n - r zeros.
     dense = torch.linalg.eigvals(x.dense())
     for k in range(1, n + 1):
         torch.testing.assert_close(
@@ -66,7 +66,9 @@ def test_the_norm_keeps_all_digits_where_the_gram_matrices_would_lose_half() -> 
 
 def test_circuits_of_linear_weights_score_and_move_as_the_layer_does() -> None:
     torch.manual_seed(0)
-    layers, heads, kv_heads, d_head, d = 2, 6, 2, 3, 10
+    layers = 2
+    heads, kv_heads = 6, 2
+    d_head, d = 3, 10
     w_q, w_o = random(layers, heads * d_head, d), random(layers, d, heads * d_head)
     w_k, w_v = random(layers, kv_heads * d_head, d), random(layers, kv_heads * d_head, d)
     qk = qk_circuit(w_q, w_k, heads=heads, kv_heads=kv_heads)
@@ -101,12 +103,12 @@ def test_a_head_writes_into_its_write_space_and_is_blind_outside_its_read_space(
 def test_indexing_takes_batch_dimensions_only(index: object) -> None:
     x = LowRank(random(2, 3, 5, 2), random(1, 3, 2, 5))
     torch.testing.assert_close(x[index].dense(), x.dense()[index])  # type: ignore[index]
-    with pytest.raises(IndexError, match="past the batch"):
+    with pytest.raises(IndexError, match="exceeds the batch"):
         x[0, 0, 0]
 
 
 def test_a_head_has_at_most_the_rank_of_its_dimension_and_heads_add_theirs() -> None:
-    """rank(W_O W_V) <= d_head; h heads together reach h * d_head, as one large head would."""
+    """The rank of W_O W_V is at most d_head, and that of a sum of h heads at most h * d_head."""
     torch.manual_seed(0)
     ov = LowRank(
         torch.randn(4, 12, 2, dtype=torch.float64), torch.randn(4, 2, 12, dtype=torch.float64)
@@ -125,13 +127,13 @@ def test_circuits_are_synthesized_by_svd_exactly_within_their_rank_and_nearest_b
     error = torch.linalg.matrix_norm(full - synthesize(full, 3).dense())
     left = torch.linalg.svdvals(full)[:, 3:].square().sum(-1).sqrt()
     torch.testing.assert_close(error, left)
-    # No other choice of factors comes nearer, as gradient descent from there shows.
+    # Gradient descent from these factors finds no nearer ones.
     a, b = (x.clone().requires_grad_() for x in (synthesize(full, 3).a, synthesize(full, 3).b))
     (full - a @ b).square().sum().backward()
     assert a.grad is not None
     assert b.grad is not None
     assert max(a.grad.abs().max(), b.grad.abs().max()) < 1e-12
-    with pytest.raises(ValueError, match=r"rank 6 is not within 1 and the smaller side"):
+    with pytest.raises(ValueError, match=r"rank 6 is not within 1 and the smaller dimension"):
         synthesize(full, 6)
 
 
@@ -144,7 +146,7 @@ def test_circuits_are_synthesized_by_svd_exactly_within_their_rank_and_nearest_b
         (50 * torch.eye(4).roll(1, 1), [0.0, 1.0, 0.0, 0.0]),  # one other token, for each token
     ],
 )
-def test_what_four_kinds_of_w_qk_look_at(qk: torch.Tensor, looks_at: list[float]) -> None:
+def test_attention_of_four_kinds_of_w_qk(qk: torch.Tensor, looks_at: list[float]) -> None:
     """Tokens are unit vectors; the last query is token 0 among the keys 0, 1, 2, 0."""
     x = torch.eye(4)[[0, 1, 2, 0]]
     pattern = circuit_pattern(x, synthesize(qk, 4), causal=True)

@@ -1,4 +1,4 @@
-"""Judges from outside; each in an environment of its own, since their pins contradict each other.
+"""Comparisons with other libraries, each in a separate environment because of conflicting pins.
 
 uv venv lens && uv pip install --python lens/bin/python transformer-lens pytest safetensors
 PYTHONPATH=src lens/bin/python -m pytest -m exhaustive --noconftest tests/test_oracles.py
@@ -20,20 +20,26 @@ def small_llama() -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="models of each family")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
-        num_attention_heads=3, num_key_value_heads=3, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=31,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def test_factored_matrices_and_composition_are_transformer_lens_s() -> None:
+def test_factored_matrices_and_composition_equal_transformer_lens() -> None:
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
     from transformer_lens.FactoredMatrix import FactoredMatrix
     from transformer_lens.utilities.matrix import composition_scores as theirs
 
     torch.manual_seed(0)
     ov, qk = (LowRank(torch.randn(3, 4, 10, 3), torch.randn(3, 4, 3, 10)) for _ in range(2))
-    # Rows there, columns here.
+    # TransformerLens multiplies row vectors.
     their_ov, their_qk = FactoredMatrix(ov.b.mT, ov.a.mT), FactoredMatrix(qk.a, qk.b)
     torch.testing.assert_close(their_ov.norm(), ov.norm())
     torch.testing.assert_close(their_ov.svd()[1], ov.svd()[1])
@@ -45,7 +51,7 @@ def test_factored_matrices_and_composition_are_transformer_lens_s() -> None:
         torch.testing.assert_close(composition_scores(ov, qk, kind=kind), expected)
 
 
-def test_kinds_of_heads_are_transformer_lens_s() -> None:
+def test_head_scores_equal_transformer_lens() -> None:
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
     from transformer_lens import head_detector as theirs
 
@@ -53,25 +59,30 @@ def test_kinds_of_heads_are_transformer_lens_s() -> None:
     tokens = torch.tensor([[3, 1, 4, 1, 5, 3, 1, 4]])
     future = torch.ones(8, 8).triu(1).bool()
     pattern = torch.randn(1, 5, 8, 8).masked_fill(future, float("-inf")).softmax(-1)
-    found = detect_heads([pattern], tokens)
+    expected_kinds = detect_heads([pattern], tokens)
     masks = {
         "previous": theirs.get_previous_token_head_detection_pattern(tokens),
         "duplicate": theirs.get_duplicate_token_head_detection_pattern(tokens),
         "induction": theirs.get_induction_head_detection_pattern(tokens),
     }
     for kind, mask in masks.items():
-        # Theirs divides what is on the mask by all attention, ours by the queries that have a key.
+        # TransformerLens divides by all attention, this package by the queries with a target key.
         queries = mask.bool().any(-1).sum()
         for head in range(5):
-            share = theirs.compute_head_attention_similarity_score(
-                pattern[0, head], mask, exclude_bos=False, exclude_current_token=False,
+            fraction = theirs.compute_head_attention_similarity_score(
+                pattern[0, head],
+                mask,
+                exclude_bos=False,
+                exclude_current_token=False,
                 error_measure="mul",
-            )  # fmt: skip
-            expected = share * 8 / queries
-            assert found.scores[kind][0, head].item() == pytest.approx(float(expected), rel=1e-4)
+            )
+            expected = fraction * 8 / queries
+            assert expected_kinds.scores[kind][0, head].item() == pytest.approx(
+                float(expected), rel=1e-4
+            )
 
 
-def test_records_and_patches_are_nnsight_s() -> None:
+def test_records_and_patches_equal_nnsight() -> None:
     nnsight = pytest.importorskip("nnsight", reason="tried with nnsight 0.8.1")
     model = small_llama()
     traced = nnsight.NNsight(model)
@@ -89,24 +100,24 @@ def test_records_and_patches_are_nnsight_s() -> None:
     torch.testing.assert_close(ours, logits.detach())
 
 
-def test_attribution_patching_is_captum_s_gradient_times_activation() -> None:
+def test_attribution_patching_equals_captum() -> None:
     captum = pytest.importorskip("captum.attr", reason="tried with captum 0.9.0")
     torch.manual_seed(0)
-    model = nn.Sequential(*itertools.chain.from_iterable(
-        (nn.Linear(6, 6, bias=False), nn.Tanh()) for _ in range(3)
-    )).double()  # fmt: skip
+    model = nn.Sequential(
+        *itertools.chain.from_iterable((nn.Linear(6, 6, bias=False), nn.Tanh()) for _ in range(3))
+    ).double()
     x = torch.randn(1, 4, 6, dtype=torch.float64)
     for layer in (0, 2, 3):
         theirs = captum.LayerGradientXActivation(
             lambda x: model(x).flatten(1).sum(-1), model[layer]
         ).attribute(x)
-        # A clean run of zeros has activations of zero: the change is minus the activation.
+        # A clean input of zeros has activations of zero, so the change is minus the activation.
         ours = attribution_patching(model, [str(layer)], 0 * x, x, lambda out: out.sum())
         torch.testing.assert_close(ours[str(layer)], -theirs.sum(-1))
 
 
 @pytest.mark.timing
-def test_composition_is_15_times_faster_and_100_times_leaner_than_transformer_lens_s() -> None:
+def test_composition_is_15_times_faster_with_a_hundredth_of_the_memory() -> None:
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
     row = beside_transformer_lens()
     assert row["error"] < 1e-4

@@ -21,7 +21,7 @@ def difference(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [64, 4])
-def test_the_scan_equals_one_full_forward_for_each_patch(decoder: nn.Module, batch: int) -> None:
+def test_patch_streams_equals_one_forward_pass_per_patch(decoder: nn.Module, batch: int) -> None:
     metric = logit_difference(decoder.norm, decoder.head, RIGHT, WRONG)
     scan = patch_streams(decoder, "layers.*", CLEAN, CORRUPTED, metric, batch=batch)
     with record(decoder, "layers.*:input") as clean:
@@ -39,11 +39,11 @@ def test_the_scan_equals_one_full_forward_for_each_patch(decoder: nn.Module, bat
             with patch(decoder, {site: put}):
                 expected = difference(decoder(CORRUPTED)).item()
             assert scan.values[i, position].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    # Where the tokens agree, the streams entering block 0 agree: nothing is recovered there.
+    # Equal tokens have equal inputs of block 0, so nothing is recovered at their positions.
     assert scan.recovered[0, [0, 1, 3, 5]].abs().max() < 1e-9
 
 
-def test_blocks_with_more_arguments_are_called_with_them_again() -> None:
+def test_blocks_are_replayed_with_their_other_arguments() -> None:
     torch.manual_seed(0)
     model = AttentionOnly(
         vocabulary=17, context=6, d_model=8, layers=2, heads=2, positions="attention"
@@ -55,7 +55,7 @@ def test_blocks_with_more_arguments_are_called_with_them_again() -> None:
         assert difference(model(CORRUPTED)).item() == pytest.approx(scan.clean)
 
 
-def test_blocks_that_are_not_the_whole_chain_are_refused(decoder: nn.Module) -> None:
+def test_blocks_that_do_not_feed_each_other_are_refused(decoder: nn.Module) -> None:
     metric = logit_difference(decoder.norm, decoder.head, RIGHT, WRONG)
     with pytest.raises(
         ValueError, match=r"one of layers.0.gate ... layers.2.gate does not feed the next"
@@ -65,8 +65,8 @@ def test_blocks_that_are_not_the_whole_chain_are_refused(decoder: nn.Module) -> 
         patch_streams(decoder, "layers.*", CLEAN, CORRUPTED[:, :4], metric)
 
 
-def test_attribution_patching_errs_by_second_order(decoder: nn.Module) -> None:
-    """With a clean stream that is e away from the corrupted one, the error falls as e^2."""
+def test_attribution_patching_has_second_order_error(decoder: nn.Module) -> None:
+    """If the clean stream differs by e from the corrupted stream, the error is of order e^2."""
     model = nn.Sequential(*decoder.layers, decoder.norm, decoder.head).requires_grad_(False)
     torch.manual_seed(1)
     stream, step = torch.randn(2, 1, 6, 12, dtype=torch.float64)
@@ -79,15 +79,15 @@ def test_attribution_patching_errs_by_second_order(decoder: nn.Module) -> None:
             "0:input": (1, 6),
             "1": (1, 6),
         }
-        # Patching all positions of either site is the clean run.
+        # Patching all positions of either site gives the clean run.
         exact = (difference(model(stream + size * step)) - difference(model(stream))).item()
         errors.append([abs(score.sum().item() - exact) for score in scores.values()])
     for large, small in zip(*errors, strict=True):
         assert small < large / 50
 
 
-def test_paths_through_all_readers_add_up_to_patching_the_sender() -> None:
-    """The sender reaches the logits directly and through the second layer; there are no norms."""
+def test_path_patching_through_all_receivers_equals_patching_the_sender() -> None:
+    """The sender reaches the logits directly and through the second layer, without norms."""
     torch.manual_seed(0)
     model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2).double()
     sender = "blocks.0.attention"
@@ -98,7 +98,7 @@ def test_paths_through_all_readers_add_up_to_patching_the_sender() -> None:
     everything = path_patching(
         model, sender, ["blocks.1.attention:input", "unembed:input"], CLEAN, CORRUPTED
     )
-    # The stream enters the second block once and leaves for both readers.
+    # The two receivers are the attention of the second block and the unembedding.
     torch.testing.assert_close(everything, expected)
     direct = path_patching(model, sender, ["unembed:input"], CLEAN, CORRUPTED)
     with record(model, sender) as before:
@@ -108,9 +108,9 @@ def test_paths_through_all_readers_add_up_to_patching_the_sender() -> None:
     assert not torch.allclose(direct, everything)
 
 
-def test_blocks_with_a_memory_are_refused() -> None:
+def test_blocks_with_state_are_refused() -> None:
     class Counts(nn.Module):
-        """Adds how often it was called, as a block with a cache would."""
+        """A block with state, which adds its number of calls."""
 
         calls = 0
 
@@ -119,14 +119,14 @@ def test_blocks_with_a_memory_are_refused() -> None:
             return x + self.calls
 
     model = nn.Sequential(Counts(), Counts())
-    with pytest.raises(ValueError, match=r"called again, .* give another stream"):
+    with pytest.raises(ValueError, match=r"called again, .* return another stream"):
         patch_streams(
             model, "*", torch.zeros(1, 2, 3), torch.ones(1, 2, 3), lambda stream: stream.sum((1, 2))
         )
 
 
 @torch.no_grad()
-def test_ablations_equal_a_forward_each_by_zero_by_mean_and_by_other_prompts() -> None:
+def test_ablations_equal_one_forward_pass_each() -> None:
     torch.manual_seed(0)
     model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2).double()
     metric = logit_difference(None, model.unembed, RIGHT, WRONG)
@@ -139,11 +139,19 @@ def test_ablations_equal_a_forward_each_by_zero_by_mean_and_by_other_prompts() -
         "resample": lambda z: list(z.split(1)),
     }
     for how, sources in others.items():
-        given = None if how == "zero" else reference
-        found = ablate_parts(
-            model, "blocks.*", site, CLEAN, metric, how=how, reference=given, heads=2, batch=1
+        reference_tokens = None if how == "zero" else reference
+        result = ablate_parts(
+            model,
+            "blocks.*",
+            site,
+            CLEAN,
+            metric,
+            how=how,
+            reference=reference_tokens,
+            heads=2,
+            batch=1,
         )
-        assert found.whole == pytest.approx(difference(model(CLEAN)).item())
+        assert result.baseline == pytest.approx(difference(model(CLEAN)).item())
         for layer in range(2):
             for head in range(2):
                 without = []
@@ -152,9 +160,9 @@ def test_ablations_equal_a_forward_each_by_zero_by_mean_and_by_other_prompts() -
                     with patch(model, {f"blocks.{layer}.{site}": put}):
                         without.append(difference(model(CLEAN)).item())
                 expected = sum(without) / len(without)
-                assert found.values[layer, head].item() == pytest.approx(expected, rel=1e-9)
-                effect = found.whole - expected
-                assert found.effect[layer, head].item() == pytest.approx(effect, abs=1e-12)
+                assert result.values[layer, head].item() == pytest.approx(expected, rel=1e-9)
+                effect = result.baseline - expected
+                assert result.effect[layer, head].item() == pytest.approx(effect, abs=1e-12)
     whole = ablate_parts(model, "blocks.*", "attention", CLEAN, metric)
     with patch(model, {"blocks.1.attention": torch.zeros_like}):
         assert whole.values[1, 0].item() == pytest.approx(difference(model(CLEAN)).item())
@@ -162,13 +170,13 @@ def test_ablations_equal_a_forward_each_by_zero_by_mean_and_by_other_prompts() -
         ({"how": "median"}, "how 'median' is not one of"),
         ({"how": "mean"}, "how='mean' needs a reference="),
         ({"reference": reference}, "how='zero' takes no reference="),
-        ({"how": "resample", "reference": reference[:, :4]}, r"give \(n, 6\) tokens"),
+        ({"how": "resample", "reference": reference[:, :4]}, r"pass \(n, 6\) tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             ablate_parts(model, "blocks.*", "attention", CLEAN, metric, **wrong)
 
 
-def test_a_scan_without_a_gap_says_so() -> None:
+def test_recovered_without_a_gap_raises() -> None:
     model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2)
     metric = logit_difference(None, model.unembed, RIGHT, WRONG)
     scan = patch_streams(model, "blocks.*", CLEAN, CLEAN, metric)

@@ -1,4 +1,4 @@
-"""Edges of a decoder: exact ones against a plain forward each, estimates against exact ones."""
+"""Edges of a decoder: exact effects against a forward pass, estimates against exact effects."""
 
 import itertools
 
@@ -38,12 +38,12 @@ def random_decoder(family: str, size: float = 0.3) -> Decoder:
         sizes |= {"bos_token_id": None, "eos_token_id": None}
     if family == "Gemma2":
         sizes["sliding_window"] = 3
-    config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="eager")
+    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**sizes, attn_implementation="eager")
     config._experts_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(
-        transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    )(config)
+    model = model_class(config)
     model = model.double().eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * size)
@@ -55,7 +55,7 @@ def metric_of(decoder: Decoder):
 
 
 def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
-    """The edge's effect from a forward pass written out, with nothing patched."""
+    """Return the effect of an edge from a manual forward pass, without patches."""
     runs = []
     for tokens in (CLEAN, CORRUPTED):
         with record(
@@ -81,14 +81,14 @@ def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
     for i, block in enumerate(decoder.layers):
         a = block.attention
         reads = {part: block.norm1(x) for part in "qkv"}
-        said = {part: getattr(a, part)(reads[part]) for part in "qkv"}
-        if receiver.kind in said and receiver.layer == i:
+        projections = {part: getattr(a, part)(reads[part]) for part in "qkv"}
+        if receiver.kind in projections and receiver.layer == i:
             mine = slice(receiver.head * a.d_head, (receiver.head + 1) * a.d_head)
             other = getattr(a, receiver.kind)(block.norm1(x + change))
-            said[receiver.kind] = said[receiver.kind].clone()
-            said[receiver.kind][..., mine] = other[..., mine]
-        pattern = a.scores(said["q"], said["k"]).softmax(-1)
-        v = said["v"].unflatten(-1, (a.kv_heads, -1)).transpose(1, 2)
+            projections[receiver.kind] = projections[receiver.kind].clone()
+            projections[receiver.kind][..., mine] = other[..., mine]
+        pattern = a.scores(projections["q"], projections["k"]).softmax(-1)
+        v = projections["v"].unflatten(-1, (a.kv_heads, -1)).transpose(1, 2)
         v = v.repeat_interleave(a.heads // a.kv_heads, 1)
         attended = x + block.attention_out(a.o((pattern @ v).transpose(1, 2).flatten(2)))
         read = x if block.parallel else attended
@@ -101,7 +101,7 @@ def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_edge_equals_a_forward_pass_written_out(family: str) -> None:
+def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
     decoder = random_decoder(family)
     edges = patch_edges(decoder, CLEAN, CORRUPTED, metric_of(decoder), batch=5)
     layers, heads = len(decoder.layers), decoder.layers[0].attention.heads
@@ -123,9 +123,13 @@ def test_every_edge_equals_a_forward_pass_written_out(family: str) -> None:
     assert not exists[last_mlp, last_mlp]
     assert bool(exists[Node("head", 0, 0), Node("mlp", 0)]) != decoder.settings.parallel
     some = patch_edges(
-        decoder, CLEAN, CORRUPTED, metric_of(decoder),
-        senders=[Node("head", 0, 1)], receivers=[Node("k", 1, 0), Node("final")],
-    )  # fmt: skip
+        decoder,
+        CLEAN,
+        CORRUPTED,
+        metric_of(decoder),
+        senders=[Node("head", 0, 1)],
+        receivers=[Node("k", 1, 0), Node("final")],
+    )
     for j, receiver in enumerate(some.receivers):
         s, r = edges.senders.index(Node("head", 0, 1)), edges.receivers.index(receiver)
         torch.testing.assert_close(some.values[0, j], edges.values[s, r])
@@ -133,7 +137,9 @@ def test_every_edge_equals_a_forward_pass_written_out(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("corrected", [True, False])
-def test_estimates_of_edges_and_parts_err_by_second_order(family: str, corrected: bool) -> None:
+def test_attribution_of_edges_and_parts_has_second_order_error(
+    family: str, corrected: bool
+) -> None:
     decoder = random_decoder(family)
     metric = metric_of(decoder)
     table = decoder.embed.weight
@@ -143,23 +149,30 @@ def test_estimates_of_edges_and_parts_err_by_second_order(family: str, corrected
         table[[9, 11]] = table[[3, 2]] + size * step
         edges = edge_attribution(decoder, CLEAN, CORRUPTED, metric, exact=True)
         assert edges.values[edges.exists].abs().max() > size / 100
-        found = attribute_parts(decoder, CLEAN, CORRUPTED, metric, corrected=corrected)
+        estimated_parts = attribute_parts(decoder, CLEAN, CORRUPTED, metric, corrected=corrected)
         largest = [edges.error.abs().max().item()]
-        for part, site in (("q", "attention.q"), ("k", "attention.k"), ("v", "attention.v"),
-                           ("z", "attention.o:input"), ("mlp", "mlp_out")):  # fmt: skip
-            heads = found[part].shape[1]
+        for part, site in (
+            ("q", "attention.q"),
+            ("k", "attention.k"),
+            ("v", "attention.v"),
+            ("z", "attention.o:input"),
+            ("mlp", "mlp_out"),
+        ):
+            heads = estimated_parts[part].shape[1]
             scan = patch_parts(decoder, "blocks.*", site, CLEAN, CORRUPTED, metric, heads=heads)
-            largest.append((found[part] - (scan.values - scan.corrupted)).abs().max().item())
+            largest.append(
+                (estimated_parts[part] - (scan.values - scan.corrupted)).abs().max().item()
+            )
         errors.append(largest)
     for large, small in zip(*errors, strict=True):
         assert small < large / 30
 
 
 def attention_only(layers: int, sharpness: float) -> Decoder:
-    """Return a model whose heads look at other tokens in the clean run than in the corrupted one.
+    """Return a model whose heads attend to other tokens in the clean run than in the corrupted run.
 
-    Each token that occurs has a dimension of its own, so that column i of a projection is the query
-    or key of the i-th of them. Token 2 looks at token 1 and token 11 at token 4. Token 7 looks at
+    Each token that occurs has a separate dimension, so that column i of a projection is the query
+    or key of the i-th token. Token 2 looks at token 1 and token 11 at token 4. Token 7 looks at
     token 3, and at token 1 where 9 stands in the place of 3.
     """
     occurring = [1, 2, 3, 4, 7, 9, 11]
@@ -181,7 +194,7 @@ def attention_only(layers: int, sharpness: float) -> Decoder:
                     linear.weight[:, occurring.index(token)] = column
             attention.q.weight.mul_(sharpness)
             attention.v.weight.copy_((2.3 * wave).sin())
-            # Little, so that the second layer's heads look at the same tokens.
+            # A small value, so that the second layer's heads attend to the same tokens.
             attention.o.weight.copy_(0.01 * (3.1 * wave).cos())
     return model
 
@@ -192,10 +205,10 @@ def sum_of_logit_differences(decoder: Decoder):
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3000.0])
-def test_corrected_estimates_are_exact_where_what_follows_the_softmax_is_linear(
+def test_corrected_attribution_is_exact_if_linear_after_the_softmax(
     sharpness: float,
 ) -> None:
-    """A saturated softmax has no gradient: uncorrected estimates miss what it does."""
+    """A saturated softmax has no gradient, so uncorrected estimates miss its effect."""
     decoder = attention_only(1, sharpness)
     metric = sum_of_logit_differences(decoder)
     for part, site in (("q", "attention.q"), ("k", "attention.k"), ("v", "attention.v")):
@@ -226,22 +239,22 @@ def test_k_composition_is_the_only_path_through_the_induction_circuit() -> None:
         return stream[:, -1] @ output
 
     edges = patch_edges(decoder, clean, corrupted, metric, senders=[Node("head", 0, 0)])
-    heard = {str(b): value for _, b, value in edges.top(99) if abs(value) > 1e-12}
-    assert heard == {"k 1.0": pytest.approx(1.0)}
+    effects = {str(b): value for _, b, value in edges.top(99) if abs(value) > 1e-12}
+    assert effects == {"k 1.0": pytest.approx(1.0)}
     estimated = edge_attribution(decoder, clean, corrupted, metric, exact=True)
     assert estimated.error[estimated.senders.index(Node("head", 0, 0))].abs().max() < 1e-12
-    # Not so from further away: what follows the keys' softmax is exact, not what precedes it.
+    # Edges of the embedding have an error, because the second layer's softmax is linearized.
     assert estimated.error[0].abs().max() == pytest.approx(1.0)
 
 
-def test_edges_that_are_none_are_refused() -> None:
+def test_unknown_edges_are_refused() -> None:
     decoder = attention_only(1, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     with pytest.raises(ValueError, match=r"among the senders: embed, head 0\.0"):
         patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=[Node("head", 1, 0)])
-    with pytest.raises(TypeError, match=r"not of a Linear: describe\(\) it"):
+    with pytest.raises(TypeError, match=r"got a Linear; describe\(\) the model"):
         patch_edges(torch.nn.Linear(2, 2), CLEAN, CORRUPTED, metric)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ask for them with exact=True"):
+    with pytest.raises(ValueError, match="pass exact=True"):
         edge_attribution(decoder, CLEAN, CORRUPTED, metric).error  # noqa: B018
     with pytest.raises(ValueError, match=r"both must be \(1, seq\)"):
         attribute_parts(decoder, CLEAN, CORRUPTED[:, :3], metric)

@@ -1,4 +1,4 @@
-"""The plain file is the specification: what the package computes by thin factors equals it."""
+"""The package, which computes with thin factors, equals the minimal implementation."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Long runs on disk, interventions while text is generated, and nothing that stays behind."""
+"""Records on disk, patches during generation, and removal of hooks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ def hooks(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("chunk_mib", [64.0, 1e-4])
-def test_what_is_written_is_what_flows(
+def test_records_on_disk_equal_activations(
     model: AttentionOnly, tmp_path: Path, chunk_mib: float
 ) -> None:
     batches = torch.randint(11, (5, 3, 9))
@@ -62,7 +62,9 @@ def test_some_heads_and_positions_in_half_precision(model: AttentionOnly, tmp_pa
     assert torch.equal(stored, expected.bfloat16())
 
 
-def test_runs_that_stop_and_folders_in_use_are_told(model: AttentionOnly, tmp_path: Path) -> None:
+def test_interrupted_runs_and_used_folders_are_refused(
+    model: AttentionOnly, tmp_path: Path
+) -> None:
     tokens = torch.randint(11, (3, 9))
 
     def stopped() -> None:
@@ -74,27 +76,27 @@ def test_runs_that_stop_and_folders_in_use_are_told(model: AttentionOnly, tmp_pa
         stopped()
     assert not list((tmp_path / "a").glob("*.part"))
     assert hooks(model) == 0
-    with pytest.raises(FileNotFoundError, match="or the run was stopped"):
+    with pytest.raises(FileNotFoundError, match="or the run did not end"):
         open_records(tmp_path / "a")
     with (
-        pytest.raises(FileExistsError, match="give a new folder"),
+        pytest.raises(FileExistsError, match="pass a new folder"),
         record_to(tmp_path / "a", model, ""),
     ):
         pass
     with (
-        pytest.raises(RuntimeError, match="gave nothing"),
+        pytest.raises(RuntimeError, match="nothing was recorded at"),
         record_to(tmp_path / "b", model, "embed"),
     ):
         pass
     with record_to(tmp_path / "c", model, "embed"):
         model(tokens), model(tokens[:, :4])
-    with pytest.raises(ValueError, match=r"take them from calls\(\)"):
+    with pytest.raises(ValueError, match=r"read them with calls\(\)"):
         open_records(tmp_path / "c")["embed"]
     with pytest.raises(KeyError, match="was not recorded; recorded: embed"):
         open_records(tmp_path / "c")["blocks.0"]
 
 
-def test_a_generator_that_is_closed_early_and_two_taps_at_once_leave_nothing(
+def test_closed_generators_and_nested_records_leave_no_hooks(
     model: AttentionOnly, tmp_path: Path
 ) -> None:
     tokens = torch.randint(11, (3, 9))
@@ -116,29 +118,36 @@ def test_a_generator_that_is_closed_early_and_two_taps_at_once_leave_nothing(
     assert hooks(model) == 0
     expected = model(tokens)
     first, second = record(model, "blocks.0"), record(model, "blocks.*")
-    one = first.__enter__()
+    single = first.__enter__()
     both = second.__enter__()
     model(tokens)
     first.__exit__(None, None, None)  # not in the order of entry
     model(tokens[:1])
     second.__exit__(None, None, None)
-    assert one["blocks.0"].shape[0] == 3
+    assert single["blocks.0"].shape[0] == 3
     assert both["blocks.0"].shape[0] == 1
     assert hooks(model) == 0
     assert torch.equal(model(tokens), expected)
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_interventions_act_at_their_positions_while_text_is_generated(cached: bool) -> None:
+def test_patches_act_at_their_positions_during_generation(cached: bool) -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
-        num_attention_heads=3, num_key_value_heads=3, eos_token_id=None, bos_token_id=None,
+        vocab_size=31,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        eos_token_id=None,
+        bos_token_id=None,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     model = transformers.LlamaForCausalLM(config).eval()
-    prompt, site, push = torch.tensor([[1, 5, 7]]), "model.layers.0", 4 * torch.randn(12)
+    prompt, site = torch.tensor([[1, 5, 7]]), "model.layers.0"
+    push = 4 * torch.randn(12)
     chosen = slice(4, 7)
     with patch(model, {site: at_positions(chosen, lambda x: x + push, cached=cached)}):
         ours = model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=cached)
@@ -155,7 +164,7 @@ def test_interventions_act_at_their_positions_while_text_is_generated(cached: bo
     assert torch.equal(ours, tokens)
     assert not torch.equal(ours, model.generate(prompt, max_new_tokens=6, do_sample=False))
     for wrong in (slice(-2, None), [-1]):
-        with pytest.raises(ValueError, match="not known yet"):
+        with pytest.raises(ValueError, match="depends on its length"):
             at_positions(wrong, torch.zeros(12))
 
 
@@ -171,7 +180,7 @@ def test_a_patch_of_one_text_is_refused_for_another(model: AttentionOnly) -> Non
     ):
         model(second[:, :1])
     assert hooks(model) == 0
-    # As a hook of one's own, too.
+    # The patch is also a plain hook.
     at = at_positions([2], torch.zeros_like)
     handle = model.blocks[0].register_forward_hook(lambda module, args, output: at(output))
     assert not torch.equal(model(first), expected)
@@ -191,7 +200,7 @@ def reuse(model: torch.nn.Module, replacements: dict, *prompts: Tensor) -> list[
         return [model(tokens) for tokens in prompts]
 
 
-def test_one_patch_acts_at_all_the_sites_that_it_is_given(model: AttentionOnly) -> None:
+def test_one_patch_acts_at_several_sites(model: AttentionOnly) -> None:
     tokens = torch.randint(11, (2, 6))
     with (
         patch(model, {"blocks.*": at_positions([2, 4], torch.zeros_like)}),
@@ -203,7 +212,7 @@ def test_one_patch_acts_at_all_the_sites_that_it_is_given(model: AttentionOnly) 
         assert stream[:, [0, 1, 3, 5]].any(-1).all()
 
 
-def test_positions_that_no_call_holds_are_an_error(model: AttentionOnly) -> None:
+def test_positions_in_no_call_raise(model: AttentionOnly) -> None:
     with (
         pytest.raises(RuntimeError, match=r"patch of blocks\.0 changed nothing"),
         patch(model, {"blocks.0": at_positions([6], torch.zeros_like)}),
@@ -216,9 +225,13 @@ def test_positions_count_from_the_start_of_a_text_in_the_cache() -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
-        num_attention_heads=3, num_key_value_heads=3,
-    )  # fmt: skip
+        vocab_size=31,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     tokens, site = torch.randint(31, (1, 9)), "model.layers.*"
     for split in (3, 5):
@@ -230,7 +243,7 @@ def test_positions_count_from_the_start_of_a_text_in_the_cache() -> None:
             first = model(tokens[:, :split], use_cache=True)
             rest = model(tokens[:, split:], past_key_values=first.past_key_values)
         torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected)
-    # A prompt whose beginning was cached before.
+    # The beginning of this prompt is in the cache.
     cache = model(tokens[:, :3], use_cache=True).past_key_values
     with patch(model, {site: at_positions([4, 6], lambda x: x + 1)}):
         rest = model(tokens[:, 3:], past_key_values=cache)

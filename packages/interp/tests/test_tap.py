@@ -9,7 +9,7 @@ Pair = namedtuple("Pair", "mask hidden")
 
 
 class Returns(nn.Module):
-    """Gives its input, packed as `pack` says."""
+    """A module that returns its input in a container."""
 
     def __init__(self, pack: object) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def model() -> AttentionOnly:
 TOKENS = torch.tensor([[1, 2, 3, 4], [6, 5, 4, 3]])
 
 
-def test_records_are_what_flows_and_stars_stand_for_one_part_of_a_name(
+def test_records_equal_activations_and_stars_match_one_part_of_a_name(
     model: AttentionOnly,
 ) -> None:
     with record(model, "blocks.*", "blocks.**.pattern", "unembed:input", "unembed") as seen:
@@ -68,7 +68,7 @@ def test_a_patched_value_takes_effect_downstream_and_only_inside_the_block(
     assert hook_count(model) == 0
 
 
-def test_gradients_flow_into_what_is_recorded_and_patched(model: AttentionOnly) -> None:
+def test_gradients_flow_through_records_and_patches(model: AttentionOnly) -> None:
     stream = torch.zeros(2, 4, 8, dtype=torch.float64, requires_grad=True)
     with (
         patch(model, {"blocks.0": lambda x: x + stream}),
@@ -90,7 +90,7 @@ def test_gradients_flow_into_what_is_recorded_and_patched(model: AttentionOnly) 
         lambda x: Pair(None, x),
     ],
 )
-def test_modules_that_pack_their_tensor_are_tapped_at_the_first_one(pack: object) -> None:
+def test_first_tensor_of_packed_outputs_is_recorded(pack: object) -> None:
     model, x = Returns(pack), torch.ones(3)
     with patch(model, {"": torch.zeros_like}), record(model, "") as seen:
         out = model(x)
@@ -102,7 +102,7 @@ def test_modules_that_pack_their_tensor_are_tapped_at_the_first_one(pack: object
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_no_hook_stays_behind_an_exception(model: AttentionOnly, inference: bool) -> None:
+def test_hooks_are_removed_after_an_exception(model: AttentionOnly, inference: bool) -> None:
     with (
         pytest.raises(ZeroDivisionError),
         torch.inference_mode(inference),
@@ -113,7 +113,7 @@ def test_no_hook_stays_behind_an_exception(model: AttentionOnly, inference: bool
     assert hook_count(model) == 0
 
 
-def test_a_record_that_was_overwritten_in_place_is_noticed_or_cloned() -> None:
+def test_records_overwritten_in_place_raise_or_are_cloned() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
     with (
         pytest.raises(RuntimeError, match=r"tensors of 0 were changed in place.*clone=True"),

@@ -1,4 +1,4 @@
-"""What structure saves at GPT-2 small's size, on an idle machine."""
+"""Timings at the size of GPT-2 small, on an idle machine."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_importing_costs_a_tenth_of_a_second_over_torch() -> None:
     assert sorted(map(float, runs))[2] <= 0.1
 
 
-def test_copying_eigenvalues_of_144_heads_are_20_times_faster_than_folding_each() -> None:
+def test_copying_eigenvalues_are_20_times_faster_than_folding_each_head() -> None:
     torch.manual_seed(0)
     row = copying(random_decoder("gpt2", **SIZES))
     assert row["error"] < 1e-4
@@ -35,7 +35,7 @@ def test_copying_eigenvalues_of_144_heads_are_20_times_faster_than_folding_each(
 def test_patches_are_10_times_faster_than_a_forward_pass_each(
     family: str, part: str, times: float
 ) -> None:
-    """Of heads; streams are 180 patches, of which many reach every block."""
+    """Compare patches of heads, and 180 patches of streams, of which many reach every block."""
     torch.manual_seed(0)
     row = patching(random_decoder(family, **SIZES), family, part, 15)
     assert row["error"] < 1e-5

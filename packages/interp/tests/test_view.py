@@ -17,11 +17,14 @@ TOKENS = torch.tensor([[0, 1, 2, 0, 1]])
 
 
 class Page(HTMLParser):
-    """Collects the text of each script and every attribute, and checks that tags nest."""
+    """A parser that collects scripts and attributes and checks that tags nest."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.scripts, self.attributes, self.open, self.headings = [], [], [], []
+        self.scripts = []
+        self.attributes = []
+        self.open = []
+        self.headings = []
         self.feed(text)
         assert self.open == []
 
@@ -74,7 +77,7 @@ def page(tmp_path: Path) -> tuple[str, dict]:
     return path.read_text(encoding="utf-8"), {"patterns": patterns}
 
 
-def test_the_page_needs_nothing_from_outside_and_no_text_escapes(page: tuple[str, dict]) -> None:
+def test_page_is_self_contained_and_escapes_text(page: tuple[str, dict]) -> None:
     parsed = Page(page[0])
     assert len(parsed.scripts) == 2
     assert parsed.headings == ["</title><script>{{data}}"]
@@ -82,7 +85,7 @@ def test_the_page_needs_nothing_from_outside_and_no_text_escapes(page: tuple[str
     assert not re.search(r"https?:|url\(|@import|import\(|fetch\(|XMLHttp|WebSocket", page[0])
 
 
-def test_the_data_comes_back_from_the_page(page: tuple[str, dict]) -> None:
+def test_page_data_round_trips(page: tuple[str, dict]) -> None:
     data = json.loads(Page(page[0]).scripts[0])
     assert data["tokens"] == WORDS
     for layer, pattern in zip(data["patterns"], page[1]["patterns"], strict=True):
@@ -108,7 +111,7 @@ def test_the_data_comes_back_from_the_page(page: tuple[str, dict]) -> None:
 
 
 def drawn(path: Path, folder: Path, *more: str) -> str:
-    """The page as a browser leaves it, with what `more` scripts do to it."""
+    """Return the page as a browser renders it, after `more` scripts."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium or google-chrome on the path")
@@ -127,9 +130,7 @@ def drawn(path: Path, folder: Path, *more: str) -> str:
     ).stdout
 
 
-def test_a_browser_draws_every_part_sorts_heads_and_says_what_is_pointed_at(
-    page: tuple[str, dict], tmp_path: Path
-) -> None:
+def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: Path) -> None:
     sort = "document.querySelectorAll('th button')[3].click();"
     point = """
       const map = document.querySelector("#detail canvas"), area = map.getBoundingClientRect();
@@ -140,10 +141,14 @@ def test_a_browser_draws_every_part_sorts_heads_and_says_what_is_pointed_at(
     headings = re.findall(r"<h2>(.*?)</h2>", text)
     patched = ["Streams", "Heads", "Edges", "Ablated"]
     assert headings == [
-        "Attention", *patched, "Kinds of heads", "Logit lens", "Direct logit attribution"
-    ]  # fmt: skip
-    # Two layers of three heads; a map and its legend for the large one, each patching and the
-    # attribution; a legend for heads and for the lens.
+        "Attention",
+        *patched,
+        "Kinds of heads",
+        "Logit lens",
+        "Direct logit attribution",
+    ]
+    # One canvas for each of 2 x 3 heads; a map and its legend for the chosen head, each patching
+    # result and the attribution; a legend for the heads and for the lens.
     assert text.count("<canvas") == 6 + 2 * (1 + 4 + 1) + 2
     assert text.count("<tr>") == (1 + 6) + (1 + 2)
     assert 'data-ready-ms="' in text
@@ -155,11 +160,15 @@ def test_a_browser_draws_every_part_sorts_heads_and_says_what_is_pointed_at(
 
 
 @pytest.mark.timing
-def test_a_page_of_144_heads_and_128_tokens_is_there_within_a_second(tmp_path: Path) -> None:
+def test_large_page_is_written_within_a_second(tmp_path: Path) -> None:
     patterns = torch.randn(12, 12, 128, 128).softmax(-1)
     tokens = torch.randint(50, (128,))
-    view(tmp_path / "page.html", tokens=tokens, patterns=patterns,
-         heads=detect_heads(patterns[:, None], tokens))  # fmt: skip
+    view(
+        tmp_path / "page.html",
+        tokens=tokens,
+        patterns=patterns,
+        heads=detect_heads(patterns[:, None], tokens),
+    )
     times = [
         int(re.search(r'data-ready-ms="(\d+)"', drawn(tmp_path / "page.html", tmp_path))[1])
         for _ in range(3)
@@ -180,14 +189,14 @@ def test_a_map_is_drawn_with_matplotlib(tmp_path: Path) -> None:
         drawing.savefig(tmp_path / f"{title}.png")
 
 
-def test_layers_are_labeled_by_what_tells_them_apart(tmp_path: Path) -> None:
-    one = torch.ones(1, 1, 1, 1)
-    named = {f"blocks.{i}.attention.pattern": one for i in (0, 1, 10)}
+def test_layers_are_labeled_by_their_distinguishing_parts(tmp_path: Path) -> None:
+    result = torch.ones(1, 1, 1, 1)
+    named = {f"blocks.{i}.attention.pattern": result for i in (0, 1, 10)}
     text = view(tmp_path / "page.html", tokens=["a"], patterns=named).read_text()
     assert [p["name"] for p in json.loads(Page(text).scripts[0])["patterns"]] == ["0", "1", "10"]
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")
     with pytest.raises(UnicodeEncodeError):

@@ -11,8 +11,8 @@ import time
 import pytest
 import torch.distributed as dist
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.failure import FailureWatch, report_failure
 from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.ranks.failure import FailureWatch, report_failure
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -22,7 +22,7 @@ SECONDS_TO_END = 20.0
 FAILING_STAGE = """
 import os, sys, time
 import torch, torch.distributed as dist
-from llmsys_suite import worker
+from llmsys_suite.ranks import worker
 from llmsys_suite.stages import links
 
 def run(run):
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 def launch_failing_stage(tmp_path, monkeypatch, capfd, *, rank, action, others):
     """Launch two ranks whose stage `links` fails; return seconds, status, messages and folder."""
-    from llmsys_suite import launch
+    from llmsys_suite.ranks import launch
 
     (tmp_path / "failing_stage.py").write_text(
         FAILING_STAGE.format(rank=rank, action=action, others=others)

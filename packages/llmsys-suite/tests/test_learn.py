@@ -14,7 +14,7 @@ from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.report.writing import MODEL, model_of, written_after
 from llmsys_suite.stages import learn

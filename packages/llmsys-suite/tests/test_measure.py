@@ -17,7 +17,7 @@ from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import network
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.stages.train import _train, counter, timed_step
 from llmsys_suite.variants import VARIANTS

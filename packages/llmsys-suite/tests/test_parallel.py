@@ -11,7 +11,7 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
 from worker_pool import run_ranks
 

@@ -74,6 +74,7 @@ def test_a_few_rows_at_a_time_are_the_batch(monkeypatch):
     assert reference.furthest(found, slopes)[0] < 1e-12
 
 
+@pytest.mark.fixed_seed("the independent sampler has its own generator")
 def test_the_plain_file_is_the_specification_of_the_single_process():
     torch.manual_seed(0)
     model, text = Decoder(SHAPE), read_text().train
@@ -99,6 +100,7 @@ def test_the_plain_gradient_is_the_slope_of_the_plain_loss():
     assert len(inspect.getsource(plain).splitlines()) <= 120
 
 
+@pytest.mark.fixed_seed("the independent sampler has its own generator")
 @pytest.mark.parametrize("seed", [0, 1, 4295, 123_456_789])
 def test_the_audits_sampler_draws_what_the_runs_does(seed):
     corpus, text = load_corpus(), read_text().train

@@ -176,7 +176,7 @@ class SimulatedServer:
         for other in list(self.waiting):
             self.attempt(other)
         replica = self.core.replica  # pushes, and copies of the parameters, are bounded
-        copies = {id(kept) for _, _, kept in replica._promised.values() if kept is not None}
+        copies = {id(kept) for _, _, kept in replica._pending_reads.values() if kept is not None}
         held = len(replica._staged) + len(copies)
         assert held <= 2 * self.world.ids + len(replica._accepted) + 1
 
@@ -191,7 +191,7 @@ class SimulatedServer:
             self.waiting[number] = worker, name, message, data
         else:
             reply = Message.from_text(reply.to_text())
-            data = self.core.given.clone() if reply.size else None
+            data = self.core.answer_data.clone() if reply.size else None
             self.world.send(worker.receive, self.number, name, reply, data)
 
     def look(self):

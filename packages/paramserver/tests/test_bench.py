@@ -5,7 +5,7 @@ from paramserver.bench import bench
 
 
 def test_a_device_that_servers_are_not_on_is_refused():
-    with pytest.raises(ValueError, match="device is 'cuda'"):
+    with pytest.raises(ValueError, match=r"expected device 'cpu'.* got 'cuda'"):
         bench(device="cuda")
 
 

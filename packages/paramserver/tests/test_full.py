@@ -80,7 +80,7 @@ def journal(folder):
     """The push that finds the disk full is refused by name; with room, all goes on."""
     mount(folder, "300k")
     server, kept = served(folder)
-    with pytest.raises(RuntimeError, match=rf"no journal can be written in {folder}: .*No space l"):
+    with pytest.raises(RuntimeError, match=rf"cannot write a journal in {folder}: .*No space l"):
         push(server, kept, 20)
     assert 0 < server.version < 20
     subprocess.run(["mount", "-o", "remount,size=8m", folder], check=True)

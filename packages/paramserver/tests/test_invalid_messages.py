@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from paramserver import Asynchronous, BulkSynchronous, Job, Server, StaleSynchronous
 from paramserver.protocol.messages import Kind, Message
-from paramserver.running.serving import answer
-from paramserver.running.supervise import final, join_servers, open_server
+from paramserver.running.serving import answer_requests
+from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport.shared_memory import channel_pairs
 from test_zeromq import ONE, Vector, count
 
@@ -82,7 +82,7 @@ def recorded(job, folder):
             worker.start()
         for worker in workers:
             worker.join()
-        final(job, served.addresses)
+        read_final_state(job, served.addresses)
     by_server = [[frames for n, frames in served.received if n == i] for i in range(job.servers)]
     assert all({Kind.JOIN, Kind.BEAT} & kinds(frames) for frames in by_server)
     return by_server
@@ -107,11 +107,11 @@ def fingerprint(server, *, waiting=False):
     sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
     joined = {worker: life for worker, (_, life, _) in server._joined.items()}
     known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
-             replica.next, core.failure, core.lost, core.told, held.hexdigest(), sizes,
-             sorted(core._heard), joined,
-             {w: request[:2] for w, request in replica._promised.items()})  # fmt: skip
+             replica.next, core.failure, core.lost, core.reports, held.hexdigest(), sizes,
+             sorted(core._last_seen), joined,
+             {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
     if waiting:
-        known += sorted(core._waiting), sorted(server._waiting), sorted(server._coming)
+        known += sorted(core._waiting), sorted(server._waiting), sorted(server._incoming)
     return copy.deepcopy(known)
 
 
@@ -129,13 +129,13 @@ class Player:
         self.server._receive(
             [SimpleNamespace(bytes=f, buffer=memoryview(bytearray(f))) for f in frames]
         )
-        self.server._look(0.0)
+        self.server._retry_waiting(0.0)
 
     def was_refused(self, frames):
         """Whether the message had no effect, by what was answered, or by its kind."""
         if self.answers:
             return all(answer.kind is Kind.FAILED for answer in self.answers)
-        return not (self.server._waiting or self.server._coming) and not is_abort(frames)
+        return not (self.server._waiting or self.server._incoming) and not is_abort(frames)
 
     def close(self):
         self.server.close()
@@ -301,7 +301,7 @@ def test_an_invalid_message_in_a_channel_is_answered_or_names_its_sender(raw):
     ((worker, channel), _) = channel_pairs(["worker 0", "worker 1"], "server 0", 128)
     worker._pipe.send_bytes(raw)
     worker._pipe.close()
-    answer(server, 0, channel)
+    answer_requests(server, 0, channel)
     assert state_of(server) == before
     assert server.core.failure.startswith("worker 0 is gone at clock 0: worker 0")
     assert raw == INVALID[-1] or "sent an invalid message" in server.core.failure
@@ -350,7 +350,7 @@ def test_no_sender_disturbs_a_job_that_runs(tmp_path, servers, joined):
                 for server in served.servers[:1]:
                     server.core.lose(9, "the test ends")
         context.term()
-        reports = final(job, served.addresses)
+        reports = read_final_state(job, served.addresses)
         pushes = 3 + 3 * servers + 4
         assert [report.version for report in reports] == [pushes] * servers
         assert not any(server.core.failure for server in served.servers)

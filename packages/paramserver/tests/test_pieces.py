@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from paramserver import Asynchronous, Job
 from paramserver.protocol.messages import Kind, Message
-from paramserver.running.supervise import final, join_servers, open_server
+from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport import pieces, zeromq
 from paramserver.transport.pieces import Arrival, Buffers, cuts
 from test_zeromq import ONE, Vector, count
@@ -51,8 +51,8 @@ def test_pieces_that_are_lost_or_come_twice_change_nothing(nbytes, tries):
         parts = [(start, sent[start:stop].numpy().data) for start, stop in cuts(nbytes)]
         for first, last in tries:
             for at, piece in parts[first:last]:
-                assert arrival.take(at, piece) == (arrival.have == nbytes)
-            assert torch.equal(arrival.data[: arrival.have], sent[: arrival.have])
+                assert arrival.take(at, piece) == (arrival.received == nbytes)
+            assert torch.equal(arrival.data[: arrival.received], sent[: arrival.received])
         assert [arrival.take(at, piece) for at, piece in parts][-1]
         assert arrival.take(nbytes, memoryview(b"more"))
         assert torch.equal(arrival.data, sent)
@@ -111,15 +111,15 @@ def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(ser
     send(3, Message(Kind.PUSH, epoch=1, clock=1, size=10**9))
     number, refusal = answer()
     assert (number, refusal.kind) == (3, Kind.FAILED)
-    assert "worker 0 (joined=True) pushed 1000000000 bytes" in refusal.text
+    assert "worker 0 announced 1000000000" in refusal.text
     for stranger in range(1, 50):  # takes no memory
         head = [stranger, 1, 4, 0, *Message(Kind.PUSH, epoch=1).fields()]
         peer.send_multipart([json.dumps(head).encode(), b"a piece"])
-        assert f"worker {stranger} (joined=False) pushed" in answer()[1].text
+        assert f"expected worker {stranger} to join before it pushes" in answer()[1].text
     assert len(server._buffers._free) <= 2
     peer.close(linger=0)
     context.term()
-    assert final(job(), [server.address])[0].version == 1
+    assert read_final_state(job(), [server.address])[0].version == 1
 
 
 class SlowLink:
@@ -168,7 +168,7 @@ class SlowLink:
 
 def test_on_a_slow_link_nothing_is_sent_twice(server, monkeypatch):
     monkeypatch.setattr(zeromq, "_RETRY", 0.3)
-    monkeypatch.setattr(zeromq, "_SIGN_OF_LIFE", 0.1)
+    monkeypatch.setattr(zeromq, "_KEEP_ALIVE", 0.1)
     link = SlowLink(int(server.address.rsplit(":", 1)[1]))
     with join_servers(job(), 0, [link.address]) as worker:
         worker.pull()

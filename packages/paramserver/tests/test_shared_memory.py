@@ -9,7 +9,7 @@ from paramserver import Asynchronous, Server, Worker
 from paramserver.partition import partition
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.pieces import PIECE, Finite
+from paramserver.transport.pieces import PIECE, FiniteCheck
 from paramserver.transport.shared_memory import channel_pairs
 from torch import nn
 
@@ -66,7 +66,7 @@ def test_what_is_read_while_updates_come_is_one_version(group, monkeypatch, upda
     assert reader.pull() == 1
     assert torch.equal(reader.module.x, torch.ones(ELEMENTS))
     home = server.core.replica._buffer.data_ptr()
-    assert home == server.core.given.data_ptr()
+    assert home == server.core.answer_data.data_ptr()
     assert len(copied) == (2 if updates else 1)
     assert reader.pull() == 1 + updates
     assert torch.equal(reader.module.x, torch.full((ELEMENTS,), 1.0 + updates))
@@ -78,7 +78,7 @@ def test_who_has_read_costs_an_update_nothing_and_who_dies_reading_holds_up_nobo
     reader.pull()
     push(writer, -1.0)
     assert not arena.any()  # nothing was kept for it
-    reader._drive(reader._session.pull())  # it is promised version 1, and never reads it
+    reader._run_requests(reader._session.pull())  # it is promised version 1, and never reads it
     push(writer, -1.0)
     push(writer, -1.0)
     assert writer.pull() == server.version == 3
@@ -118,7 +118,7 @@ def test_a_worker_that_fails_while_it_writes_is_lost_by_name_and_nothing_is_appl
         yield PIECE
         raise MemoryError("no room for a gradient")
 
-    monkeypatch.setattr(fails._payload, "_written", half_written)
+    monkeypatch.setattr(fails._payload, "_write_dense", half_written)
     with pytest.raises(MemoryError), fails:
         push(fails, 1.0)
     until = time.monotonic() + 10
@@ -140,8 +140,8 @@ def test_sums_know_what_is_finite(dtypes):
         data = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
         if bad is not None:
             shard.views(data)[-1][bad] = float("nan")
-        finite = Finite(shard, data)
+        finite = FiniteCheck(shard, data)
         for stop in (64, 64, 1000, len(data)):
-            assert not finite.surely()  # not before all is seen
-            finite.see(stop)
-        assert finite.surely() == (bad is None and len(dtypes) == 1)
+            assert not finite.is_certain()  # not before all is seen
+            finite.update(stop)
+        assert finite.is_certain() == (bad is None and len(dtypes) == 1)

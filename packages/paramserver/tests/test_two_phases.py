@@ -77,11 +77,11 @@ class Mortal:
         self.parameters, self.gradients = connection.parameters, connection.gradients
         self.read = connection.read
 
-    def ask(self, message, written=()):
+    def request(self, message, written=()):
         if self._life["requests"] == 0:
             raise Dies
         self._life["requests"] -= 1
-        return self._connection.ask(message, written)
+        return self._connection.request(message, written)
 
 
 @settings(max_examples=80)
@@ -140,7 +140,7 @@ def half_a_push(worker):
         values.append(worker.module.value())
         if worker.rank == 1 and step == 2:
             worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
-            worker._ask(next(worker._session.push())[0])
+            worker._request(next(worker._session.push())[0])
             os._exit(3)
         worker.module.push_one(worker)
     return values
@@ -307,7 +307,7 @@ def test_a_run_ends_well_however_much_slower_one_worker_is(transport):
 
 
 def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
-    monkeypatch.setattr("paramserver.server._SIGN_OF_LIFE", 0.1)
+    monkeypatch.setattr("paramserver.server._KEEP_ALIVE", 0.1)
     host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=30.0)[0]
     channels = channel_pairs(["worker 0", "worker 1"], "server 0", host.shard.buffer_bytes)
     threads = serve(host, {w: pair[1] for w, pair in enumerate(channels)})
@@ -365,7 +365,9 @@ def test_a_silent_worker_is_left_behind_where_that_was_asked_for():
         worker.pull()
     group[0].module.push_one(group[0])
     assert group[0].pull() == 1
-    with pytest.raises(PeerLost, match=r"go on without this worker: worker 1 is gone at clock 0"):
+    with pytest.raises(
+        PeerLost, match=r"training continues without this worker: worker 1 is gone at clock 0"
+    ):
         group[1].module.push_one(group[1])
 
 
@@ -374,7 +376,7 @@ def test_servers_of_different_versions_are_refused():
     state = hosts[1].state_dict()
     state["version"] = 7
     hosts[1].load_state_dict(state)
-    with pytest.raises(ValueError, match=r"the servers begin with versions \[0, 7\]"):
+    with pytest.raises(ValueError, match=r"expected one version at all servers, got \[0, 7\]"):
         Worker(Vector(), hosts)
 
 
@@ -424,13 +426,15 @@ def test_a_log_crosses_the_wire_as_it_was(start, entries):
 
 @pytest.mark.parametrize("text", ['[0,["write",3]]', '[0,["fly",1]]', "[0,3]"])
 def test_a_log_of_garbage_is_refused(text):
-    with pytest.raises(ValueError, match="is no entry of a ledger"):
+    with pytest.raises(ValueError, match="expected an entry of a ledger"):
         Log.from_text(text)
 
 
 @pytest.mark.parametrize("text", ["[]", "7", "[1,2,3,4,5,6,7]", '[1,2,3,4,5,"x","y"]', "{", ""])
 def test_a_message_of_garbage_is_refused(text):
-    with pytest.raises(ValueError, match=r"is no message|is not a valid Kind|Expecting"):
+    with pytest.raises(
+        ValueError, match=r"expected the fields of a message|is not a valid Kind|Expecting"
+    ):
         Message.from_text(text)
 
 

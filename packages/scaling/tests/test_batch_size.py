@@ -20,7 +20,7 @@ from scaling.sweeps.batch_size import SETTINGS
 def test_sgd_on_linear_regression_follows_the_exact_law():
     sweep = sweep_learning_rate(batch_sizes=(1, 4, 16, 64, 256))
     np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
-    # r = 1 / (1 + (d + 1) / B): saturating, half way at d + 1.
+    # r = 1 / (1 + (d + 1) / B) saturates, and is half its limit at B = d + 1.
     assert sweep.law.shape == "saturating"
     assert sweep.law.batch_size == pytest.approx(65, rel=0.1)
     assert sweep.law.highest_rate == pytest.approx(1, rel=0.1)
@@ -29,7 +29,7 @@ def test_sgd_on_linear_regression_follows_the_exact_law():
 
 @pytest.mark.filterwarnings("ignore:the least loss at batch sizes")
 @pytest.mark.parametrize("noise", [0.0, 2.0])
-def test_the_simulated_curve_is_the_exact_recursion(noise):
+def test_simulated_curve_is_the_exact_recursion(noise):
     rates = np.array([0.02, 0.05, 0.1, 0.15])
     sweep = sweep_learning_rate(
         rates=rates, batch_sizes=(8, 16), seeds=1000, steps=6, dimension=16, noise=noise
@@ -48,7 +48,7 @@ def test_label_noise_lowers_the_best_rate_as_the_recursion_says():
 
 
 @pytest.mark.parametrize("noise", [0.0, 8.0])
-def test_the_gradient_noise_scale_is_the_critical_batch_size(noise):
+def test_gradient_noise_scale_is_the_critical_batch_size(noise):
     # Per-example covariance (d + 1) |e|^2 + noise^2 d over |e|^2, at |e|^2 = d.
     sweep = sweep_learning_rate(
         batch_sizes=(1, 8, 64, 512), rates=[0.1], seeds=1000, steps=1, noise=noise
@@ -56,7 +56,7 @@ def test_the_gradient_noise_scale_is_the_critical_batch_size(noise):
     assert sweep.critical_batch_size == pytest.approx(64 + 1 + noise**2, rel=0.06)
 
 
-def test_the_noise_scale_of_exact_norms_is_exact():
+def test_noise_scale_of_exact_norms_is_exact():
     b = np.array([1, 2, 16.0])
     assert gradient_noise_scale(b, 3 + 60 / b) == pytest.approx(20)
 
@@ -72,7 +72,7 @@ def test_adam_surges():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_the_mlp_takes_higher_rates_at_larger_batches(optimizer):
+def test_mlp_takes_higher_rates_at_larger_batches(optimizer):
     sweep = sweep_learning_rate("mlp", optimizer, batch_sizes=(1, 4, 16), seeds=4, steps=60)
     assert (np.diff(sweep.best_rates) > 0).all()
     assert sweep.loss.shape == (3, len(sweep.rates))
@@ -112,26 +112,26 @@ def test_rates_that_diverge_are_infinite_and_never_best():
 
 
 @pytest.mark.parametrize("steps", [100, pytest.param(400, marks=pytest.mark.exhaustive)])
-def test_a_loss_far_below_any_number_has_its_best_rate(steps):
-    """0.06^400 is no float64, and its square no float32 after ten steps."""
+def test_best_rate_is_found_if_the_loss_underflows(steps):
+    """The loss underflows: 0.06^400 is below float64, and its square below float32 earlier."""
     sweep = sweep_learning_rate(batch_sizes=(4, 8, 16, 64, 256), seeds=32, steps=steps)
     np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
     assert sweep.law.batch_size == pytest.approx(65, rel=0.1)
 
 
-def test_a_minimum_at_the_edge_of_the_rates_is_refused():
+def test_minimum_at_the_edge_of_the_rates_has_no_best_rate():
     with pytest.warns(ScalingWarning, match=r"batch sizes 64, 256, 1024.*above 0\.3"):
         sweep = sweep_learning_rate(
             rates=np.geomspace(0.004, 0.3, 20), batch_sizes=(1, 4, 16, 64, 256, 1024), seeds=8
         )
     assert np.isnan(sweep.best_rates[3:]).all()
     assert np.isfinite(sweep.best_rates[:3]).all()
-    with pytest.raises(ValueError, match="five batch sizes"):
+    with pytest.raises(ValueError, match="five or more batch sizes"):
         _ = sweep.law
 
 
 @pytest.mark.parametrize("noise", [0.0, 4.0])
-def test_the_exact_loss_takes_any_number_of_steps(noise):
+def test_exact_loss_takes_any_number_of_steps(noise):
     rates = np.array([0.05, 0.2])
     loss = exact_loss(rates, 1024, 16, steps=5000, noise=noise)
     assert np.isfinite(loss).all()
@@ -166,23 +166,23 @@ def test_42944_linear_runs_take_6_seconds_and_all_four_sweeps_60():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_sweep_runs_on_a_gpu():
+def test_sweep_runs_on_a_gpu():
     sweep = sweep_learning_rate(batch_sizes=(4, 64), device="cuda")
     np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
 
 
-def test_the_interval_of_a_best_rate_holds_the_exact_one():
-    """16 of 20 is the 0.3 % quantile where 95 % hold."""
-    held = 0
+def test_interval_of_the_best_rate_covers_the_exact_rate():
+    """At a coverage of 95 %, 16 of 20 is the 0.3 % quantile."""
+    covered = 0
     for seed in range(5):
         sweep = sweep_learning_rate(seeds=16, batch_sizes=(1, 4, 16, 64), seed=seed)
         pairs = zip(sweep.exact_rates, sweep.intervals, strict=True)
-        held += sum(exact in interval for exact, interval in pairs)
-    assert held >= 16
+        covered += sum(exact in interval for exact, interval in pairs)
+    assert covered >= 16
 
 
 def quadratic(rate, batch_size, seed):
-    """Best at 0.1 sqrt(B), with noise of its own."""
+    """Return a noisy loss whose best rate is 0.1 sqrt(B)."""
     best = 0.1 * batch_size**0.5
     noise = np.random.default_rng([seed, batch_size, round(1e6 * rate)]).normal()
     loss = (2 + np.log(rate / best) ** 2) * np.exp(0.02 * noise)
@@ -204,13 +204,13 @@ def test_any_function_is_a_task():
         sweep_learning_rate(lambda rate, size, seed: -1.0, rates=RATES, batch_sizes=SIZES)
 
 
-def test_a_table_of_one_s_own_is_a_sweep(tmp_path):
+def test_table_of_runs_is_a_sweep(tmp_path):
     rows = [
         {"learning_rate": r, "batch_size": b, "final_loss": quadratic(r, b, seed)}
         for b in SIZES
         for r in RATES
         for seed in range(3)
-        # Not all rates at all sizes.
+        # Not every rate is tried at every batch size.
         if 0.02 < r / 0.1 / b**0.5 < 50
     ]
     with pytest.warns(ScalingWarning, match="runs diverged"):
@@ -229,7 +229,7 @@ def test_a_table_of_one_s_own_is_a_sweep(tmp_path):
     with pytest.warns(ScalingWarning, match="runs diverged"):
         once = fit_sweep(rows[::3])
     assert all(0 < i.low < b < i.high for b, i in zip(once.best_rates, once.intervals, strict=True))
-    # No gradient was seen: there is no noise scale, and a figure without it.
+    # Without gradients the noise scale is nan, and the figure omits it.
     assert np.isnan(sweep.critical_batch_size)
     assert plot(sweep).axes
     with pytest.raises(ValueError, match="which is the rate"):
@@ -248,8 +248,8 @@ def test_a_table_of_one_s_own_is_a_sweep(tmp_path):
         *((cell, 2.859) for cell in ("2,859", "2.859", 2.859)),
     ],
 )
-def test_a_cell_of_a_sweep_is_a_loss_or_diverged_or_missing(cell, loss):
-    """As in any other table: a cell that cannot be read is none of these, and is named."""
+def test_cell_of_a_sweep_is_a_loss_or_diverged_or_missing(cell, loss):
+    """Any other cell is refused, as in other tables."""
     table = {"lr": [1.0, 2.0, 3.0], "bs": [1, 1, 1], "loss": [3, cell, 4]}
     if loss is None:
         assert fit_sweep(table).rates.tolist() == [1.0, 3.0]
@@ -264,7 +264,7 @@ def test_a_cell_of_a_sweep_is_a_loss_or_diverged_or_missing(cell, loss):
         fit_sweep(table | {"loss": [3, "2.5x", 4]})
 
 
-def test_a_sweep_with_decimal_commas(tmp_path):
+def test_sweep_with_decimal_commas(tmp_path):
     path = tmp_path / "sweep.csv"
     path.write_text("lr;bs;loss\n0,0001;32;3,0\n0,001;32;2,4\n0,01;32;2,9\n")
     sweep = fit_sweep(path)

@@ -1,7 +1,7 @@
 from scaling.bench import bench, table
 
 
-def test_the_quick_bench_has_every_case_and_ours_is_not_above_the_peer():
+def test_quick_bench_has_every_case_and_is_not_above_the_peer():
     rows = bench(quick=True)
     cases = [row["case"] for row in rows]
     assert sorted(set(cases)) == ["bootstrap", "fit", "noiseless", "sweep"]

@@ -1,4 +1,4 @@
-"""Columns that may be read in two ways are read right, or refused with both readings."""
+"""Columns with two possible readings are read correctly, or refused with both readings."""
 
 import itertools
 import warnings
@@ -9,11 +9,14 @@ from scaling import ScalingWarning, isoflop_runs, load_runs
 from scaling.tables.names import recognize
 
 RUNS = isoflop_runs(noise=2e-3)
-N, D, C, LOSS = RUNS.parameters, RUNS.tokens, RUNS.compute, RUNS.loss
+N = RUNS.parameters
+D = RUNS.tokens
+C = RUNS.compute
+LOSS = RUNS.loss
 REST = {"tokens": D, "loss": LOSS}
 
 
-def parameters(**columns):
+def load_without_warnings(**columns):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs = load_runs({**columns, **REST})
@@ -29,13 +32,13 @@ def parameters(**columns):
         *("vocab_params_M", "frozen_params", "draft_params", "router_parameters"),
     ],
 )
-def test_a_part_of_the_parameters_is_not_taken_for_them(part):
+def test_part_of_the_parameters_is_not_read_as_the_parameters(part):
     assert recognize(part, "parameters") is None
     for name in ("params", "non_embedding_params", "total_params", "nonEmbeddingParams"):
-        runs = parameters(**{part: N * 0.2, name: N})
+        runs = load_without_warnings(**{part: N * 0.2, name: N})
         np.testing.assert_allclose(runs.parameters, N)
         assert repr(name) in runs.explanation
-    with pytest.raises(ValueError, match="needed are loss and two of"):
+    with pytest.raises(ValueError, match="expected a loss and two of"):
         load_runs({part: N, **REST})
 
 
@@ -47,14 +50,14 @@ def test_a_part_of_the_parameters_is_not_taken_for_them(part):
         *("non-embedding parameters", "nparams_nonemb"),
     ],
 )
-def test_parameters_without_embeddings_are_recognized_and_said(name):
-    runs = parameters(**{name: N})
+def test_non_embedding_parameters_are_recognized_and_explained(name):
+    runs = load_without_warnings(**{name: N})
     np.testing.assert_allclose(runs.parameters, N)
     assert "(non-embedding)" in runs.explanation
-    beside = parameters(**{name: N, "total_params": 1.2 * N})
+    beside = load_without_warnings(**{name: N, "total_params": 1.2 * N})
     np.testing.assert_allclose(beside.parameters, 1.2 * N)
     assert f"chosen: parameters by 'total_params', not {name!r}" in beside.explanation
-    with pytest.raises(ValueError, match=r"each be the parameters; say which.* row .*wrong order"):
+    with pytest.raises(ValueError, match=r"each be the parameters; choose one.* row .*wrong order"):
         load_runs({name: 1.2 * N, "total_params": N, **REST})
 
 
@@ -70,8 +73,8 @@ def test_parameters_without_embeddings_are_recognized_and_said(name):
         "activeParams",
     ],
 )
-def test_of_a_mixture_of_experts_the_active_parameters_compute(active, all_of_them):
-    runs = parameters(**{all_of_them: 8 * N, active: N})
+def test_active_parameters_of_a_mixture_of_experts_are_read(active, all_of_them):
+    runs = load_without_warnings(**{all_of_them: 8 * N, active: N})
     np.testing.assert_allclose(runs.parameters, N)
     np.testing.assert_allclose(runs.compute, C)
     assert f"chosen: parameters by {active!r}, not {all_of_them!r}" in runs.explanation
@@ -90,14 +93,16 @@ def test_of_a_mixture_of_experts_the_active_parameters_compute(active, all_of_th
         ("compute", "flops", "train_compute"),
     ],
 )
-def test_columns_that_claim_to_be_the_same_must_agree(ours, first, second):
+def test_columns_of_the_same_quantity_must_agree(ours, first, second):
     right = {"parameters": N, "tokens": D, "compute": C}[ours]
     table = {"N": N, "D": D, "loss": LOSS}
     table.pop({"parameters": "N", "tokens": "D"}.get(ours), None)
     for names in ((first, second), (second, first)):
         agreeing = load_runs({**table, names[0]: right, names[1]: right * 1.001})
         assert f"chosen: {ours} by" in agreeing.explanation
-        with pytest.raises(ValueError, match=rf"may each be the {ours}; say which with") as refused:
+        with pytest.raises(
+            ValueError, match=rf"may each be the {ours}; choose one with"
+        ) as refused:
             load_runs({**table, names[0]: right, names[1]: right * 1.5})
         assert repr(first) in str(refused.value)
         assert repr(second) in str(refused.value)
@@ -114,7 +119,7 @@ def test_columns_that_claim_to_be_the_same_must_agree(ours, first, second):
         *("peak_flops", "inference_flops", "achieved_flops", "warmup_tokens", "decay_tokens"),
     ],
 )
-def test_columns_about_other_things_do_not_displace_those_of_one_letter(other):
+def test_columns_of_other_quantities_do_not_replace_single_letters(other):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs = load_runs({"N": N, "D": D, "loss": LOSS, other: N * 3})
@@ -122,7 +127,7 @@ def test_columns_about_other_things_do_not_displace_those_of_one_letter(other):
         np.testing.assert_allclose(getattr(runs, ours), right)
 
 
-def test_a_letter_that_may_be_meant_must_agree():
+def test_single_letter_must_agree_with_the_column_that_is_read():
     with pytest.raises(ValueError, match=r"'tokens', 'D'\] may each be the tokens"):
         load_runs({"N": N, "D": D, "tokens": 3 * D, "loss": LOSS})
     widths = {"params": N, "tokens": D, "loss": LOSS, "n": [24] * 72, "d": [4096] * 72}
@@ -154,7 +159,7 @@ BAD = np.arange(72) % 9 == 0
         ("✅ finished", "❌ crashed"),
     ],
 )
-def test_runs_that_did_not_finish_are_left_out_under_any_name(column, good, bad):
+def test_unfinished_runs_are_left_out_under_any_column_name(column, good, bad):
     loss = np.where(BAD, 1.2 * LOSS, LOSS)
     table = {"N": N, "D": D, "loss": loss, column: [bad if b else good for b in BAD]}
     with pytest.warns(ScalingWarning, match=rf"column '{column}' says that 8 runs are not 'fin"):
@@ -164,7 +169,7 @@ def test_runs_that_did_not_finish_are_left_out_under_any_name(column, good, bad)
 
 
 @pytest.mark.parametrize("blank", [None, "", "nan"])
-def test_a_run_without_a_state_among_runs_with_one_is_left_out(blank):
+def test_run_without_a_state_among_runs_with_states_is_left_out(blank):
     table = {"N": N, "D": D, "loss": LOSS, "state": [blank if b else "finished" for b in BAD]}
     with pytest.warns(ScalingWarning, match="8 runs are not 'finished'"):
         assert len(load_runs(table)) == 64
@@ -183,13 +188,13 @@ def test_a_run_without_a_state_among_runs_with_one_is_left_out(blank):
         ("exit_status", "0", ""),
     ],
 )
-def test_a_flag_or_an_exit_code_is_a_state(column, good, bad):
+def test_flags_and_exit_codes_are_states(column, good, bad):
     table = {"N": N, "D": D, "loss": LOSS, column: [bad if b else good for b in BAD]}
     with pytest.warns(ScalingWarning, match="8 runs are not 'finished'"):
         assert len(load_runs(table)) == 64
 
 
-def test_a_state_that_is_not_known_is_refused_with_its_readings():
+def test_unknown_state_is_refused_with_its_readings():
     for word in ("TERMINATED", "stopped", "sort of", "7"):
         table = {"N": N, "D": D, "loss": LOSS, "status": np.where(BAD, word, "FINISHED").tolist()}
         with pytest.raises(ValueError, match=r"'status' says '.*' in row 1, .*where=.'status': "):
@@ -199,21 +204,21 @@ def test_a_state_that_is_not_known_is_refused_with_its_readings():
 
 
 @pytest.mark.parametrize("cells", [["train", "test"], ["CA", "NY"], [0.1, 0.2], [None, None]])
-def test_a_column_that_is_not_about_runs_is_no_state(cells):
+def test_column_of_other_values_is_not_read_as_states(cells):
     table = {"N": N, "D": D, "loss": LOSS, "state": cells * 36, "failed_at": cells * 36}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(load_runs(table)) == 72
 
 
-def test_that_no_run_finished_is_an_error_that_says_so():
+def test_table_without_finished_runs_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="holds no runs; column 'status' says that 72 runs"):
         load_runs({"N": N, "D": D, "loss": LOSS, "status": ["FAILED"] * 72})
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e-6, 1e-3, 1e3])
 @pytest.mark.parametrize(("column", "other"), list(itertools.permutations(["N", "D", "C"], 2)))
-def test_a_column_in_another_unit_is_refused_or_its_unit_said(column, other, factor):
+def test_column_in_another_unit_is_refused_unless_its_unit_is_passed(column, other, factor):
     columns = {"N": N, "D": D, "C": C}
     table = {column: columns[column] * factor, other: columns[other], "loss": LOSS}
     with pytest.raises(ValueError, match=r"unit|scale"):
@@ -221,7 +226,7 @@ def test_a_column_in_another_unit_is_refused_or_its_unit_said(column, other, fac
     ours = {"N": "parameters", "D": "tokens", "C": "compute"}
     runs = load_runs(table, units={ours[column]: 1 / factor, ours[other]: 1})
     np.testing.assert_allclose(runs.compute, C)
-    # All three together say which one is wrong; one that counts below a thousand is not used.
+    # With all three columns the wrong one is known; a letter below a thousand is not used.
     everything = {**columns, column: columns[column] * factor, "loss": LOSS}
     if column != "C" and everything[column].min() < 1000:
         runs = load_runs(everything)
@@ -238,7 +243,7 @@ def test_both_columns_in_millions_are_refused():
 
 
 def test_numbers_out_of_the_usual_range_can_be_confirmed():
-    """Two tokens of ten thousand: a unit of one says that they were counted."""
+    """A unit of one confirms an unusual number of tokens per parameter."""
     table = {"N": [1e8, 2e8, 4e8], "D": [3e12, 3e12, 4e12], "loss": [2.9, 2.8, 2.7]}
     with pytest.raises(ValueError, match="not on one scale"):
         load_runs(table)

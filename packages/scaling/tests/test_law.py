@@ -21,7 +21,7 @@ laws = st.builds(
 
 
 def by_search(law: Law, compute: float, inference_tokens: float) -> float:
-    """Least loss over sizes, found by search alone."""
+    """Return the least loss over sizes by a search."""
 
     def loss(log_n: float) -> float:
         d = (compute - 2 * math.exp(log_n) * inference_tokens) / (6 * math.exp(log_n))
@@ -30,13 +30,13 @@ def by_search(law: Law, compute: float, inference_tokens: float) -> float:
     grid = np.linspace(0, math.log(compute / 6), 400)
     best = int(np.argmin([loss(x) for x in grid]))
     bracket = (grid[max(best - 1, 0)], grid[min(best + 1, 399)])
-    found = minimize_scalar(loss, bounds=bracket, method="bounded", options={"xatol": 1e-9})
-    return float(found.fun)
+    result = minimize_scalar(loss, bounds=bracket, method="bounded", options={"xatol": 1e-9})
+    return float(result.fun)
 
 
 @settings(max_examples=40, deadline=None)
 @given(law=laws, exponent=st.floats(18, 26), served=st.sampled_from([0.0, 1e9, 1e12, 1e15]))
-def test_the_closed_form_is_the_optimum_that_a_search_finds(law, exponent, served):
+def test_closed_form_optimum_agrees_with_a_search(law, exponent, served):
     compute = 10.0**exponent
     best = law.optimal(compute, inference_tokens=served)
     spent = 6 * best.parameters * best.tokens + 2 * best.parameters * served
@@ -44,20 +44,20 @@ def test_the_closed_form_is_the_optimum_that_a_search_finds(law, exponent, serve
     assert best.loss <= by_search(law, compute, served) * (1 + 1e-10)
 
 
-def test_the_optimum_of_the_rounded_chinchilla_constants():
+def test_optimum_of_the_rounded_chinchilla_constants():
     # G = (alpha A / (beta B))^(1 / (alpha + beta)), N = G (C / 6)^(beta / (alpha + beta)).
     assert ROUNDED.balance == pytest.approx(1.34471064277253, rel=1e-12)
     assert ROUNDED.exponent == pytest.approx(0.45161290322580644, rel=1e-12)
     best = ROUNDED.optimal(5.76e23)
     assert best.parameters == pytest.approx(0.5986950904970205 * 5.76e23**0.45161290322580644)
     assert best.tokens == pytest.approx(0.27838321929165066 * 5.76e23**0.5483870967741935)
-    # Not the 20 tokens a parameter that the paper's own Approaches 1 and 2 give.
+    # The paper's Approaches 1 and 2 give 20 tokens per parameter instead.
     assert best.tokens / best.parameters == pytest.approx(92.6, abs=0.1)
 
 
 @settings(max_examples=30, deadline=None)
 @given(law=laws, exponent=st.floats(18, 26), served=st.sampled_from([0.0, 1e12]))
-def test_cheapest_undoes_optimal(law, exponent, served):
+def test_cheapest_inverts_optimal(law, exponent, served):
     best = law.optimal(10.0**exponent, inference_tokens=served)
     cheap = law.cheapest(best.loss, inference_tokens=served)
     assert cheap.loss == pytest.approx(best.loss, rel=1e-9)
@@ -65,7 +65,7 @@ def test_cheapest_undoes_optimal(law, exponent, served):
     assert cheap.compute == pytest.approx(best.compute, rel=1e-4)
 
 
-def test_more_tokens_to_serve_make_the_model_smaller_and_its_training_longer():
+def test_more_served_tokens_make_the_model_smaller_and_its_training_longer():
     served = [ROUNDED.optimal(1e23, inference_tokens=t) for t in (0.0, 1e11, 1e12, 1e13)]
     sizes = [best.parameters for best in served]
     assert sizes == sorted(sizes, reverse=True)
@@ -75,6 +75,6 @@ def test_more_tokens_to_serve_make_the_model_smaller_and_its_training_longer():
 
 @pytest.mark.parametrize("name", ["A", "B", "alpha", "beta"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_a_law_without_an_optimum_cannot_be_made(name, value):
-    with pytest.raises(ValueError, match=f"{name} = "):
+def test_law_without_an_optimum_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"expected {name} to be positive"):
         dataclasses.replace(ROUNDED, **{name: value})

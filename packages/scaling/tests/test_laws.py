@@ -1,4 +1,4 @@
-"""Laws as data: one fit finds the constants of them all."""
+"""Laws as data: one fit recovers the constants of every law."""
 
 import time
 
@@ -21,7 +21,7 @@ def table(form, noise=0.0, count=120):
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_the_published_constants_of_every_law_are_reproduced(name):
+def test_published_constants_of_every_law_are_reproduced(name):
     form = CATALOG[name]
     fit = fit_law(name, table(form), target="y")
     for constant, value in form.published.items():
@@ -36,10 +36,10 @@ def test_the_published_constants_of_every_law_are_reproduced(name):
 
 @pytest.mark.timing
 @pytest.mark.parametrize("name", CATALOG)
-def test_a_fit_takes_50_ms(name):
+def test_fit_takes_50_ms(name):
     form = CATALOG[name]
     rows = table(form, 2e-3)
-    # What the unique tokens feed follows from the single-epoch law there, so it is given.
+    # In that paper `feeds` follows from the single-epoch law, so it is fixed here.
     fixed = {"feeds": 0.051} if name == "repeated" else {}
     fit_law(form, rows, target="y", fixed=fixed)
     times = []
@@ -53,16 +53,16 @@ def test_a_fit_takes_50_ms(name):
 def test_fixed_constants_stay_and_priors_pull():
     form = CATALOG["chinchilla"]
     few = table(form, 1e-2, 9)
-    held = fit_law(form, few, target="y", fixed={"E": 1.8172, "A": 482.01, "alpha": 0.3478})
-    assert {k: held.constants[k] for k in ("E", "A", "alpha")} == pytest.approx(
+    fixed_fit = fit_law(form, few, target="y", fixed={"E": 1.8172, "A": 482.01, "alpha": 0.3478})
+    assert {k: fixed_fit.constants[k] for k in ("E", "A", "alpha")} == pytest.approx(
         {"E": 1.8172, "A": 482.01, "alpha": 0.3478}
     )
     free = fit_law(form, few, target="y").constants["beta"]
     near = fit_law(form, few, target="y", priors={"beta": (0.3658, 1.02)}).constants["beta"]
     assert abs(np.log(near / 0.3658)) < 0.5 * abs(np.log(free / 0.3658))
     kaplan = CATALOG["kaplan"]
-    held = fit_law(kaplan, table(kaplan), target="y", fixed={"Dc": 1.8e13})
-    assert held.constants == pytest.approx(kaplan.published, rel=1e-6)
+    fixed_fit = fit_law(kaplan, table(kaplan), target="y", fixed={"Dc": 1.8e13})
+    assert fixed_fit.constants == pytest.approx(kaplan.published, rel=1e-6)
     # Three rows and two priors fix five constants.
     three = fit_law(
         form, table(form, 0, 3), target="y", priors={"E": (1.8, 1.1), "alpha": (0.34, 1.1)}
@@ -70,31 +70,31 @@ def test_fixed_constants_stay_and_priors_pull():
     assert three.interval("E").low == -np.inf
 
 
-def test_the_law_that_the_rows_came_from_foretells_best():
+def test_select_law_finds_the_law_that_generated_the_rows():
     runs = isoflop_runs(noise=2e-3, seed=2)
-    found = select_law(runs)
-    assert {fit.form.name for _, fit in found} == {"chinchilla", "kaplan", "tied"}
-    assert found[0][1].form.name == "chinchilla"
-    assert found[-1][1].form.name == "kaplan"
-    interval = found[0][1].interval("alpha")
+    ranking = select_law(runs)
+    assert {fit.form.name for _, fit in ranking} == {"chinchilla", "kaplan", "tied"}
+    assert ranking[0][1].form.name == "chinchilla"
+    assert ranking[-1][1].form.name == "kaplan"
+    interval = ranking[0][1].interval("alpha")
     assert 0.34 in interval
     assert interval.high < 0.6
-    # C that is not 6 N D is an input like any other, or the axis along which rows are held out.
+    # Any column can be the axis along which rows are fixed_fit out.
     rows = {"parameters": runs.parameters, "tokens": runs.tokens, "loss": runs.loss}
-    again = select_law(
+    by_flops = select_law(
         {**rows, "flops": 8 * runs.parameters * runs.tokens}, ["tied", "kaplan"], by="flops"
     )
-    assert again[0][1].form.name == "tied"
+    assert by_flops[0][1].form.name == "tied"
 
 
 @pytest.mark.parametrize(
     ("active", "tokens", "granularity", "loss"),
     [(7e9, 137.6e9, 32, 2.076), (1e12, 7.94e12, 64, 1.367)],
 )
-def test_the_mixture_law_gives_the_losses_that_its_paper_foretells(
+def test_mixture_law_reproduces_the_losses_predicted_in_its_paper(
     active, tokens, granularity, loss
 ):
-    # Sixty-four experts in the place of a feed-forward layer, which has two thirds of a block.
+    # 64 experts replace a feed-forward layer, which has two thirds of the parameters of a block.
     parameters = active * (4 + 64 * 8) / 12
     form = CATALOG["mixture"]
     ours = form.predict(
@@ -106,20 +106,20 @@ def test_the_mixture_law_gives_the_losses_that_its_paper_foretells(
 def test_four_bits_are_worth_three_quarters_of_the_parameters():
     # Kumar et al., figure of the effective parameters: 78 % at 4 bits, 95 % at 8.
     form, tokens = CATALOG["precision"], 1e30
-    for bits, share in ((4, 0.776), (8, 0.950)):
-        kept = form.predict(form.published, parameters=share * 1e8, tokens=tokens, bits=64)
+    for bits, fraction in ((4, 0.776), (8, 0.950)):
+        fewer = form.predict(form.published, parameters=fraction * 1e8, tokens=tokens, bits=64)
         ours = form.predict(form.published, parameters=1e8, tokens=tokens, bits=bits)
-        assert ours == pytest.approx(float(kept), rel=1e-3)
+        assert ours == pytest.approx(float(fewer), rel=1e-3)
 
 
-def test_a_law_of_one_s_own_is_a_line_of_text():
+def test_custom_form_is_fitted():
     form = Form("own", ["x"], {"a": "0", "b": "-p * log(x)"}, {"p": [0.1, 2.0]}, target="y")
     x = np.geomspace(1, 100, 12)
     fit = fit_law(form, {"x": x, "y": 2 + 3 * x**-0.7}, prove=True)
     assert fit.constants == pytest.approx({"a": 2, "b": 3, "p": 0.7})
     assert fit.predict(x=4.0) == pytest.approx(2 + 3 * 4**-0.7)
     assert fit.proof.holds
-    with pytest.raises(ValueError, match=r"\['q'\] in '-q \* x' are not of"):
+    with pytest.raises(ValueError, match=r"'-q \* x' uses the unknown names \['q'\]"):
         Form("own", ["x"], {"b": "-q * x"}, {"p": [0.1, 2.0]})
     with pytest.raises(ValueError, match="have no 'x'"):
         fit_law(form, {"y": x})
@@ -129,7 +129,7 @@ def test_a_law_of_one_s_own_is_a_line_of_text():
         fit_law(form, {"x": x[:2], "y": x[:2]})
     with pytest.raises(ValueError, match="differ in length"):
         fit_law(form, {"x": x, "y": x[:-1]})
-    with pytest.raises(ValueError, match="no law 'chinchila': there are"):
+    with pytest.raises(ValueError, match="no law 'chinchila' in the catalog"):
         fit_law("chinchila", {"x": x})
     with pytest.raises(ValueError, match=r"\['E'\] are not constants of own"):
         fit_law(form, {"x": x, "y": x}, fixed={"E": 1.0})
@@ -152,14 +152,14 @@ def test_differential_evolution_finds_nothing_better(name):
         return float(np.where(r <= 1e-3, r**2 / 2, 1e-3 * (r - 5e-4)).sum())
 
     box = [*logs, *form.exponents.values()]
-    found = differential_evolution(objective, box, seed=0, maxiter=300, popsize=12)
-    assert ours.objective <= found.fun * (1 + 1e-9)
+    evolved = differential_evolution(objective, box, seed=0, maxiter=300, popsize=12)
+    assert ours.objective <= evolved.fun * (1 + 1e-9)
 
 
-def test_what_rows_cannot_say_is_said():
+def test_undetermined_constants_and_bad_options_are_reported():
     runs = isoflop_runs(noise=1e-3)
     steps = np.arange(1.0, 31)
-    annealed = np.maximum(steps - 20, 0) / 10  # nothing yet over the first twenty
+    annealed = np.maximum(steps - 20, 0) / 10  # annealing starts after twenty steps
     curve = {"S1": steps, "S2": annealed, "loss": 2.6 + 0.5 * steps**-0.5 - 0.4 * annealed}
     assert fit_law("annealed", curve).constants == pytest.approx(
         {"L0": 2.6, "A": 0.5, "C": 0.4, "alpha": 0.5}, rel=1e-6
@@ -167,13 +167,13 @@ def test_what_rows_cannot_say_is_said():
     rising = {"loss": [3, 2.5, 2.2, 2.0, 1.9], "error": [0.4, 0.5, 0.6, 0.65, 0.7]}
     with pytest.warns(ScalingWarning, match="k, gamma of accuracy at a bound"):
         fit_law("accuracy", rising)
-    for options, told in (
-        ({"loss": "mse"}, "a loss of"),
-        ({"delta": -1.0}, "a positive delta"),
-        ({"fixed": {"E": -1.0}}, "cannot be negative"),
+    for options, message in (
+        ({"loss": "mse"}, "expected loss to be one of"),
+        ({"delta": -1.0}, "expected delta > 0"),
+        ({"fixed": {"E": -1.0}}, "not to be negative"),
         ({"priors": {"E": (1.7, 0.5)}}, "a factor above one"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             fit_law("chinchilla", runs, **options)
-    with pytest.raises(ValueError, match="'zeta' is not one of"):
+    with pytest.raises(ValueError, match="got 'zeta'"):
         fit_law("chinchilla", runs).interval("zeta")

@@ -1,4 +1,4 @@
-"""Fits, laws and what they answer with can be pickled, copied and compared, at any time."""
+"""Fits, laws and their answers can be pickled, copied and compared at any time."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ def isoflop():
     return fit
 
 
-MADE = {
+RESULTS = {
     "runs": lambda: RUNS,
     "law": lambda: fit_parametric(RUNS).law,
     "parametric": parametric,
@@ -46,27 +46,27 @@ MADE = {
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-@pytest.mark.parametrize("name", MADE)
-def test_what_is_made_of_runs_can_be_pickled_copied_and_compared(name):
-    made = MADE[name]()
-    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), MADE[name]()):
-        assert again == made
-    assert made != "a fit"
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_can_be_pickled_copied_and_compared(name):
+    result = RESULTS[name]()
+    for restored in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), RESULTS[name]()):
+        assert restored == result
+    assert result != "a fit"
 
 
-def test_a_fit_answers_alike_after_it_was_pickled():
+def test_pickled_fit_gives_the_same_answers():
     fit = pickle.loads(pickle.dumps(fit_parametric(RUNS)))
     assert fit.optimal(1e24) == fit_parametric(RUNS).optimal(1e24)
-    again = pickle.loads(pickle.dumps(fit))
-    assert again.optimal(1e23) == fit.optimal(1e23)
+    restored = pickle.loads(pickle.dumps(fit))
+    assert restored.optimal(1e23) == fit.optimal(1e23)
     law = fit_law("step_batch", STEPS)
-    again = pickle.loads(pickle.dumps(law))
-    assert again.interval("c") == law.interval("c")
-    np.testing.assert_array_equal(again.predict(tokens=1e12), law.predict(tokens=1e12))
-    for asked in (scaling.optimum("loss", 1e23), scaling.loss_at(1e9, 1e10)):
-        back = pickle.loads(pickle.dumps(asked))
+    restored = pickle.loads(pickle.dumps(law))
+    assert restored.interval("c") == law.interval("c")
+    np.testing.assert_array_equal(restored.predict(tokens=1e12), law.predict(tokens=1e12))
+    for target in (scaling.optimum("loss", 1e23), scaling.loss_at(1e9, 1e10)):
+        back = pickle.loads(pickle.dumps(target))
         np.testing.assert_array_equal(
-            back.of(fit.law.constants[None]), asked.of(fit.law.constants[None])
+            back.evaluate(fit.law.constants[None]), target.evaluate(fit.law.constants[None])
         )
 
 
@@ -76,8 +76,8 @@ def test_fits_of_other_runs_are_not_equal():
     assert RUNS[:-1] != RUNS
 
 
-def test_an_interval_of_a_positive_amplitude_is_positive():
-    """Few rows about a power law: a spread of quantiles without logs ends below zero."""
+def test_interval_of_a_positive_amplitude_is_positive():
+    """With few rows, quantiles that are widened without logs would end below zero."""
     tokens = np.geomspace(2e9, 1e11, 8)
     for seed in range(6):
         noise = np.exp(0.1 * np.random.default_rng(seed).standard_normal(8))

@@ -1,4 +1,4 @@
-"""The plain file is right by itself, and the package gives what it gives."""
+"""The minimal implementation is correct, and the package agrees with it."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ def runs():
     return isoflop_runs(noise=2e-3, seed=3, span=20)
 
 
-def test_the_plain_fit_recovers_a_law():
+def test_minimal_fit_recovers_a_law():
     truth = Law(1.69, 406.4, 410.7, 0.34, 0.28)
     exact = isoflop_runs(truth)
     constants = plain.parametric_law(exact.parameters, exact.tokens, exact.loss)
@@ -19,14 +19,14 @@ def test_the_plain_fit_recovers_a_law():
     assert (n, d) == pytest.approx((best.parameters, best.tokens), rel=0.02)
 
 
-def test_the_closed_form_is_the_plain_one():
+def test_closed_form_agrees_with_minimal_implementation():
     truth = Law(1.69, 406.4, 410.7, 0.34, 0.28)
     best = truth.optimal(1e22)
     assert plain.best_model(truth.constants, 1e22) == pytest.approx((best.parameters, best.tokens))
 
 
-def test_the_parametric_fit_is_the_plain_one_or_better(runs):
-    """L-BFGS-B stops early in this valley; ours lands at the bottom."""
+def test_parametric_fit_is_not_worse_than_minimal_implementation(runs):
+    """L-BFGS-B stops early in this valley, and our fit reaches its bottom."""
     fit = fit_parametric(runs)
     constants = plain.parametric_law(runs.parameters, runs.tokens, runs.loss)
     logs = (*np.log(constants[:3]), *constants[3:])
@@ -39,13 +39,13 @@ def test_the_parametric_fit_is_the_plain_one_or_better(runs):
     assert best in fit.optimal(1e24).intervals["parameters"]
 
 
-def test_the_plain_parabola_is_degree_two(runs):
+def test_minimal_isoflop_fit_is_degree_two(runs):
     scale, exponent = plain.isoflop_law(runs.parameters, runs.loss, runs.compute)
     fit = fit_isoflop(runs, degree=2)
     assert (fit.scale, fit.exponent) == pytest.approx((scale, exponent), rel=1e-6)
 
 
-def test_the_bootstrap_s_interval_is_about_the_plain_one(runs):
+def test_bootstrap_interval_agrees_with_minimal_implementation(runs):
     few = runs[::2]
     low, high = plain.bootstrap_interval(few.parameters, few.tokens, few.loss, 1e22, resamples=9)
     ours = fit_parametric(few).resampled.optimal(1e22).intervals["parameters"]

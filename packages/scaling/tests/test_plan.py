@@ -11,25 +11,25 @@ def fit():
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize("served", [0.0, 1e12])
-def test_a_plan_spends_the_budget_and_holds_the_truth_in_every_interval(fit, served):
-    made = plan(fit, 1e23, served_tokens=served)
-    assert made.training + made.serving == pytest.approx(1e23)
-    assert made.serving == 2 * made.parameters * served
+def test_plan_spends_the_budget_and_its_intervals_cover_the_truth(fit, served):
+    model = plan(fit, 1e23, served_tokens=served)
+    assert model.training + model.serving == pytest.approx(1e23)
+    assert model.serving == 2 * model.parameters * served
     truth = LAW.optimal(1e23, inference_tokens=served)
     for name in ("parameters", "tokens", "loss"):
-        assert getattr(truth, name) in made.intervals[name]
-        assert getattr(made, name) in made.intervals[name]
-    # No other size is foretold to be better for the same money.
+        assert getattr(truth, name) in model.intervals[name]
+        assert getattr(model, name) in model.intervals[name]
+    # No other size has a lower predicted loss for the same budget.
     for factor in (0.8, 1.25):
-        other = plan(fit, 1e23, served_tokens=served, parameters=factor * made.parameters)
-        assert other.loss > made.loss
+        other = plan(fit, 1e23, served_tokens=served, parameters=factor * model.parameters)
+        assert other.loss > model.loss
         assert other.training + other.serving == pytest.approx(1e23)
         assert LAW.predict(other.parameters, other.tokens) in other.intervals["loss"]
 
 
-def test_what_is_served_makes_the_model_smaller_and_a_budget_has_its_limits(fit):
+def test_serving_makes_the_model_smaller_and_impossible_budgets_are_refused(fit):
     assert plan(fit, 1e22, served_tokens=1e12).parameters < plan(fit, 1e22).parameters
     with pytest.raises(ValueError, match="do not train and serve"):
         plan(fit, 1e22, served_tokens=1e14, parameters=1e9)
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="expected finite compute > 0"):
         plan(fit, -1.0)

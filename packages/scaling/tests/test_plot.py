@@ -24,7 +24,7 @@ def file(tmp_path):
     return path
 
 
-def test_the_band_that_is_drawn_is_the_interval():
+def test_drawn_band_is_the_interval():
     fit = fit_parametric(isoflop_runs(noise=2e-3))
     figure = plot(fit, up_to=1e24)
     growth, contour, residuals, interval = (
@@ -47,14 +47,14 @@ def test_the_band_that_is_drawn_is_the_interval():
         assert expected.low < low < high < expected.high
 
 
-def test_the_stars_of_the_valleys_are_their_bottoms():
+def test_stars_mark_the_bottoms_of_valleys():
     fit = fit_isoflop(isoflop_runs(noise=1e-3))
     axes = plot(fit).axes[0]
     stars = [x for x in axes.lines if x.get_marker() == "*"]
     assert [x.get_xdata()[0] for x in stars] == [v.parameters for v in fit.valleys]
 
 
-def test_a_sweep_is_drawn_with_its_law():
+def test_sweep_is_drawn_with_its_law():
     sweep = sweep_learning_rate(batch_sizes=(1, 2, 4, 8, 16), seeds=4, dimension=8)
     curves, best = plot(sweep).axes
     assert len(curves.get_legend().get_texts()) == 5
@@ -75,14 +75,14 @@ def test_fit_prints_laws_and_intervals_and_writes_a_figure(file, tmp_path, capsy
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fit.png", "runs.csv"]
 
 
-def test_json_is_json_where_a_loss_is_not_modeled(file, capsys):
+def test_json_output_is_valid_if_the_loss_is_not_modeled(file, capsys):
     assert main(["fit", str(file), "--at", "1e23", "--method", "parabola", "--json"]) == 0
     result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert result["at"][0]["loss"] is None
     assert result["at"][0]["intervals"]["tokens"]["low"] > 0
 
 
-def test_fit_by_isoflop_puts_its_doubts_on_stderr(file, capsys):
+def test_fit_by_isoflop_prints_warnings_on_stderr(file, capsys):
     assert main(["fit", str(file), "--at", "1e23", "1e29", "--method", "parabola"]) == 0
     out, err = capsys.readouterr()
     assert "at 1e+23 FLOPs" in out
@@ -113,7 +113,7 @@ def test_importing_needs_neither_torch_nor_matplotlib():
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-def test_fit_says_what_it_read_takes_units_and_widens_by_the_drift(tmp_path, capsys):
+def test_fit_prints_explanation_takes_units_and_includes_drift(tmp_path, capsys):
     runs = isoflop_runs(noise=1e-3, span=25)
     bent = runs.loss + 0.3 * np.log(runs.tokens / 1e9) ** 2 / 40
     rows = [

@@ -1,4 +1,4 @@
-"""The two public data sets, which are not shipped: see the README for how to get them."""
+"""Two public data sets, which are not shipped: the README says where to get them."""
 
 import os
 import time
@@ -58,22 +58,22 @@ def test_isoflop_laws(isoflops, options, at_1e23, at_1e24):
         ("minimum-offset", 39_792_543_901, 85_491_134_810),
     ],
 )
-def test_the_shortcuts_are_those_of_worked_answers(isoflops, method, at_1e23, at_1e24):
-    found = shortcut(isoflops, method)
-    assert [found(1e23), found(1e24)] == pytest.approx([at_1e23, at_1e24], rel=2e-6)
+def test_shortcuts_reproduce_published_worked_answers(isoflops, method, at_1e23, at_1e24):
+    best_size = shortcut(isoflops, method)
+    assert [best_size(1e23), best_size(1e24)] == pytest.approx([at_1e23, at_1e24], rel=2e-6)
 
 
-def test_the_isoflop_runs_came_from_a_law_that_the_parametric_fit_finds(isoflops):
+def test_parametric_fit_recovers_the_law_of_the_isoflop_runs(isoflops):
     fit = fit_parametric(isoflops, prove=True)
     assert fit.proof.holds
     np.testing.assert_allclose(fit.law.constants, [2.69, 1606.4, 3210.7, 0.34, 0.36], rtol=1e-6)
-    # Rounding of N in the file apart, the best size at 1e24 is 3.003e11: the shortcut is 3.5 below.
+    # The best size at 1e24 is 3.003e11, up to rounding of N in the file: 3.5 times the shortcut.
     best = fit.law.optimal(1e24).parameters
     assert best == pytest.approx(3.0031e11, rel=1e-4)
     assert quiet(fit_isoflop, isoflops).optimal(1e24).parameters == pytest.approx(best, rel=1e-5)
 
 
-def test_the_huber_optimum_of_the_chinchilla_points(chinchilla):
+def test_huber_optimum_of_the_chinchilla_points(chinchilla):
     assert len(chinchilla) == 240
     fit = quiet(fit_parametric, chinchilla, prove=True)
     assert fit.objective <= 1.018274018e-3
@@ -82,9 +82,9 @@ def test_the_huber_optimum_of_the_chinchilla_points(chinchilla):
     assert fit.proof.holds
     assert fit.proof.converged == fit.proof.starts
     # The published constants are not this objective's optimum.
-    problem = Problem.of(chinchilla)
+    problem = Problem.chinchilla(chinchilla)
     published = type(fit.law)(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
-    there = newton.objective(problem, problem.centered(published)[None], 1e-3)[0]
+    there = newton.objective(problem, problem.from_law(published)[None], 1e-3)[0]
     assert there == pytest.approx(1.02284e-3, rel=1e-5)
 
 
@@ -102,24 +102,24 @@ def test_least_absolute_deviations_reproduce_the_published_constants(chinchilla)
     np.testing.assert_allclose(fit.law.constants, PUBLISHED, rtol=1e-6)
     # E, alpha and beta to every printed digit; A and B to seven and six.
     assert rounded(fit.law) == [1.816864, 482.006, 2085.436, 0.347813, 0.365854]
-    # The published point is not quite the optimum: not even if its digits are rounded kindly.
-    problem = Problem.of(chinchilla)
+    # The published constants are not the optimum, whichever way their digits were rounded.
+    problem = Problem.chinchilla(chinchilla)
 
     def deviations(constants):
         law = type(fit.law)(*map(float, constants))
-        return np.abs(newton.residuals(problem, problem.centered(law)[None])).sum()
+        return np.abs(newton.residuals(problem, problem.from_law(law)[None])).sum()
 
     assert fit.objective == pytest.approx(1.129494654659, abs=2e-12)
     assert deviations(PUBLISHED) == pytest.approx(1.129497630319, abs=1e-11)
     half = 0.5 * 10.0 ** -np.array(DIGITS)
     near = np.random.default_rng(0).uniform(-1, 1, (500, 5)) * half + PUBLISHED
     assert min(map(deviations, near)) > fit.objective * (1 + 1e-7)
-    # An optimum of least absolute deviations meets as many runs as it has constants.
+    # An optimum of least absolute deviations passes through as many runs as it has constants.
     assert (np.abs(fit.residuals) < 1e-8).sum() >= 5
 
 
-def test_the_published_digits_are_those_of_a_delta_of_4_7e_9(chinchilla):
-    """Their optimizer minimized a Huber loss whose scale had shrunk so far: all digits return."""
+def test_published_digits_are_those_of_a_delta_of_4_7e_9(chinchilla):
+    """Their optimizer minimized a Huber loss whose scale had shrunk to this delta."""
     fit = quiet(fit_parametric, chinchilla, "huber", delta=4.7e-9)
     assert rounded(fit.law) == PUBLISHED
     least = quiet(fit_parametric, chinchilla, "lad").objective
@@ -127,7 +127,7 @@ def test_the_published_digits_are_those_of_a_delta_of_4_7e_9(chinchilla):
 
 
 @pytest.mark.timing
-def test_the_chinchilla_fit_takes_50_ms_and_4000_refits_5_s(chinchilla):
+def test_chinchilla_fit_takes_50_ms_and_4000_refits_5_s(chinchilla):
     quiet(fit_parametric, chinchilla)
     start = time.process_time()
     fit = quiet(fit_parametric, chinchilla)
@@ -140,14 +140,16 @@ def test_the_chinchilla_fit_takes_50_ms_and_4000_refits_5_s(chinchilla):
     assert drawn.interval("alpha").high == pytest.approx(0.373, abs=0.003)
 
 
-def test_the_tied_constants_are_those_of_their_runs():
-    """Gadre et al. print E + (a M^eta + b M^-eta) C^-eta; these are their 34 models on c4."""
+def test_tied_constants_are_those_of_their_runs():
+    """Gadre et al. print E + (a M^eta + b M^-eta) C^-eta for these 34 models on c4."""
     path = FOLDER / "scaling" / "overtrained_c4.csv"
     if not path.exists():
         pytest.skip("SCALING_DATA names no folder with scaling/overtrained_c4.csv")
     runs, law = load_runs(path, columns={"loss": "loss_c4"}), CATALOG["tied"]
     loss = law.predict(law.published, parameters=runs.parameters, tokens=runs.tokens)
     assert np.median(np.abs(loss / runs.loss - 1)) < 0.011
-    c, m, eta = 6 * runs.parameters * runs.tokens, runs.tokens / runs.parameters, 0.121
+    c = 6 * runs.parameters * runs.tokens
+    m = runs.tokens / runs.parameters
+    eta = 0.121
     printed = 1.51 + (141 * m**eta + 190 * m**-eta) * c**-eta
     np.testing.assert_allclose(loss, printed, rtol=1e-5)

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from scaling import (
+    Interval,
     ScalingWarning,
     backtest,
     fit_isoflop,
@@ -21,7 +23,7 @@ from scaling.report.page import report
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """As the command writes it, of a table whose name is no tag."""
+    """Return the page of a table whose file name contains angle brackets."""
     folder = tmp_path_factory.mktemp("report")
     runs = isoflop_runs(noise=2e-3, seed=3, per_budget=5)
     rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
@@ -33,7 +35,7 @@ def page(tmp_path_factory):
 
 
 class Balanced(HTMLParser):
-    """Raises where a tag is closed that is not open."""
+    """A parser that fails if a tag is closed that is not open."""
 
     def __init__(self):
         super().__init__()
@@ -51,18 +53,25 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_a_page_has_every_part_is_whole_and_loads_nothing(page):
+def test_page_is_complete_well_formed_and_loads_nothing(page):
     parser = Balanced()
     parser.feed(page)
     assert parser.open == []
     parts = re.findall("<h2>(.*?)</h2>", page)
-    assert parts == ["Answers", "Doubts", "Data", "Parametric law", "IsoFLOP curves", "Backtest"]
+    assert parts == [
+        "Answers",
+        "Warnings",
+        "Data",
+        "Parametric law",
+        "IsoFLOP curves",
+        "Backtest",
+    ]
     assert parser.seen.count("figure") == 3
     assert "runs &lt;of&gt; ours" in page
     assert not re.search(r"(?:src|href)=.(?:https?:|//)|@import|url\(http", page)
 
 
-def test_its_answers_are_those_of_the_fits(page):
+def test_page_shows_the_answers_of_the_fits(page):
     fit = fit_parametric(isoflop_runs(noise=2e-3, seed=3, per_budget=5))
     best = fit.optimal(1e23)
     interval = best.intervals["parameters"]
@@ -70,7 +79,7 @@ def test_its_answers_are_those_of_the_fits(page):
     assert f"{best.loss:.4g}" in page
 
 
-def test_what_cannot_be_fitted_is_said_in_its_place():
+def test_method_that_cannot_fit_is_listed_with_its_reason():
     random = np.random.default_rng(0)
     n, d = np.exp(random.uniform([[16], [20]], [[21], [24]], (2, 30)))
     runs = load_runs({"N": n, "D": d, "loss": 1.7 + 400 * n**-0.34 + 400 * d**-0.28})
@@ -79,7 +88,7 @@ def test_what_cannot_be_fitted_is_said_in_its_place():
     assert "IsoFLOP curves: fewer than two budgets have a valley" in text
 
 
-def test_figures_repeat_no_label_and_no_color():
+def test_figures_repeat_neither_labels_nor_colors():
     compute = np.geomspace(1e19, 1.5e20, 14)
     runs = isoflop_runs(budgets=compute, noise=1e-3, seed=1)
     with warnings.catch_warnings():
@@ -94,7 +103,17 @@ def test_figures_repeat_no_label_and_no_color():
     assert len({tuple(line.get_color()) for line in dots}) == 14
 
 
-def test_the_command_plans(tmp_path, capsys):
+def test_missed_intervals_of_a_backtest_are_crossed_out():
+    row = backtest(isoflop_runs(noise=2e-3, per_budget=5), methods=["isoflop"])[0]
+    covered = dataclasses.replace(row, size_interval=Interval(1.0, np.inf))
+    missed = dataclasses.replace(row, size_interval=Interval(1.0, 2.0))
+    for rows, count in (([covered], 0), ([covered, missed], 1)):
+        crosses = [line for line in plot(rows).axes[0].lines if line.get_label() == "missed"]
+        assert len(crosses) == count
+    assert crosses[0].get_xdata().tolist() == [row.cut]
+
+
+def test_command_plans(tmp_path, capsys):
     runs = isoflop_runs(noise=2e-3, per_budget=5)
     rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
     (tmp_path / "runs.csv").write_text("\n".join(["N,D,loss", *rows]))
@@ -104,7 +123,7 @@ def test_the_command_plans(tmp_path, capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", [0, 1])
-def test_a_browser_shows_it_in_the_dark_and_in_the_light(page, tmp_path, scheme):
+def test_page_is_legible_in_dark_and_light_mode(page, tmp_path, scheme):
     from matplotlib.image import imread
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -113,9 +132,9 @@ def test_a_browser_shows_it_in_the_dark_and_in_the_light(page, tmp_path, scheme)
     path, shot = tmp_path / "page.html", tmp_path / "page.png"
     path.write_text(page)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    look = [f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1100,3400"]
+    view = [f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1100,3400"]
     subprocess.run(
-        [browser, *flags, *look, f"--screenshot={shot}", path.as_uri()],
+        [browser, *flags, *view, f"--screenshot={shot}", path.as_uri()],
         capture_output=True,
         timeout=120,
         check=True,
@@ -123,6 +142,6 @@ def test_a_browser_shows_it_in_the_dark_and_in_the_light(page, tmp_path, scheme)
     gray = imread(shot)[..., :3].mean(-1)
     ground = np.median(gray)
     assert ground < 0.2 if scheme == 0 else ground > 0.9
-    # Text and axes stand out from the ground all the way down to the last figure.
+    # Text and axes contrast with the background down to the last figure.
     for strip in np.array_split(gray, 8)[:6]:
         assert np.abs(strip - ground).max() > 0.6

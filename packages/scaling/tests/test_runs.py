@@ -8,7 +8,7 @@ N, D = np.array([1e6, 2e6, 4e6]), np.array([1e7, 1e7, 2e7])
 LOSS = np.array([4.0, 3.9, 3.5])
 
 
-def same(runs):
+def has_expected_columns(runs):
     np.testing.assert_allclose(runs.parameters, N)
     np.testing.assert_allclose(runs.tokens, D)
     np.testing.assert_allclose(runs.compute, 6 * N * D)
@@ -20,7 +20,7 @@ def same(runs):
 def test_any_two_of_parameters_tokens_and_compute_give_the_third(missing):
     columns = {"parameters": N, "tokens": D, "compute": 6 * N * D, "loss": LOSS}
     del columns[missing]
-    assert same(load_runs(columns))
+    assert has_expected_columns(load_runs(columns))
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_files_of_every_kind_under_the_usual_names(tmp_path, names, suffix):
         path.write_text(json.dumps(records))
     else:
         path.write_text("\n".join(map(json.dumps, records)))
-    assert same(load_runs(path))
+    assert has_expected_columns(load_runs(path))
 
 
-def test_a_column_of_any_name_can_be_given():
+def test_column_of_any_name_can_be_passed():
     odd = {"N": N, "D": D, "loss": LOSS + 1, "eval/ce": LOSS}
-    assert same(load_runs(odd, columns={"loss": "eval/ce"}))
+    assert has_expected_columns(load_runs(odd, columns={"loss": "eval/ce"}))
     with pytest.raises(ValueError, match="no column 'nll'"):
         load_runs(odd, columns={"loss": "nll"})
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json"])
-def test_a_wandb_export_without_the_runs_that_did_not_finish(tmp_path, suffix):
+def test_wandb_export_without_the_runs_that_did_not_finish(tmp_path, suffix):
     path = tmp_path / f"wandb.{suffix}"
     states = ["finished", "crashed", "finished", "finished"]
     config = [{"n_params": n, "tokens": {"value": d}} for n, d in zip(N, D, strict=True)]
@@ -79,10 +79,10 @@ def test_a_wandb_export_without_the_runs_that_did_not_finish(tmp_path, suffix):
         path.write_text("\n".join(["Name,State,config,summary", *quoted]))
     row = {"csv": 3, "json": 2}[suffix]
     with pytest.warns(ScalingWarning, match=rf"not 'finished' in rows {row}:"):
-        assert same(load_runs(path))
+        assert has_expected_columns(load_runs(path))
 
 
-def test_budgets_are_the_runs_of_like_compute():
+def test_budgets_group_runs_of_equal_compute():
     compute = np.array([1e15, 2e15, 1.01e15, 2.01e15, 1e15])
     runs = load_runs({"N": [1e6, 2e6, 3e6, 4e6, 5e6], "C": compute, "loss": [3.0] * 5})
     assert [sorted(group.rows) for group in runs.budgets()] == [[1, 3, 5], [2, 4]]

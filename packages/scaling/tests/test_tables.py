@@ -1,4 +1,4 @@
-"""Tables as people keep them are read right, or refused by the cell that is wrong."""
+"""Tables of any format are read correctly, or refused with the wrong cell."""
 
 import csv
 import io
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling import ScalingWarning, load_runs
-from scaling.tables.names import is_known, recognize
+from scaling.tables.names import is_known_name, recognize
 
 COLUMNS = ("parameters", "tokens", "loss")
 
@@ -23,13 +23,14 @@ def rounded(value, digits):
 
 @st.composite
 def tables(draw):
-    """(columns, digits): sizes, tokens and losses that `digits` significant figures hold."""
-    count, digits = draw(st.integers(3, 9)), draw(st.integers(4, 7))
+    """Return (columns, digits): numbers that have `digits` significant digits."""
+    count = draw(st.integers(3, 9))
+    digits = draw(st.integers(4, 7))
     size = st.floats(7, 11).map(lambda e: rounded(10**e, digits))
     n = draw(st.lists(size, min_size=count, max_size=count, unique=True))
-    each = draw(st.lists(st.floats(0.5, 300), min_size=count, max_size=count))
+    ratios = draw(st.lists(st.floats(0.5, 300), min_size=count, max_size=count))
     loss = draw(st.lists(st.floats(1.5, 9.9), min_size=count, max_size=count))
-    d = [rounded(a * b, digits) for a, b in zip(n, each, strict=True)]
+    d = [rounded(a * b, digits) for a, b in zip(n, ratios, strict=True)]
     return {"parameters": n, "tokens": d, "loss": [rounded(x, 5) for x in loss]}, digits
 
 
@@ -62,7 +63,7 @@ NAMES = {
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(table=tables(), data=st.data())
-def test_a_table_in_any_format_is_the_same_runs(tmp_path_factory, table, data):
+def test_table_in_any_format_gives_the_same_runs(tmp_path_factory, table, data):
     columns, digits = table
     draw = data.draw
     comma = draw(st.booleans(), label="decimal comma")
@@ -81,7 +82,7 @@ def test_a_table_in_any_format_is_the_same_runs(tmp_path_factory, table, data):
         style = scientific if ours in unit else draw(st.sampled_from(styles), label=ours)
         cells[ours] = [style(v / unit.get(ours, 1), digits, comma) for v in columns[ours]]
     cells["loss"] = [f"{x:.4f}".replace(".", "," if comma else ".") for x in columns["loss"]]
-    # Columns that are not asked for, two of which go by the short names of ours.
+    # Two of the unrelated columns have the short names of ours.
     extra = {"layers": ["12"], "seed": ["0"], "note": ["a, b"]}
     if names["parameters"] != "N" and not names["parameters"].startswith("N"):
         extra["n"] = ["24"]
@@ -117,15 +118,15 @@ def test_a_table_in_any_format_is_the_same_runs(tmp_path_factory, table, data):
     for ours in COLUMNS:
         np.testing.assert_allclose(getattr(runs, ours), columns[ours], rtol=within[ours])
         assert repr(names[ours]) in runs.explanation
-    told = [str(w.message) for w in caught if "is blank in" in str(w.message)]
-    assert len(told) == (blank > 0)
-    assert not blank or f"is blank in {blank} rows" in told[0]
+    messages = [str(w.message) for w in caught if "is blank in" in str(w.message)]
+    assert len(messages) == (blank > 0)
+    assert not blank or f"is blank in {blank} rows" in messages[0]
 
 
 BASE = {"N": [1e8, 2e8, 4e8], "D": [1e10, 2e10, 2e10], "loss": [3.4, 3.2, 3.1]}
 
 
-def test_a_dataframe_is_a_table():
+def test_dataframe_is_a_table():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed here")
     frame = pandas.DataFrame(
         {"n_params": ["100M", "200M", "0.4B"], "D": BASE["D"], "loss": BASE["loss"]}
@@ -138,7 +139,7 @@ def test_a_dataframe_is_a_table():
 
 
 class Frame:
-    """What a DataFrame is to us: columns by name."""
+    """The part of a DataFrame that is used: columns by name."""
 
     columns = tuple(BASE)
 
@@ -156,13 +157,13 @@ class Frame:
         {f"run-{i}": {k: v[i] for k, v in BASE.items()} for i in range(3)},
     ],
 )
-def test_the_same_runs_in_any_container(source):
+def test_same_runs_in_any_container(source):
     runs = load_runs(source)
     for ours, name in zip(COLUMNS, BASE, strict=True):
         np.testing.assert_allclose(getattr(runs, ours), BASE[name])
 
 
-def test_wandb_s_own_csv_holds_python_and_levanter_counts_gigaflops(tmp_path):
+def test_wandb_csv_with_python_literals_and_levanter_gigaflops_is_read(tmp_path):
     path = tmp_path / "project.csv"
     with path.open("w", newline="") as out:
         writer = csv.writer(out)
@@ -181,7 +182,7 @@ def test_wandb_s_own_csv_holds_python_and_levanter_counts_gigaflops(tmp_path):
     assert "'summary.throughput/total_gflops'" in runs.explanation
 
 
-def test_of_a_training_s_history_the_end_is_kept():
+def test_only_the_last_row_of_a_training_history_is_kept():
     rows = [
         {"run": r, "N": BASE["N"][r], "D": BASE["D"][r] * s, "loss": BASE["loss"][r] + 1 - s}
         for r in range(3)
@@ -190,11 +191,11 @@ def test_of_a_training_s_history_the_end_is_kept():
     with pytest.warns(ScalingWarning, match="6 earlier ones are left out"):
         runs = load_runs(rows)
     np.testing.assert_allclose(runs.loss, BASE["loss"])
-    # Trainings of one model to several lengths are runs of their own: no column says otherwise.
+    # Without a column of names, trainings of one model to several lengths are separate runs.
     assert len(load_runs([{k: v for k, v in row.items() if k != "run"} for row in rows])) == 9
 
 
-def test_bits_perplexities_and_what_is_counted_are_said():
+def test_units_of_loss_and_kinds_of_parameters_are_explained():
     bits = load_runs({"N": BASE["N"], "D": BASE["D"], "bpb": BASE["loss"]})
     assert "bits per byte" in bits.explanation
     perplexity = {"N": BASE["N"], "D": BASE["D"], "val_ppl": np.exp(BASE["loss"])}
@@ -216,17 +217,17 @@ def test_bits_perplexities_and_what_is_counted_are_said():
         ({"D": [1e4, 2e4, 2e4]}, r"'N' and 'D' are 1e\+08 and 1e\+04 in row 1.*not on one scale"),
         ({"C": [6e15, 2.4e16, 4.8e16]}, "column 'C' is .* a unit is wrong"),
         ({"C": [6e18, 2.4e22, 4.8e19]}, "column 'C' is 2.4e[+]22 in row 2"),
-        ({"D": [1e10, 20, 2e10]}, "column 'D' is 20 in row 2: .* other rows .* mend the cell"),
+        ({"D": [1e10, 20, 2e10]}, "column 'D' is 20 in row 2: .* other rows .* correct the cell"),
         ({"N": [100, 200, 400], "D": [2e4, 4e4, 4e4]}, r"'N' is 100 .* units=.'parameters': 1e6"),
         ({"loss": [306, 299, 280]}, "column 'loss' is 306 in row 1, and above 20 nats in most"),
     ],
 )
-def test_numbers_of_the_wrong_scale_are_refused_by_their_cell(change, message):
+def test_numbers_on_the_wrong_scale_are_refused_with_their_cell(change, message):
     with pytest.raises(ValueError, match=message):
         load_runs(BASE | change)
 
 
-def test_compute_of_the_wrong_scale_is_refused_though_nothing_stands_beside_it():
+def test_compute_on_the_wrong_scale_is_refused_without_other_columns():
     runs = {"N": BASE["N"], "loss": BASE["loss"], "C": [0.006, 0.024, 0.048]}
     with pytest.raises(ValueError, match=r"'C' is 0.006 in row 1, which leaves .*'compute': 1e21"):
         load_runs(runs)
@@ -247,21 +248,21 @@ def test_compute_of_the_wrong_scale_is_refused_though_nothing_stands_beside_it()
         ("Compute [zettaFLOPs]", 1e21),
     ],
 )
-def test_a_unit_of_compute_may_stand_anywhere_in_a_name(name, unit):
+def test_unit_of_compute_may_be_anywhere_in_a_name(name, unit):
     compute = 6 * np.multiply(BASE["N"], BASE["D"])
     runs = load_runs({"N": BASE["N"], name: compute / unit, "loss": BASE["loss"]})
     np.testing.assert_allclose(runs.tokens, BASE["D"])
 
 
 @pytest.mark.parametrize("name", ["Params in billions", "billion params", "N_B", "N (B)"])
-def test_a_cell_with_a_suffix_has_its_unit_whatever_its_column_is_in(name):
+def test_suffix_of_a_cell_overrides_the_unit_of_its_column(name):
     cells = ["0.1", "200M", "0.4B"]
     runs = load_runs({name: cells, "D": BASE["D"], "loss": BASE["loss"]})
     np.testing.assert_allclose(runs.parameters, BASE["N"])
 
 
 @pytest.mark.parametrize("name", ["loss (bits)", "val_loss_bits", "eval/c4/bits_per_token", "loss"])
-def test_bits_become_nats_and_neither_those_of_a_byte_nor_of_weights_do(name):
+def test_bits_per_token_become_nats_but_bits_per_byte_and_of_weights_do_not(name):
     for other in ("bits_per_byte", "val_bpb", "loss (4 bits)", "loss 8 bits"):
         runs = load_runs({"N": BASE["N"], "D": BASE["D"], other: BASE["loss"]})
         np.testing.assert_allclose(runs.loss, BASE["loss"])
@@ -273,39 +274,39 @@ def test_bits_become_nats_and_neither_those_of_a_byte_nor_of_weights_do(name):
 
 
 @pytest.mark.parametrize("name", ["batch_tokens", "log10_tokens", "context_tokens", "logD"])
-def test_tokens_of_a_batch_and_logarithms_are_not_taken_for_the_tokens(name):
-    with pytest.raises(ValueError, match="needed are loss and two of"):
+def test_batch_tokens_and_logarithms_are_not_read_as_tokens(name):
+    with pytest.raises(ValueError, match="expected a loss and two of"):
         load_runs({"N": BASE["N"], name: [5e5] * 3, "loss": BASE["loss"]})
     runs = {"N": BASE["N"], "D": BASE["D"], "loss": BASE["loss"], name: [5e5] * 3}
     np.testing.assert_allclose(load_runs(runs).tokens, BASE["D"])
 
 
 @pytest.mark.parametrize("name", ["reducible_loss", "initial_loss", "excess_loss", "loss_gap"])
-def test_a_part_of_a_loss_is_not_taken_for_it(name):
-    with pytest.raises(ValueError, match="needed are loss and two of"):
+def test_part_of_a_loss_is_not_read_as_the_loss(name):
+    with pytest.raises(ValueError, match="expected a loss and two of"):
         load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
 
 
-def test_a_structured_array_is_a_table_and_a_plain_one_is_refused():
+def test_structured_array_is_a_table_and_plain_array_is_refused():
     table = np.rec.fromarrays([*BASE.values()], names=[*BASE])
     np.testing.assert_allclose(load_runs(table).tokens, BASE["D"])
-    with pytest.raises(TypeError, match="a record must map names to values"):
+    with pytest.raises(TypeError, match="expected a record that maps names to values"):
         load_runs(np.array([*BASE.values()]))
 
 
-def test_what_is_masked_in_an_array_was_not_measured():
+def test_masked_cells_are_blank():
     loss = np.ma.array(BASE["loss"], mask=[i == 1 for i in range(len(BASE["loss"]))])
     with pytest.warns(ScalingWarning, match=r"'loss' is blank in 1 rows \(2\)"):
         assert 2 not in load_runs({**BASE, "loss": loss}).rows
 
 
-def test_a_header_that_is_repeated_in_other_letters_is_passed_over(tmp_path):
+def test_repeated_header_is_skipped(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text("params,tokens,loss\n1e8,1e10,3.4\nParams, Tokens,LOSS\n2e8,2e10,3.1\n")
     assert load_runs(path).rows == (2, 4)
 
 
-def test_levels_of_a_frame_s_index_are_columns_and_none_may_stand_twice():
+def test_index_levels_of_a_dataframe_are_columns_and_repeated_columns_are_refused():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed here")
     frame = pandas.DataFrame(BASE)
     for index in (["N"], ["N", "D"]):
@@ -314,7 +315,7 @@ def test_levels_of_a_frame_s_index_are_columns_and_none_may_stand_twice():
         load_runs(pandas.concat([frame, frame[["loss"]]], axis=1))
 
 
-def test_a_unit_can_be_told():
+def test_unit_can_be_passed():
     millions = {"N": [100, 200, 400], "D": [10, 20, 20], "loss": BASE["loss"]}
     runs = load_runs(millions, units={"parameters": 1e6, "tokens": 1e9})
     np.testing.assert_allclose(runs.tokens, BASE["D"])
@@ -330,33 +331,33 @@ def test_a_unit_can_be_told():
         ),
         ("N,D,loss,loss\n1e8,1e10,3,3\n", r"several columns \['loss'\]"),
         ("1e8,1e10,3\n2e8,1e10,3\n", "the first line holds numbers"),
-        ("N,D,loss_a,loss_b\n1e8,1e10,3,3\n", "may each be the loss; say which"),
+        ("N,D,loss_a,loss_b\n1e8,1e10,3,3\n", "may each be the loss; choose one"),
         ("N,D,loss\n1e8,1e10,\n", "no runs with a loss"),
         ("N,D,loss\n1e8,7 parrots,3\n", "column 'D' .* row 2: '7 parrots'"),
         ("N,D,loss\n1,234,567,1e10,3\n", "line 2 has 5 cells under 3 columns"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_its_cell(tmp_path, text, message):
+def test_unreadable_table_is_refused_with_its_cell(tmp_path, text, message):
     path = tmp_path / "runs.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_runs(path)
 
 
-def test_sets_of_runs_in_one_table_are_told_apart():
+def test_several_data_sets_in_one_table_are_reported():
     rows = [
         {"dataset": s, "N": n, "D": d, "loss": x + i}
         for i, s in enumerate(("c4", "web"))
         for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
     ]
-    with pytest.warns(ScalingWarning, match="'dataset' tells 2 sets of runs apart"):
+    with pytest.warns(ScalingWarning, match="'dataset' names 2 sets of runs"):
         assert len(load_runs(rows)) == 8
     assert load_runs(rows, where={"dataset": "web"}).loss.min() > 4
     with pytest.raises(ValueError, match="nowhere 'pile'; it is c4, web"):
         load_runs(rows, where={"dataset": "pile"})
 
 
-def test_a_table_in_markdown_and_one_of_numpy(tmp_path):
+def test_markdown_and_numpy_tables_are_read(tmp_path):
     path = tmp_path / "runs.md"
     path.write_text("| params | tokens | loss |\n|---|---:|---|\n| 100M | 10B | 3.4 |\n")
     assert load_runs(path).parameters[0] == 1e8
@@ -369,7 +370,7 @@ FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")) / "messy_tables"
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="no messy_tables in the folder of SCALING_DATA")
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-def test_every_messy_table_is_the_one_law_or_refused():
+def test_every_messy_table_gives_the_same_runs_or_is_refused():
     expected = load_runs(FOLDER / "wrapped.json")
     for path in FOLDER.iterdir():
         if path.name == "unitless.csv":
@@ -377,20 +378,20 @@ def test_every_messy_table_is_the_one_law_or_refused():
                 load_runs(path)
             continue
         runs = load_runs(path)
-        kept = np.isin(np.round(np.log(expected.tokens), 2), np.round(np.log(runs.tokens), 2))
-        np.testing.assert_allclose(runs.parameters, expected.parameters[kept], rtol=6e-4)
-        np.testing.assert_allclose(runs.tokens, expected.tokens[kept], rtol=6e-4)
+        present = np.isin(np.round(np.log(expected.tokens), 2), np.round(np.log(runs.tokens), 2))
+        np.testing.assert_allclose(runs.parameters, expected.parameters[present], rtol=6e-4)
+        np.testing.assert_allclose(runs.tokens, expected.tokens[present], rtol=6e-4)
         scale = 4.2 * np.log(2) if path.name == "bits.csv" else 1
-        np.testing.assert_allclose(runs.loss * scale, expected.loss[kept], rtol=1e-4)
+        np.testing.assert_allclose(runs.loss * scale, expected.loss[present], rtol=1e-4)
 
 
-def test_json_that_is_lines_and_json_that_is_broken(tmp_path):
+def test_json_lines_are_read_and_broken_json_is_refused(tmp_path):
     path = tmp_path / "runs.json"
     records = [dict(zip(BASE, row, strict=True)) for row in zip(*BASE.values(), strict=True)]
     path.write_text("\n".join(map(json.dumps, records)))
     assert len(load_runs(path)) == 3
     path.write_text("\n".join(map(json.dumps, records)) + "\n{'N'")
-    with pytest.raises(ValueError, match="line 4 is no JSON"):
+    with pytest.raises(ValueError, match="line 4 is not valid JSON"):
         load_runs(path)
 
 
@@ -413,10 +414,10 @@ def test_json_that_is_lines_and_json_that_is_broken(tmp_path):
         ("train/tokens", "tokens", 1),
     ],
 )
-def test_a_name_is_recognized_with_its_unit(name, ours, unit):
-    found = recognize(name, ours)
-    assert found is not None
-    assert found.unit == pytest.approx(unit)
+def test_name_is_recognized_with_its_unit(name, ours, unit):
+    column = recognize(name, ours)
+    assert column is not None
+    assert column.unit == pytest.approx(unit)
     for other in NAMES:
         assert other == ours or recognize(name, other) is None
 
@@ -429,5 +430,5 @@ def test_a_name_is_recognized_with_its_unit(name, ours, unit):
         *("unique_tokens", "", "D/N", "tokens/params", "N/D", "token/param", "flops/params"),
     ],
 )
-def test_names_of_other_things_are_not_taken(name):
-    assert not is_known(name)
+def test_names_of_other_quantities_are_not_recognized(name):
+    assert not is_known_name(name)

@@ -1,4 +1,4 @@
-"""Any stage at any world size resumes exactly from any other's checkpoint."""
+"""A checkpoint of any stage at any world size is resumed exactly at any other."""
 
 import sys
 from math import prod
@@ -58,7 +58,7 @@ def build(stage, seed, name):
 
 
 def train(model, optimizer, steps):
-    # Every rank has the whole batch, so that the world size does not change the average.
+    # Every rank has the whole batch, so the average does not depend on the world size.
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         tokens, targets = (torch.randint(11, (4, 6), generator=generator) for _ in range(2))
@@ -90,9 +90,9 @@ def save_at(path, stage, name, async_op):
 
 def load_at(path, stage, name):
     model, optimizer = build(stage, 1, name)
-    # At an odd number of ranks small tensors are read as large ones are.
-    straight = 1 if dist.get_world_size() % 2 else storage.STRAIGHT_BYTES
-    with patch.object(storage, "STRAIGHT_BYTES", straight):
+    # At an odd number of ranks, small tensors are read by the method for large ones.
+    direct = 1 if dist.get_world_size() % 2 else storage.DIRECT_READ_BYTES
+    with patch.object(storage, "DIRECT_READ_BYTES", direct):
         extra = load_checkpoint(path, model, optimizer)
     loaded = whole(model)
     train(model, optimizer, range(extra["step"], 5))
@@ -110,7 +110,7 @@ def load_at(path, stage, name):
         ((1, 2), (2, 3), "Adafactor"),
     ],
 )
-def test_resuming_equals_never_having_stopped(tmp_path, before, after, name):
+def test_resumed_training_equals_uninterrupted_training(tmp_path, before, after, name):
     path = str(tmp_path / "checkpoint")
     options = before[0], name, before[1] == 4
     saved, finished = run_ranks(save_at, before[1], path, *options, timeout=DEADLINE)[0]
@@ -139,7 +139,7 @@ def build_plain(stage, seed):
 
 
 def never_stopped():
-    """Unsharded: three steps on the sum of four parts, then three on the sum of three."""
+    """Train unsharded: three steps on the sum of four parts, then three on the sum of three."""
     model, optimizer = build_plain(0, 0)
     for step in range(6):
         world = 4 if step < 3 else 3
@@ -168,7 +168,9 @@ def some_steps(path, stage, resumed):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_four_ranks_then_three_are_bit_equal_to_never_having_stopped(tmp_path, stage):
+def test_resuming_with_three_ranks_after_four_is_bit_equal_to_uninterrupted_training(
+    tmp_path, stage
+):
     path = str(tmp_path / "checkpoint")
     run_ranks(some_steps, 4, path, stage, False, timeout=DEADLINE)
     for resumed in run_ranks(some_steps, 3, path, stage, True, timeout=DEADLINE):
@@ -192,7 +194,7 @@ def test_boxes_cover_a_run_of_elements_exactly_and_in_order(shape, data):
 
 
 def save_twice(path):
-    """Two asynchronous saves to one path, the first never waited for; the state goes on."""
+    """Start two asynchronous saves to one path, of which the first is not waited for."""
     model, optimizer = build_plain(1, 0)
     extra = {"note": torch.zeros(3)}
     first = save_checkpoint(path, model, optimizer, extra=extra, async_op=True)
@@ -220,7 +222,7 @@ def save_twice(path):
     return True
 
 
-def test_saves_to_one_path_follow_each_other_and_copy_what_they_save(tmp_path):
+def test_saves_to_one_path_are_sequential_and_copy_the_state(tmp_path):
     assert all(run_ranks(save_twice, 2, str(tmp_path / "last"), timeout=DEADLINE))
 
 
@@ -260,7 +262,7 @@ def test_a_flipped_bit_in_every_byte_is_refused(tmp_path):
 
 
 class Wrapper(nn.Module):
-    """Has a child called `module` and weights of its own, unlike a wrapper of ours."""
+    """A module with a child called `module` and other weights, unlike FSDP and DDP."""
 
     def __init__(self, module):
         super().__init__()
@@ -272,25 +274,25 @@ class Wrapper(nn.Module):
 
 
 def name_it(path):
-    """Compiled, tied and nested models: the plain names, and every name of a tied tensor."""
+    """Save compiled, tied and nested models, and load them by every name of a tied tensor."""
     torch.manual_seed(0)
     model = Tiny()
     parts = {"compiled": torch.compile(Tiny(), backend="eager"), "plain": Tiny()}
     for name, saved in parts.items():
         whole_model = nn.Module()
         whole_model.add_module("inner", saved)
-        place = f"{path}/{name}"
-        save_checkpoint(place, whole_model)
+        folder_path = f"{path}/{name}"
+        save_checkpoint(folder_path, whole_model)
         holder = nn.Module()
         holder.add_module("inner", model)
-        load_checkpoint(place, holder)
+        load_checkpoint(folder_path, holder)
         expected = {k.replace("_orig_mod.", ""): v for k, v in saved.state_dict().items()}
         for key, value in model.state_dict().items():
             assert torch.equal(value, expected[key]), key
-        # torch's own reader, which knows nothing of ties, under each of the names.
+        # torch's reader does not know of ties, and finds each of the names.
         state = {"model": {f"inner.{k}": torch.zeros_like(v) for k, v in expected.items()}}
         assert "inner.head.weight" in state["model"]
-        dcp.load(state, checkpoint_id=place)
+        dcp.load(state, checkpoint_id=folder_path)
         for key, value in expected.items():
             assert torch.equal(state["model"][f"inner.{key}"], value), key
     wrapper = Wrapper(nn.Linear(3, 11))
@@ -310,12 +312,12 @@ def name_it(path):
     return True
 
 
-def test_names_are_those_of_the_plain_module_and_tied_tensors_have_all_of_theirs(tmp_path):
+def test_names_are_the_unwrapped_modules_and_tied_tensors_keep_all_names(tmp_path):
     assert all(run_ranks(name_it, 2, str(tmp_path), timeout=DEADLINE))
 
 
 def compiled_as_a_whole(path):
-    """torch.compile around everything, FSDP too."""
+    """Save and load a model that torch.compile wraps, FSDP included."""
     model, optimizer = build_plain(3, 0)
     save_checkpoint(path, torch.compile(model, backend="eager"), optimizer)
     other, _ = build_plain(0, 1)
@@ -323,30 +325,34 @@ def compiled_as_a_whole(path):
     return all(torch.equal(v, other.state_dict()[k]) for k, v in model.gather_full_params().items())
 
 
-def test_a_model_that_is_compiled_as_a_whole_is_saved_and_loaded(tmp_path):
+def test_a_compiled_model_is_saved_and_loaded(tmp_path):
     assert all(run_ranks(compiled_as_a_whole, 2, str(tmp_path / "last"), timeout=DEADLINE))
 
 
 def save_beside_others(folder):
-    """Twice to a folder with files of others, once through a link, once asynchronously."""
+    """Save twice to a folder with other files: through a symbolic link, and asynchronously."""
     model, optimizer, *_ = pair()
     model(batch(0, dist.get_rank())).sum().backward()
     optimizer.step()
-    place = Path(folder)
+    folder_path = Path(folder)
     for link, write in (("runs/now", save_checkpoint), ("weights", save_safetensors)):
-        write(place / link, model)
-        write(place / link, model)
-        load_checkpoint(place / link, model)
-    save_checkpoint(place / "runs/now", model, optimizer, async_op=True).wait()
-    load_checkpoint(place / "runs/now", model, optimizer)
-    for path, write in (("runs/now", save_safetensors), ("weights", save_checkpoint),
-                        ("real/notes.txt", save_checkpoint)):  # fmt: skip
+        write(folder_path / link, model)
+        write(folder_path / link, model)
+        load_checkpoint(folder_path / link, model)
+    save_checkpoint(folder_path / "runs/now", model, optimizer, async_op=True).wait()
+    load_checkpoint(folder_path / "runs/now", model, optimizer)
+    refused = [
+        ("runs/now", save_safetensors),
+        ("weights", save_checkpoint),
+        ("real/notes.txt", save_checkpoint),
+    ]
+    for path, write in refused:
         with pytest.raises(RuntimeError, match="choose a"):
-            write(place / path, model)
+            write(folder_path / path, model)
     return True
 
 
-def test_files_of_others_and_links_stay(tmp_path):
+def test_other_programs_files_and_symbolic_links_are_kept(tmp_path):
     real, weights = tmp_path / "real", tmp_path / "weights"
     for folder in (real, weights, tmp_path / "runs"):
         folder.mkdir()

@@ -31,14 +31,14 @@ def values_of(model):
 
 
 def job_groups():
-    """Two jobs of two ranks each: this rank's job and its process group."""
+    """Return this rank's job and process group, for two jobs of two ranks each."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     job = dist.get_rank() // 2
     return job, groups[job]
 
 
 def save_at_once(path, rounds):
-    """Both jobs save to one path again and again; between the rounds the first one loads."""
+    """Save to one path from both jobs repeatedly; the first job loads between rounds."""
     job, group = job_groups()
     model, other = filled(1.0 + job, group), filled(0.0, group)
     draw, saved = random.Random(job), 0
@@ -67,7 +67,7 @@ def test_two_jobs_that_save_to_one_path_never_mix_their_files(tmp_path):
 
 
 def refuse_the_second(path):
-    """A save that is under way, even an asynchronous one, locks its path and no other."""
+    """Check that a save in progress, also an asynchronous one, locks its path only."""
     job, group = job_groups()
     model = filled(1.0 + job, group)
     link = Path(path).with_name("link")
@@ -78,9 +78,9 @@ def refuse_the_second(path):
     dist.barrier()
     if job == 1:
         for save in SAVES:
-            for place in (path, link):
+            for target in (path, link):
                 with pytest.raises(RuntimeError, match="is being saved to by process"):
-                    save(place, model, group=group)
+                    save(target, model, group=group)
             save(f"{path}-{save.__name__}", model, group=group)
     dist.barrier()
     if saving is not None:
@@ -188,7 +188,7 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint_and_no_lock(tmp_path, m
 
 
 def replace_while_loading(path):
-    """Another job replaces the checkpoint after the load has checked it."""
+    """Load a checkpoint that another job replaces after the load has checked it."""
     from zero.checkpoint.loading import Loading
 
     fill = Loading.fill
@@ -214,9 +214,9 @@ def test_a_checkpoint_that_is_replaced_during_a_load_is_refused(tmp_path):
 
 
 def load_different(folder):
-    place = Path(folder) / f"rank{dist.get_rank()}"
+    path = Path(folder) / f"rank{dist.get_rank()}"
     with pytest.raises(RuntimeError, match="ranks found different checkpoints"):
-        load_checkpoint(place, filled(0.0))
+        load_checkpoint(path, filled(0.0))
     return True
 
 
@@ -227,7 +227,7 @@ def test_ranks_that_find_different_checkpoints_are_refused(tmp_path):
 
 
 def keep_of_one_second(folder):
-    """All checkpoints have one time stamp, as on file systems that count whole seconds."""
+    """Keep checkpoints with equal times, as on file systems that count whole seconds."""
     for number in (9, 10, 11):
         save_checkpoint(f"{folder}/step-{number}", filled(1.0))
         if dist.get_rank() == 0:
@@ -236,6 +236,6 @@ def keep_of_one_second(folder):
     save_checkpoint(f"{folder}/step-12", filled(1.0), keep=2)
 
 
-def test_of_checkpoints_of_one_second_the_largest_numbers_are_kept(tmp_path):
+def test_checkpoints_with_equal_times_are_kept_by_number(tmp_path):
     run_ranks(keep_of_one_second, 2, str(tmp_path), timeout=DEADLINE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-11", "step-12"]

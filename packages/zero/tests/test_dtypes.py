@@ -1,4 +1,4 @@
-"""Any dtype and memory format is sharded, moved, saved and loaded as one process would have it."""
+"""Every dtype and memory format is sharded, sent, saved and loaded as in one process."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from zero import FSDP, ShardedOptimizer, Wire, load_checkpoint, save_checkpoint
+from zero import FSDP, Communicator, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike, pair, train
 
 DEADLINE = 300.0
@@ -36,7 +36,7 @@ DTYPES = [
 
 
 class Odd(nn.Linear):
-    """A layer with a frozen parameter and a buffer of a dtype, whose bits are its own."""
+    """A layer with a frozen parameter and a buffer of a dtype, with different bits per rank."""
 
     def __init__(self, name, bits):
         super().__init__(5, 5)
@@ -52,7 +52,7 @@ class Odd(nn.Linear):
 
 
 class Everything(nn.Module):
-    """A complex parameter, layers with odd ones, convolutions in channels_last, transposed ones."""
+    """A complex parameter, layers of unusual dtypes, channels_last and transposed weights."""
 
     def __init__(self, bits=0):
         super().__init__()
@@ -81,13 +81,13 @@ class Turn(nn.Linear):
 
 def build(bits=0):
     torch.manual_seed(0)
-    made = Everything(bits)
-    return made._apply(lambda t: t.double() if t.dtype == torch.float32 and t.dim() else t)
+    model = Everything(bits)
+    return model._apply(lambda t: t.double() if t.dtype == torch.float32 and t.dim() else t)
 
 
 def train_everything(stage, folder):
     shard = {"shard": (nn.Linear, nn.Conv2d)} if stage == 3 else {}
-    # Rank 0's values are everyone's at stage 3; codes are no optimizer's.
+    # At stage 3 all ranks get rank 0's values; the codes are in no optimizer.
     bits = dist.get_rank() if stage == 3 else 0
     trained = pair(stage, build=lambda: build(0), **shard)
     if stage == 3:
@@ -108,8 +108,8 @@ def train_everything(stage, folder):
         assert torch.equal(ours.to(torch.complex128), theirs.to(torch.complex128))
     whole = model.gather_full_params()
     codes = {n: p for n, p in twin.named_parameters() if "codes" in n}
-    assert all(torch.equal(whole[n].to(torch.complex128), p.to(torch.complex128))
-               for n, p in codes.items())  # fmt: skip
+    for name, parameter in codes.items():
+        assert torch.equal(whole[name].to(torch.complex128), parameter.to(torch.complex128))
     trainable = nn.Module()
     trainable.values = nn.ParameterList(p for n, p in twin.named_parameters() if n not in codes)
     for ours, theirs in zip(
@@ -125,52 +125,60 @@ def test_every_dtype_and_memory_format_trains_and_is_saved(tmp_path, stage):
 
 
 def move_and_sum():
-    wire, rank = Wire(), dist.get_rank()
+    communicator, rank = Communicator(), dist.get_rank()
     for name in DTYPES:
         dtype = getattr(torch, name)
         mine = torch.tensor([rank, 1, 0, rank % 2]).to(dtype)
-        everyones = torch.zeros(4 * wire.world, dtype=dtype)
-        wire.all_gather(everyones, mine).wait()
-        expected = torch.cat([torch.tensor([r, 1, 0, r % 2]).to(dtype) for r in range(wire.world)])
+        everyones = torch.zeros(4 * communicator.world, dtype=dtype)
+        communicator.all_gather(everyones, mine).wait()
+        expected = torch.cat(
+            [torch.tensor([r, 1, 0, r % 2]).to(dtype) for r in range(communicator.world)]
+        )
         assert torch.equal(everyones.to(torch.complex128), expected.to(torch.complex128)), name
-        there = wire.all_to_all([mine[:2]] * wire.world, [2] * wire.world)
+        there = communicator.all_to_all([mine[:2]] * communicator.world, [2] * communicator.world)
         for part, sent in zip(there, expected.split(4), strict=True):
             assert torch.equal(part.to(torch.complex128), sent[:2].to(torch.complex128)), name
         turned = mine.view(2, 2).T.clone(memory_format=torch.preserve_format)
-        wire.broadcast(turned, 1).wait()
+        communicator.broadcast(turned, 1).wait()
         wanted = expected[4:8].view(2, 2).T
         assert torch.equal(turned.to(torch.complex128), wanted.to(torch.complex128)), name
         if dtype == torch.bool:
             continue
-        total = torch.tensor([sum(range(wire.world)), wire.world, 0, wire.world // 2])
-        for call in (wire.all_reduce, wire.all_reduce_gradient, lambda t: wire.reduce(t, rank * 0)):
+        total = torch.tensor(
+            [sum(range(communicator.world)), communicator.world, 0, communicator.world // 2]
+        )
+        for call in (
+            communicator.all_reduce,
+            communicator.all_reduce_gradient,
+            lambda t: communicator.reduce(t, rank * 0),
+        ):
             summed = mine.clone()
             call(summed).wait()
-            if call in (wire.all_reduce, wire.all_reduce_gradient) or rank == 0:
+            if call in (communicator.all_reduce, communicator.all_reduce_gradient) or rank == 0:
                 assert torch.equal(summed.to(torch.complex128), total.to(torch.complex128)), name
         if dtype.is_floating_point or dtype.is_complex:
             output = mine[:1].clone()
-            wire.reduce_scatter(output, torch.ones(wire.world).to(dtype)).wait()
-            assert output.to(torch.complex128).item() == wire.world, name
+            communicator.reduce_scatter(output, torch.ones(communicator.world).to(dtype)).wait()
+            assert output.to(torch.complex128).item() == communicator.world, name
     return True
 
 
-def test_every_dtype_is_moved_and_summed():
+def test_collectives_support_every_dtype():
     assert all(run_ranks(move_and_sum, 3, timeout=DEADLINE))
 
 
 def average_eight_bits(stage):
     parameter = nn.Parameter(torch.ones(7).to(torch.float8_e4m3fn))
-    kept = ShardedOptimizer([parameter], torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
+    optimizer = ShardedOptimizer([parameter], torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
     for times in (1, 2):
         (parameter.float() * (1 + dist.get_rank())).sum().backward()
         average = parameter.grad.full_tensor()
         assert average.dtype == parameter.dtype
-        assert kept.reducer.held()
+        assert optimizer.reducer.tensors()
         assert average.float().tolist() == [2.0 * times] * 7
     return True
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_of_eight_bits_are_averaged(stage):
+def test_8_bit_gradients_are_averaged(stage):
     assert all(run_ranks(average_eight_bits, 3, stage, timeout=DEADLINE))

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from worker_pool import run_ranks
 from zero import FSDP
+from zero.fsdp.unit import UnitState
 
-# What of torch.optim has a step of each element alone, so that it may run on flat shards.
+# The element-wise optimizers of torch.optim, which can step flat shards.
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop",
     "ASGD",
@@ -22,7 +23,7 @@ DEADLINE = 300.0
 
 
 class Tiny(nn.Module):
-    """Embedding tied to the head, a norm, a residual, a free parameter, a frozen layer."""
+    """An embedding tied to the head, a norm, a residual, a plain parameter, a frozen layer."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +99,7 @@ def trained(world):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_it_is_bit_equal_to_the_reference(name, world):
+def test_fsdp_is_bit_equal_to_unsharded_training(name, world):
     expected = reference(world, 4, name)
     for result in trained(world):
         assert list(result[name]) == list(expected)
@@ -124,7 +125,7 @@ def one_process_on_the_whole_batch():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_it_equals_one_process_on_the_whole_batch_and_its_names_fit_the_unwrapped_module(world):
+def test_fsdp_equals_one_process_and_keeps_the_unwrapped_modules_names(world):
     assert run_ranks(one_process_on_the_whole_batch, world, timeout=DEADLINE) == [True] * world
 
 
@@ -176,7 +177,7 @@ def build(cls, *args):
 
 
 def steps_equal(ours, theirs, tolerance, micro_batches=1):
-    """Train both three steps on the same batches; say whether they end alike."""
+    """Train both for three steps on the same batches; return True if they are equal."""
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
         for m in (ours, theirs)
@@ -232,7 +233,7 @@ def compiled_blocks():
     return steps_equal(blocks, build(Stack, False), 1e-5)
 
 
-def test_compiled_blocks_train_alike_under_their_own_names():
+def test_compiled_blocks_train_equally_under_the_original_names():
     assert all(run_ranks(compiled_blocks, 2, timeout=DEADLINE))
 
 
@@ -261,7 +262,7 @@ def test_modules_on_the_meta_device_are_initialized_as_if_unsharded():
 
 
 def evaluate_between_steps():
-    """A forward without a backward must not leave old weights for after the step."""
+    """Run a forward without a backward between steps, which must not leave stale weights."""
     model, twin = FSDP(build(Stack, False)), build(Stack, False)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     for step in range(3):
@@ -282,28 +283,28 @@ def test_a_forward_alone_leaves_no_stale_weights():
 
 
 def gathers_in_flight():
-    """Whether the next layer was on its way when a layer ran, forward and backward."""
+    """Return if the next layer was being gathered when a layer ran, in forward and backward."""
     model = FSDP(build(Stack, False))
     seen = {"forward": [], "backward": []}
 
-    def coming():
-        return any(unit._gathering is not None for unit in model.units)
+    def is_gathering():
+        return any(unit.state is UnitState.UNSHARDING for unit in model.units)
 
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda *_: seen["forward"].append(coming()))
+            module.register_forward_pre_hook(lambda *_: seen["forward"].append(is_gathering()))
     for unit in model.units:
         for parameter in unit.parameters:
-            parameter.whole.register_hook(lambda _: seen["backward"].append(coming()))
+            parameter.full.register_hook(lambda _: seen["backward"].append(is_gathering()))
     for _ in range(2):
         for record in seen.values():
             record.clear()
         loss_of(model, 0, 0).backward()
-    return seen, model.wire.take()
+    return seen, model.communicator.pop_bytes()
 
 
 def test_the_next_layer_is_gathered_while_one_runs():
     for seen, _ in run_ranks(gathers_in_flight, 2, timeout=DEADLINE):
-        # Five linear layers: the last has no next in forward, the first none in backward.
+        # The last of five layers has no next one in forward, and the first none in backward.
         assert seen["forward"] == [True] * 4 + [False]
         assert seen["backward"].count(True) == 2 * 4

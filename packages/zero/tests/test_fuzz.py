@@ -1,4 +1,4 @@
-"""Random programs, sharded and in one process in float64: equal, or an error that names the cause.
+"""Random programs, sharded and in one process in float64: equal, or refused with the cause.
 
 A program is drawn from its number: a model, an optimizer, a stage, a number of ranks, and what a
 training loop does with them. Every rank runs it sharded, on its part of each batch, and unsharded,
@@ -41,11 +41,11 @@ OPTIMIZERS = {
 
 
 class Model(nn.Module):
-    """A few blocks out of what models are made of; `draw` says which."""
+    """A model of a few blocks that `draw` chooses."""
 
     def __init__(self, draw, name, turning):
         super().__init__()
-        # Muon takes matrices, Adafactor no empty tensors.
+        # Muon requires matrices, Adafactor tensors with elements.
         matrices_only, empty = name == "Muon", name != "Adafactor"
         self.width = draw.choice([4, 5, 6])
         self.kinds = [
@@ -75,7 +75,7 @@ class Model(nn.Module):
                     "batchnorm": lambda: nn.BatchNorm1d(self.width, track_running_stats=False),
                 }[kind]()
             )
-        # Used in some steps only, or by some ranks.
+        # Used in some steps or by some ranks only.
         self.spare = nn.Linear(self.width, self.width, bias=bias)
         self.head = nn.Linear(self.width, 7, bias=False)
         if draw.random() < 0.4:
@@ -121,7 +121,7 @@ class Model(nn.Module):
 
 
 class Scale(nn.Module):
-    """A number, and a tensor without elements."""
+    """A module with a scalar and a tensor without elements."""
 
     def __init__(self, empty):
         super().__init__()
@@ -133,7 +133,7 @@ class Scale(nn.Module):
 
 
 class Turn(nn.Module):
-    """A complex matrix."""
+    """A module with a complex matrix."""
 
     def __init__(self, width):
         super().__init__()
@@ -145,7 +145,7 @@ class Turn(nn.Module):
 
 
 class Program:
-    """One program: `run()` trains both ways and compares after every step."""
+    """A random program, which trains sharded and in one process and compares every step."""
 
     def __init__(self, number, folder):
         self.draw = random.Random(number)
@@ -181,7 +181,7 @@ class Program:
                 self.compare(step)
 
     def build(self):
-        # Some optimizers, scalers and clipping of values take no complex numbers.
+        # Some optimizers, scalers and clipping of values do not support complex numbers.
         turning = (
             self.name not in ("Muon", "Adafactor")
             and self.scaling is None
@@ -190,13 +190,13 @@ class Program:
         return Model(random.Random(self.seed), self.name, turning).double()
 
     def new_group(self):
-        # Of each number of ranks one serves all programs.
+        # All programs share one group per number of ranks.
         if self.ranks not in GROUPS:
             GROUPS[self.ranks] = dist.new_group(list(range(self.ranks)))
         return GROUPS[self.ranks]
 
     @property
-    def here(self):
+    def has_part(self):
         return dist.get_rank() < self.ranks
 
     def groups(self, module):
@@ -213,7 +213,7 @@ class Program:
         return getattr(torch.optim, self.name)(self.groups(module), **self.options)
 
     def wrap(self, model):
-        if not self.here:
+        if not self.has_part:
             self.model = self.ours = None
             return
         if self.stage == 3:
@@ -235,11 +235,11 @@ class Program:
         )
 
     def draw_same(self):
-        """A number that ranks without a part draw as well as the others."""
+        """Draw a number that is equal on all ranks, also on ranks without a part."""
         return random.Random(self.seed + self.stage).random()
 
     def make_scaler(self, plain=False):
-        if self.scaling is None or not (self.here or plain):
+        if self.scaling is None or not (self.has_part or plain):
             return None
         options = {"init_scale": 256.0, "growth_interval": 2}
         if self.scaling == "sharded" and not plain:
@@ -247,7 +247,7 @@ class Program:
         return torch.amp.GradScaler("cpu", **options)
 
     def both(self):
-        ours = [(self.model, self.ours)] if self.here else []
+        ours = [(self.model, self.ours)] if self.has_part else []
         return [*ours, (self.twin, self.theirs)]
 
     def parameters(self, module):
@@ -260,7 +260,7 @@ class Program:
         return loss if self.draw_overflow(step) != rank else loss * float("inf")
 
     def draw_overflow(self, step):
-        """The rank whose gradients overflow in this step."""
+        """Draw the rank whose gradients overflow in this step, or None."""
         if self.scaling is None:
             return None
         return random.Random(self.seed + step).choice([None, None, None, *range(self.ranks)])
@@ -275,54 +275,55 @@ class Program:
             # Every FSDP needs the same layers on every rank.
             spares = [[row[0]] * WORLD for row in spares]
         together = draw.random() < 0.3
-
-        given_up = draw.choice(["optimizer", "model"]) if draw.random() < 0.1 else None
-        if given_up:
-            self.log.append(("given up", given_up))
-            for module, optimizer in self.both():
-                ours = module is self.model
-                with (
-                    (module if self.stage == 3 else optimizer).no_sync() if ours else nullcontext()
-                ):
-                    self.loss(module, step, 8, dist.get_rank(), False).backward()
-                (optimizer if given_up == "optimizer" else module).zero_grad()
-
-        if self.here:
-            holder = self.model if self.stage == 3 else self.ours
-            rank, scale = dist.get_rank(), self.scale_of(self.scalers[0])
-            waiting = 0.0
-            for micro in range(micros):
-                with nullcontext() if synced[micro] else holder.no_sync():
-                    loss = self.loss(self.model, step, micro, rank, spares[micro][rank])
-                    if together and synced[micro] and micro + 1 < micros:
-                        waiting = waiting + loss
-                    else:
-                        scale(loss + waiting).backward()
-                        waiting = 0.0
-            if draw_evaluation(self.seed, step):
-                with torch.no_grad():
-                    self.loss(self.model, step, 7, rank, True)
+        abandoned = draw.choice(["optimizer", "model"]) if draw.random() < 0.1 else None
+        if abandoned:
+            self.abandon_backward(step, abandoned)
+        if self.has_part:
+            self.run_sharded_backwards(step, synced, spares, together)
         scale = self.scale_of(self.scalers[1])
         for micro in range(micros):
             for rank in range(self.ranks):
                 loss = self.loss(self.twin, step, micro, rank, spares[micro][rank])
                 scale(loss / self.ranks).backward()
-        dropped = draw.random() < 0.1
+        is_skipped = draw.random() < 0.1
         zero = draw.choice(["optimizer", "model", "zeros", "keep"])
         edit = draw.choice([None, None, "data", "in place", "none"])
         used = [row[: self.ranks] for row in spares]
-        self.log.append((step, synced, used, together, dropped, zero, edit))
+        self.log.append((step, synced, used, together, is_skipped, zero, edit))
         for module, optimizer in self.both():
-            if dropped:
+            if is_skipped:
                 module.zero_grad()
                 continue
             self.finish(module, optimizer, edit)
-            if zero == "optimizer":
-                optimizer.zero_grad()
-            elif zero == "model":
-                module.zero_grad()
-            elif zero == "zeros":
-                optimizer.zero_grad(set_to_none=False)
+            clear_gradients(module, optimizer, zero)
+
+    def abandon_backward(self, step, cleared):
+        """Run a backward without synchronization, and clear its gradients."""
+        self.log.append(("abandoned", cleared))
+        for module, optimizer in self.both():
+            context = nullcontext()
+            if module is self.model:
+                context = (module if self.stage == 3 else optimizer).no_sync()
+            with context:
+                self.loss(module, step, 8, dist.get_rank(), False).backward()
+            (optimizer if cleared == "optimizer" else module).zero_grad()
+
+    def run_sharded_backwards(self, step, synced, spares, together):
+        """Run this rank's backwards of a step; `together` adds the losses of several."""
+        holder = self.model if self.stage == 3 else self.ours
+        rank, scale = dist.get_rank(), self.scale_of(self.scalers[0])
+        pending = 0.0
+        for micro, sync in enumerate(synced):
+            with nullcontext() if sync else holder.no_sync():
+                loss = self.loss(self.model, step, micro, rank, spares[micro][rank])
+                if together and sync and micro + 1 < len(synced):
+                    pending = pending + loss
+                else:
+                    scale(loss + pending).backward()
+                    pending = 0.0
+        if draw_evaluation(self.seed, step):
+            with torch.no_grad():
+                self.loss(self.model, step, 7, rank, True)
 
     def scale_of(self, scaler):
         return (lambda loss: loss) if scaler is None else scaler.scale
@@ -333,30 +334,14 @@ class Program:
         parameters = self.parameters(module)
         if scaler is not None:
             scaler.unscale_(optimizer)
-        for name, parameter in parameters.items():
-            if parameter.grad is None:
-                continue
-            if edit == "data":
-                parameter.grad.data.mul_(0.5)
-            elif edit == "in place":
-                parameter.grad *= 2.0
-            elif edit == "none" and "blocks" in name:
-                parameter.grad = None
-        # Every rank asks for the norms of the same parameters, if its shard of one is empty too.
+        edit_gradients(parameters, edit)
+        # Every rank computes the norms of the same parameters, also of those with an empty shard.
         filled = {n for n, p in self.twin.named_parameters() if p.numel()}
         values = [p for n, p in parameters.items() if p.grad is not None and n in filled]
-        if self.clip == "torch" or (self.clip == "ours" and not ours):
-            nn.utils.clip_grad_norm_(values, 0.3)
-        elif self.clip == "ours":
+        if self.clip == "ours" and ours:
             (module if self.stage == 3 else optimizer).clip_grad_norm_(0.3)
-        elif self.clip == "value":
-            nn.utils.clip_grad_value_(values, 0.02)
-        elif self.clip == "inf":
-            nn.utils.clip_grad_norm_(values, 0.05, norm_type=float("inf"))
-        elif self.clip == "by hand":
-            norm = sum(p.grad.pow(2).sum() for p in values) ** 0.5
-            for parameter in values:
-                parameter.grad.mul_(0.3 / (norm + 0.3))
+        else:
+            clip_gradients(values, self.clip)
         if scaler is None:
             optimizer.step()
         else:
@@ -375,35 +360,41 @@ class Program:
                 for group in optimizer.param_groups:
                     group["lr"] *= 0.5
             for name in names:
-                parameter = parameters[name]
-                if action == "freeze":
-                    parameter.requires_grad_(name in chosen or name == "embed.weight")
-                elif action == "data":
-                    parameter.data.mul_(0.9)
-                elif action == "move":
-                    parameter.data = parameter.data.clone()
-                elif action == "hook" and not self.hooked and parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(lambda p: None)
+                self.change_parameter(action, parameters[name], name in chosen, name)
         self.hooked = self.hooked or action == "hook"
         if action == "copy":
             # A copy of a parameter has no gradient.
             for _, optimizer in self.both():
                 optimizer.zero_grad()
-        if action == "copy" and self.here and self.stage == 3:
-            state = copy.deepcopy(self.ours.state_dict())
-            self.model = copy.deepcopy(self.model)
-            self.ours = self.optimizer(self.model)
-            self.ours.load_state_dict(state)
+            if self.has_part and self.stage == 3:
+                state = copy.deepcopy(self.ours.state_dict())
+                self.model = copy.deepcopy(self.model)
+                self.ours = self.optimizer(self.model)
+                self.ours.load_state_dict(state)
+
+    def change_parameter(self, action, parameter, is_chosen, name):
+        if action == "freeze":
+            parameter.requires_grad_(is_chosen or name == "embed.weight")
+        elif action == "data":
+            parameter.data.mul_(0.9)
+        elif action == "move":
+            parameter.data = parameter.data.clone()
+        elif action == "hook" and not self.hooked and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: None)
 
     def resume(self, step):
-        """Save, and go on at another stage on another number of ranks."""
+        """Save, and continue at another stage on another number of ranks."""
         path = f"{self.folder}/{self.number}-{step}"
-        if self.here:
+        if self.has_part:
             asynchronous = random.Random(self.seed + step).random() < 0.5
             saving = save_checkpoint(
-                path, self.model, self.ours, extra={"step": step}, async_op=asynchronous,
+                path,
+                self.model,
+                self.ours,
+                extra={"step": step},
+                async_op=asynchronous,
                 group=self.group,
-            )  # fmt: skip
+            )
             for parameter in self.model.parameters():
                 if parameter.is_floating_point() or parameter.is_complex():
                     parameter.data.add_(1.0)
@@ -422,7 +413,7 @@ class Program:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(wanted[name])
         self.wrap(model)
-        if self.here:
+        if self.has_part:
             loaded = load_checkpoint(path, self.model, self.ours, group=self.group)
             assert loaded == {"step": step}
             rates = [group["lr"] for group in self.theirs.param_groups]
@@ -436,28 +427,62 @@ class Program:
 
     def compare(self, step):
         problem = ""
-        if self.here:
+        if self.has_part:
             whole = self.parameters(self.model)
             if self.stage == 3:
                 whole = self.model.gather_full_params()
             for name, value in self.twin.named_parameters():
-                # No other dtype takes all of them.
+                # Every other dtype can be cast to this one.
                 ours, theirs = (v.detach().to(torch.complex128) for v in (whole[name], value))
                 apart = (ours - theirs).abs() > 1e-9 + 1e-7 * theirs.abs()
                 if bool(apart.any()):
                     problem += f"step {step}, {name}: {whole[name].data} is not {value.data}; "
         everyone = [None] * WORLD
         dist.all_gather_object(everyone, problem)
-        # Together, so that no rank goes on alone.
+        # All ranks fail together, so that no rank waits for another.
         assert not any(everyone), everyone
+
+
+def clear_gradients(module, optimizer, zero):
+    if zero == "optimizer":
+        optimizer.zero_grad()
+    elif zero == "model":
+        module.zero_grad()
+    elif zero == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+
+
+def edit_gradients(parameters, edit):
+    for name, parameter in parameters.items():
+        if parameter.grad is None:
+            continue
+        if edit == "data":
+            parameter.grad.data.mul_(0.5)
+        elif edit == "in place":
+            parameter.grad *= 2.0
+        elif edit == "none" and "blocks" in name:
+            parameter.grad = None
+
+
+def clip_gradients(parameters, clip):
+    if clip in ("torch", "ours"):
+        nn.utils.clip_grad_norm_(parameters, 0.3)
+    elif clip == "value":
+        nn.utils.clip_grad_value_(parameters, 0.02)
+    elif clip == "inf":
+        nn.utils.clip_grad_norm_(parameters, 0.05, norm_type=float("inf"))
+    elif clip == "by hand":
+        norm = sum(p.grad.pow(2).sum() for p in parameters) ** 0.5
+        for parameter in parameters:
+            parameter.grad.mul_(0.3 / (norm + 0.3))
 
 
 def draw_evaluation(seed, step):
     return random.Random(seed + 17 * step).random() < 0.3
 
 
-# What may be refused, by the words that name the cause.
-REFUSALS = ("dropped after backward on some ranks",)
+# The errors that a program may end with.
+REFUSALS = ("cleared after backward on some ranks",)
 
 
 def programs(first, last, folder):

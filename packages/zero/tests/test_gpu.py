@@ -1,4 +1,4 @@
-"""The same on CUDA and NCCL, with as many GPUs as there are, two at the most."""
+"""All stages on CUDA and NCCL, with at most two GPUs."""
 
 import pytest
 import torch
@@ -70,9 +70,9 @@ def against_one_process(stage, dtype, folder):
         torch.testing.assert_close(whole(model)[name], value, **tolerance)
     save_checkpoint(folder, model, optimizer, extra={"step": 4})
     saved = whole(model)
-    again, its = build(stage, dtype=dtype)
-    assert load_checkpoint(folder, again, its) == {"step": 4}
-    assert all(torch.equal(value, saved[name]) for name, value in whole(again).items())
+    resumed, its = build(stage, dtype=dtype)
+    assert load_checkpoint(folder, resumed, its) == {"step": 4}
+    assert all(torch.equal(value, saved[name]) for name, value in whole(resumed).items())
     return True
 
 

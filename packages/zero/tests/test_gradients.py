@@ -1,4 +1,4 @@
-"""What a caller or torch's own tools do to `.grad`, `.data` and `requires_grad` is what happens."""
+"""Changes of `.grad`, `.data` and `requires_grad` have the same effect as in one process."""
 
 import copy
 import sys
@@ -28,7 +28,7 @@ def make_model():
 
 
 def pair(stage, optimizer_cls=torch.optim.AdamW, **options):
-    """Ours, sharded, and one process's."""
+    """Return a sharded model and optimizer, and those of one process."""
     options = {"lr": 0.1, **options}
     model, twin = make_model(), make_model()
     theirs = optimizer_cls(twin.parameters(), **options)
@@ -52,7 +52,7 @@ def loss_of(model, step, rank):
 
 
 def backward(model, twin, step, scale=1.0):
-    """This rank's part of the batch, and in one process all parts of it."""
+    """Run backward on this rank's part of the batch, and in one process on all parts of it."""
     (scale * loss_of(model, step, dist.get_rank())).backward()
     world = dist.get_world_size()
     for rank in range(world):
@@ -139,7 +139,7 @@ EDITS = {
 
 
 def edit(stage):
-    """Each way to change gradients between backward and step, then steps after it."""
+    """Change gradients between backward and step by each function of EDITS."""
     for name, change in EDITS.items():
         model, ours, twin, theirs = pair(stage)
         for step in range(3):
@@ -175,25 +175,25 @@ def norms(stage):
                 torch.as_tensor(getattr(parameter.grad, reduce)()).as_subclass(torch.Tensor),
                 getattr(whole, reduce)(),
             )
-        # Stage 3 replicates the norm.
+        # Stage 3 replicates the LayerNorm.
         if stage < 3 or not name.startswith("module.2."):
             torch.testing.assert_close(parameter.grad.full_tensor(), whole)
         if stage < 3:
             assert tuple(parameter.grad.shape) == shapes[name]
             with pytest.raises(RuntimeError, match="full_tensor"):
                 _ = parameter.grad.reshape(-1)[0]
-            with pytest.raises(RuntimeError, match="mixes an averaged gradient"):
+            with pytest.raises(RuntimeError, match="combines an averaged gradient"):
                 parameter.data.add_(parameter.grad, alpha=-0.1)
     return True
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_norms_and_sums_of_gradients_are_the_whole_ones_on_every_rank(stage):
+def test_norms_and_sums_of_gradients_are_over_all_ranks(stage):
     assert all(run_ranks(norms, 3, stage, timeout=DEADLINE))
 
 
 def scale(stage, scaler_cls):
-    """Steps of 0.2, one of them skipped because rank 1 alone overflows."""
+    """Train with a loss scaler; one step is skipped because rank 1 overflows."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD, lr=0.2, momentum=0.9)
     options = {"init_scale": 1024.0, "growth_interval": 2}
     sharded = scaler_cls is ShardedGradScaler
@@ -227,18 +227,18 @@ def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, scaler_cls
 
 
 def give_up(stage):
-    """Half of a step under no_sync(), which is then dropped; and an average that is kept."""
+    """Clear the gradients of a backward under no_sync(), and keep those of another."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
     holder = model if stage == 3 else ours
     for step in range(4):
-        for kept in (False, True):
+        for is_kept in (False, True):
             with holder.no_sync():
                 loss_of(model, 10 * step, dist.get_rank()).backward()
             for rank in range(dist.get_world_size()):
                 (loss_of(twin, 10 * step, rank) / dist.get_world_size()).backward()
-            if not kept:
-                for one in (model, twin) if step % 2 else (ours, theirs):
-                    one.zero_grad()
+            if not is_kept:
+                for holder_of_grads in (model, twin) if step % 2 else (ours, theirs):
+                    holder_of_grads.zero_grad()
         backward(model, twin, step)
         for optimizer in (ours, theirs):
             optimizer.step()
@@ -247,12 +247,12 @@ def give_up(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_that_is_given_up_half_way_leaves_nothing(stage):
+def test_gradients_of_an_abandoned_step_are_discarded(stage):
     assert all(run_ranks(give_up, 2, stage, timeout=DEADLINE))
 
 
 def drop(stage):
-    """A batch is skipped by `model.zero_grad()`; another accumulates, for nothing was dropped."""
+    """Skip a batch by `model.zero_grad()`, and accumulate another one."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
     for step in range(5):
         backward(model, twin, step)
@@ -270,12 +270,12 @@ def drop(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_that_are_dropped_are_gone_and_kept_ones_stay(stage):
+def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
     assert all(run_ranks(drop, 2, stage, timeout=DEADLINE))
 
 
 def accumulate(stage):
-    """Every order of backwards with and without no_sync, and an edit after the last of them."""
+    """Run backwards with and without no_sync in every order, and edit the last gradients."""
     for synced in ((True, True), (False, True), (True, False, True), (False, False)):
         model, ours, twin, theirs = pair(stage, torch.optim.SGD)
         for step in range(2):
@@ -290,10 +290,10 @@ def accumulate(stage):
                 multiply(model.parameters())
                 multiply(twin.parameters())
             elif stage == 3:
-                # Nothing is averaged by a step there, and nothing is lost without a word.
-                for look in (ours.step, lambda model=model: model.clip_grad_norm_(1.0)):
+                # At stage 3 a step does not average gradients, so it must raise.
+                for read in (ours.step, lambda model=model: model.clip_grad_norm_(1.0)):
                     with pytest.raises(RuntimeError, match="run the last backward of a step outs"):
-                        look()
+                        read()
                 break
             for optimizer in (ours, theirs):
                 optimizer.step()
@@ -313,7 +313,7 @@ def double_gradient(parameter):
 
 
 def hook(stage):
-    """Hooks that run before and after ours see what they may; linear ones act as in one process."""
+    """Register hooks before and after the reducer's; linear hooks act as in one process."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
     seen = []
     for step in range(3):
@@ -334,7 +334,7 @@ def hook(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_hooks_after_accumulation_run_whenever_they_were_registered(stage):
+def test_post_accumulate_hooks_run_whenever_they_were_registered(stage):
     assert all(run_ranks(hook, 2, stage, timeout=DEADLINE))
 
 
@@ -350,7 +350,7 @@ def give_other_memory(stage):
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-        # Between forwards, and unseen by version counters.
+        # A change between forwards that version counters do not show.
         loss_of(model, step, 0)
         for module in (model, twin):
             for parameter in module.parameters():
@@ -359,7 +359,7 @@ def give_other_memory(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_parameters_that_were_given_other_memory_are_trained(stage):
+def test_parameters_with_assigned_data_are_trained(stage):
     assert all(run_ranks(give_other_memory, 2, stage, timeout=DEADLINE))
 
 
@@ -375,13 +375,13 @@ def change_dtype(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dtype_changed_after_wrapping_is_refused(stage):
     for outcome in try_ranks(change_dtype, 2, stage, timeout=DEADLINE):
-        assert "now" in str(outcome.error)
+        assert "expected" in str(outcome.error)
         assert "float32" in str(outcome.error)
         assert "float64" in str(outcome.error)
 
 
 def freeze(stage):
-    """Layers frozen and unfrozen on the way, and one that was frozen when it was wrapped."""
+    """Freeze and unfreeze layers during training, one of which was frozen when it was wrapped."""
     world = dist.get_world_size()
     model, twin = make_model(), make_model()
     for module in (model, twin):
@@ -412,12 +412,12 @@ def freeze(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_frozen_and_unfrozen_after_wrapping_trains_as_in_one_process(stage):
+def test_freezing_after_wrapping_trains_as_in_one_process(stage):
     assert all(run_ranks(freeze, 2, stage, timeout=DEADLINE))
 
 
 def copy_it():
-    """A copy computes alike, trains by itself, and leaves the original as it was."""
+    """Check that a copy computes the same, and that training it does not change the original."""
     model, ours, twin, theirs = pair(3)
     backward(model, twin, 0)
     ours.step()
@@ -446,12 +446,12 @@ def copy_it():
     return assert_alike(model, twin)
 
 
-def test_a_deep_copy_of_a_sharded_model_is_a_model_of_its_own():
+def test_a_deep_copy_of_fsdp_is_independent():
     assert all(run_ranks(copy_it, 2, timeout=DEADLINE))
 
 
 class Tied(nn.Module):
-    """The head reads the embedding's weight, a scale reads a layer's."""
+    """A model whose head reads the embedding's weight, and a scale reads a layer's."""
 
     def __init__(self):
         super().__init__()
@@ -495,12 +495,12 @@ def read_without_calling():
     return True
 
 
-def test_weights_that_are_read_without_calling_their_module_are_whole():
+def test_weights_read_without_calling_their_module_are_gathered():
     assert all(run_ranks(read_without_calling, 2, timeout=DEADLINE))
 
 
 def misuse(name):
-    """What is done to the sharded parameters after a backward."""
+    """Misuse the sharded parameters after a backward."""
     model, ours, twin, _ = pair(3)
     backward(model, twin, 0)
     MISUSES[name][0](dict(model.module.named_parameters()), ours)
@@ -518,8 +518,8 @@ def assign(value):
 
 MISUSES = {
     "one rank": (drop_on_one_rank, "0.weight has a gradient on some ranks only"),
-    "whole": (assign(lambda _: torch.ones(7, 5).double()), "assigned to 0.weight, of which this"),
-    "another's": (assign(lambda n: n["3.weight"].grad), "0.weight is of other elements"),
+    "whole": (assign(lambda _: torch.ones(7, 5).double()), "of 0.weight, got shape (7, 5)"),
+    "another's": (assign(lambda n: n["3.weight"].grad), "assigned to 0.weight has other elements"),
     "row": (lambda n, _: n["0.weight"].grad.__setitem__(0, 0.0), "full_tensor"),
     "view": (lambda n, _: n["0.weight"].grad.view(-1), "full_tensor"),
     "median": (lambda n, _: n["0.weight"].grad.median(), "full_tensor"),
@@ -533,13 +533,13 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_what_cannot_act_as_the_whole_raises(name):
+def test_operations_that_need_the_whole_gradient_raise(name):
     for outcome in try_ranks(misuse, 2, name, timeout=DEADLINE):
         assert MISUSES[name][1] in str(outcome.error)
 
 
 def hook_tensors():
-    """`p.register_hook` of a shard sees, and may replace, the average of each backward."""
+    """Register hooks on shards, which get and may replace the average of each backward."""
     model, ours, twin, theirs = pair(3, torch.optim.SGD)
     for layers in (model.module, twin):
         for parameter in (*layers[0].parameters(), *layers[3].parameters()):

@@ -74,7 +74,7 @@ def embed(kind):
 
 
 def train_embeddings():
-    """Every embedding whose backward reads its weight, or may, equals one process."""
+    """Train every embedding whose backward reads its weight, or may, beside one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for kind in EMBEDDINGS:
         for late in (False, True) if kind in ("assigned", "hooked") else (False,):
@@ -103,7 +103,7 @@ def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(w
 
 
 class Clamped(nn.Linear):
-    """Writes to its weight in forward, in a way of its own."""
+    """A layer that writes to its weight in forward."""
 
     def __init__(self, write):
         super().__init__(4, 4)
@@ -116,7 +116,7 @@ class Clamped(nn.Linear):
 
 
 class Parent(nn.Module):
-    """Writes to another module's weight in forward."""
+    """A module that writes to another module's weight in forward."""
 
     def __init__(self, write):
         super().__init__()
@@ -171,14 +171,14 @@ def test_embeddings_with_max_norm_are_refused():
 
 
 def write_on_one_rank():
-    """The elements are written through `.data` on the rank that does not hold them, too."""
+    """Write elements through `.data` on a rank, also elements that it does not store."""
     model = nn.Sequential(Clamped(clamp_data))
     if dist.get_rank() == 1:
         model[0].write = lambda weight: None
     FSDP(model)(torch.ones(2, 4))
 
 
-def test_the_rank_that_writes_says_so():
+def test_a_write_is_reported_on_the_rank_that_writes():
     outcomes = try_ranks(write_on_one_rank, 2, timeout=DEADLINE)
     assert "rank 0: forward or backward wrote to 0" in str(outcomes[0].error)
 
@@ -247,12 +247,14 @@ def report_whole():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, _ = build((nn.Linear,))
-    # 1024 of 1024 + 16 + 264 + 288 elements, and those of the LayerNorm, are whole.
-    expected = ["keeps 65% of the model whole on every rank (Transposed 64%), because these classes"
-                " are not in shard=: pass shard=(Linear, Transposed,)"]  # fmt: skip
-    said = [str(w.message).removeprefix("FSDP ") for w in caught if "FSDP" in str(w.message)]
-    assert said == (expected if first else [])
-    assert model.whole_bytes == {"Transposed": 4096, "LayerNorm": 64}
+    # 1024 of 1024 + 16 + 264 + 288 elements, and those of the LayerNorm, are replicated.
+    expected = [
+        "keeps 65% of the model whole on every rank (Transposed 64%), because shard= does not "
+        'select these modules: pass shard="blocks" or shard=(Linear, Transposed,)'
+    ]
+    messages = [str(w.message).removeprefix("FSDP ") for w in caught if "FSDP" in str(w.message)]
+    assert messages == (expected if first else [])
+    assert model.replicated_bytes == {"Transposed": 4096, "LayerNorm": 64}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build((nn.Linear, Transposed))
@@ -260,17 +262,17 @@ def report_whole():
             lambda group: build((nn.Linear, Transposed), group),
             lambda m: m(torch.ones(2, 32)).sum(),
         )
-    assert report.whole == {"LayerNorm": 64}
+    assert report.replicated == {"LayerNorm": 64}
     assert "whole on every rank: 0.000 MiB of LayerNorm, not in shard=" in str(report)
     return True
 
 
-def test_parameters_that_stay_whole_are_reported():
+def test_replicated_parameters_are_reported():
     assert all(run_ranks(report_whole, 2, timeout=DEADLINE))
 
 
 def write_in_forward(stage):
-    """Renormalized rows, and a caller's own edits, of the same values on all ranks or of others."""
+    """Renormalize and edit rows, with equal or different values on all ranks."""
     for same in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 1)).double()

@@ -7,10 +7,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn import functional as F
 from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
-from zero.allocator import most_at_once, peak_bytes
+from zero.allocator import peak_bytes, peak_of_events
 from zero.bench import rivals
 
-WIDTH, LAYERS, VOCABULARY, TOKENS = 128, 6, 512, 96
+WIDTH = 128
+LAYERS = 6
+VOCABULARY = 512
+TOKENS = 96
 DEADLINE = 300.0
 
 
@@ -66,7 +69,7 @@ def offloaded_and_not(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_offloaded_is_on_the_host_and_not_on_the_device(stage):
+def test_offloaded_bytes_are_on_the_host_only(stage):
     for there, offloaded in run_ranks(offloaded_and_not, 2, stage, timeout=DEADLINE):
         before, after = there.measured[2], offloaded.measured[2]
         # Adam's two moments, the shard, and the gradient of the shard at stage 3.
@@ -86,17 +89,17 @@ def allocator_and_count(stage):
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 2), (3, 2), (3, 3)])
-def test_the_hook_based_count_is_what_the_allocator_counts(stage, world):
+def test_counted_bytes_equal_the_allocators(stage, world):
     for allocated, counted in run_ranks(allocator_and_count, world, stage, timeout=DEADLINE):
-        # Hooks do not see what the collectives and the optimizer allocate within an operator.
+        # The dispatch mode does not see allocations within an operator.
         assert counted == pytest.approx(allocated, rel=0.01)
 
 
-def test_a_release_that_was_not_seen_ends_where_its_address_is_used_again():
-    assert most_at_once([(1, 8), (2, 4), (1, -8), (3, 6), (3, -6), (2, -4)]) == 12
-    assert most_at_once([(1, 8), (1, 8), (2, 1)]) == 9
-    # Memory from before the record is released.
-    assert most_at_once([(7, -100), (1, 5)]) == 5
+def test_a_reused_address_counts_as_released():
+    assert peak_of_events([(1, 8), (2, 4), (1, -8), (3, 6), (3, -6), (2, -4)]) == 12
+    assert peak_of_events([(1, 8), (1, 8), (2, 1)]) == 9
+    # A release of memory that was allocated before the record started.
+    assert peak_of_events([(7, -100), (1, 5)]) == 5
 
 
 def peaks_beside_torchs_own():
@@ -113,36 +116,36 @@ def peaks_beside_torchs_own():
     return peaks
 
 
-def test_each_stage_peaks_below_the_one_before_and_below_torchs_own():
+def test_each_stage_has_a_lower_peak_than_the_previous_and_than_torchs():
     for peaks in run_ranks(peaks_beside_torchs_own, 2, timeout=DEADLINE):
         assert peaks["3"] < peaks["2"] < peaks["1"] < peaks["ddp"]
-        # Within the few bytes of a step's number for each piece of a parameter.
+        # Equal but for the step count of each piece of a parameter.
         assert peaks["1"] < 1.0001 * peaks["ddp_zero_redundancy"]
         assert peaks["2"] < peaks["ddp_zero_redundancy"] < peaks["ddp"]
         assert peaks["3"] <= peaks["fsdp2_layers"]
-        # On a CPU host and device are one memory, and ours has a shard of a layer in both.
+        # On a CPU the host and the device divisor one memory, which has both copies of a shard.
         assert peaks["3 offloaded"] < 1.02 * peaks["fsdp2 offloaded"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_held_bytes_are_the_papers_formula(stage):
+def test_bytes_of_each_stage_equal_the_papers_formula(stage):
     world, parameters = 4, sum(p.numel() for p in make_build(0)(None)[0].parameters())
     before = memory_report(make_build(stage), loss, world=world).predicted[2]
     assert before.parameters == pytest.approx(
         parameters * 4 / (world if stage == 3 else 1), rel=0.01
     )
-    share = world if stage > 1 else 1
+    divisor = world if stage > 1 else 1
     bucket = {1: 2**19, 2: 4 * 2 * 2**19}.get(stage, 0)
-    assert parameters * 4 / share <= before.gradients * 1.001
-    assert before.gradients <= parameters * 4 / share * 1.01 + bucket
+    assert parameters * 4 / divisor <= before.gradients * 1.001
+    assert before.gradients <= parameters * 4 / divisor * 1.01 + bucket
     assert before.optimizer == pytest.approx(parameters * 8 / (world if stage else 1), rel=0.01)
 
 
-def test_the_formula_gives_the_papers_figure():
+def test_the_formula_gives_the_numbers_of_the_papers_figure():
     adam = {"parameter_bytes": 2, "gradient_bytes": 2, "state_bytes": 12}
     gigabytes = [zero_stage_bytes(7_500_000_000, 64, s, **adam) / 1e9 for s in range(4)]
     assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.01)
-    with pytest.raises(ValueError, match="stages 0 to 3; got 4"):
+    with pytest.raises(ValueError, match="expected a stage from 0 to 3, got 4"):
         zero_stage_bytes(1, 1, 4)
 
 
@@ -150,15 +153,15 @@ def parameter_bytes_while_running():
     model, _ = make_build(3)(None)
     largest = 0
 
-    def look(*_):
+    def measure(*_):
         nonlocal largest
         largest = max(largest, sum(unit.unsharded_bytes for unit in model.units))
 
     for module in model.modules():
-        module.register_forward_pre_hook(look)
+        module.register_forward_pre_hook(measure)
     for unit in model.units:
         for parameter in unit.parameters:
-            parameter.whole.register_hook(look)
+            parameter.full.register_hook(measure)
     for _ in range(2):
         loss(model).backward()
         for parameter in model.parameters():
@@ -166,11 +169,11 @@ def parameter_bytes_while_running():
     return largest, sum(unit.shard.nbytes for unit in model.units)
 
 
-def test_stage_three_holds_its_share_and_two_layers():
+def test_stage_3_stores_its_shards_and_two_full_layers():
     model, _ = make_build(0)(None)
-    layers = [m.weight.numel() + (m.bias.numel() if m.bias is not None else 0)
-              for m in model.modules() if isinstance(m, nn.Linear)]  # fmt: skip
-    for unsharded, share in run_ranks(parameter_bytes_while_running, 2, timeout=DEADLINE):
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    layers = [sum(p.numel() for p in linear.parameters()) for linear in linears]
+    for unsharded, sharded_bytes in run_ranks(parameter_bytes_while_running, 2, timeout=DEADLINE):
         total = 4 * sum(p.numel() for p in model.parameters())
-        assert share == pytest.approx(total / 2, rel=0.001)
+        assert sharded_bytes == pytest.approx(total / 2, rel=0.001)
         assert max(layers) * 4 < unsharded <= 2 * max(layers) * 4

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
-from zero.optimizer.elementwise import how_to_split
+from zero.optimizer.optimizer_kinds import how_to_split
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -70,7 +70,7 @@ def loss_of(model, step, rank):
 
 
 def reference(name, world, steps, bias=True):
-    """Sum each rank's gradient in rank order, divide, take the unsharded step."""
+    """Sum all ranks' gradients in rank order, divide, and take the unsharded step."""
     model = make_model(bias)
     optimizer = getattr(torch.optim, name)(model.parameters(), **(ELEMENTWISE | WHOLE)[name])
     for step in range(steps):
@@ -124,8 +124,8 @@ def test_every_elementwise_optimizer_is_bit_equal_to_the_reference(name, world, 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", WHOLE)
-def test_optimizers_of_whole_tensors_equal_the_reference(name, world, stage):
-    # One owner sums in the collective's order, so not to the bit above two ranks.
+def test_optimizers_of_whole_parameters_equal_the_reference(name, world, stage):
+    # The owner sums in the collective's order, so results are not bit-equal above two ranks.
     expected = reference(name, world, 4, bias=False)
     for result in trained(world, stage, True):
         for a, b in zip(result[name], expected, strict=True):
@@ -133,7 +133,7 @@ def test_optimizers_of_whole_tensors_equal_the_reference(name, world, stage):
 
 
 def gradients_while_running_backward():
-    """Bytes of gradients held as each becomes ready, and all that there would be."""
+    """Return the bytes of gradients when each becomes ready, and of all gradients."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
     optimizer = ShardedOptimizer(
         model.parameters(),
@@ -141,36 +141,36 @@ def gradients_while_running_backward():
         shard_gradients=True,
         bucket_size_mb=64 * 64 * 4 / 2**20,
     )
-    held = []
+    sizes = []
 
-    def look(_):
-        own = [p.grad for p in model.parameters() if type(p.grad) is torch.Tensor]
-        tensors = [*own, *optimizer.reducer.held()]
-        held.append(
+    def measure(_):
+        plain = [p.grad for p in model.parameters() if type(p.grad) is torch.Tensor]
+        tensors = [*plain, *optimizer.reducer.tensors()]
+        sizes.append(
             sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
         )
-        freed.append(len(own) <= 1)
+        freed.append(len(plain) <= 1)
 
     freed = []
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(look)
+        parameter.register_post_accumulate_grad_hook(measure)
     for _ in range(2):
-        held.clear()
+        sizes.clear()
         model(torch.ones(2, 64)).sum().backward()
         optimizer.zero_grad()
-    return all(freed), max(held), sum(p.nbytes for p in model.parameters())
+    return all(freed), max(sizes), sum(p.nbytes for p in model.parameters())
 
 
-def test_stage_two_frees_each_gradient_as_it_becomes_ready():
+def test_stage_2_frees_each_gradient_as_it_becomes_ready():
     for freed, most, everything in run_ranks(gradients_while_running_backward, 4, timeout=DEADLINE):
         assert freed
-        # Its quarter of the average, at most two buckets on their way and one being filled, and
-        # the gradient that the hook is shown.
+        # A rank stores its quarter of the average, at most two buckets in flight and one being
+        # filled, and the gradient that the hook receives.
         assert most <= everything / 4 + 3 * everything / 12 * 5 / 4 + everything / 12
 
 
 def chosen_splits():
-    """Number of elements on this rank: of a known class, and where the caller has decided."""
+    """Return the number of elements on this rank, for known and for declared classes."""
     sizes = []
     for cls, elementwise in ((torch.optim.SGD, None), (torch.optim.SGD, False), (Signs, True)):
         optimizer = ShardedOptimizer(
@@ -180,28 +180,29 @@ def chosen_splits():
     return sizes
 
 
-def test_the_split_may_be_chosen():
+def test_the_caller_can_choose_the_split():
     sizes = run_ranks(chosen_splits, 2, timeout=DEADLINE)
     assert [(known, declared) for known, _, declared in sizes] == [(39, 39)] * 2
-    # 5x7 and 3 | 7x3, 3x3, 7, 3: the largest first, each to the rank that holds least.
+    # 5x7 and 3 | 7x3, 3x3, 7, 3: in descending order, each to the least loaded rank.
     assert sorted(whole for _, whole, _ in sizes) == [38, 40]
 
 
-def follow_a_life(stage):
-    """Groups from generators, a scheduler, a closure, clipping, a group added on the way."""
+def weights_and_biases(module):
+    weights = (p for n, p in module.named_parameters() if "weight" in n)
+    biases = (p for n, p in module.named_parameters() if "bias" in n)
+    return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+
+
+def use_groups_and_closures(stage):
+    """Use groups from generators, a scheduler, a closure, clipping and an added group."""
     model, twin = make_model(), make_model()
     late = nn.Parameter(torch.ones(9, dtype=torch.float64))
     twin_late = nn.Parameter(torch.ones(9, dtype=torch.float64))
 
-    def groups(module):
-        weights = (p for n, p in module.named_parameters() if "weight" in n)
-        biases = (p for n, p in module.named_parameters() if "bias" in n)
-        return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
-
     ours = ShardedOptimizer(
-        groups(model), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1, momentum=0.9
+        weights_and_biases(model), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1, momentum=0.9
     )
-    theirs = torch.optim.SGD(groups(twin), lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(weights_and_biases(twin), lr=0.1, momentum=0.9)
     schedules = [
         torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4) for optimizer in (ours, theirs)
     ]
@@ -239,17 +240,20 @@ def follow_a_life(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_groups_schedulers_closures_clipping_and_late_groups_work_as_in_torch(stage):
-    assert all(run_ranks(follow_a_life, 2, stage, timeout=DEADLINE))
+def test_groups_schedulers_closures_clipping_and_added_groups_work_as_in_torch(stage):
+    assert all(run_ranks(use_groups_and_closures, 2, stage, timeout=DEADLINE))
 
 
 def skip_parameters(stage):
-    """Rank 1 does not use the last layer; nobody uses the middle one."""
+    """Train without the last layer on rank 1, and without the middle one on all ranks."""
     model, twin = make_model(), make_model()
     ours = ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, lr=0.1,
+        model.parameters(),
+        torch.optim.AdamW,
+        shard_gradients=stage == 2,
+        lr=0.1,
         bucket_size_mb=64 / 2**20,
-    )  # fmt: skip
+    )
     theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
 
     def loss(module, rank):
@@ -269,12 +273,12 @@ def skip_parameters(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_unused_on_some_or_all_ranks_are_treated_as_by_one_process(stage):
+def test_parameters_unused_on_some_ranks_train_as_in_one_process(stage):
     assert all(run_ranks(skip_parameters, 2, stage, timeout=DEADLINE))
 
 
 def use_a_part_in_the_second_backward(stage):
-    """Without no_sync: the second backward touches one parameter of a bucket only."""
+    """Run a second backward without no_sync that reaches one parameter of a bucket only."""
     model, twin = make_model(), make_model()
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
     for module in (model, twin):
@@ -287,12 +291,12 @@ def use_a_part_in_the_second_backward(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_backwards_without_no_sync_accumulate_too(stage):
+def test_backwards_without_no_sync_accumulate(stage):
     assert all(run_ranks(use_a_part_in_the_second_backward, 2, stage, timeout=DEADLINE))
 
 
 def edit_gradients():
-    """Scaling `.grad` between backward and step is honored in stage 1."""
+    """Scale `.grad` between backward and step at stage 1."""
     model, twin = make_model(), make_model()
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for module in (model, twin):
@@ -305,12 +309,12 @@ def edit_gradients():
     return True
 
 
-def test_gradients_that_were_changed_after_backward_are_averaged_again():
+def test_the_step_uses_gradients_changed_after_backward():
     assert all(run_ranks(edit_gradients, 2, timeout=DEADLINE))
 
 
 def exchange_states(name):
-    """The unsharded optimizer's state goes in, comes out, and continues alike."""
+    """Load the unsharded optimizer's state, save it, and continue."""
     options = (ELEMENTWISE | WHOLE)[name]
     twin = make_model(bias=False)
     theirs = getattr(torch.optim, name)(twin.parameters(), **options)
@@ -333,15 +337,15 @@ def exchange_states(name):
         for key, value in values.items():
             torch.testing.assert_close(whole["state"][number][key], value)
     del ours, optimizer
-    again = ShardedOptimizer(model.parameters(), getattr(torch.optim, name), **options)
-    again.load_state_dict(rows)
-    for key, value in again.full_state_dict()["state"][0].items():
+    second = ShardedOptimizer(model.parameters(), getattr(torch.optim, name), **options)
+    second.load_state_dict(rows)
+    for key, value in second.full_state_dict()["state"][0].items():
         torch.testing.assert_close(value, whole["state"][0][key])
     return True
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
-def test_state_dictionaries_are_exchanged_with_torchs_own(name):
+def test_state_dicts_are_exchanged_with_unsharded_optimizers(name):
     assert all(run_ranks(exchange_states, 2, name, timeout=DEADLINE))
 
 
@@ -366,12 +370,12 @@ def one_process_on_the_whole_batch(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_it_equals_one_process_on_the_whole_batch(world, stage):
+def test_stages_1_and_2_equal_one_process_on_the_whole_batch(world, stage):
     assert all(run_ranks(one_process_on_the_whole_batch, world, stage, timeout=DEADLINE))
 
 
 class Signs(torch.optim.Optimizer):
-    """Element-wise, and unknown."""
+    """An element-wise optimizer of an unknown class."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -392,7 +396,7 @@ class Signs(torch.optim.Optimizer):
 
 
 class Late(Signs):
-    """Looks at whole tensors after more steps than any trial takes."""
+    """An optimizer that uses whole tensors after more steps than any trial takes."""
 
     def change(self, state, parameter):
         scale = 1.0 if state["step"] < 60 else state["average"].abs().max()
@@ -400,14 +404,14 @@ class Late(Signs):
 
 
 class Large(Signs):
-    """Looks at whole tensors where the gradient is large."""
+    """An optimizer that uses whole tensors if the gradient is large."""
 
     def change(self, state, parameter):
         return state["average"] / state["average"].norm().clamp(min=10.0)
 
 
 class Rows(Signs):
-    """Projects the change of each row, as AdamP does."""
+    """An optimizer that projects the change of each row, as AdamP does."""
 
     def change(self, state, parameter):
         change = super().change(state, parameter)
@@ -418,7 +422,7 @@ class Rows(Signs):
 
 
 class Adam2(torch.optim.AdamW):
-    """A subclass of a known class, with a step of its own."""
+    """A subclass of a known class with another step."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -428,7 +432,7 @@ class Adam2(torch.optim.AdamW):
 
 
 class Prepared(Signs):
-    """Makes its state when it is constructed."""
+    """An optimizer that creates its state when it is constructed."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr)
@@ -438,7 +442,7 @@ class Prepared(Signs):
 
 
 class Coupled(Signs):
-    """Scales each change by a sum over all parameters, as Prodigy does."""
+    """An optimizer that scales each change by a sum over all parameters, as Prodigy does."""
 
     def change(self, state, parameter):
         total = sum(float(s["average"].abs().sum()) for s in self.state.values())
@@ -446,7 +450,7 @@ class Coupled(Signs):
 
 
 class Estimating(Signs):
-    """Sums over all parameters from the first step on, and uses the sum much later."""
+    """An optimizer that sums over all parameters and uses the sum many steps later."""
 
     def change(self, state, parameter):
         group = self.param_groups[0]
@@ -455,7 +459,7 @@ class Estimating(Signs):
 
 
 class Forgetful(Signs):
-    """Hides an argument from its groups and attributes."""
+    """An optimizer that hides an argument from its groups and attributes."""
 
     def __init__(self, params, lr=0.1, power=1):
         super().__init__(params, lr)
@@ -511,18 +515,18 @@ def step_unknown(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_optimizers_of_unknown_classes_see_whole_parameters_at_every_stage(stage):
+def test_optimizers_of_unknown_classes_get_whole_parameters_at_every_stage(stage):
     assert all(run_ranks(step_unknown, 2, stage, timeout=DEADLINE))
 
 
 def refuse_unknown(stage):
-    """What cannot be sharded, or is declared element-wise by mistake, is refused alike."""
+    """Refuse optimizers that cannot be sharded or are declared element-wise by mistake."""
     error = RuntimeError if stage == 3 else ValueError
     for cls in (Coupled, Estimating):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: its step on one para"):
             stepped(stage, cls, 1)
     for name in REFUSED:
-        # SparseAdam wants to be constructed without options.
+        # SparseAdam is constructed without options.
         cls = getattr(torch.optim, name)
         with pytest.raises(error, match=f"{name} cannot be sharded"):
             stepped(stage, cls, 1)
@@ -537,7 +541,7 @@ def refuse_unknown(stage):
     else:
         stepped(stage, Prepared, 2)
         stepped(stage, Forgetful, 2)
-    # A loop over the parameters is no optimizer, and legal.
+    # A loop over the parameters without an optimizer is allowed.
     if stage == 3:
         model = FSDP(small())
         model(torch.ones(2, 5).double()).sum().backward()
@@ -548,7 +552,7 @@ def refuse_unknown(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_stage_one_refuses_stage_three_refuses(stage):
+def test_stages_1_and_3_refuse_the_same_optimizers(stage):
     assert all(run_ranks(refuse_unknown, 2, stage, timeout=DEADLINE))
 
 
@@ -557,7 +561,7 @@ def step_published(stage):
 
     for name in ("AdaShift", "AdaNorm", "AdamP", "Lion", "SOAP"):
         stepped(stage, getattr(pytorch_optimizer, name), 30)
-    # These sum over all parameters.
+    # These optimizers sum over all parameters.
     for name in ("AdamS", "Prodigy"):
         with pytest.raises((ValueError, RuntimeError), match=f"{name} cannot be sharded"):
             stepped(stage, getattr(pytorch_optimizer, name), 1)
@@ -572,7 +576,7 @@ def test_published_optimizers_equal_one_process(stage):
 
 
 class Both(torch.optim.Optimizer):
-    """Whole matrices for some groups, elements for others, by a key that each group has to have."""
+    """An optimizer with a required option that selects matrices or elements per group."""
 
     def __init__(self, groups):
         for group in groups:
@@ -595,7 +599,7 @@ class Both(torch.optim.Optimizer):
 
 
 class Blocks(torch.optim.Optimizer):
-    """Scales large tensors block by block, as optimizers with eight-bit states do."""
+    """An optimizer that scales large tensors in blocks, as those with 8-bit states do."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -626,7 +630,7 @@ def by_key(model):
 
 
 def equal_to_the_unsharded(optimizer_cls, groups, dtype, path, **options):
-    """Four steps, with a checkpoint after two."""
+    """Train four steps with a checkpoint after two, beside the unsharded optimizer."""
     model, twin = large(dtype), large(dtype)
     ours = ShardedOptimizer(groups(model), optimizer_cls, **options)
     theirs = optimizer_cls(groups(twin), **options)
@@ -662,7 +666,7 @@ def unusual(path):
     return True
 
 
-def test_optimizers_with_keys_of_their_own_and_of_large_tensors_are_split_as_they_need(tmp_path):
+def test_optimizers_with_required_options_or_blocks_equal_one_process(tmp_path):
     assert all(run_ranks(unusual, 2, str(tmp_path), timeout=DEADLINE))
 
 
@@ -674,7 +678,7 @@ RULES = {
 
 
 class ByShape(torch.optim.Optimizer):
-    """Takes another step where a rule of shapes holds, element by element in both cases."""
+    """An element-wise optimizer whose step depends on the shape of the parameter."""
 
     def __init__(self, params, rule, lr=0.1):
         super().__init__(params, {"lr": lr, "rule": rule})
@@ -707,7 +711,7 @@ def ruled(stage):
                 model.parameters(), ByShape, shard_gradients=stage == 2, rule=rule
             )
             assert [p.shape for p in model.parameters()] == [p.shape for p in twin.parameters()]
-        # A caller's own rules, of groups.
+        # The caller selects groups by shapes.
         assert [p.dim() for p in model.parameters()] == [4, 1, 2, 1, 2, 1]
         for step in range(2):
             generator = torch.Generator().manual_seed(step)
@@ -726,12 +730,12 @@ def ruled(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_rules_of_shapes_see_the_shapes_of_the_whole(stage):
+def test_optimizers_that_depend_on_shapes_get_whole_shapes(stage):
     assert all(run_ranks(ruled, 2, stage, timeout=DEADLINE))
 
 
 def eight_bit(path):
-    # Compiling takes minutes, and changes nothing but the time.
+    # Compiling takes minutes, and does not change the results.
     torch.compile = lambda function, **_: function
     from torchao.optim import AdamW8bit
 
@@ -749,7 +753,7 @@ def test_torchaos_eight_bit_adam_equals_the_unsharded_one(tmp_path):
 
 def step_two(stage, elementwise):
     for some in range(1, dist.get_world_size()):
-        # Ranks differ in how many optimizers they have made.
+        # Ranks have constructed different numbers of optimizers.
         group = dist.new_group(list(range(some)))
         if dist.get_rank() < some:
             ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, group=group, lr=0.1)
@@ -757,7 +761,7 @@ def step_two(stage, elementwise):
 
 
 def step_two_of(stage, elementwise, seed):
-    """Two optimizers over layers in turn, which ranks use in orders of their own, or not at all."""
+    """Train with two optimizers whose layers each rank uses in another order, or not at all."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, twin = (nn.ModuleList(make_layers()) for _ in range(2))
 
@@ -801,19 +805,19 @@ def make_layers():
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("elementwise", [True, False])
-def test_two_optimizers_of_one_backward_both_step_right(stage, elementwise):
+def test_two_optimizers_in_one_backward_equal_one_process(stage, elementwise):
     assert all(run_ranks(step_two, 3, stage, elementwise, timeout=DEADLINE))
 
 
 def delete_one():
-    """Where one of two goes, the other sends while backward runs again; gone on some, it raises."""
+    """Delete one of two optimizers on all ranks, and then on some ranks only."""
     models = [nn.Linear(5, 5) for _ in range(2)]
-    kept, other = (ShardedOptimizer(m.parameters(), torch.optim.SGD, lr=0.1) for m in models)
-    assert kept.reducer._numbers == other.reducer._numbers == [0, 1]
+    remaining, other = (ShardedOptimizer(m.parameters(), torch.optim.SGD, lr=0.1) for m in models)
+    assert remaining.reducer._group_numbers == other.reducer._group_numbers == [0, 1]
     x = torch.ones(2, 5)
     del other
     models[0](x).sum().backward()
-    assert kept.reducer._numbers == [0]
+    assert remaining.reducer._group_numbers == [0]
     other = ShardedOptimizer(models[1].parameters(), torch.optim.SGD, lr=0.1)
     if dist.get_rank() == 1:
         del other
@@ -822,5 +826,5 @@ def delete_one():
     return True
 
 
-def test_an_optimizer_beside_another_may_be_deleted_on_all_ranks_or_none():
+def test_one_of_two_optimizers_can_be_deleted_on_all_ranks_only():
     assert all(run_ranks(delete_one, 2, timeout=DEADLINE))

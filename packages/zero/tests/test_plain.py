@@ -1,4 +1,4 @@
-"""The plain file trains, and what is fast equals it."""
+"""`plain.py` trains, and the real implementations are bit-equal to it."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def plain_and_real(stage):
         )
         train(real, fast)
         whole = dict(real.named_parameters())
-        held = sum(s["exp_avg"].numel() for s in simple.optimizer.state.values())
+        state_numel = sum(s["exp_avg"].numel() for s in simple.optimizer.state.values())
     else:
         layers, plain = plain, PlainFSDP(plain)
         train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
@@ -48,14 +48,14 @@ def plain_and_real(stage):
         plain, real = layers, FSDP(real)
         train(real, torch.optim.AdamW(real.parameters(), lr=0.1))
         whole = real.gather_full_params()
-        held = 0
-    # Every rank sums in the same order, so to the bit.
-    return all(torch.equal(whole[n].data, p.data) for n, p in plain.named_parameters()), held
+        state_numel = 0
+    # Every rank sums in the same order, so the results are bit-equal.
+    return all(torch.equal(whole[n].data, p.data) for n, p in plain.named_parameters()), state_numel
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_real_thing_equals_the_plain_one_to_the_bit(stage, world):
-    for equal, held in run_ranks(plain_and_real, world, stage, timeout=DEADLINE):
+def test_each_stage_is_bit_equal_to_plain(stage, world):
+    for equal, state_numel in run_ranks(plain_and_real, world, stage, timeout=DEADLINE):
         assert equal
-        assert held == (0 if stage == 3 else -(-78 // world))
+        assert state_numel == (0 if stage == 3 else -(-78 // world))

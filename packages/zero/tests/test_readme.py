@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The README's example runs without changes."""
 
 import os
 import re
@@ -14,7 +14,7 @@ def run_example(folder):
 
     os.chdir(folder)
     code = re.search(r"```python\n(import.*?)```", README.read_text(), re.S)[1]
-    # The ranks of a test are in a group already, which the example makes and ends.
+    # The ranks of a test have a process group already, which the example creates and destroys.
     for line in ('dist.init_process_group("gloo")', "dist.destroy_process_group()"):
         assert line in code
         code = code.replace(line, "")
@@ -24,5 +24,5 @@ def run_example(folder):
     return names["step"], len(names["sharded"].units)
 
 
-def test_the_example_runs(tmp_path):
+def test_the_readmes_example_runs(tmp_path):
     assert run_ranks(run_example, 2, str(tmp_path)) == [(1, 2)] * 2

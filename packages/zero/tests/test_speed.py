@@ -1,4 +1,4 @@
-"""Step times beside torch's own, interleaved in one run, on a machine that does nothing else."""
+"""Step times beside torch's implementations, interleaved in one run on an idle machine."""
 
 import json
 import os
@@ -38,12 +38,12 @@ def on_the_loopback(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("stage", "most"), [(1, 1.0), (2, 1.0), (3, 0.7)])
-def test_no_stage_is_slower_than_torchs_own_on_the_loopback(on_the_loopback, stage, most):
+def test_no_stage_is_slower_than_torchs_on_the_loopback(on_the_loopback, stage, most):
     assert on_the_loopback[f"stage{stage}"]["ratio_p50"] <= most
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-def test_a_throttled_link_is_used_better_than_by_torchs_own(tmp_path):
+def test_steps_on_a_throttled_link_are_faster_than_torchs(tmp_path):
     path = tmp_path / "rows.json"
     with emulated_hosts(2, "2gbit") as hosts:
         assert run_everywhere(hosts, command(path), ENVIRONMENT, seconds=400) == [0, 0]
@@ -56,7 +56,7 @@ def test_a_throttled_link_is_used_better_than_by_torchs_own(tmp_path):
 
 
 def evicted(path):
-    """Every file of a folder, out of the page cache."""
+    """Return every file of a folder after removing it from the page cache."""
     files = [file for file in Path(path).iterdir() if file.is_file()]
     for file in files:
         with file.open("rb") as handle:
@@ -66,7 +66,7 @@ def evicted(path):
 
 
 def reading_and_loading(path, write):
-    """What the disk's bandwidth, and what reading as a load must, take of a load's time.
+    """Return the times of reading from the disk, and of a load, of the same files.
 
     A load checks every byte before it changes any, and holds no copy of what it has checked: it
     reads once from the disk and once from the page cache.
@@ -76,7 +76,7 @@ def reading_and_loading(path, write):
     memory = torch.ones(8 * 4096**2 // dist.get_world_size()).view(torch.uint8).numpy()
 
     def read(files):
-        """Seconds for the bytes; each rank its half, as a load does."""
+        """Return the seconds to read the files; each rank reads its half, as a load does."""
         dist.barrier()
         start = time.perf_counter()
         for file in files:
@@ -91,14 +91,14 @@ def reading_and_loading(path, write):
     ratios = []
     for _ in range(7):
         files = evicted(path)
-        from_disk, again = read(files), read(files)
+        from_disk, from_cache = read(files), read(files)
         evicted(path)
         dist.barrier()
         start = time.perf_counter()
         load_checkpoint(path, model)
         dist.barrier()
         load = time.perf_counter() - start
-        ratios.append((from_disk / load, (from_disk + again) / load))
+        ratios.append((from_disk / load, (from_disk + from_cache) / load))
     return [statistics.median(ratio) for ratio in zip(*ratios, strict=True)]
 
 

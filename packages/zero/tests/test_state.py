@@ -1,4 +1,4 @@
-"""Optimizers on shards: state dictionaries as torch's tools see them, whole matrices, offload."""
+"""Optimizers of shards: state dicts with torch's tools, whole matrices, offload."""
 
 import copy
 import sys
@@ -34,7 +34,7 @@ KINDS = {
     "Muon": {},
     "Adafactor": {},
 }
-# What `make test` tries; the rest is exhaustive.
+# The optimizers in `make test`; the others are exhaustive.
 SAMPLED = ("AdamW", "Muon")
 
 
@@ -52,12 +52,12 @@ def trained(stage, name, steps=2, **options):
 
 
 def inner(model, stage):
-    """What torch's tools name as the unwrapped model does."""
+    """Return the module under whose names torch's tools save the model."""
     return model.module if stage == 3 else model
 
 
 def assert_same_state(ours, theirs):
-    """Nested dictionaries of tensors, whole on both sides."""
+    """Compare nested dictionaries of whole tensors."""
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         if isinstance(value, dict):
@@ -67,7 +67,7 @@ def assert_same_state(ours, theirs):
 
 
 def reloaded(twin, theirs):
-    """The same in one process: loading casts what Optimizer keeps in another dtype."""
+    """Reload the state in one process: loading casts state of another dtype."""
     fresh = copy.deepcopy(twin)
     optimizer = type(theirs)(fresh.parameters(), lr=0.1)
     optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
@@ -92,30 +92,32 @@ def torchs_tools(stage, name, folder):
     groups = zip(whole["param_groups"], expected["param_groups"], strict=True)
     assert all(a["params"] == b["params"] and a["lr"] == b["lr"] for a, b in groups)
 
-    # Out by torch and in by torch, into a fresh pair; then a step.
+    # Saved and loaded by torch into another model and optimizer; then a step.
     weights, state = get_state_dict(part, ours)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/torch")
-    for way in ("dcp", "ours", "full", "rank 0", "plain"):
+    for method in ("dcp", "ours", "full", "rank 0", "plain"):
         other, optimizer, _, _ = pair(
             stage, name, build=matrices if name == "Muon" else make, **KINDS[name]
         )
         load_into = inner(other, stage)
-        if way == "dcp":
+        if method == "dcp":
             load_by_torch(f"{folder}/torch", load_into, optimizer)
-        elif way == "ours":
+        elif method == "ours":
             load_checkpoint(f"{folder}/torch", other, optimizer)
         else:
-            given = copy.deepcopy(whole) if way != "rank 0" or dist.get_rank() == 0 else {}
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "rank 0")
-            if way == "plain":
+            state = copy.deepcopy(whole) if method != "rank 0" or dist.get_rank() == 0 else {}
+            options = StateDictOptions(
+                full_state_dict=True, broadcast_from_rank0=method == "rank 0"
+            )
+            if method == "plain":
                 optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
             else:
-                set_optimizer_state_dict(load_into, optimizer, given, options=options)
+                set_optimizer_state_dict(load_into, optimizer, state, options=options)
             load_into.load_state_dict(twin.state_dict())
         fresh = reloaded(twin, theirs)
         train(other, optimizer, *fresh, mean_square, steps=2)
 
-    # Ours, read by torch.
+    # A checkpoint of this package, loaded by torch.
     save_checkpoint(f"{folder}/zero", model, ours)
     other, optimizer, _, _ = trained(stage, name, steps=1)
     load_by_torch(f"{folder}/zero", inner(other, stage), optimizer)
@@ -136,7 +138,7 @@ def test_torchs_tools_get_save_and_set_whole_optimizer_states(tmp_path, name):
 def whole_matrices(name, world, folder):
     options = {"group": init_device_mesh("cpu", (2, 2))} if world == 4 else {}
     model, ours, twin, theirs = trained(3, name, steps=3, **options)
-    # By closures, with clipping by norm, and a layer frozen for a while.
+    # With closures, clipping by norm, and a layer that is frozen for some steps.
     for number in range(3):
         model.module[0].weight.requires_grad_(number != 1)
         twin[0].weight.requires_grad_(number != 1)
@@ -155,7 +157,7 @@ def whole_matrices(name, world, folder):
     ours.zero_grad()
     theirs.zero_grad()
     assert_alike(model, twin)
-    # Every state is on one rank of a row, but what is replicated.
+    # Every state is on one rank of a row, except that of replicated parameters.
     mine = sum(v.numel() for s in ours.state.values() for v in s.values() if v.dim())
     whole = sum(v.numel() for s in theirs.state.values() for v in s.values() if v.dim())
     counts = torch.tensor([mine])
@@ -173,7 +175,7 @@ def whole_matrices(name, world, folder):
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 4])
-def test_optimizers_of_whole_matrices_equal_one_process_at_stage_three(tmp_path, name, world):
+def test_optimizers_of_whole_matrices_equal_one_process_at_stage_3(tmp_path, name, world):
     assert all(run_ranks(whole_matrices, world, name, world, str(tmp_path / "x"), timeout=DEADLINE))
 
 
@@ -191,7 +193,7 @@ def dropped_on_one_rank():
     return True
 
 
-def test_optimizers_that_cannot_step_shards_say_so():
+def test_optimizers_that_cannot_step_shards_are_refused():
     assert all(run_ranks(dropped_on_one_rank, 2, timeout=DEADLINE))
 
 

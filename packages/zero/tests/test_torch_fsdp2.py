@@ -1,4 +1,4 @@
-"""A judge that nobody here wrote: torch's own tests of fully_shard, on the CPU.
+"""torch's tests of fully_shard, run with FSDP on the CPU.
 
 What passes with torch's passes with ours behind an adapter, but for what is named.
 """
@@ -12,11 +12,11 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# The folder test/distributed of a checkout of torch's repository, and which of its tests: all.
+# The folder test/distributed of a checkout of torch's repository, and the tests to run: all.
 FOLDER = os.environ.get("TORCH_TESTS")
 WANTED = os.environ.get("TORCH_TESTS_WANTED", "")
 
-# What differs, by how a test's name ends, and why.
+# Tests that fail with FSDP by the end of their name, with the reason.
 INSIDE = "looks into FSDP2's own objects"
 DTENSORS = "asks for DTensors between steps"
 LATER = "casts, loads or keeps on the meta device after sharding; here before or while it is made"
@@ -51,10 +51,10 @@ DIFFERS = {
 }
 
 
-def outcomes(who, world, place):
+def outcomes(implementation, world, folder):
     folder = Path(FOLDER, "_composable", "fsdp")
     files = sorted(path.stem for path in folder.glob("test_fully_shard_*.py"))
-    arguments = who, world, str(folder), files, WANTED, str(place)
+    arguments = implementation, world, str(folder), files, WANTED, str(folder)
     return run_ranks(judged, world, *arguments, backend="", timeout=3000)
 
 
@@ -65,14 +65,17 @@ def judged(*arguments):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(FOLDER is None, reason="TORCH_TESTS names no tests of torch's")
+@pytest.mark.skipif(FOLDER is None, reason="TORCH_TESTS is not set to a folder of torch's tests")
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_what_passes_on_torchs_fully_shard_passes_on_ours(world, tmp_path):
-    for who in ("torch", "zero"):
-        (tmp_path / who).mkdir()
-    theirs, ours = (outcomes(who, world, tmp_path / who) for who in ("torch", "zero"))
+def test_torchs_tests_of_fully_shard_pass_on_fsdp(world, tmp_path):
+    for implementation in ("torch", "zero"):
+        (tmp_path / implementation).mkdir()
+    theirs, ours = (
+        outcomes(implementation, world, tmp_path / implementation)
+        for implementation in ("torch", "zero")
+    )
     passed = [name for name in theirs[0] if not any(rank[name] for rank in theirs)]
     assert passed or WANTED, theirs
     for name in passed:
-        said = next((rank[name] for rank in ours if rank[name]), "")
-        assert not said or name.endswith(tuple(DIFFERS)), (name, said)
+        failure = next((rank[name] for rank in ours if rank[name]), "")
+        assert not failure or name.endswith(tuple(DIFFERS)), (name, failure)

@@ -25,44 +25,44 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.testing._internal import common_utils
 from zero import FSDP
-from zero.fsdp.marks import _Mark
-from zero.fsdp.unit import home_of
+from zero.fsdp.autograd_hooks import _GradientHook
+from zero.fsdp.unit import find_unit
 
-# How many ranks a test may ask for, and how long one waits for another.
+# The most ranks that a test may use, and the timeout of a rank.
 RANKS, SECONDS = 4, 60
 THEIRS = torchs.FSDPModule
 
 
 class NotOffered(Exception):
-    """What `fully_shard` is asked for and FSDP has not."""
+    """A feature of `fully_shard` that FSDP does not have."""
 
 
 class FSDPModule:
-    """A module given to `fully_shard`; what it is asked is asked of the whole model's FSDP."""
+    """A module passed to `fully_shard`, whose methods act on the FSDP of the whole model."""
 
     def set_requires_gradient_sync(self, on, *, recurse=True):
         whole = self.of_the_whole("gradients of some layers only sent later", recurse)
-        whole._sync = on
+        whole._sync_gradients = on
 
     def set_is_last_backward(self, last):
-        """Every backward ends by itself."""
+        """Do nothing: every backward ends without this call."""
 
     def set_reshard_after_backward(self, on, *, recurse=True):
-        """Layers are given up after every backward: memory, not values."""
+        """Do nothing: layers are resharded after every backward, which does not change values."""
 
     def set_requires_all_reduce(self, on, *, recurse=True):
         raise NotOffered("a sum over shards without one over their copies")
 
     def unshard(self, async_op=False):
         for unit in self.units():
-            unit.start_gather()
+            unit.unshard()
             if not async_op:
-                unit.gather()
-        return mock.Mock(wait=lambda: [unit.gather() for unit in self.units()])
+                unit.wait_for_unshard()
+        return mock.Mock(wait=lambda: [unit.wait_for_unshard() for unit in self.units()])
 
     def reshard(self):
         for unit in self.units():
-            unit.free()
+            unit.reshard()
 
     def units(self):
         return self._fsdp()._units_of.get(self, [])
@@ -89,7 +89,7 @@ def fully_shard(
     ignored_params=None,
     **others,
 ):
-    """Shard the whole of `module` anew, with the modules within that were given before."""
+    """Shard `module`, with the inner modules that were passed before."""
     if not isinstance(module, nn.Module) or others.get("shard_placement_fn"):
         raise NotOffered("groups of modules, or a placement")
     policy = mp_policy or torchs.MixedPrecisionPolicy()
@@ -108,7 +108,7 @@ def fully_shard(
     if not [*module.parameters()]:
         return module
     within = [m.__dict__["_fsdp"]() for m in module.modules() if "_fsdp" in m.__dict__]
-    # In one order on all ranks.
+    # In the same order on all ranks.
     for inner in dict.fromkeys(within):
         if inner.options != options:
             raise NotOffered("layers with options of their own")
@@ -116,7 +116,7 @@ def fully_shard(
     whole = FSDP(
         module,
         shard=(FSDPModule,),
-        # As they are when called: tests put theirs in their place.
+        # Looked up at the call, because tests replace them.
         reduce_scatter_tensor=lambda *a, **k: newest("reduce_scatter")(*a, **k),
         all_gather_into_tensor=lambda *a, **k: newest("all_gather")(*a, **k),
         **options,
@@ -129,17 +129,18 @@ def fully_shard(
 
 def newest(name):
     old = {"all_gather": "all_gather_into_tensor"}.get(name, f"{name}_tensor")
-    return getattr(dist, f"{name}_single", None) or getattr(dist, old)
+    newer = f"{name}_single"
+    return getattr(dist, newer, None) or getattr(dist, old)
 
 
 def take_apart(whole):
-    """Put parameters back as they were before FSDP."""
+    """Restore the parameters from before FSDP."""
     for unit in whole.units:
-        values = unit.full_parameters()
+        values = unit.gather_full_parameters()
         for sharded in unit.parameters:
-            again = nn.Parameter(values[sharded.name].clone(), sharded.local.requires_grad)
-            for module, attribute in sharded.places:
-                module._parameters[attribute] = again
+            parameter = nn.Parameter(values[sharded.name].clone(), sharded.shard.requires_grad)
+            for module, attribute in sharded.owners:
+                module._parameters[attribute] = parameter
     for module, ids in whole._hook_ids.items():
         for hooks in vars(module).values():
             if isinstance(hooks, dict):
@@ -148,26 +149,26 @@ def take_apart(whole):
 
 
 def check_sharded_parity(case, replicated, sharded, prefixes_to_ignore=()):
-    """torch's, for shards that are no DTensors."""
+    """Compare as torch's function of this name does, for shards that are not DTensors."""
     pairs = zip(replicated.named_parameters(), sharded.named_parameters(), strict=True)
     for (name, expected), (theirs, parameter) in pairs:
         for prefix in prefixes_to_ignore:
             theirs = theirs.replace(prefix, "")
         assert name == theirs
-        unit, home = home_of(parameter)
-        assert_close(unit.full_parameters()[home.name], expected.detach())
+        unit, home = find_unit(parameter)
+        assert_close(unit.gather_full_parameters()[home.name], expected.detach())
         assert (expected.grad is None) == (parameter.grad is None), name
         if expected.grad is not None:
             assert_close(parameter.grad.full_tensor(), expected.grad)
 
 
 class OnCPU(TorchFunctionMode):
-    """To whatever is told a GPU, that is the CPU."""
+    """A mode in which arguments that name a GPU name the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.Tensor.cuda, nn.Module.cuda):
             return args[0]
-        args = [cpu(one) for one in args]
+        args = [cpu(arg) for arg in args]
         return func(*args, **{key: cpu(value) for key, value in (kwargs or {}).items()})
 
 
@@ -177,7 +178,7 @@ def cpu(value):
 
 
 class OnRanks(common_utils.TestCase):
-    """In place of torch's classes that start processes or threads: the ranks run already."""
+    """A test case that replaces torch's classes that start processes: the ranks run already."""
 
     rank = property(lambda self: dist.get_rank())
     process_group = property(lambda self: dist.group.WORLD)
@@ -189,7 +190,7 @@ class OnRanks(common_utils.TestCase):
 
 
 def prepare(who):
-    """Replace what the tests' files take from torch, before they do."""
+    """Replace the parts of torch that the tests import, before they import them."""
     import torch.distributed.tensor.debug
     from torch.distributed import _composable, tensor
     from torch.testing._internal import (
@@ -229,19 +230,21 @@ def prepare(who):
     sys.modules["torch.distributed._tensor.debug"] = tensor.debug
     sys.modules["torch.distributed._tensor.debug.comm_mode"] = tensor.debug
     for new in Path(torchs.__file__).parent.glob("_fully_shard/_fsdp_*.py"):
-        found = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{new.stem}")
-        sys.modules[f"torch.distributed._composable.fsdp.{new.stem}"] = found
+        implementation = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{new.stem}")
+        sys.modules[f"torch.distributed._composable.fsdp.{new.stem}"] = implementation
     if who == "zero":
         common_fsdp.check_sharded_parity = check_sharded_parity
         group = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-        group.RegisterPostBackwardFunction = common_fsdp.RegisterPostBackwardFunction = _Mark
-        for place in (torchs, importlib.import_module("torch.distributed._composable.fsdp")):
-            place.fully_shard, place.FSDPModule = fully_shard, FSDPModule
-            place.register_fsdp_forward_method = lambda module, name: None
+        group.RegisterPostBackwardFunction = common_fsdp.RegisterPostBackwardFunction = (
+            _GradientHook
+        )
+        for namespace in (torchs, importlib.import_module("torch.distributed._composable.fsdp")):
+            namespace.fully_shard, namespace.FSDPModule = fully_shard, FSDPModule
+            namespace.register_fsdp_forward_method = lambda module, name: None
 
 
 def load(name):
-    """Import one of torch's files; what it asks of torch and torch has not is a mock."""
+    """Import one of torch's files; names that torch does not have are mocks."""
     while True:
         try:
             return importlib.import_module(name)
@@ -255,8 +258,8 @@ def load(name):
 
 
 @contextmanager
-def group_of(world, rank, place):
-    store = dist.FileStore(place, world)
+def group_of(world, rank, folder_of_store):
+    store = dist.FileStore(folder_of_store, world)
     limit = timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     try:
@@ -265,30 +268,32 @@ def group_of(world, rank, place):
         dist.destroy_process_group()
 
 
-def run(who, world, folder, files, wanted, place):
-    """Run torch's tests that want `world` ranks: each one's name, and what went wrong."""
+def run(who, world, folder, files, wanted, folder_of_store):
+    """Run torch's tests of `world` ranks; return the failure of each test by name."""
     rank = int(os.environ["RANK"])
     sys.path.insert(0, folder)
     prepare(who)
-    said = {}
+    failures = {}
     for file in files:
         module = load(file)
         cases = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, OnRanks)]
         for case in (case for case in cases if case.__module__ == file):
             for name in (n for n in dir(case) if re.search(f"^test_.*({wanted})", n)):
-                one = case(name)
-                if one.world_size != world:
+                test_case = case(name)
+                if test_case.world_size != world:
                     continue
                 full = f"{file.removeprefix('test_fully_shard_')}: {name.removeprefix('test_')}"
-                said[full] = outcome(one, name, rank, world, f"{place}/{case.__name__}-{name}")
+                failures[full] = outcome(
+                    test_case, name, rank, world, f"{folder_of_store}/{case.__name__}-{name}"
+                )
                 if os.environ.get("ORACLE_TALKS"):
-                    print(rank, full, said[full][:2500] or "passes", flush=True)
-    return said
+                    print(rank, full, failures[full][:2500] or "passes", flush=True)
+    return failures
 
 
-def outcome(case, name, rank, world, place):
+def outcome(case, name, rank, world, folder_of_store):
     try:
-        with group_of(world, rank, place), OnCPU():
+        with group_of(world, rank, folder_of_store), OnCPU():
             torch.manual_seed(0)
             case.setUp()
             getattr(case, name)()

@@ -1,4 +1,4 @@
-"""What tests share: a small model sharded and in one process, trained alike, held together."""
+"""Helpers of several tests: a small model, trained sharded and in one process."""
 
 from pathlib import Path
 
@@ -19,10 +19,10 @@ def batch(step, rank):
 
 
 def pair(stage=3, name="AdamW", *, build=make, group=None, cpu_offload=False, lr=0.1, **options):
-    """Ours, and one process: model, optimizer, model, optimizer."""
+    """Return a sharded model and its optimizer, and those of one process."""
     model, twin = build(), build()
-    given = ("reshard_after_forward", "prefetch", "shard")
-    fsdp = {k: options.pop(k) for k in given if k in options}
+    fsdp_options = ("reshard_after_forward", "prefetch", "shard")
+    fsdp = {k: options.pop(k) for k in fsdp_options if k in options}
     cls = getattr(torch.optim, name)
     theirs = cls(twin.parameters(), lr=lr, **options)
     if stage == 3:
@@ -41,7 +41,7 @@ def pair(stage=3, name="AdamW", *, build=make, group=None, cpu_offload=False, lr
 
 
 def train(model, ours, twin, theirs, loss, steps=3, clip=None):
-    """Both on the same batches; they must end alike."""
+    """Train both on the same batches, and compare them."""
     world = dist.get_world_size()
     for number in range(steps):
         loss(model, batch(number, dist.get_rank())).backward()
@@ -60,7 +60,7 @@ def mean_square(model, inputs):
 
 
 def assert_alike(model, twin, rtol=1e-9, atol=1e-12):
-    """The sharded model's parameters are the other's."""
+    """Assert that a sharded model has the same parameters as another model."""
     whole = (
         model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
     )
@@ -68,13 +68,13 @@ def assert_alike(model, twin, rtol=1e-9, atol=1e-12):
         both = [whole[name].data, value.data]
         if value.dtype not in (torch.float32, torch.float64):
             # Not all others can be compared.
-            both = [each.to(torch.complex128) for each in both]
+            both = [value.to(torch.complex128) for value in both]
         torch.testing.assert_close(*both, rtol=rtol, atol=atol)
     return True
 
 
 def flip_bits(path, every, load):
-    """Flip a bit in every so many bytes of each file: how many were tried, how many loaded."""
+    """Flip a bit in one of `every` bytes of each file; count loads, and loads that passed."""
     passed = tried = 0
     for file in sorted(Path(path).iterdir()):
         good = file.read_bytes()

@@ -1,4 +1,4 @@
-"""What a language model costs, before it runs"""
+"""The cost of a language model before it runs: parameters, FLOPs, memory, time and price."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accounting.search.plans import plans_that_fit
 
 
-_LATER = {
+_LAZY = {
     "Ledger": "accounting.memory.ledger",
     "fits": "accounting.memory.ledger",
     "plan_for": "accounting.search.answer",
@@ -35,17 +35,17 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch, or all of the package, is imported when it is asked for."""
-    if name in _LATER:
+    """Import the names that need torch, or most of the package, on first access."""
+    if name in _LAZY:
         from importlib import import_module
 
         try:
-            return getattr(import_module(_LATER[name]), name)
+            return getattr(import_module(_LAZY[name]), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            told = f'{name} needs torch, which is not installed: pip install "accounting[torch]"'
-            raise ModuleNotFoundError(told, name="torch") from error
+            message = f'{name} needs torch, which is missing: pip install "accounting[torch]"'
+            raise ModuleNotFoundError(message, name="torch") from error
     raise AttributeError(f"module 'accounting' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""`python -m accounting`: see `accounting.cli.main`."""
+"""Entry point of `python -m accounting`; see `accounting.cli.main`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How fast the calculators are."""
+"""The speed of the calculators."""
 
 import argparse
 import itertools
@@ -30,7 +30,7 @@ LLAMA3_8B = Transformer(
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Rows of `speed` and `import`; nothing here runs on a device."""
+    """Return rows of `speed` and `import`; the benchmark runs on the CPU only."""
     return [*_speed(5 if quick else 50), _import(3 if quick else 10)]
 
 
@@ -55,7 +55,7 @@ def _speed(repeats: int) -> list[Row]:
 
 
 def _import(repeats: int) -> Row:
-    """Time to import, in a process of its own that has its bytecode ready."""
+    """Measure the time to import the package in a separate process with compiled bytecode."""
     code = "import time; t = time.perf_counter(); import accounting; print(time.perf_counter() - t)"
     with tempfile.TemporaryDirectory() as folder:
         ready = os.environ | {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
@@ -82,7 +82,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table; write the rows as JSON if asked."""
+    """Print one table, and write the rows as JSON if `--json` is passed."""
     parser = argparse.ArgumentParser(prog="python -m accounting.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as aligned text, a block for each set of columns."""
+    """Return rows as aligned text with one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]

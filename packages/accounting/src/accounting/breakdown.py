@@ -1,8 +1,7 @@
-"""A number that knows how it came about.
+"""Results that store their own derivation.
 
-Every result of this package is a `Breakdown`: a leaf is a product of named factors, and a node is
-the sum of its parts. A total is never stored, so a derivation cannot disagree with the figure it
-explains.
+Every result of this package is a `Breakdown`. A leaf is a product of named factors, and a node is
+the sum of its parts. The total is computed from them, so a derivation always matches its figure.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class Breakdown:
 
     @cached_property
     def total(self) -> int | float:
-        """The figure itself: an `int` whenever it is whole and no factor was a float."""
+        """Return the total, as an `int` if it is an integer and no factor is a float."""
         if self.factors:
             return plain(math.prod(value for _, value in self.factors))
         return sum(part.total for part in self.parts)
 
     def __getitem__(self, name: str) -> Breakdown:
-        """The part of that name; a path such as `"attention/query"` goes deeper."""
+        """Return the part with this name, or with a path such as `"attention/query"`."""
         first, _, rest = name.partition("/")
         for part in self.parts:
             if part.name == first:
@@ -56,21 +55,21 @@ class Breakdown:
         return float(self.total)
 
     def leaves(self) -> Iterator[Breakdown]:
-        """Every product that the total is made of."""
+        """Yield every leaf of the tree."""
         if not self.parts:
             yield self
         for part in self.parts:
             yield from part.leaves()
 
     def lines(self, depth: int = 0) -> Iterator[tuple[int, str, int | float, str]]:
-        """Each line of the derivation: depth, name, value, and the product that gives the value."""
+        """Yield the depth, name, value and derivation of each line."""
         product = " × ".join(f"{readable(value)} {name}" for name, value in self.factors)
         yield depth, self.name, self.total, "; ".join(filter(None, (product, self.note)))
         for part in self.parts:
             yield from part.lines(depth + 1)
 
     def explain(self) -> str:
-        """The derivation, line by line, ready to print."""
+        """Return the derivation as aligned text, one line per part."""
         rows = [("  " * d + name, readable(value), why) for d, name, value, why in self.lines()]
         left = max(len(name) for name, _, _ in rows)
         right = max(len(value) for _, value, _ in rows)
@@ -81,7 +80,7 @@ class Breakdown:
     __str__ = explain
 
     def to_dict(self) -> dict[str, object]:
-        """Plain dictionaries and numbers, ready for `json.dumps`."""
+        """Return plain dictionaries and numbers for `json.dumps`."""
         result: dict[str, object] = {"name": self.name, "value": self.total, "unit": self.unit}
         if self.factors:
             result["factors"] = {name: float_or_int(value) for name, value in self.factors}
@@ -93,30 +92,30 @@ class Breakdown:
 
 
 def product(name: str, unit: str, note: str = "", /, **factors: Number) -> Breakdown:
-    """A leaf: the product of the factors, each under the name the derivation prints."""
+    """Return a leaf, the product of the factors; the derivation prints their names."""
     return Breakdown(name, unit, factors=tuple(factors.items()), note=note)
 
 
 def total(name: str, unit: str, *parts: Breakdown | None, note: str = "") -> Breakdown:
-    """A node: the sum of those parts that are there and not zero."""
-    kept = tuple(part for part in parts if part is not None and part.total != 0)
-    return Breakdown(name, unit, parts=kept, note=note)
+    """Return a node, the sum of those parts that are neither None nor zero."""
+    present = tuple(part for part in parts if part is not None and part.total != 0)
+    return Breakdown(name, unit, parts=present, note=note)
 
 
 def plain(value: Number) -> int | float:
-    """An exact fraction as an `int` where it is whole, else as a float."""
+    """Return an integer if the value is one, and otherwise a float."""
     if isinstance(value, Fraction):
         return value.numerator if value.denominator == 1 else float(value)
     return value
 
 
 def float_or_int(value: Number) -> int | float:
-    """A fraction as a number that JSON knows."""
+    """Convert a fraction to a float, because JSON has no fractions."""
     return float(value) if isinstance(value, Fraction) else value
 
 
 def readable(value: Number) -> str:
-    """12,345 for whole numbers, 7/8 for fractions, four digits for the rest."""
+    """Format an integer as 12,345, a fraction as 7/8 and a float with six digits."""
     if isinstance(value, Fraction):
         return str(value)
     if isinstance(value, float) and not (value.is_integer() and abs(value) < 1e15):
@@ -125,7 +124,7 @@ def readable(value: Number) -> str:
 
 
 def binary_size(count: float) -> str:
-    """Bytes for a person: `13.3 GiB`."""
+    """Format a number of bytes with a binary unit, such as `13.3 GiB`."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

@@ -1,4 +1,7 @@
-"""The checks that every number and every name passes where it enters, with one wording for all."""
+"""Checks of every argument and field where it enters, with one form of message for all of them.
+
+Each message says what was expected and what was received: `expected 0 < utilization <= 1, got 1.4`.
+"""
 
 import dataclasses
 import inspect
@@ -6,192 +9,229 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_origin
 
+#: Layers are listed one by one, so a larger number is taken for a mistake.
 MOST_LAYERS = 100_000
-"""Layers are listed one by one; what asks for more of them is a mistake."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def entry(*more: str, **about: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check what a function is given, before it runs, by the types that it declares.
+class Rule(NamedTuple):
+    """The declared type and default of an argument, and what else restricts its values."""
 
-    A whole number is at least 1 (0 where that is its default), a number above 0, a switch True or
-    False, a `Literal` one of its names. `about` has the least of a number where it is another, or
-    the names to choose from. `more` are keywords that the function hands on. What it does not have
-    is a `TypeError` with the nearest name.
+    kind: Any
+    default: object
+    #: The smallest value of a number, a tuple of allowed values, or None.
+    limit: Any
+
+
+def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check the arguments of a function against the types that it declares, before it runs.
+
+    An integer is at least 1, or at least 0 if its default is 0. A float is greater than 0. A bool
+    is True or False, and a `Literal` is one of its values. `limits` replace the smallest value of a
+    number or list the allowed values. `forwarded` names keywords that the function passes on. Any
+    other keyword raises a `TypeError` that suggests the nearest name.
     """
 
-    def wrap(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters.values()
-        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        order = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
-        handed_on = any(p.kind is p.VAR_KEYWORD for p in parameters) and not more
-        scope: dict[str, Any] = getattr(function, "__globals__", {})
-        rules = {}
-        for p in named:
-            kind = p.annotation
-            if isinstance(kind, str) and isinstance(scope.get(kind), type):
-                kind = scope[kind]
-            rule = get_args(kind) if get_origin(kind) is Literal else about.get(p.name)
-            rules[p.name] = (kind, p.default, rule)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        rules, order = _rules(function, limits)
+        signature = inspect.signature(function).parameters.values()
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature) and not forwarded
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name not in rules and name not in more and not handed_on:
-                    known = (*rules, *more)
-                    raise TypeError(
-                        f"{name!r} is no argument here; there are {', '.join(known)}"
-                        f"{nearest(name, known)}"
-                    )
-            first = [
-                _typed(name, value, *rules[name]) for name, value in zip(order, args, strict=False)
-            ]
-            rest = {
-                name: _typed(name, value, *rules[name]) if name in rules else value
-                for name, value in kwargs.items()
-            }
-            return function(*first, *args[len(first) :], **rest)  # type: ignore[arg-type]
+            if not takes_any:
+                _refuse_unknown("argument", kwargs, (*rules, *forwarded))
+            positional = list(args)
+            for index, (name, value) in enumerate(zip(order, args, strict=False)):
+                positional[index] = _typed(name, value, rules[name])
+            keywords: dict[str, Any] = dict(kwargs)
+            for name, value in kwargs.items():
+                if name in rules:
+                    keywords[name] = _typed(name, value, rules[name])
+            return function(*positional, **keywords)  # type: ignore[arg-type]
 
         return checked
 
-    return wrap
+    return decorate
+
+
+def _rules(
+    function: Callable[..., Any], limits: Mapping[str, Any]
+) -> tuple[dict[str, Rule], list[str]]:
+    """Return the rule of each named argument, and the names that may be positional, in order."""
+    scope: dict[str, Any] = getattr(function, "__globals__", {})
+    rules = {}
+    order = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        kind = parameter.annotation
+        if isinstance(kind, str) and isinstance(scope.get(kind), type):
+            kind = scope[kind]
+        limit = get_args(kind) if get_origin(kind) is Literal else limits.get(parameter.name)
+        rules[parameter.name] = Rule(kind, parameter.default, limit)
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            order.append(parameter.name)
+    return rules, order
+
+
+def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            raise TypeError(
+                f"expected one of the {what}s {', '.join(known)}, got {name!r}"
+                f"{nearest(name, known)}"
+            )
 
 
 def named(kind: type[R]) -> type[R]:
-    """A dataclass that answers a field that it does not have with the nearest that it has.
+    """Make a dataclass refuse an unknown field with the nearest known name.
 
-    `derived_sizes` of the class are those that are worked out where they are not given: an explicit
-    0 is refused, unless there are no heads.
+    The class may list `derived_sizes`, which are computed if they are not passed. An explicit 0 for
+    such a size is refused, unless the model has no heads.
     """
-    made: Any = kind.__init__
+    original: Any = kind.__init__
 
-    @wraps(made)
+    @wraps(original)
     def init(self: object, *args: Any, **kwargs: Any) -> None:
         known = kind.__dataclass_fields__  # type: ignore[attr-defined]
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(
-                    f"{name!r} is no field of {kind.__name__}; there are {', '.join(known)}"
-                    f"{nearest(name, known)}"
-                )
+        _refuse_unknown(f"{kind.__name__} field", kwargs, known)
         for name in getattr(kind, "derived_sizes", ()):
             if name in kwargs and kwargs[name] == 0 and kwargs.get("heads") != 0:
-                raise ValueError(f"{name} is 0; it must be at least 1, or left out to be derived")
-        made(self, *args, **kwargs)
+                raise ValueError(f"expected {name} >= 1, got 0; omit it to derive it")
+        original(self, *args, **kwargs)
 
     kind.__init__ = init  # type: ignore[method-assign]
     return kind
 
 
 def whole(name: str, value: object, *, least: float = 1, most: float = math.inf) -> int:
-    """A whole number from `least` to `most`; those of numpy and torch are taken, booleans not."""
+    """Return an integer from `least` to `most`; integers of numpy and torch count, bools do not."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
+        integer = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; it must be a whole number") from None
-    if number < least:
-        raise ValueError(f"{name} is {number}; it must be at least {least}")
-    if number > most:
-        raise ValueError(f"{name} is {number}; it must be at most {most:,}")
-    return number
+        raise TypeError(f"expected {name} to be an integer, got {value!r}") from None
+    if integer < least:
+        raise ValueError(f"expected {name} >= {least}, got {integer}")
+    if integer > most:
+        raise ValueError(f"expected {name} <= {most:,}, got {integer}")
+    return integer
 
 
 def number(
     name: str, value: object, *, least: float = 0.0, most: float = math.inf, open: bool = True
 ) -> float:
-    """A finite number above `least` (or at it, if not `open`) and at most `most`."""
+    """Return a finite number above `least` (at least `least` if not `open`) and at most `most`."""
     if isinstance(value, bool | str | None) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
+        raise TypeError(f"expected {name} to be a number, got {value!r}")
     try:
-        found = float(value)
+        converted = float(value)
     except OverflowError:
-        found = math.inf
-    bound = f"lie above {least:g}" if open else f"be at least {least:g}"
-    bound += f" and at most at {most:g}" if most < math.inf else ""
-    if not math.isfinite(found) or found > most or found < least or (open and found == least):
-        raise ValueError(f"{name} is {value}; it must {bound}")
-    return found
+        converted = math.inf
+    below = converted <= least if open else converted < least
+    if not math.isfinite(converted) or converted > most or below:
+        lower = f"{least:g} < {name}" if open else f"{least:g} <= {name}"
+        upper = f" <= {most:g}" if most < math.inf else " < inf"
+        raise ValueError(f"expected {lower}{upper}, got {value}")
+    return converted
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False, and nothing that merely looks like it."""
+    """Return True or False; other values that are true or false in a condition are refused."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be True or False")
+        raise TypeError(f"expected {name} to be True or False, got {value!r}")
     return value
 
 
 def fields(
-    kind: Any, given: Mapping[str, object], prefix: str = "", /, **about: Any
+    kind: Any, values: Mapping[str, object], prefix: str = "", /, **limits: Any
 ) -> dict[str, int]:
-    """Fields of a dataclass by their types, as `entry` has arguments; returns the whole ones."""
-    found = {}
+    """Check fields of a dataclass by their types, as `entry` checks arguments.
+
+    Returns the integer fields, which may have been integers of numpy or torch.
+    """
+    integers = {}
     for field in dataclasses.fields(kind):
-        if field.name in given:
-            name, value, rule = prefix + field.name, given[field.name], about.get(field.name)
-            value = _typed(name, value, field.type, field.default, rule)
-            if field.type in (int, "int"):
-                found[name] = value
-    return found
+        if field.name not in values:
+            continue
+        name = prefix + field.name
+        rule = Rule(field.type, field.default, limits.get(field.name))
+        value = _typed(name, values[field.name], rule)
+        if field.type in (int, "int"):
+            integers[name] = value
+    return integers
 
 
-def layers(name: str, listed: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """Layers, each once and in order, of which there are `most`."""
-    if isinstance(listed, str) or not isinstance(listed, Iterable):
-        raise TypeError(f"{name} is {listed!r}; it must list layers, from 0 on")
-    found = tuple(sorted({whole(name, layer, least=0) for layer in listed}))
-    if found and found[-1] >= most:
-        raise ValueError(f"{name} names layer {found[-1]}; there are {most}, from 0 on")
-    return found
+def layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
+    """Return layer indices below `most`, sorted and without duplicates."""
+    if isinstance(indices, str) or not isinstance(indices, Iterable):
+        raise TypeError(f"expected {name} to list layers, counted from 0, got {indices!r}")
+    ordered = tuple(sorted({whole(name, layer, least=0) for layer in indices}))
+    if ordered and ordered[-1] >= most:
+        raise ValueError(f"expected layers of {name} from 0 to {most - 1}, got {ordered[-1]}")
+    return ordered
 
 
-def instance(name: str, value: object, kind: type | tuple[type, ...], how: str) -> None:
-    """Of that class; `how` says what to give."""
+def instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise `TypeError` if a value is not of a class; `expected` describes the class."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} is {value!r:.60}; it must be {how}")
+        raise TypeError(f"expected {name} to be {expected}, got {value!r:.60}")
 
 
 def choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """One of `allowed`; the message has the nearest of them where one is near."""
+    """Raise `ValueError` if a value is not allowed; the message suggests the nearest one."""
     known = tuple(allowed)
-    # 1 is no True, and True no 1.
-    if not any(value is one or (type(value) is type(one) and value == one) for one in known):
-        listed = ", ".join(map(str, known))
-        raise ValueError(f"{name} is {value!r}; it must be one of {listed}{nearest(value, known)}")
+    for option in known:
+        # 1 == True in Python, but neither is accepted for the other.
+        if value is option or (type(value) is type(option) and value == option):
+            return
+    listed = ", ".join(map(str, known))
+    raise ValueError(f"expected {name} to be one of {listed}, got {value!r}{nearest(value, known)}")
 
 
 def nearest(value: object, known: Iterable[object]) -> str:
-    """`; did you mean ...?` where a known name is close to a string, else nothing."""
+    """Return `; did you mean ...?` if a known name is similar, and an empty string otherwise."""
     from difflib import get_close_matches
 
     names = {str(name).lower(): str(name) for name in known}
-    found = get_close_matches(str(value).lower(), names, n=1, cutoff=0.6)
-    return f"; did you mean {names[found[0]]!r}?" if found else ""
+    matches = get_close_matches(str(value).lower(), names, n=1, cutoff=0.6)
+    return f"; did you mean {names[matches[0]]!r}?" if matches else ""
 
 
-def _typed(name: str, value: Any, kind: Any, default: object, rule: Any) -> Any:
-    """A value of the type that its field or argument declares; whole numbers as Python's own."""
-    text = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-    if text.endswith(" | None"):
+def _typed(name: str, value: Any, rule: Rule) -> Any:
+    """Return a value of the declared type; integers of other libraries become Python's."""
+    kind = rule.kind
+    declared = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+    if declared.endswith(" | None"):
         if value is None:
             return None
-        text = text.removesuffix(" | None")
-    if text == "int":
-        least = rule if isinstance(rule, int) else 0 if rule else int(default != 0)
+        declared = declared.removesuffix(" | None")
+    if declared == "int":
         most = MOST_LAYERS if name == "layers" else math.inf
-        value = whole(name, value, least=least, most=most)
-    elif text == "float" or (text == "Quantity" and not hasattr(value, "low")):
-        number(name, value, open=rule is None and default != 0)
-    elif text == "bool":
+        value = whole(name, value, least=_least(rule), most=most)
+    elif declared == "float" or (declared == "Quantity" and not hasattr(value, "low")):
+        number(name, value, open=rule.limit is None and rule.default != 0)
+    elif declared == "bool":
         flag(name, value)
-    elif text == "str" and not isinstance(rule, tuple) and not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; it must be a name")
-    elif text in ("Shape", "Transformer") and isinstance(kind, type):
+    elif declared == "str" and not isinstance(rule.limit, tuple):
+        instance(name, value, str, "a name")
+    elif declared in ("Shape", "Transformer") and isinstance(kind, type):
         instance(name, value, kind, "a Transformer")
-    if isinstance(rule, tuple):
-        choice(name, value, rule)
+    if isinstance(rule.limit, tuple):
+        choice(name, value, rule.limit)
     return value
+
+
+def _least(rule: Rule) -> int:
+    """Return the smallest integer that a rule allows."""
+    if isinstance(rule.limit, int):
+        return rule.limit
+    if rule.limit or rule.default == 0:
+        return 0
+    return 1

@@ -1,10 +1,8 @@
-"""Estimates on the back of an envelope: what large models take in computation, memory, time, money
-and energy.
+"""Order-of-magnitude estimates of compute, memory, time, money and energy for large models.
 
-Every estimate is one function with units in its name. An input may be a number or a range
-(`Range(low, high)`): ranges go through every step, so that an uncertain input gives an uncertain
-answer. Sources stand with the constants they are for. Ratios quoted in words (tokens, words, pages)
-are conventions, not measurements.
+Each estimate is one function with units in its name. An input is a number or a `Range(low, high)`;
+a range propagates through all steps, so an uncertain input gives an uncertain result. Constants are
+listed with their sources. Ratios of tokens, words and pages are conventions, not measurements.
 """
 
 from __future__ import annotations
@@ -15,19 +13,19 @@ from typing import Union
 
 from accounting import checks
 
-BOLTZMANN_JOULE_PER_KELVIN = 1.380649e-23  # exact since the SI of 2019
-PETAFLOP_DAY = 1e15 * 86_400  # operations in a petaflop/s-day
-# English text under a BPE vocabulary of 30-100k entries: 1.3 to 1.5 tokens a word.
+BOLTZMANN_JOULE_PER_KELVIN = 1.380649e-23  # exact since the 2019 SI
+PETAFLOP_DAY = 1e15 * 86_400  # operations per petaflop/s-day
+# English text under a BPE vocabulary of 30-100k entries: 1.3 to 1.5 tokens per word.
 TOKENS_PER_WORD = 1.4
 WORDS_PER_PAGE = 400
 PAGES_PER_BOOK = 300
 TOKENS_PER_ESSAY = 1_400  # a thousand words
-# NVIDIA H200 data sheet: dense FP8, rounded, and the memory's bandwidth.
+# NVIDIA H200 data sheet: dense FP8 rate (rounded) and memory bandwidth.
 H200_FP8_FLOPS = 1.98e15
 H200_BANDWIDTH_BYTES_PER_SECOND = 4.8e12
 H200_WATTS = 700.0
-GPU_HOUR_USD = 1.5  # a rental price, to be replaced by one's own
-# Orders of magnitude, from half a cent a gigabyte-year upwards; replace as prices move.
+GPU_HOUR_USD = 1.5  # a rental price; pass your own
+# Orders of magnitude; prices change.
 SSD_USD_PER_MB_YEAR = 5e-5
 DRAM_USD_PER_MB_YEAR = 4e-3
 # Patterson et al. 2021, Carbon Emissions and Large Neural Network Training, table 4 (on V100s).
@@ -35,12 +33,12 @@ GPT3_TONNES_CO2 = 552.0
 CO2_USD_PER_TONNE = 112.0  # between 50 and 250 USD; 112 is their geometric mean, rounded
 BEEF_KG_CO2_PER_KG = 50.0
 BURGER_KG = 0.113  # a quarter pound
-GPT3_COST_USD = 6e6  # a published guess at what the training of GPT-3 cost
+GPT3_COST_USD = 6e6  # a published estimate of the training cost of GPT-3
 
 
 @dataclass(frozen=True)
 class Range:
-    """A positive quantity known up to an interval; arithmetic gives the interval of the result."""
+    """A positive quantity known up to an interval; arithmetic returns intervals."""
 
     low: float
     high: float
@@ -49,13 +47,11 @@ class Range:
         checks.number("low", self.low)
         checks.number("high", self.high)
         if self.low > self.high:
-            raise ValueError(
-                f"a range runs from a positive low to high, not {self.low}..{self.high}"
-            )
+            raise ValueError(f"expected low <= high, got low={self.low} and high={self.high}")
 
     @property
     def middle(self) -> float:
-        """The geometric mean: the middle of an order-of-magnitude estimate."""
+        """Return the geometric mean."""
         return math.sqrt(self.low * self.high)
 
     def __mul__(self, other: Quantity) -> Range:
@@ -76,19 +72,26 @@ class Range:
         return Range(other, other) / self
 
 
+#: Options of `gpu_hours`.
+_SPEED = ("flops_per_second", "utilization")
 Quantity = Union[float, Range]  # noqa: UP007 - read by arithmetic above before Range exists
 
 
 def as_range(value: Quantity) -> Range:
-    """A number as the range that holds only it."""
+    """Return a number as a range of zero width."""
     return value if isinstance(value, Range) else Range(value, value)
 
 
+@checks.entry()
 def training_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
-    """C = 6ND: two operations a parameter and token forward, four backward (Kaplan et al. 2020)."""
+    """Return C = 6ND: per parameter and token two operations forward and four backward.
+
+    See Kaplan et al. 2020.
+    """
     return 6.0 * parameters * tokens
 
 
+@checks.entry()
 def chinchilla(
     flops: float,
     *,
@@ -98,7 +101,7 @@ def chinchilla(
     b: float = 410.7,
     flops_per_parameter_token: float = 6.0,
 ) -> tuple[float, float]:
-    """Parameters and tokens that minimize A/N^alpha + B/D^beta at C = 6ND, in closed form.
+    """Return the parameters and tokens that minimize A/N^alpha + B/D^beta for C = 6ND.
 
     N = G (C/6)^(beta/(alpha+beta)), D = (C/6)/N with G = (alpha A / beta B)^(1/(alpha+beta)). The
     constants are those of Hoffmann et al. 2022, approach 3.
@@ -109,21 +112,25 @@ def chinchilla(
     return parameters, effective / parameters
 
 
+@checks.entry()
 def flops_for_scale(parameters: Quantity, *, parameters_per_root_flop: float = 0.1) -> Quantity:
-    """Computation at which a model of that size is optimal where N = c sqrt(C): C = (N / c)^2."""
+    """Return the compute for which a model size is optimal if N = c sqrt(C): C = (N / c)^2."""
     return (parameters / parameters_per_root_flop) ** 2
 
 
+@checks.entry()
 def tokens_for_flops(flops: Quantity, *, tokens_per_root_flop: float = 1.7) -> Quantity:
-    """Tokens that go with that computation where D = c sqrt(C)."""
+    """Return the optimal tokens for a compute budget if D = c sqrt(C)."""
     return tokens_per_root_flop * flops**0.5
 
 
+@checks.entry()
 def words(tokens: Quantity, *, tokens_per_word: Quantity = TOKENS_PER_WORD) -> Quantity:
-    """Words in that many tokens."""
+    """Return the number of words in that many tokens."""
     return tokens / tokens_per_word
 
 
+@checks.entry()
 def books(
     tokens: Quantity,
     *,
@@ -131,151 +138,164 @@ def books(
     words_per_page: Quantity = WORDS_PER_PAGE,
     pages_per_book: Quantity = PAGES_PER_BOOK,
 ) -> Quantity:
-    """Books in that many tokens."""
+    """Return the number of books in that many tokens."""
     return words(tokens, tokens_per_word=tokens_per_word) / (words_per_page * pages_per_book)
 
 
+@checks.entry()
 def weight_bytes(parameters: float, *, bytes_per_parameter: float = 2.0) -> float:
-    """Memory of the weights alone."""
+    """Return the bytes of the weights."""
     return parameters * bytes_per_parameter
 
 
+@checks.entry()
 def devices_for_bytes(size_bytes: float, *, memory_bytes: float = 100e9) -> int:
-    """Devices whose memory holds that much; 100 GB of an H200's 141 leave room for the rest."""
+    """Return the number of devices needed to store data.
+
+    The default uses 100 GB of an H200's 141 GB and leaves room for other tensors.
+    """
     return math.ceil(size_bytes / memory_bytes)
 
 
+@checks.entry()
 def storage_usd_per_year(size_bytes: float, *, usd_per_mb_year: float) -> float:
-    """Cost of keeping that many bytes for a year, a megabyte being 1e6 bytes."""
+    """Return the cost to store data for a year; a megabyte is 1e6 bytes."""
     return size_bytes / 1e6 * usd_per_mb_year
 
 
+@checks.entry()
 def seconds_per_token(
     weights_bytes: Quantity,
     *,
     bandwidth_bytes_per_second: Quantity = H200_BANDWIDTH_BYTES_PER_SECOND,
 ) -> Quantity:
-    """Least time to decode one token alone: every weight is read once."""
+    """Return the least time to decode one token at batch size 1: every weight is read once."""
     return weights_bytes / bandwidth_bytes_per_second
 
 
+@checks.entry("bandwidth_bytes_per_second")
 def tokens_per_minute(weights_bytes: Quantity, **memory: Quantity) -> Quantity:
-    """Most tokens a minute for one sequence; `memory` is the option of `seconds_per_token`."""
+    """Return the most tokens per minute for one sequence; see `seconds_per_token` for `memory`."""
     return 60.0 / seconds_per_token(weights_bytes, **memory)
 
 
+@checks.entry()
 def activation_bytes_per_token(
     layers: int, heads: int, head_dim: int, *, bytes_per_value: int = 2, tensors: int = 1
 ) -> int:
-    """What one token leaves in every layer: one vector, or two of them for a cache of keys and
-    values."""
+    """Return the bytes per token over all layers: one vector, or two for a KV cache."""
     return layers * heads * head_dim * bytes_per_value * tensors
 
 
+@checks.entry()
 def tokens_to_match_weights(weights_bytes: float, bytes_per_token: float) -> float:
-    """Tokens whose activations take as much memory as the weights."""
+    """Return the number of tokens whose activations take as much memory as the weights."""
     return weights_bytes / bytes_per_token
 
 
+@checks.entry()
 def petaflop_days(flops: Quantity) -> Quantity:
-    """Computation in petaflop/s-days."""
+    """Return the compute in petaflop/s-days."""
     return flops / PETAFLOP_DAY
 
 
+@checks.entry()
 def gpu_hours(
     flops: Quantity, *, flops_per_second: Quantity = H200_FP8_FLOPS, utilization: Quantity = 1.0
 ) -> Quantity:
-    """Device-hours for that computation at a share of the peak."""
+    """Return the device-hours for a compute budget at a fraction of the peak."""
     return flops / (flops_per_second * utilization) / 3600.0
 
 
+@checks.entry(*_SPEED)
 def training_usd(
     flops: Quantity, *, usd_per_hour: Quantity = GPU_HOUR_USD, **speed: Quantity
 ) -> Quantity:
-    """Rent for that computation; `speed` are the options of `gpu_hours`."""
+    """Return the rent for a compute budget; `speed` are the options of `gpu_hours`."""
     return gpu_hours(flops, **speed) * usd_per_hour
 
 
+@checks.entry(*_SPEED)
 def wall_clock_hours(flops: Quantity, devices: int, **speed: Quantity) -> Quantity:
-    """Hours on that many devices at once; `speed` are the options of `gpu_hours`."""
+    """Return the hours on several devices at once; `speed` are the options of `gpu_hours`."""
     return gpu_hours(flops, **speed) / devices
 
 
+@checks.entry()
 def inference_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
-    """2ND: a multiply and an add for each parameter and token."""
+    """Return 2ND: one multiply and one add per parameter and token."""
     return 2.0 * parameters * tokens
 
 
+@checks.entry("usd_per_hour", *_SPEED)
 def inference_usd(parameters: Quantity, tokens: Quantity, **price: Quantity) -> Quantity:
-    """Rent to produce that many tokens if computation were all, with `training_usd`'s options."""
+    """Return the rent to generate tokens if inference is compute-bound.
+
+    `price` are the options of `training_usd`.
+    """
     return training_usd(inference_flops(parameters, tokens), **price)
 
 
+@checks.entry()
 def break_even_tokens(cost_usd: Quantity, *, usd_per_million_tokens: Quantity = 120.0) -> Quantity:
-    """Tokens to be sold until a cost has come back."""
+    """Return the number of tokens whose sale recovers a cost."""
     return cost_usd / usd_per_million_tokens * 1e6
 
 
+@checks.entry()
 def essays(tokens: Quantity, *, tokens_per_essay: Quantity = TOKENS_PER_ESSAY) -> Quantity:
-    """Essays of a thousand words in that many tokens."""
+    """Return the number of thousand-word essays in that many tokens."""
     return tokens / tokens_per_essay
 
 
+@checks.entry()
 def landauer_joule_per_flop(*, bits: int = 32, kelvin: float = 300.0) -> float:
-    """Least energy to erase that many bits: kT ln 2 each (Landauer 1961)."""
+    """Return the least energy to erase some bits: kT ln 2 per bit (Landauer 1961)."""
     return bits * BOLTZMANN_JOULE_PER_KELVIN * kelvin * math.log(2)
 
 
+@checks.entry()
 def landauer_watts(
     *, flops_per_second: float = H200_FP8_FLOPS, bits: int = 32, kelvin: float = 300.0
 ) -> float:
-    """Least power of a device that erases that many bits an operation."""
+    """Return the least power of a device that erases `bits` per operation."""
     return flops_per_second * landauer_joule_per_flop(bits=bits, kelvin=kelvin)
 
 
+@checks.entry()
 def watts_above_landauer(
     *, watts: float = H200_WATTS, flops_per_second: float = H200_FP8_FLOPS, bits: int = 32
 ) -> float:
-    """How many times more power a device draws than physics asks for."""
+    """Return the power of a device relative to Landauer's limit."""
     return watts / landauer_watts(flops_per_second=flops_per_second, bits=bits)
 
 
+@checks.entry()
 def carbon_usd(
     tonnes_co2: Quantity = GPT3_TONNES_CO2, *, usd_per_tonne: Quantity = CO2_USD_PER_TONNE
 ) -> Quantity:
-    """Social cost of emitting that much."""
+    """Return the social cost of an emission."""
     return tonnes_co2 * usd_per_tonne
 
 
+@checks.entry()
 def burgers(
     tonnes_co2: Quantity = GPT3_TONNES_CO2,
     *,
     burger_kg: Quantity = BURGER_KG,
     kg_co2_per_kg: Quantity = BEEF_KG_CO2_PER_KG,
 ) -> Quantity:
-    """Quarter-pounders whose beef emits as much."""
+    """Return the number of quarter-pounders whose beef causes the same emission."""
     return tonnes_co2 * 1000.0 / (burger_kg * kg_co2_per_kg)
 
 
+@checks.entry()
 def device_hours(tokens: Quantity, *, hours_per_trillion_tokens: Quantity) -> Quantity:
-    """Device-hours of a run whose pace is known."""
+    """Return the device-hours of a run at a known rate."""
     return tokens / 1e12 * hours_per_trillion_tokens
 
 
+@checks.entry()
 def price_of_training(hours: Quantity, *, usd_per_hour: Quantity) -> Quantity:
-    """Rent of a run whose device-hours are known."""
+    """Return the rent for known device-hours."""
     return hours * usd_per_hour
-
-
-_SPEED = ("flops_per_second", "utilization")
-_HANDED_ON = {
-    "tokens_per_minute": ("bandwidth_bytes_per_second",),
-    **dict.fromkeys(("training_usd", "wall_clock_hours"), _SPEED),
-    "inference_usd": ("usd_per_hour", *_SPEED),
-}
-# Every number that an estimate is given must be finite and above zero.
-globals().update(
-    (name, checks.entry(*_HANDED_ON.get(name, ()))(found))
-    for name, found in list(globals().items())
-    if isinstance(found, type(as_range)) and found.__module__ == __name__ and name != "as_range"
-)

@@ -1,10 +1,10 @@
-"""Floating-point operations of matrix multiplications: a multiply and an add are two.
+"""Floating-point operations of matrix multiplications; one multiply and one add are two operations.
 
-A matrix of `m` by `n` costs `2mn` a token forward and twice that backward. Attention costs `2(qk +
-v)` a head and a pair of query and key that may see each other; how many pairs there are is what
-most counters get wrong: full attention has S², causal S(S+1)/2, and a window w(w+1)/2 + (S-w)w.
-What is not a matrix multiplication (norms, activations, softmax) is not counted, as in
-`torch.utils.flop_counter`.
+An `m` by `n` matrix costs `2mn` per token in the forward and twice that in the backward. Attention
+costs `2(qk + v)` per head and pair of query and key that the mask lets through. Many FLOP counters
+get the number of pairs wrong: full attention has S², causal attention S(S+1)/2, and a window of w
+keys w(w+1)/2 + (S-w)w. As in `torch.utils.flop_counter`, operations other than matrix
+multiplications (norms, activations, softmax) are not counted.
 """
 
 import math
@@ -38,69 +38,75 @@ def flops(
     flash: bool = False,
     encoder_seq: int | None = None,
 ) -> Breakdown:
-    """Operations for `batch` sequences of `seq` tokens, by part.
+    """Return the operations for `batch` sequences of `seq` tokens, by part.
 
-    - `forward` and `training` (three times forward) give logits for every token; `prefill` for the
-      last one.
-    - `decode` is one new token a sequence that attends to `seq` keys, itself included. MLA decodes
-      on the latent: its up-projection is absorbed into queries and outputs.
-    - `attention="full"` counts every pair, as torch's counter does; `causal` only those that the
-      masks of the model (causal, windows) let through.
-    - `recompute` and `flash` add what is computed again, so that the total is what the hardware
-      runs: `selective` the attention, `full` a second forward of the blocks, `flash` the scores
-      in the backward.
-    - An encoder sees `encoder_seq` tokens: its table of positions, else `seq`, if not given.
+    - `phase="forward"` and `"training"` (three times the forward) compute logits for every token,
+      `"prefill"` only for the last token.
+    - `phase="decode"` computes one new token per sequence, which attends to `seq` keys including
+      itself. MLA decodes on the latent: its up-projection is absorbed into queries and outputs.
+    - `attention="full"` counts every pair, as torch's counter does. `"causal"` counts only the
+      pairs that the masks of the model (causal, windows) let through.
+    - `recompute` and `flash` add recomputed operations, so that the total is the work of the
+      hardware: `recompute="selective"` repeats the attention, `"full"` the forward of the blocks,
+      and `flash` the scores in the backward.
+    - `encoder_seq` is the number of tokens of an encoder. The default is the size of its position
+      table, or `seq` if it has none.
     """
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1
     if recompute != "none" and phase != "training":
-        raise ValueError(f"recompute is {recompute!r} in {phase!r}; only training computes again")
+        raise ValueError(
+            f"expected recompute='none' for phase={phase!r}, got {recompute!r}; "
+            "only training recomputes"
+        )
     if phase in ("decode", "prefill") and not model.causal:
-        raise ValueError(f"phase is {phase!r}; {model.name} is an encoder, which makes no tokens")
+        raise ValueError(
+            f"expected phase 'forward' or 'training' for the encoder {model.name}, got {phase!r}"
+        )
     source = model.source_tokens(encoder_seq, seq)
-    meet = {
+    rows = {
         "tokens": tokens,
         "last": batch if phase == "prefill" else tokens,
         "sequence": batch,
-        # Keys and values of the encoder are made once.
+        # The keys and values of the encoder are computed once, in the prefill.
         "source": 0 if phase == "decode" else batch * source,
     }
     core = _attention(model, batch, seq, passes, attention, decode=phase == "decode")
-    parts = [*_parts(model, meet, passes), core]
+    parts = [*_parts(model, rows, passes), core]
     if model.mla and model.mla.index_heads:
-        # Every key that a query may see is weighed, head by head, before the few are chosen.
+        # The index scores every visible key with every index head before it selects keys.
         seen = seq if phase == "decode" else pairs(replace(model, mla=None), seq, attention)[0]
         sizes = {"sequences": batch, "layers": len(model.attention_layers or ()), "ops": 2}
         sizes |= {"heads": model.mla.index_heads, "width": model.mla.index_head_dim + 1}
         parts.append(product("index", UNIT, passes=passes, **sizes, pairs=seen))
-    again: Iterable[Breakdown] = ()
+    recomputed: Iterable[Breakdown] = ()
     if phase == "training":
         once = _attention(model, batch, seq, 1, attention)
-        again = _recomputed(model, once, recompute, flash, meet)
+        recomputed = _recomputed(model, once, recompute, flash, rows)
     if model.encoder:
         sizes = {"layers": model.layers, "ops": 2, "heads": model.heads}
         sizes["width"] = model.qk_dim + model.v_head_dim
-        looks = product("pairs", UNIT, passes=passes, **sizes, pairs=tokens * source)
-        parts.append(total("attention to the encoder", UNIT, looks))
+        cross_attention = product("pairs", UNIT, passes=passes, **sizes, pairs=tokens * source)
+        parts.append(total("attention to the encoder", UNIT, cross_attention))
     if model.encoder and phase != "decode":
-        like: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
+        options: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
         once_more: Phase = "training" if passes == 3 else "forward"
-        inside = flops(model.encoder, seq=source, batch=batch, phase=once_more, **like)
+        inside = flops(model.encoder, seq=source, batch=batch, phase=once_more, **options)
         parts.append(total("encoder", UNIT, *inside.parts))
     return total(
         f"{phase} of {model.name}",
         UNIT,
         *parts,
-        total("recomputed", UNIT, *again),
+        total("recomputed", UNIT, *recomputed),
         note=f"{batch} x {seq} tokens, {attention} attention",
     )
 
 
 @checks.entry()
 def pairs(model: Shape, seq: int, attention: Attention = "causal") -> tuple[int, int]:
-    """Pairs of query and key in one sequence: in a layer that sees all, and in a windowed one."""
+    """Return the pairs of query and key per sequence: in a full layer and in a windowed layer."""
     if attention == "full" or not model.causal:
-        # An encoder's windows look both ways; every pair is counted without them.
+        # An encoder's windows extend to both sides; the other layers have every pair.
         band = seq * seq
         if attention == "causal" and model.window:
             side = min(model.window.size // 2, seq - 1)
@@ -126,19 +132,19 @@ def mfu(
     attention: Attention = "causal",
     include_attention: bool = True,
     encoder_seq: int | None = None,
-    **of: Any,
+    **peak: Any,
 ) -> float:
-    """Model FLOPs utilization: the share of the peak that useful operations account for.
+    """Return the model FLOPs utilization: useful operations as a fraction of the peak.
 
-    `of` says whose peak: `hardware` with a `dtype` (bf16), or `peak_flops`. The convention matters
-    more than the digits: PaLM counts full attention, and prints one figure with and one without
-    attention (Chowdhery et al. 2022, appendix B).
+    `peak` is `hardware` with a `dtype` (bf16), or `peak_flops`. The convention matters more than
+    the digits: PaLM counts full attention and prints one figure with and one without attention
+    (Chowdhery et al. 2022, appendix B).
     """
     work = flops(model, seq=seq, attention=attention, encoder_seq=encoder_seq)
     useful = work.total
     if not include_attention and "attention" in work:
         useful -= work["attention"].total
-    return _at_rate(useful / seq, tokens_per_second, devices, of)
+    return _at_rate(useful / seq, tokens_per_second, devices, peak)
 
 
 @checks.entry("hardware", "dtype", "peak_flops")
@@ -151,15 +157,17 @@ def hfu(
     attention: Attention = "causal",
     recompute: Recompute = "none",
     flash: bool = True,
-    **of: Any,
+    **peak: Any,
 ) -> float:
-    """Hardware FLOPs utilization: like `mfu`, with the operations that are run a second time."""
+    """Return the hardware FLOPs utilization: like `mfu`, but with recomputed operations."""
     work = flops(model, seq=seq, attention=attention, recompute=recompute, flash=flash)
-    return _at_rate(work.total / seq, tokens_per_second, devices, of)
+    return _at_rate(work.total / seq, tokens_per_second, devices, peak)
 
 
-def _at_rate(each: float, tokens_per_second: float, devices: int, of: Mapping[str, Any]) -> float:
-    return utilization(each * tokens_per_second / devices, **of)
+def _at_rate(
+    flops_per_token: float, tokens_per_second: float, devices: int, peak: Mapping[str, Any]
+) -> float:
+    return utilization(flops_per_token * tokens_per_second / devices, **peak)
 
 
 @checks.entry()
@@ -170,37 +178,38 @@ def utilization(
     dtype: str = "bf16",
     peak_flops: float | None = None,
 ) -> float:
-    """Achieved operations a second and device, as a share of the device's dense peak."""
+    """Return the achieved operations per second and device as a fraction of the dense peak."""
     if (hardware is None) == (peak_flops is None):
-        raise ValueError("give either hardware or peak_flops")
+        raise ValueError("expected either hardware or peak_flops, got both or neither")
     peak = peak_flops if hardware is None else find(hardware).peak(dtype)
     return achieved_flops / checks.number("peak_flops", peak)
 
 
-def _parts(model: Shape, meet: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
-    """Every matrix times what it meets, under the headings of the parameters."""
+def _parts(model: Shape, rows: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
+    """Yield the operations of each weight matrix, grouped as in `parameters`."""
     for part, listed in by_part(model):
         leaves = []
         for matrix in listed:
-            sizes = _times(matrix, meet) | {"ops": 2, "rows": matrix.rows}
+            sizes = _times(matrix, rows) | {"ops": 2, "rows": matrix.rows}
             if matrix.kind == "matrix":
                 leaf = product(matrix.name, UNIT, passes=passes, **sizes, columns=matrix.columns)
                 leaves.append(leaf)
         for mixer in model.mixers:
             if mixer.name == part:
-                seen = {"tokens": meet["tokens"], "layers": len(mixer.layers)}
+                seen = {"tokens": rows["tokens"], "layers": len(mixer.layers)}
                 leaves.append(product("scan", UNIT, passes=passes, **seen, ops=mixer.scan))
-        # `attention` is what becomes of queries and keys; the matrices before it are projections.
+        # `attention` is the product of queries and keys; its weight matrices are listed as
+        # projections.
         yield total("projections" if part == "attention" else part, UNIT, *leaves)
     if model.lm_head and model.tied:
         sizes = {"ops": 2, "rows": model.embedding_dim, "columns": model.vocab_size}
-        leaf = product("matrix", UNIT, passes=passes, tokens=meet["last"], **sizes)
+        leaf = product("matrix", UNIT, passes=passes, tokens=rows["last"], **sizes)
         yield total("head", UNIT, leaf)
 
 
-def _times(matrix: Matrix, meet: Mapping[str, int]) -> dict[str, int]:
-    """How many rows a matrix multiplies: tokens, layers, experts."""
-    seen = {"tokens": meet[matrix.meets] - matrix.skips * meet["sequence"]}
+def _times(matrix: Matrix, rows: Mapping[str, int]) -> dict[str, int]:
+    """Return the factors by which a matrix is applied: tokens, layers and experts."""
+    seen = {"tokens": rows[matrix.applies_to] - matrix.skips * rows["sequence"]}
     if matrix.layers is not None:
         seen["layers"] = len(matrix.layers)
     if matrix.chosen > 1 or matrix.routed:
@@ -217,7 +226,8 @@ def _attention(
         everywhere = min(seq, model.mla.index_top or seq) if model.mla else seq
         windowed = seq if attention == "full" or not model.window else min(model.window.size, seq)
     if decode and model.mla:
-        # Queries go into the latent and outputs come out of it: the up-projection, read per token.
+        # Queries are projected into the latent and outputs out of it, so the up-projection is per
+        # token.
         qk, v = model.mla.kv_rank + model.mla.rope_head_dim, model.mla.kv_rank
     few = len(model.windowed_layers)
     kinds = (
@@ -234,15 +244,15 @@ def _attention(
 
 
 def _recomputed(
-    model: Shape, core: Breakdown, recompute: Recompute, flash: bool, meet: Mapping[str, int]
+    model: Shape, core: Breakdown, recompute: Recompute, flash: bool, rows: Mapping[str, int]
 ) -> Iterator[Breakdown]:
     if recompute == "full":
         forward = int(core.total) + sum(
-            2 * matrix.one * math.prod(_times(matrix, meet).values())
+            2 * matrix.entries * math.prod(_times(matrix, rows).values())
             for matrix in matrices(model)
             if matrix.kind == "matrix" and matrix.layers is not None
         )
-        forward += sum(meet["tokens"] * len(mixer.layers) * mixer.scan for mixer in model.mixers)
+        forward += sum(rows["tokens"] * len(mixer.layers) * mixer.scan for mixer in model.mixers)
         yield product("blocks", UNIT, "a second forward", forward=forward)
     elif recompute == "selective":
         yield core

@@ -1,9 +1,9 @@
-"""Accelerators: peaks derived from clock, units and width, memory, links, power, each with its
-source. The entries are in hardware.toml.
+"""Accelerators: peaks, memory, links and power, each with its source.
 
-Rates are dense; where a data sheet prints a figure with structured sparsity it is twice as high,
-and `peak` gives it for `sparse=True` only where the device has it. Bandwidths are bytes a second,
-one way.
+The entries are in hardware.toml. Peaks are derived from clock, number of units and width. Rates are
+dense. Some data sheets print the rate with structured sparsity, which is twice as high; `peak`
+returns it for `sparse=True` if the device supports it. Bandwidths are bytes per second in one
+direction.
 """
 
 import re
@@ -17,8 +17,7 @@ from accounting import checks
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """`clock_hz * units * fma_per_clock * 2`, or a published figure where the factors are not
-    public."""
+    """A dense peak: `clock_hz * units * fma_per_clock * 2`, or a published figure."""
 
     clock_hz: int = 0
     units: int = 0
@@ -28,12 +27,12 @@ class Peak:
 
     @property
     def flops(self) -> int:
-        """Dense operations a second."""
+        """Return the dense operations per second."""
         return self.published or self.clock_hz * self.units * self.fma_per_clock * 2
 
     @property
     def derivation(self) -> str:
-        """The product, as text."""
+        """Return the product as text."""
         if self.published:
             return "published figure; its factors are not public"
         return f"{self.clock_hz:,} Hz x {self.units} units x {self.fma_per_clock} FMA x 2"
@@ -42,7 +41,7 @@ class Peak:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way out of a device: bytes a second one way, and the time a message takes to start."""
+    """A connection of a device: bandwidth in one direction and the latency of a message."""
 
     name: str
     bandwidth: float
@@ -55,41 +54,48 @@ class Link:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One accelerator as its maker describes it."""
+    """One accelerator as described by its manufacturer."""
 
     name: str
     peaks: dict[str, Peak]
     memory_bytes: int
     memory_bandwidth: float
+    #: Link to the devices of the same node, or along one axis of a torus.
     node_link: Link
-    """To the devices of the same node (or along one axis of a torus)."""
+    #: Link from one device to other nodes.
     network: Link
-    """From one device to other nodes."""
+    #: Link to the memory of the host.
     host_link: Link
-    """To the memory of its host."""
     devices_per_node: int
     power_watts: float
+    #: A rounded rental price. Prices change, so pass your own.
     usd_per_hour: float | None = None
-    """A round figure for renting one, to be replaced by one's own: prices move."""
     source: str
+    #: Measured rates of (m, k) by (k, n) products per dtype, if any.
     products: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict, repr=False)
-    """Measured rates of (m, k) by (k, n) for a dtype, where there are some."""
+    #: Number of devices that one torus connects across hosts; 0 without a torus.
     pod: int = 0
-    """Devices that one torus joins, beyond their hosts; 0 where there is none."""
     torus_axes: int = 0
 
     def __post_init__(self) -> None:
         checks.fields(Hardware, vars(self), power_watts=0, usd_per_hour=0)
         if not self.peaks or not isinstance(self.peaks, dict):
-            raise TypeError(f"peaks is {self.peaks!r}; it must have a Peak for each dtype")
+            raise TypeError(
+                f"expected peaks to be a dict with one Peak per dtype, got {self.peaks!r}"
+            )
         for name in ("node_link", "network", "host_link"):
             checks.instance(name, getattr(self, name), Link, "a Link")
 
     @checks.entry()
     def peak(self, dtype: str = "bf16", *, sparse: bool = False) -> int:
-        """Dense operations a second for a dtype; with `sparse`, twice that where the device can."""
+        """Return the dense operations per second for a dtype, or twice that with `sparse`.
+
+        Raises `ValueError` if the device does not list the dtype or has no structured sparsity.
+        """
         if dtype not in self.peaks:
-            raise ValueError(f"dtype is {dtype!r}; {self.name} lists {', '.join(self.peaks)}")
+            raise ValueError(
+                f"expected a dtype that {self.name} lists ({', '.join(self.peaks)}), got {dtype!r}"
+            )
         peak = self.peaks[dtype]
         if sparse and not peak.sparsity:
             raise ValueError(f"{self.name} has no structured sparsity for {dtype}")
@@ -98,23 +104,29 @@ class Hardware:
 
 @checks.entry()
 def find(hardware: str | Hardware) -> Hardware:
-    """The entry of `HARDWARE` by its name, whatever the case, that of a file that `measure` wrote
-    (`*.toml`), or the thing itself."""
+    """Return the entry of `HARDWARE` with this name, ignoring case and punctuation.
+
+    A path to a `*.toml` file that `measure` wrote is read. A `Hardware` is returned as it is.
+    """
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):
-        raise TypeError(f"hardware is {hardware!r}; it must be a name or a Hardware")
+        raise TypeError(f"expected hardware to be a name or a Hardware, got {hardware!r}")
     if hardware.endswith(".toml"):
         try:
             ((name, entry),) = tomllib.loads(Path(hardware).read_text(encoding="utf-8")).items()
             return _hardware(name, entry)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{hardware} is no machine that `measure` wrote ({error})") from None
+            raise ValueError(
+                f"expected a file that `measure` wrote, got {hardware} ({error})"
+            ) from None
     for name, entry in HARDWARE.items():
         if _plain(name) == _plain(hardware):
             return entry
     near = checks.nearest(hardware, HARDWARE)
-    raise ValueError(f"hardware is {hardware!r}; known are {', '.join(HARDWARE)}{near}")
+    raise ValueError(
+        f"expected hardware to be one of {', '.join(HARDWARE)}, got {hardware!r}{near}"
+    )
 
 
 def _plain(name: str) -> str:

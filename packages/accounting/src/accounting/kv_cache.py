@@ -1,4 +1,4 @@
-"""Bytes that decoding keeps for every token it has seen, and where they stop growing."""
+"""Size of the KV cache, and of the state that recurrent layers keep in its place."""
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
@@ -18,30 +18,31 @@ def kv_cache(
     tensor: int = 1,
     encoder_seq: int | None = None,
 ) -> Breakdown:
-    """Bytes of keys and values of `batch` sequences of `seq` tokens on each of `tensor` devices.
+    """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
-    A layer with a window keeps no more than the window. MLA keeps the latent and the one key that
-    carries the position. `scale_block` adds an fp32 scale for every so many values of a token, as
-    quantized caches do. An encoder keeps none. Split over `tensor` devices, key heads are dealt out
-    until each device has one; a latent is kept by all.
+    A layer with a window stores at most one window. MLA stores the latent and the single key that
+    carries the position. An encoder stores nothing. `scale_block` adds one fp32 scale per block of
+    that many values of a token, as in quantized caches. Key and value heads are split over `tensor`
+    devices until each device has one head; further devices store copies. All devices store the
+    latent.
     """
     if model.kv_heads and not model.mla and model.kv_heads % tensor and tensor % model.kv_heads:
         raise ValueError(
-            f"tensor is {tensor}, which neither divides kv_heads={model.kv_heads} "
-            "nor is a multiple of it"
+            f"expected tensor to divide kv_heads={model.kv_heads} or to be a multiple of it, "
+            f"got tensor={tensor}"
         )
     entry = bytes_of(dtype)
     parts = []
 
-    def kept(name: str, width: int, **sizes: int) -> None:
+    def add_part(name: str, width: int, **sizes: int) -> None:
         parts.append(product(name, "B", **sizes, width=width, bytes=entry))
         if scale_block:
-            # The last block of a token may be short, and has a scale all the same.
-            each = split(sizes.pop("heads", 1) * width, scale_block)
-            parts.append(product(f"scales of {name}", "B", **sizes, scales=each, bytes=4))
+            # The last block of a token may be partial and still has one scale.
+            scales = split(sizes.pop("heads", 1) * width, scale_block)
+            parts.append(product(f"scales of {name}", "B", **sizes, scales=scales, bytes=4))
 
-    # Where there are more devices than heads of keys, each keeps a copy of one.
-    held = max(1, model.kv_heads // tensor) if model.kv_heads else 0
+    # If there are more devices than key heads, each device stores a copy of one head.
+    kv_heads_per_device = max(1, model.kv_heads // tensor) if model.kv_heads else 0
     for name, layers, tokens in _layer_groups(model, seq) if model.causal else ():
         sizes: dict[str, int] = {"layers": layers, "sequences": batch, "tokens": tokens}
         kinds = {"keys": model.qk_dim, "values": model.v_head_dim}
@@ -49,23 +50,28 @@ def kv_cache(
             kinds = {"latents": model.mla.kv_rank, "position keys": model.mla.rope_head_dim}
             kinds |= {"index keys": model.mla.index_head_dim} if model.mla.index_heads else {}
         else:
-            sizes["heads"] = held
+            sizes["heads"] = kv_heads_per_device
         for kind, width in kinds.items():
-            kept(kind + name, width, **sizes)
+            add_part(kind + name, width, **sizes)
     for mixer in model.mixers:
-        # A recurrence keeps a state of one size, however long the sequence.
+        # The size of a recurrent state does not depend on the length of the sequence.
         sizes = {"layers": len(mixer.layers), "sequences": batch}
-        kept(f"state of {mixer.name}", split(mixer.state, tensor), **sizes)
+        add_part(f"state of {mixer.name}", split(mixer.state, tensor), **sizes)
     seen = model.source_tokens(encoder_seq, seq)
     if model.encoder:
-        sizes = {"layers": model.layers, "sequences": batch, "tokens": seen, "heads": held}
-        kept("keys and values of the encoder", model.qk_dim + model.v_head_dim, **sizes)
+        sizes = {
+            "layers": model.layers,
+            "sequences": batch,
+            "tokens": seen,
+            "heads": kv_heads_per_device,
+        }
+        add_part("keys and values of the encoder", model.qk_dim + model.v_head_dim, **sizes)
     return total(f"KV cache of {model.name}", "B", *parts)
 
 
 @checks.entry()
 def kv_entries(model: Shape, *, seq: int = 1, batch: int = 1) -> Breakdown:
-    """Numbers in the cache, whatever their dtype."""
+    """Return the number of cached values, independent of their dtype."""
     return kv_cache(model, seq=seq, batch=batch, dtype="int8")
 
 

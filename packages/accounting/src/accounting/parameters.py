@@ -1,4 +1,4 @@
-"""How many parameters a model has, in all and for one token, to the integer."""
+"""Exact parameter counts, in total and per token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ UNIT = "parameters"
 
 @checks.entry()
 def parameters(model: Shape | nn.Module, *, active: bool = False) -> Breakdown:
-    """Count every parameter; with `active`, only those that one token meets.
+    """Count all parameters, or with `active` only those that one token uses.
 
-    Active means all of them but the experts that the router did not choose. A tied head is counted
-    once, as torch does. An `nn.Module` (also on the meta device) is counted as it is, by submodule.
+    A token uses all parameters except the experts that its router did not choose. A tied head
+    counts once, as in torch. An `nn.Module`, also on the meta device, is counted by submodule.
     """
     if not isinstance(model, Shape):
         from accounting.model.module import count_module
@@ -44,13 +44,13 @@ def parameters(model: Shape | nn.Module, *, active: bool = False) -> Breakdown:
     return total(
         f"{name} of {model.name}",
         UNIT,
-        *(total(part, UNIT, *map(leaf, group)) for part, group in by_part(model)),
+        *(total(part, UNIT, *[leaf(m) for m in group]) for part, group in by_part(model)),
         total("encoder", UNIT, *encoder.parts) if encoder else None,
     )
 
 
 def by_part(model: Shape) -> list[tuple[str, list[Matrix]]]:
-    """The matrices of a model under the headings that its parts have, in order."""
+    """Return the matrices of a model grouped by part, in the order of the model."""
     order = list(dict.fromkeys(matrix.part for matrix in matrices(model)))
     listed = sorted(matrices(model), key=lambda matrix: order.index(matrix.part))
     return [(part, list(group)) for part, group in groupby(listed, lambda matrix: matrix.part)]
@@ -58,11 +58,14 @@ def by_part(model: Shape) -> list[tuple[str, list[Matrix]]]:
 
 @checks.entry()
 def lora_parameters(inputs: int, outputs: int, rank: int) -> int:
-    """A low-rank update of one matrix, `A` (inputs, rank) and `B` (rank, outputs): r(m + l)."""
+    """Count the parameters r(m + n) of a low-rank update of one matrix.
+
+    The update is the product of `A` (inputs, rank) and `B` (rank, outputs).
+    """
     return rank * (inputs + outputs)
 
 
 @checks.entry()
 def soft_prompt_parameters(model: Shape, *, tokens: int) -> int:
-    """A soft prompt trains one vector of the embedding's width a token, and nothing else."""
+    """Count the parameters of a soft prompt: one embedding vector per token."""
     return tokens * model.embedding_dim

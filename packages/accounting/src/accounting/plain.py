@@ -1,14 +1,18 @@
-"""What a decoder costs, by hand: parameters, FLOPs, memory, bytes on the wire.
+"""The cost of a decoder in textbook formulas: parameters, FLOPs, memory and communication.
 
-A Llama-like decoder: RMSNorm, grouped queries, a gated MLP, an embedding and a head of its own.
-This page is the specification: the package gives these numbers and knows more kinds of models.
+The model is a Llama-like decoder with RMSNorm, grouped-query attention, a gated MLP, and an untied
+embedding and head. Tests compare the package with these formulas.
 """
 
 from math import ceil
 
 
 def parameters(layers: int, d: int, heads: int, kv_heads: int, d_ff: int, vocab: int) -> int:
-    """Query and out are (d, d), key and value narrower by kv_heads / heads; an MLP has three."""
+    """Count parameters.
+
+    Query and output projections are (d, d). Key and value projections are narrower by kv_heads /
+    heads. A gated MLP has three matrices.
+    """
     attention = 2 * d * d + 2 * d * (d // heads * kv_heads)
     mlp = 3 * d * d_ff
     norms = 2 * d
@@ -18,10 +22,11 @@ def parameters(layers: int, d: int, heads: int, kv_heads: int, d_ff: int, vocab:
 def flops(
     layers: int, d: int, heads: int, kv_heads: int, d_ff: int, vocab: int, batch: int, seq: int
 ) -> int:
-    """Of a training step: a multiply and an add an entry and token forward, twice that backward.
+    """Return the FLOPs of one training step with causal attention.
 
-    Attention multiplies each query with the keys before it and itself, s(s+1)/2 pairs, and each
-    probability with a value: two products of width d over all heads.
+    A matrix entry costs one multiply and one add per token in the forward and twice that in the
+    backward. Attention multiplies each query with the keys up to its own position, which makes s(s
+    + 1)/2 pairs, and each probability with a value: two products of width d over all heads.
     """
     matrices = layers * (2 * d * d + 2 * d * (d // heads * kv_heads) + 3 * d * d_ff) + vocab * d
     pairs = batch * seq * (seq + 1) // 2
@@ -30,26 +35,26 @@ def flops(
 
 
 def states(count: int, ranks: int, zero: int) -> int:
-    """Weights, gradients and Adam in mixed precision: 2 + 2 + 12 bytes a parameter.
+    """Return the bytes of weights, gradients and Adam in mixed precision: 2 + 2 + 12 per parameter.
 
-    ZeRO shards the optimizer from stage 1 on, gradients from 2, weights from 3 (Rajbhandari et al.
-    2020, section 5).
+    ZeRO shards the optimizer from stage 1, gradients from stage 2 and weights from stage 3
+    (Rajbhandari et al. 2020, section 5).
     """
-    share = ceil(count / ranks)
-    weights = 2 * (share if zero >= 3 else count)
-    gradients = 2 * (share if zero >= 2 else count)
-    optimizer = 12 * (share if zero >= 1 else count)
+    shard = ceil(count / ranks)
+    weights = 2 * (shard if zero >= 3 else count)
+    gradients = 2 * (shard if zero >= 2 else count)
+    optimizer = 12 * (shard if zero >= 1 else count)
     return weights + gradients + optimizer
 
 
 def activations(
     layers: int, d: int, heads: int, kv_heads: int, d_ff: int, tokens: int, bytes: int = 2
 ) -> int:
-    """What the blocks keep for the backward, each tensor once, with flash attention.
+    """Return the bytes that the blocks save for the backward with flash attention.
 
-    A norm keeps its input and one number a token, a linear layer its input, the gated product its
-    two factors and the gate's activation its input, attention q, k, v, the output and a number a
-    head.
+    Each tensor counts once. A norm saves its input and one fp32 statistic per token. A linear layer
+    saves its input. The gated product saves its two factors, and the activation of the gate its
+    input. Attention saves q, k, v, the output, and one fp32 number per head and token.
     """
     narrow = d // heads * kv_heads
     norms = 2 * (bytes * d + 4)
@@ -59,17 +64,17 @@ def activations(
 
 
 def cache(layers: int, d: int, heads: int, kv_heads: int, tokens: int, bytes: int = 2) -> int:
-    """Keys and values of every token in every layer."""
+    """Return the bytes of the KV cache for all layers."""
     return 2 * layers * (d // heads * kv_heads) * tokens * bytes
 
 
 def ring(payload: float, ranks: int) -> float:
-    """Bytes that one device sends in a ring all-reduce: each half sends (n-1)/n of the payload."""
+    """Return the bytes that one device sends in a ring all-reduce: two phases of (n-1)/n each."""
     return 2 * (ranks - 1) * payload / ranks
 
 
 def data_parallel(count: int, ranks: int, zero: int) -> float:
-    """Bytes that one device sends a step, in 16 bits, where nothing is accumulated."""
+    """Return the bytes in 16 bits that one device sends per step without gradient accumulation."""
     half = (ranks - 1) * 2 * count / ranks
     if zero == 0:
         return ring(2 * count, ranks)  # all-reduce of the gradients
@@ -79,17 +84,20 @@ def data_parallel(count: int, ranks: int, zero: int) -> float:
 
 
 def bubble(stages: int, microbatches: int) -> float:
-    """Idle share of a pipeline's work (Narayanan et al. 2021, section 2.2)."""
+    """Return the idle time of a pipeline as a fraction of its work.
+
+    See Narayanan et al. 2021, section 2.2.
+    """
     return (stages - 1) / microbatches
 
 
 def days(
     step_flops: float,
-    tokens_a_step: float,
+    tokens_per_step: float,
     tokens: float,
     devices: int,
     peak: float,
     utilization: float,
 ) -> float:
-    """How long a run takes at a share of the peak."""
-    return step_flops * tokens / tokens_a_step / (devices * peak * utilization) / 86_400
+    """Return the days of a training run at a constant fraction of the peak."""
+    return step_flops * tokens / tokens_per_step / (devices * peak * utilization) / 86_400

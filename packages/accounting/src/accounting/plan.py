@@ -1,5 +1,4 @@
-"""How a model is laid over devices: the degrees of each parallelism, and which layers a stage
-holds."""
+"""The layout of a model over devices: degrees of parallelism, and the layers of each stage."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,203 +12,225 @@ from accounting.model.shape import Shape
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The degrees of parallelism and what goes with them; raises `ValueError` for plans that cannot
-    be.
+    """The degrees of parallelism and the options of a training layout.
 
-    The devices are `data * tensor * pipeline * context`. Experts are spread over `expert` of the
-    `data * context` ranks that hold the same dense weights, so they need no devices of their own.
+    There are `data * tensor * pipeline * context` devices. Experts are spread over `expert` of the
+    `data * context` ranks that store the same dense weights, so they need no additional devices.
+    Raises `ValueError` for an inconsistent plan.
     """
 
+    #: If degrees are given too, `devices` must be their product; otherwise it sets `data`.
     devices: int = 0
-    """Checked against the degrees where both are given; alone, it sets `data`."""
     data: int = 0
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    #: ZeRO stage: data ranks shard the optimizer from 1, gradients from 2 and weights from 3
+    #: (FSDP). In a pipeline, 3 is FSDP2 under torch's schedules, which store a stage's weights and
+    #: gradients unsharded during a step. There, 2 means a trainer that reduces gradients after each
+    #: micro-batch; torch's schedules do not, and a search proposes no such plan.
     zero: int = 0
-    """What the data ranks shard: 1 the optimizer, 2 gradients too, 3 weights too (FSDP).
-
-    In a pipeline, 3 is FSDP2 under torch's schedules, which keep a stage's weights and gradients
-    whole during a step. There, 2 means a trainer that reduces gradients after each micro-batch;
-    torch's schedules do not, and a search proposes no such plan.
-    """
+    #: Micro-batches per data rank, for the pipeline or for gradient accumulation.
     microbatches: int = 1
-    """Pieces that a data rank cuts its batch into, for the pipeline or to accumulate gradients."""
+    #: `gpipe`, `1f1b`, or `interleaved` with `virtual_stages` chunks per device.
     schedule: str = "1f1b"
-    """`gpipe`, `1f1b`, or `interleaved` with `virtual_stages` chunks a device."""
     virtual_stages: int = 1
+    #: Norms and dropout between tensor-parallel matrices are split along the sequence.
     sequence_parallel: bool = False
-    """Norms and dropout between the tensor-parallel matrices are split along the sequence."""
+    #: `none`, `selective` (the core of attention) or `full` (each block from its input).
     recompute: str = "none"
-    """`none`, `selective` (the attention's core) or `full` (every block from its input)."""
+    #: FSDP frees gathered weights after the forward and gathers them again in the backward.
     reshard_after_forward: bool = True
-    """FSDP frees gathered weights after the forward and gathers them again for the backward."""
+    #: Stored on the host: `none`, `optimizer` (with master weights), or `activations` (inputs of
+    #: blocks, with full recomputation).
     offload: str = "none"
-    """What is kept on the host: `none`, `optimizer` (with master weights), `activations` (inputs of
-    blocks, with full recomputation)."""
 
     def __post_init__(self) -> None:
         check_fields(vars(self))
+        self._set_devices()
+        if self.replicas % self.expert:
+            raise ValueError(
+                f"expected expert to divide data x context = {self.replicas}, got "
+                f"expert={self.expert}; experts are spread over these ranks"
+            )
+        if self.offload == "activations" and self.recompute != "full":
+            raise ValueError(
+                f"expected recompute='full' with offload='activations', got {self.recompute!r}; "
+                "only the inputs of blocks are offloaded"
+            )
+        self._check_schedule()
+
+    def _set_devices(self) -> None:
+        """Derive `data` from `devices`, or `devices` from the degrees."""
         model_parallel = self.tensor * self.pipeline * self.context
         if not self.data:
             if self.devices % model_parallel:
                 raise ValueError(
-                    f"devices is {self.devices}, which tensor x pipeline x context = "
-                    f"{model_parallel} does not divide"
+                    f"expected tensor x pipeline x context = {model_parallel} to divide devices, "
+                    f"got devices={self.devices}"
                 )
             object.__setattr__(self, "data", max(1, self.devices // model_parallel))
         product = self.data * model_parallel
         if self.devices not in (0, product):
             raise ValueError(
-                f"devices is {self.devices}, but data x tensor x pipeline x context = "
-                f"{self.data} x {self.tensor} x {self.pipeline} x {self.context} = {product}"
+                f"expected devices = data x tensor x pipeline x context = {self.data} x "
+                f"{self.tensor} x {self.pipeline} x {self.context} = {product}, "
+                f"got devices={self.devices}"
             )
         object.__setattr__(self, "devices", product)
-        if self.replicas % self.expert:
+
+    def _check_schedule(self) -> None:
+        interleaved = self.schedule == "interleaved"
+        if interleaved and self.pipeline == 1:
+            raise ValueError("expected pipeline > 1 with schedule='interleaved', got pipeline=1")
+        if (self.virtual_stages > 1) != interleaved:
             raise ValueError(
-                f"expert is {self.expert}, which does not divide the data x context = "
-                f"{self.replicas} ranks that experts are spread over"
+                "expected virtual_stages > 1 with schedule='interleaved' and 1 otherwise, got "
+                f"virtual_stages={self.virtual_stages} with schedule={self.schedule!r}"
             )
-        if self.offload == "activations" and self.recompute != "full":
+        if interleaved and self.microbatches % self.pipeline:
             raise ValueError(
-                f"offload is 'activations' with recompute {self.recompute!r}; what is "
-                "offloaded are the inputs of blocks, which recompute='full' keeps"
-            )
-        if self.schedule == "interleaved" and self.pipeline == 1:
-            raise ValueError("schedule is 'interleaved' with pipeline=1; give several stages")
-        if (self.virtual_stages > 1) != (self.schedule == "interleaved"):
-            raise ValueError(
-                f"virtual_stages is {self.virtual_stages} with schedule {self.schedule!r}; "
-                "more than one goes with 'interleaved', and only with it"
-            )
-        if self.schedule == "interleaved" and self.microbatches % self.pipeline:
-            raise ValueError(
-                f"microbatches is {self.microbatches}; interleaved stages need a multiple of "
-                f"pipeline={self.pipeline}"
+                f"expected a multiple of pipeline={self.pipeline} for microbatches of interleaved "
+                f"stages, got microbatches={self.microbatches}"
             )
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same dense weights: those of data and of context parallelism."""
+        """Return the number of ranks with the same dense weights (data times context ranks)."""
         return self.data * self.context
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
+        """Return the number of ranks that store the same experts."""
         return self.replicas // self.expert
 
     def keeps_weights_whole(self) -> bool:
-        """Return True for FSDP2 modules in a pipeline; `ValueError` if their memory is not modeled.
+        """Return True for FSDP2 modules in a pipeline.
 
-        See Note [FSDP2 under torch's pipeline schedules] in memory/training.py.
+        See Note [FSDP2 under torch's pipeline schedules] in memory/training.py. Raises `ValueError`
+        if the memory of the schedule is not modeled.
         """
         if self.zero < 3 or self.pipeline == 1 or self.replicas == 1:
             return False
         if self.schedule == "interleaved":
             raise ValueError(
-                "zero is 3 with schedule 'interleaved': how many chunks torch keeps unsharded is "
-                "not modeled; give zero=1, or schedule='1f1b'"
+                "expected zero < 3 with schedule='interleaved', got zero=3; the number of chunks "
+                "that torch keeps unsharded is not modeled; pass zero=1 or schedule='1f1b'"
             )
         return True
 
     @checks.entry(batch=0, seq=0)
     def check(self, model: Shape, *, batch: int = 0, seq: int = 0) -> None:
-        """Raise `ValueError` where this plan does not fit the model, the batch or the sequence."""
-        if self.pipeline * self.virtual_stages > model.layers:
+        """Raise `ValueError` if this plan is not valid for the model, the batch or the sequence."""
+        self._check_stages(model)
+        self._check_shards(model)
+        ranks = self.data * self.microbatches
+        if batch and batch % ranks:
+            raise ValueError(f"expected data x microbatches = {ranks} to divide batch, got {batch}")
+        if batch and not seq:
+            raise ValueError("expected seq >= 1, got 0")
+        if seq and seq % self.context:
+            raise ValueError(f"expected context={self.context} to divide seq, got seq={seq}")
+
+    def _check_stages(self, model: Shape) -> None:
+        chunks = self.pipeline * self.virtual_stages
+        if chunks > model.layers:
             raise ValueError(
-                f"pipeline x virtual_stages is {self.pipeline * self.virtual_stages}, deeper than "
-                f"the model's {model.layers} layers"
+                f"expected pipeline x virtual_stages <= {model.layers} layers, got {chunks}"
             )
         if self.pipeline > 1 and model.encoder:
-            raise ValueError("pipeline must be 1 for a model with an encoder beside its decoder")
+            raise ValueError(
+                f"expected pipeline=1 for a model with an encoder, got pipeline={self.pipeline}"
+            )
         if self.pipeline > 1 and model.embedding_dim != model.d_model:
             raise ValueError(
-                f"embedding_dim is {model.embedding_dim} and d_model {model.d_model}; a model that "
-                "projects its embedding cannot be cut into stages here, so pipeline must be 1"
+                f"expected pipeline=1 for a model that projects its embedding "
+                f"(embedding_dim={model.embedding_dim}, d_model={model.d_model}), "
+                f"got pipeline={self.pipeline}"
             )
+
+    def _check_shards(self, model: Shape) -> None:
         for name, size in (("heads", model.heads), ("d_ff", model.d_ff)):
             if size % self.tensor:
-                raise ValueError(f"tensor is {self.tensor}, which does not divide {name}={size}")
+                raise ValueError(f"expected tensor to divide {name}={size}, got {self.tensor}")
         if model.heads and model.kv_heads % self.tensor and self.tensor % model.kv_heads:
             raise ValueError(
-                f"tensor is {self.tensor}, which neither divides kv_heads={model.kv_heads} "
-                "nor is a multiple of it"
+                f"expected tensor to divide kv_heads={model.kv_heads} or to be a multiple of it, "
+                f"got tensor={self.tensor}"
             )
         count = model.experts.count if model.experts else 0
         if self.expert > 1 and (not count or count % self.expert):
-            raise ValueError(f"expert is {self.expert}; the model has {count} experts")
-        pieces = self.data * self.microbatches
-        if batch and batch % pieces:
             raise ValueError(
-                f"batch is {batch} sequences, which data x microbatches = {pieces} does not divide"
+                f"expected expert to divide the {count} experts of the model, got {self.expert}"
             )
-        if batch and not seq:
-            raise ValueError("seq is 0; it must be at least 1")
-        if seq and seq % self.context:
-            raise ValueError(f"seq is {seq}, which context={self.context} does not divide")
 
     def stage_layers(self, model: Shape, stage: int) -> tuple[int, ...]:
-        """The layers that a stage holds: as even as can be, the first stages one more. Where
-        embedding and head make it even as a layer each, both ends have one less."""
+        """Return the layers of a stage; the first stages have one more if the division is uneven.
+
+        If embedding and head count as one layer each and then divide evenly, the first and the last
+        chunk have one layer less than the others.
+        """
         if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
-            raise ValueError(f"stage is {stage}; it must lie between 0 and {self.pipeline - 1}")
+            raise ValueError(f"expected 0 <= stage < {self.pipeline}, got {stage}")
         chunks = self.pipeline * self.virtual_stages
-        each, more = divmod(model.layers, chunks)
-        ends = more and more == chunks - 2
-        held: list[int] = []
+        layers_per_chunk, remainder = divmod(model.layers, chunks)
+        ends = remainder and remainder == chunks - 2
+        indices: list[int] = []
         for chunk in range(stage, chunks, self.pipeline):
             # Llama 3 (section 3.3.2): 126 layers in 16 stages, 7 in the first and the last.
-            start = chunk * each + (max(0, chunk - 1) if ends else min(chunk, more))
-            longer = 0 < chunk < chunks - 1 if ends else chunk < more
-            held += range(start, start + each + longer)
-        return tuple(held)
+            start = chunk * layers_per_chunk + (
+                max(0, chunk - 1) if ends else min(chunk, remainder)
+            )
+            longer = 0 < chunk < chunks - 1 if ends else chunk < remainder
+            indices += range(start, start + layers_per_chunk + longer)
+        return tuple(indices)
 
     def stage_model(self, model: Shape, stage: int) -> Shape:
-        """The part of the model on a stage, as a model: its layers, and the ends where they are.
+        """Return the part of a model on a stage, as a model with the ends that the stage has.
 
-        A tied embedding is on the first stage and again on the last, where it is the head.
+        A tied embedding is on the first stage and, as the head, also on the last.
         """
-        held = self.stage_layers(model, stage)
+        indices = self.stage_layers(model, stage)
         first, last = stage == 0, stage == self.pipeline - 1
-        here = {layer: index for index, layer in enumerate(held)}
+        local_index = {layer: index for index, layer in enumerate(indices)}
 
-        def kept(layers: Iterable[int] | None) -> tuple[int, ...]:
-            return tuple(here[i] for i in sorted(layers or ()) if i in here)
+        def local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
+            return tuple(local_index[i] for i in sorted(layers or ()) if i in local_index)
 
-        def stays(matrix: Matrix) -> bool:
+        def is_on_stage(matrix: Matrix) -> bool:
             if matrix.layers is not None:
-                return bool(kept(matrix.layers))
+                return bool(local_layers(matrix.layers))
             return first if matrix.where == "first" else last
 
         experts, window = model.experts, model.window
         if experts:
-            layers = kept(experts.layers)
+            layers = local_layers(experts.layers)
             experts = replace(experts, layers=layers) if layers else None
         if window:
-            layers = kept(model.windowed_layers)
+            layers = local_layers(model.windowed_layers)
             window = replace(window, layers=layers) if layers else None
         return replace(
             model,
-            layers=len(held),
+            layers=len(indices),
             experts=experts,
             window=window,
-            attention_layers=kept(model.attention_layers),
-            mlp_layers=kept(model.mlp_layers),
+            attention_layers=local_layers(model.attention_layers),
+            mlp_layers=local_layers(model.mlp_layers),
             mixers=tuple(
-                replace(mixer, layers=kept(mixer.layers))
+                replace(mixer, layers=local_layers(mixer.layers))
                 for mixer in model.mixers
-                if kept(mixer.layers)
+                if local_layers(mixer.layers)
             ),
             extra=tuple(
-                replace(m, layers=None if m.layers is None else kept(m.layers))
+                replace(m, layers=None if m.layers is None else local_layers(m.layers))
                 for m in model.extra
-                if stays(m)
+                if is_on_stage(m)
             ),
             lm_head=model.lm_head and last,
             vocab_size=model.vocab_size if first or (last and model.lm_head) else 0,
-            # A stage at one end has one table, which `tied` counts once; with both ends it stays as
-            # it is.
+            # A stage with one end has one table, which `tied` counts once. A stage with both ends
+            # needs the original value.
             tied=model.tied if first and last else True,
             positions=model.positions if first else 0,
             head_bias=model.head_bias and last,
@@ -217,12 +238,13 @@ class Plan:
         )
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations a stage holds at once (of one chunk of its layers)."""
+        """Return the micro-batches, or chunks, whose activations a stage stores at once."""
         if self.schedule == "gpipe" or self.pipeline == 1:
             return self.microbatches if self.pipeline > 1 else 1
         if self.schedule == "1f1b":
             return min(self.microbatches, self.pipeline - stage)
-        # Megatron's interleaving warms up with 2(p - s - 1) + (v - 1)p chunks, and runs one more.
+        # Megatron's interleaved schedule warms up with 2(p - s - 1) + (v - 1)p chunks and then runs
+        # one more.
         warm_up = 2 * (self.pipeline - stage - 1) + (self.virtual_stages - 1) * self.pipeline
         return min(self.microbatches * self.virtual_stages, warm_up + 1)
 
@@ -235,18 +257,21 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_fields(given: Mapping[str, object]) -> None:
-    """Each field by itself: whole numbers, switches and names."""
-    checks.fields(Plan, given, **_CHOICES)
+def check_fields(values: Mapping[str, object]) -> None:
+    """Check each field by itself: integers, switches and names."""
+    checks.fields(Plan, values, **_CHOICES)
 
 
 def even(layers: int, chunks: int) -> bool:
-    """Every chunk has as many layers, embedding and head counted as one each if need be."""
+    """Return True if all chunks have equal numbers of layers.
+
+    The embedding and the head may count as one layer each.
+    """
     return layers >= chunks and layers % chunks in (0, chunks - 2)
 
 
 def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
-    """The plan, or that of a single device, if it fits what it is for."""
+    """Return the plan, or that of a single device, if it is valid for the model and the batch."""
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")
     plan.check(model, batch=batch, seq=seq)
@@ -254,5 +279,5 @@ def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
 
 
 def split(count: int, ranks: int) -> int:
-    """The largest share of `count` things over `ranks`."""
+    """Return the size of the largest part if `count` items are split over `ranks`."""
     return -(-count // ranks)

@@ -1,5 +1,7 @@
-"""Bytes per parameter of the ways in which models are trained: weights, gradients, master copy,
-moments. The recipes are in precisions.toml."""
+"""The dtypes in which models are trained: weights, gradients, master copy and optimizer moments.
+
+The recipes are listed in precisions.toml.
+"""
 
 import tomllib
 from dataclasses import dataclass
@@ -9,15 +11,23 @@ from pathlib import Path
 from accounting import checks
 
 _BITS = {
-    **{"fp64": 64, "fp32": 32, "tf32": 32, "fp16": 16, "bf16": 16},
-    **{"fp8": 8, "int8": 8, "int4": 4, "nf4": 4, "fp4": 4},
+    "fp64": 64,
+    "fp32": 32,
+    "tf32": 32,
+    "fp16": 16,
+    "bf16": 16,
+    "fp8": 8,
+    "int8": 8,
+    "int4": 4,
+    "nf4": 4,
+    "fp4": 4,
 }
 BYTES: dict[str, Fraction] = {dtype: Fraction(bits, 8) for dtype, bits in _BITS.items()}
 
 
 @checks.entry()
 def bytes_of(dtype: str) -> Fraction:
-    """Bytes of one element; raises `ValueError` for a dtype that is not known."""
+    """Return the bytes of one element; raise `ValueError` for an unknown dtype."""
     checks.choice("dtype", dtype, BYTES)
     return BYTES[dtype]
 
@@ -37,25 +47,25 @@ _DTYPES = (
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A recipe: the dtype of everything that is kept for a parameter."""
+    """A recipe: the dtypes of all tensors that are stored per parameter."""
 
     name: str
     weights: str
     gradients: str
+    #: Copy of the weights that the optimizer updates, if it does not update the weights themselves.
     master: str | None = None
-    """A copy of the weights that the optimizer updates, where it is not the weights themselves."""
+    #: One dtype per tensor of optimizer state: two for Adam, one for momentum, none for SGD.
     moments: tuple[str, ...]
-    """A dtype for each tensor of optimizer state: two for Adam, one for momentum, none for SGD."""
     activations: str
+    #: The residual stream, if its dtype is not that of the activations.
     stream: str | None = None
-    """The residual stream, where it is not of the activations' dtype."""
     logits: str = "fp32"
+    #: Copy of the matrices that the graph keeps from the forward to the end of the backward.
     cast_weights: str | None = None
-    """A copy of the matrices that the graph keeps from the forward until the backward is done."""
+    #: Dtype in which linear layers multiply, if it is not that of the activations.
     matmuls: str | None = None
-    """What linear layers multiply in, where it is not the activations' dtype."""
+    #: Number of parameters per fp32 scale of a quantized moment; 0 means no scales.
     moment_block: int = 0
-    """Parameters that share one fp32 scale in each moment; 0: no scales."""
     source: str
 
     def __post_init__(self) -> None:
@@ -66,18 +76,21 @@ class Precision:
 
     @property
     def compute(self) -> str:
-        """The dtype of the linear layers' products; attention stays in the activations'."""
+        """Return the dtype in which linear layers multiply; attention uses `activations`."""
         return self.matmuls or self.activations
 
     @property
-    def travels(self) -> dict[str, str]:
-        """Dtypes on the wire: what is computed with, a copy in fewer bytes where there is one."""
+    def wire_dtypes(self) -> dict[str, str]:
+        """Return the dtypes of communicated tensors; a smaller copy is sent where there is one."""
         weights = self.cast_weights or self.weights
         return {"weights": weights, "gradients": self.gradients, "activations": self.activations}
 
     @property
     def bytes_per_parameter(self) -> Fraction:
-        """Weights, gradients, master copy and moments, without the transient copy."""
+        """Return the bytes of weights, gradients, master copy and moments per parameter.
+
+        The transient copy `cast_weights` is not included.
+        """
         return (
             bytes_of(self.weights)
             + bytes_of(self.gradients)
@@ -87,7 +100,7 @@ class Precision:
 
     @property
     def moment_bytes(self) -> Fraction:
-        """Bytes of optimizer state per parameter, scales included."""
+        """Return the bytes of optimizer state per parameter, with scales."""
         scale = Fraction(4, self.moment_block) if self.moment_block else Fraction(0)
         return sum((bytes_of(moment) + scale for moment in self.moments), Fraction(0))
 
@@ -101,7 +114,7 @@ PRECISIONS: dict[str, Precision] = {
 
 @checks.entry()
 def recipe(precision: str | Precision) -> Precision:
-    """The recipe by its name, or the thing itself."""
+    """Return a recipe by its name; a `Precision` is returned as it is."""
     if isinstance(precision, Precision):
         return precision
     checks.choice("precision", precision, PRECISIONS)

@@ -1,4 +1,4 @@
-"""What a step is asked to do: how many tokens, in which numbers, with which kernels."""
+"""The workload of a training step: batch, precision, and which kernels are fused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,26 +12,28 @@ from accounting.precision import Precision, recipe
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One step of training; what is asked of it by keyword may be asked with one of these."""
+    """One step of training; functions take these fields as keywords or a `Workload`."""
 
+    #: Sequences of the whole step over all devices; 0 selects the model states alone.
     batch: int
-    """Sequences of the whole step, over all devices; 0 asks for the model's states alone."""
     seq: int
     precision: str | Precision = "fp32"
+    #: Attention saves its log-sum-exp and never writes its scores to memory.
     flash: bool = True
-    """Attention keeps a log-sum-exp, and never writes its scores."""
     dropout: bool = False
+    #: True if a norm is one kernel; otherwise its normalized values are saved too.
     fused_norm: bool = True
-    """A norm that is not one kernel (torch's RMSNorm on the CPU) keeps its normalized values."""
+    #: Query, key and value are one matrix, and gate and up are another: autocast makes one copy of
+    #: the input instead of several.
     fused_projections: bool = False
-    """Query, key and value are one matrix, gate and up another: one cast under autocast, not
-    several."""
+    #: One kernel computes the gated product and saves gate, up and the product.
     fused_gate: bool = False
-    """A kernel makes the gated product in one go, and keeps gate, up and the product."""
+    #: True for `torch.compile`, whose partitioner saves the tensors that all fused kernels together
+    #: need.
     compiled: bool = False
-    """By `torch.compile`, whose partitioner keeps what fused kernels of all these would."""
+    #: Number of chunks in which the head and the cross-entropy run; the backward recomputes each
+    #: chunk.
     loss_chunks: int = 1
-    """Pieces in which the head and the cross-entropy run, each once more in the backward."""
 
     def __post_init__(self) -> None:
         checks.fields(Workload, vars(self), batch=0)
@@ -41,30 +43,34 @@ class Workload:
 
     @property
     def head(self) -> dict[str, Any]:
-        """How the end of the model runs: arguments of `head_activations`."""
-        names = ("fused_norm", "compiled", "loss_chunks")
-        return {name: getattr(self, name) for name in names} | {"precision": self.kind}
+        """Return the arguments of `head_activations`."""
+        return {
+            "fused_norm": self.fused_norm,
+            "compiled": self.compiled,
+            "loss_chunks": self.loss_chunks,
+            "precision": self.kind,
+        }
 
     @property
     def kind(self) -> Precision:
-        """The recipe of dtypes."""
+        """Return the recipe of dtypes."""
         return recipe(self.precision)
 
     def sequences(self, plan: Plan) -> int:
-        """Sequences of a micro-batch on one device."""
+        """Return the sequences of a micro-batch on one device."""
         return self.batch // (plan.data * plan.microbatches)
 
     def tokens(self, plan: Plan) -> int:
-        """Tokens of a micro-batch on one device."""
+        """Return the tokens of a micro-batch on one device."""
         return self.sequences(plan) * (self.seq // plan.context)
 
 
+#: Names of the fields that functions take as keywords.
 WORKLOAD = tuple(Workload.__dataclass_fields__)
-"""What may be asked for by keyword."""
 
 
 def workload(work: Workload | None, run: Mapping[str, Any], **defaults: Any) -> Workload:
-    """What was asked for, as a record or field by field."""
+    """Return a `Workload` built from keywords, or `work` with these fields replaced."""
     if work is None:
         return Workload(**defaults | dict(run))
     checks.instance("work", work, Workload, "a Workload or None")

@@ -1,4 +1,4 @@
-"""Sums and shuffles over processes: the names of torch.distributed, in the open."""
+"""Collectives over processes, with the names and arguments of torch.distributed."""
 
 from collectives.choice.cost import CostModel
 from collectives.collective import (

@@ -1,6 +1,7 @@
-"""The collectives, with the names and arguments of torch.distributed.
+"""Collectives with the names and arguments of torch.distributed, and an `algorithm` argument.
 
-Each takes `algorithm`: "auto" lets the cost model pick; "shared_memory", "ring", ... insist.
+With `algorithm="auto"` the cost model chooses. A name such as "shared_memory" or "ring" selects
+that algorithm, or raises `ValueError` if the group cannot run it.
 """
 
 from collections.abc import Sequence
@@ -12,73 +13,120 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import dispatch
-from collectives.algorithms.reduction import check, op_name
-from collectives.arguments import check_pair, copy_back, describe_call, flatten, lengths_of, root_of
+from collectives.algorithms.reduction import check_dtype, op_name
+from collectives.arguments import (
+    check_pair,
+    copy_back,
+    describe_call,
+    flatten,
+    for_members,
+    root_rank,
+    split_lengths,
+)
 from collectives.communicator import Communicator, communicator
 from collectives.shared_memory.fingerprint import Call
 
 ReduceOp = dist.ReduceOp
 
 
+@for_members
 def all_reduce(
-    tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
     algorithm: str = "auto",
-) -> dist.Work | None:  # fmt: skip
+) -> dist.Work | None:
     """Reduce `tensor` over all ranks, in place."""
     if not tensor.is_cpu and algorithm == "auto":
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
-    comm, name = communicator(group), op_name(op)
-    check(name, tensor.dtype)
-    call = describe_call(comm, "all_reduce", tensor, algorithm, op=name, written=[tensor])
-    return do(comm, call, async_op, tensor)
+    comm = communicator(group)
+    name = op_name(op)
+    check_dtype(name, tensor.dtype)
+    call = describe_call(comm, "all_reduce", tensor, algorithm, op=name, outputs=[tensor])
+    return run(comm, call, async_op, tensor)
 
 
+@for_members
 def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Any = None,
-    async_op: bool = False, *, algorithm: str = "auto",
-) -> dist.Work | None:  # fmt: skip
-    """output = this rank's slice of the reduction of `input`, which is `world` times as long."""
+    output: Tensor,
+    input: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> dist.Work | None:
+    """Reduce `input` over all ranks and write this rank's slice to `output`.
+
+    `input` has `world_size` times as many elements as `output`.
+    """
     if not output.is_cpu and algorithm == "auto":
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
-    comm, name = communicator(group), op_name(op)
-    check(name, input.dtype)
+    comm = communicator(group)
+    name = op_name(op)
+    check_dtype(name, input.dtype)
     check_pair("input", input, "output", output, comm.world)
-    call = describe_call(comm, "reduce_scatter", input, algorithm, op=name, written=[output])
-    return do(comm, call, async_op, output, input)
+    call = describe_call(comm, "reduce_scatter", input, algorithm, op=name, outputs=[output])
+    return run(comm, call, async_op, output, input)
 
 
+@for_members
 def all_gather_into_tensor(
-    output: Tensor, input: Tensor, group: Any = None, async_op: bool = False, *,
+    output: Tensor,
+    input: Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    *,
     algorithm: str = "auto",
-) -> dist.Work | None:  # fmt: skip
-    """output = the inputs of all ranks, one after the other."""
+) -> dist.Work | None:
+    """Write the inputs of all ranks to `output`, in rank order."""
     if not output.is_cpu and algorithm == "auto":
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
     comm = communicator(group)
     check_pair("output", output, "input", input, comm.world)
-    call = describe_call(comm, "all_gather", input, algorithm, written=[output])
-    return do(comm, call, async_op, output, input)
+    call = describe_call(comm, "all_gather", input, algorithm, outputs=[output])
+    return run(comm, call, async_op, output, input)
 
 
+@for_members
 def broadcast(
-    tensor: Tensor, src: int | None = None, group: Any = None, async_op: bool = False,
-    group_src: int | None = None, *, algorithm: str = "auto",
-) -> dist.Work | None:  # fmt: skip
-    """Give every rank the tensor of rank `src` (`group_src` counts within the group)."""
+    tensor: Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    algorithm: str = "auto",
+) -> dist.Work | None:
+    """Copy the tensor of rank `src` to every rank.
+
+    `src` is a global rank. `group_src` is the rank in the group and can be passed instead.
+    """
     if not tensor.is_cpu and algorithm == "auto":
         return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
     comm = communicator(group)
-    root = root_of(comm, src, group, group_src)
-    call = describe_call(comm, "broadcast", tensor, algorithm, root=root, written=[tensor])
-    return do(comm, call, async_op, tensor)
+    root = root_rank(comm, src, group, group_src)
+    call = describe_call(comm, "broadcast", tensor, algorithm, root=root, outputs=[tensor])
+    return run(comm, call, async_op, tensor)
 
 
+@for_members
 def all_to_all_single(
-    output: Tensor, input: Tensor, output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None, group: Any = None, async_op: bool = False, *,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    *,
     algorithm: str = "auto",
-) -> dist.Work | None:  # fmt: skip
-    """Send the i-th part of `input` (rows) to rank i; `output` collects what comes, in order."""
+) -> dist.Work | None:
+    """Send the i-th part of `input` to rank i; write the received parts to `output` in rank order.
+
+    Split sizes are numbers of rows.
+    """
     if not output.is_cpu and algorithm == "auto":
         return dist.all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op
@@ -86,77 +134,83 @@ def all_to_all_single(
     comm = communicator(group)
     if output.dtype != input.dtype:
         raise TypeError(f"output is {output.dtype} but input is {input.dtype}; make them the same")
-    splits = output_split_sizes or input_split_sizes
-    if algorithm == "auto" and not splits and _is_gloos(comm, output, input):
-        size = (input.numel(),)
-        even = describe_call(comm, "all_to_all", input, "auto", written=[output], shape=size)
-        if comm.gloo.has_room_for(even.packed):
-            return do(comm, even, async_op, output, input)
-    lengths_out = lengths_of("output", output, output_split_sizes, comm.world)
-    lengths_in = lengths_of("input", input, input_split_sizes, comm.world)
-    # Shapes are each rank's own: that lengths fit is found out on the way.
-    call = describe_call(comm, "all_to_all", input, algorithm, written=[output], shape=())
+    is_even = not (output_split_sizes or input_split_sizes)
+    if algorithm == "auto" and is_even and _should_use_gloo(comm, output, input):
+        shape = (input.numel(),)
+        call = describe_call(comm, "all_to_all", input, "auto", outputs=[output], shape=shape)
+        if comm.gloo.has_room_for(call.packed):
+            return run(comm, call, async_op, output, input)
+    lengths_out = split_lengths("output", output, output_split_sizes, comm.world)
+    lengths_in = split_lengths("input", input, input_split_sizes, comm.world)
+    # Shapes may differ between ranks. The lengths are compared when the call runs.
+    call = describe_call(comm, "all_to_all", input, algorithm, outputs=[output], shape=())
 
     def body(packed: bytes) -> None:
-        out, flat = flatten(output), flatten(input)
-        outputs, inputs = out.split(lengths_out), flat.split(lengths_in)
+        flat_output = flatten(output)
+        outputs = flat_output.split(lengths_out)
+        inputs = flatten(input).split(lengths_in)
         dispatch.all_to_all(comm, call, packed, outputs, inputs)
-        copy_back(output, out)
+        copy_back(output, flat_output)
 
     return comm.run(call, input, body, async_op=async_op, result=output)
 
 
-def _is_gloos(comm: Communicator, output: Tensor, input: Tensor) -> bool:
-    """Whether an all-to-all of equal parts is for gloo: between hosts, of the same size on each."""
+def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
+    """Return True if gloo can run this all-to-all of equal parts and ranks are on several hosts."""
     if comm.topology.one_host or not 0 < input.numel() == output.numel():
         return False
-    odd = any(not t.dim() or t.shape[0] % comm.world for t in (input, output))
-    return not odd and comm.gloo.can("all_to_all", input.dtype, "")
+    for tensor in (input, output):
+        if not tensor.dim() or tensor.shape[0] % comm.world:
+            return False
+    return comm.gloo.can_run("all_to_all", input.dtype, "")
 
 
-def do(
+def run(
     comm: Communicator, call: Call, async_op: bool, output: Tensor, *inputs: Tensor
 ) -> dist.Work | None:
-    """Run a call whose result goes to `output`, which is its input too if there is no other."""
+    """Run a call that writes to `output`, which is also its input if `inputs` is empty."""
     if not async_op and call.packed in comm.gloo.groups:
-        flats = flatten(output), *map(flatten, inputs)
-        if comm.at_once(call, *flats):
-            copy_back(output, flats[0])
+        flat_output = flatten(output)
+        if comm.run_connected(call, flat_output, *(flatten(tensor) for tensor in inputs)):
+            copy_back(output, flat_output)
             return None
 
     def body(packed: bytes) -> None:
-        flat = flatten(output)
-        dispatch.run(comm, call, packed, flat, *map(flatten, inputs))
-        copy_back(output, flat)
+        flat_output = flatten(output)
+        dispatch.run(comm, call, packed, flat_output, *(flatten(tensor) for tensor in inputs))
+        copy_back(output, flat_output)
 
-    brought = inputs[0] if inputs else output
-    job = partial(dispatch.job, comm, call, output, brought)
-    return comm.run(call, brought, body, async_op=async_op, result=output, engine_job=job)
+    source = inputs[0] if inputs else output
+    make_job = partial(dispatch.make_job, comm, call, output, source)
+    return comm.run(call, source, body, async_op=async_op, result=output, make_job=make_job)
 
 
+@for_members
 def barrier(group: Any = None, async_op: bool = False) -> dist.Work | None:
-    """Return when every rank of the group has called it."""
-    comm, nothing = communicator(group), torch.empty(0)
-    call = Call("barrier", (), nothing.dtype)
-    return comm.run(call, nothing, lambda packed: dispatch.barrier(comm, packed), async_op=async_op)
+    """Return when every rank of the group has called this function."""
+    comm = communicator(group)
+    empty = torch.empty(0)
+    call = Call("barrier", (), empty.dtype)
+    return comm.run(call, empty, lambda packed: dispatch.barrier(comm, packed), async_op=async_op)
 
 
 def shared_empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
 ) -> Tensor:
-    """Zeros in memory that all ranks of the host map: the engine reduces them without a copy.
+    """Return zeros in memory that all ranks of the host map, which collectives reduce in place.
 
-    Every rank of the group must call it, with the same size. Where ranks cannot share memory the
-    tensor is an ordinary one: everything works, slower.
+    Every rank of the group must call this function with the same size. If ranks cannot share
+    memory, the result is an ordinary tensor: every collective accepts it and is slower.
     """
     shape = torch.Size(size[0] if size and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
-    comm, dtype = communicator(group), dtype or torch.get_default_dtype()
+    comm = communicator(group)
+    dtype = dtype or torch.get_default_dtype()
     call = Call("shared_empty", tuple(shape), dtype)
-    made: list[Tensor] = []
+    allocated: list[Tensor] = []
 
     def body(packed: bytes) -> None:
-        dispatch.agree(comm, packed)
-        made.append(comm.topology.allocate(shape.numel(), dtype, comm.timeout))
+        dispatch.compare_calls(comm, packed)
+        allocated.append(comm.topology.allocate(shape.numel(), dtype, comm.timeout))
 
     comm.run(call, torch.empty(0), body, async_op=False)
-    return made[0].view(shape)
+    return allocated[0].view(shape)

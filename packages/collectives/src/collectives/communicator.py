@@ -1,24 +1,20 @@
-"""What a group needs to run collectives: messages, shared memory, and a thread for progress.
+"""The communicator of a group: messages, shared memory, the order of calls and their failures.
 
-One communicator is made for each process group, by its first collective, and kept with it.
+Each process group has one communicator, which its first collective creates. The calls of a group
+run one at a time, in the order in which they are made: synchronous calls on the caller's thread,
+asynchronous calls on the group's progress thread (see `progress.py`).
 
-Notable:
-- operations of one group run one at a time, in the order of the calls. Synchronous ones run in the
-  caller's thread; asynchronous ones on the group's progress thread, so that they overlap with the
-  caller's computation: it waits in the engine, where there is one, and so needs no turn of the
-  interpreter before data move;
-- an operation that fails leaves the group unusable, and says which rank is the reason, unless it is
-  a mismatch that is found before data moves.
+A call that fails makes the group unusable and names the ranks that caused it. The exception is a
+mismatch that is found before data moves.
 """
 
-import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -33,60 +29,72 @@ from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
-from collectives.coalescing import current
 from collectives.errors import UNUSABLE, RankLost
-from collectives.faults import LOOKS_PART, SHORTEST_LOOK, Faults, Operation, fresh
+from collectives.failure_detection import (
+    MIN_POLL_SECONDS,
+    POLL_FRACTION,
+    FailureDetector,
+    Operation,
+)
+from collectives.progress import ProgressQueue
 from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
-from collectives.work import Work
+from collectives.store import fresh_store
+from collectives.work import CoalescedCalls, Work, current_coalesced_calls
 
-# A rank that had all it needed of a call goes on: so far it is remembered what that was.
+# Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
-# How long closing waits for calls that are still queued.
-CLOSE_SECONDS = 1.0
-# torch does not report that it destroys a group of gloo's, so a thread checks this often.
-DESTROYED_SECONDS = 0.2
+# torch does not report that it destroys a gloo group, so a thread checks at this interval.
+DESTROYED_POLL_SECONDS = 0.2
+
 _watcher: threading.Thread | None = None
-_known: dict[Any, "Communicator"] = {}
-# Two threads may make a group's first call at once; one for all groups could wait in a circle.
-_making: dict[Any, threading.Lock] = {}
+_communicators: dict[Any, "Communicator"] = {}
+# Two threads may make a group's first call at the same time. Each group has a separate lock,
+# because the first calls of several groups may wait for each other.
+_creating: dict[Any, threading.Lock] = {}
 
 
 def communicator(group: Any = None) -> "Communicator":
-    """The communicator of a process group (torch's default one if None)."""
+    """Return the communicator of a process group; the default group if `group` is None."""
     pg: Any = dist.group.WORLD if group is None else group
     if pg is None:
         raise RuntimeError("no process group: call torch.distributed.init_process_group first")
-    own = getattr(pg, "communicator", None)
-    if isinstance(own, Communicator):
-        return own
+    registered = getattr(pg, "communicator", None)
+    if isinstance(registered, Communicator):
+        return registered
     if not isinstance(pg, dist.ProcessGroup):
-        raise ValueError("this rank is not a member of the given group; do not call from here")
-    if (known := _known.get(pg)) is not None:
+        raise ValueError(
+            f"expected a group that this rank is a member of, got {pg!r}; "
+            "call collectives on the group's members only"
+        )
+    known = _communicators.get(pg)
+    if known is not None:
         return known
-    with _making.setdefault(pg, threading.Lock()):
-        if pg not in _known:
-            _forget_destroyed_groups()
+    with _creating.setdefault(pg, threading.Lock()):
+        if pg not in _communicators:
+            _close_destroyed_groups()
             _watch_for_destroyed_groups()
-            _known[pg] = Communicator(
+            _communicators[pg] = Communicator(
                 pg,
                 store=dist.distributed_c10d._get_process_group_store(pg),
                 timeout=pg._get_backend(pg._device_types[0]).options._timeout,
             )
-        return _known[pg]
+        return _communicators[pg]
 
 
-def _forget_destroyed_groups() -> None:
-    for pg in [pg for pg in list(_known) if pg not in dist.distributed_c10d._world.pg_map]:
-        if gone := _known.pop(pg, None):
-            gone.close()
-        _making.pop(pg, None)
+def _close_destroyed_groups() -> None:
+    groups = dist.distributed_c10d._world.pg_map
+    for pg in [pg for pg in list(_communicators) if pg not in groups]:
+        destroyed = _communicators.pop(pg, None)
+        if destroyed is not None:
+            destroyed.close()
+        _creating.pop(pg, None)
 
 
 def _watch_for_destroyed_groups() -> None:
-    """Start the thread that closes the communicators of destroyed groups, if it does not run."""
+    """Start the thread that closes the communicators of destroyed groups, unless it runs."""
     global _watcher
-    # In a forked process it does not.
+    # A forked process inherits the object, but not the thread.
     if _watcher is None or not _watcher.is_alive():
         _watcher = threading.Thread(target=_watch_groups, daemon=True, name="collectives groups")
         _watcher.start()
@@ -94,208 +102,183 @@ def _watch_for_destroyed_groups() -> None:
 
 def _watch_groups() -> None:
     while True:
-        time.sleep(DESTROYED_SECONDS)
-        _forget_destroyed_groups()
+        time.sleep(DESTROYED_POLL_SECONDS)
+        _close_destroyed_groups()
 
 
 class Communicator:
-    """One rank's means to talk to the others of a group."""
+    """The state that all collectives of one rank and one group share."""
 
     def __init__(self, group: Any, *, store: Store, timeout: timedelta) -> None:
-        self.rank, self.world = group.rank(), group.size()
+        self.rank = group.rank()
+        self.world = group.size()
+        #: The group's timeout in seconds.
         self.timeout = timeout.total_seconds()
-        self.store = fresh(store, self.world, self.timeout)
+        self.store = fresh_store(store, self.world, self.timeout)
         self.gloo = GlooGroups(group, self.store)
         self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
-        self.topology = here = Topology(self.store, self.rank, self.world, self.timeout)
-        self.faults = Faults(
-            self.store, self.rank, self.world, here.arena, here.one_host, self.wire, self.gloo
+        self.topology = Topology(self.store, self.rank, self.world, self.timeout)
+        self.failures = FailureDetector(
+            self.store,
+            self.rank,
+            self.world,
+            arena=self.topology.arena,
+            one_host=self.topology.one_host,
+            wire=self.wire,
+            gloo=self.gloo,
         )
+        self.progress = ProgressQueue(self.topology.arena, on_end=self._end)
+        #: The measured costs by collective.
         self.models: dict[str, CostModel] = {}
+        #: The algorithm that "auto" has chosen, by collective, size and whether gloo can run it.
         self.choices: dict[tuple[str, int, bool], str] = {}
-        self.compare_always = False
-        self.look_for_nan = False
+        #: Set by `checked`: compare the ranks' calls before data moves.
+        self.compare_calls = False
+        #: Set by `checked`: search the inputs for NaNs.
+        self.find_nan = False
         self.operation = Operation()
-        self._made: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
-        # The first is held by whoever is at work, and for all that the engine has been given.
-        self._lock, self._starting = threading.Lock(), threading.Lock()
-        # How many asynchronous calls that is, and how many others there are.
-        self._moving = self._waiting = 0
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._last: Work | None = None
+        self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
         self._closed = threading.Event()
-        if not here.one_host:
-            watch = partial(_watch, weakref.ref(self), self._closed)
+        if not self.topology.one_host:
+            watch = partial(_publish_long_waits, weakref.ref(self), self._closed)
             threading.Thread(target=watch, daemon=True, name="collectives watch").start()
 
     def run(
-        self, call: Call, brought: Tensor | Sequence[Tensor], body: Callable[[bytes], None], *,
-        async_op: bool, result: Tensor | Sequence[Tensor] | None = None,
-        engine_job: Callable[[], Job | None] = lambda: None,
-    ) -> Work | None:  # fmt: skip
-        """Do `body` after all earlier operations: now, or on the progress thread.
+        self,
+        call: Call,
+        inputs: Tensor | Sequence[Tensor],
+        body: Callable[[bytes], None],
+        *,
+        async_op: bool,
+        result: Tensor | Sequence[Tensor] | None = None,
+        make_job: Callable[[], Job | None] = lambda: None,
+    ) -> Work | None:
+        """Run a call after all earlier ones, on this thread or on the progress thread.
 
-        `call` describes it, `brought` is what this rank brings to it and `result` what it gets (or
-        the same); `body` takes the packed call; `engine_job` makes it for the engine, if it can.
+        Args:
+            call: the call as other ranks see it.
+            inputs: the tensors that this rank contributes.
+            body: runs the collective; its argument is the packed call.
+            async_op: return a handle instead of waiting.
+            result: the tensors of the handle's result; by default the inputs.
+            make_job: returns the call as a job for the engine, or None if the engine cannot run it.
         """
-        result = brought if result is None else result
-        # What `checked` says holds for the calls made inside it, whenever they are done.
-        compare, look_for_nan = self.compare_always, self.look_for_nan
-        batch = current()
-
-        def operation(job: Job | None = None) -> None:
-            if batch is None:
-                operate(job)
-                return
-            if batch.error is not None:
-                raise batch.error
-            try:
-                operate(job)
-            except Exception as error:
-                batch.fail(error)
-                raise
-
-        def operate(job: Job | None) -> None:
-            found = look_for_nan and any(map(has_nan, as_list(brought)))
-            packed = (replace(call, has_nan=True) if found else call).packed
-            with self._lock if job is None else nullcontext():
-                self._begin(compare, packed)
-                try:
-                    if job is None:
-                        body(packed)
-                    elif not is_done(job):
-                        self.topology.require().do(job)
-                except BaseException as error:
-                    self._fail(error)
-
-        # What torch.profiler shows; it costs microseconds, so only where somebody looks. Of an
-        # asynchronous call that is the start: an event that ends after the profiler has is a crash.
-        event = record_function(f"collectives:{call.kind}") if _profiler_enabled() else None
+        execution = _Execution(
+            communicator=self,
+            call=call,
+            inputs=as_list(inputs),
+            body=body,
+            # The checks that are active now apply, although the call may run later.
+            compare_calls=self.compare_calls,
+            find_nan=self.find_nan,
+            coalesced=current_coalesced_calls(),
+        )
+        # Recording costs microseconds, so it is skipped unless the profiler runs. The event of an
+        # asynchronous call covers its start only: an event must not outlive the profiler.
+        event = (
+            record_function(f"collectives:{call.kind}") if _profiler_enabled() else nullcontext()
+        )
         if not async_op:
-            last, self._last = self._last, None
-            if last is not None:
-                last.join()
-            with event or nullcontext():
-                operation()
+            self.progress.wait_for_last()
+            with event:
+                execution.run(None)
             return None
-        self._heed_timeout()
-        # Together: what is last in the queue is what a synchronous call waits for.
-        with self._starting, event or nullcontext():
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._go, daemon=True, name="collectives")
-                self._thread.start()
-            job = self._move((lambda: None) if look_for_nan else engine_job)
-            if batch is not None:
-                batch.add(job)
-            self._last = work = Work(
-                partial(self._later, operation, job), as_list(result), timeout=self.timeout,
-                progress=lambda: self.operation.number, moved=partial(is_done, job),
-            )  # fmt: skip
-            self._put(work, job)
+        self._update_timeout()
+        outputs = as_list(inputs if result is None else result)
+        with event:
+            return self._submit(execution, outputs, make_job)
+
+    def _submit(
+        self, execution: "_Execution", outputs: list[Tensor], make_job: Callable[[], Job | None]
+    ) -> Work:
+        """Queue an asynchronous call and return its handle."""
+        with self.progress.submitting:
+            job = self.progress.assign(
+                make_job,
+                # The engine does not search for NaNs.
+                is_usable=self.failures.broken is None and not execution.find_nan,
+            )
+            if execution.coalesced is not None:
+                execution.coalesced.add(job)
+
+            def run() -> None:
+                try:
+                    execution.run(job)
+                finally:
+                    self.progress.finish_first()
+
+            work = Work(
+                run,
+                outputs,
+                timeout=self.timeout,
+                count_calls=lambda: self.operation.number,
+                has_moved=partial(is_done, job),
+            )
+            self.progress.submit(work, job)
         return work
 
-    def at_once(self, call: Call, *tensors: Tensor) -> bool:
-        """What `run` does, as fast as can be, of one that gloo did before; False if it cannot."""
-        if self._last or self.compare_always or self.look_for_nan or _profiler_enabled():
+    def run_connected(self, call: Call, *tensors: Tensor) -> bool:
+        """Run a synchronous call for which a gloo group exists; return False if `run` must do it.
+
+        This is a shortcut of `run` with less overhead.
+        """
+        if self.progress.last or self.compare_calls or self.find_nan or _profiler_enabled():
             return False
-        with self._lock:
+        with self.progress.running:
             self._count(False, call.packed)
             try:
                 self.gloo.run(call.kind, call.packed, tensors, call.op, call.root, self.timeout)
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
         return True
 
-    def _fail(self, error: BaseException) -> None:
-        reason = self.faults.reason(error, self.operation, self.timeout)
+    def fail(self, error: BaseException) -> None:
+        """Raise the error that explains why the current call failed."""
+        reason = self.failures.explain(error, self.operation, self.timeout)
         if reason is error:
             raise error
         raise reason from error
 
-    def _move(self, make: Callable[[], Job | None]) -> Job | None:
-        """What the engine can begin with before Python comes to it, and the group held for it."""
-        job, held = None, self._moving > 0
-        # Behind a call that waits for Python, and so for the group, it would be held for ever.
-        free = self.faults.broken is None and not self._waiting
-        if free and (held or self._lock.acquire(blocking=False)):
-            try:
-                job = make()
-            finally:
-                if job is None and not held:
-                    self._lock.release()
-        self._moving += job is not None
-        self._waiting += job is None
-        return job
-
-    def _later(self, operation: Callable[[Job | None], None], job: Job | None) -> None:
-        try:
-            operation(job)
-        finally:
-            with self._starting:
-                self._moving -= job is not None
-                self._waiting -= job is None
-                if job is not None and not self._moving:
-                    self._lock.release()
-
-    def _put(self, work: Work | None, job: Job | None = None) -> None:
-        self._queue.put(work)
-        if self.topology.arena is not None:
-            self.topology.arena.put(job)
-
-    def _go(self) -> None:
-        arena = self.topology.arena
-        while True:
-            if arena is not None:
-                arena.serve()
-            if (work := self._queue.get()) is None:
-                self._end()
-                return
-            work.run()
-            del work
+    def start_call(self, compare_calls: bool, packed: bytes) -> None:
+        """Make a call the group's current one; raise RankLost if the group has failed."""
+        self._count(compare_calls, packed)
+        self.wire.finish_within(self.timeout)
+        self.wire.tag_by(b"")
 
     def abort(self) -> None:
-        """Take no further part: what runs here ends in an error, and so does every other rank's."""
-        lost = RankLost([self.rank], f"rank {self.rank} has aborted; {UNUSABLE}")
-        self.faults.give_up(lost, self.operation)
+        """Leave the group at once; the call that runs on this rank and on the other ranks fails."""
+        aborted = RankLost([self.rank], f"rank {self.rank} called abort; {UNUSABLE}")
+        self.failures.give_up(aborted, self.operation)
 
     def close(self) -> None:
-        """Let the other ranks know that this one has left, after the calls that are queued.
-
-        Those calls may wait for ranks that do not come, so this does not wait for long.
-        """
+        """Announce to the other ranks that this rank leaves, after the queued calls."""
         if self._closed.is_set():
             return
         self._closed.set()
-        with self._starting:
-            thread = self._thread
-            self._put(None)
-        if thread is None:
-            self._end()
-        elif thread is not threading.current_thread():
-            thread.join(CLOSE_SECONDS)
+        self.progress.close()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return True while a call runs on a group that has not failed."""
+        return self.progress.running.locked() and self.failures.broken is None
 
     def _end(self) -> None:
-        """Announce the end, and release what the kernel holds."""
-        if self.faults.broken is None:
-            self.faults.announce_end(self.operation)
+        """Announce that no further calls follow, and release system resources."""
+        if self.failures.broken is None:
+            self.failures.announce_end(self.operation)
         self.topology.close()
 
-    def _begin(self, compare: bool, packed: bytes) -> None:
-        self._count(compare, packed)
-        self.wire.finish_within(self.timeout)
-        self.wire.speak_of(b"")
-
-    def _count(self, compare: bool, packed: bytes) -> None:
-        if (broken := self.faults.broken) is not None:
+    def _count(self, compare_calls: bool, packed: bytes) -> None:
+        broken = self.failures.broken
+        if broken is not None:
             raise RankLost(broken.ranks, f"an earlier call has failed: {broken}")
-        self._heed_timeout()
-        self._made.append(packed)
+        self._update_timeout()
+        self._calls.append(packed)
         number = self.operation.number + 1
-        self.operation = Operation(number, self._made, range(self.world), compare)
+        self.operation = Operation(number, self._calls, range(self.world), compare_calls)
 
-    def _heed_timeout(self) -> None:
-        """Take the timeout that the group has now: torch may have been told another one."""
+    def _update_timeout(self) -> None:
+        """Adopt the timeout of the gloo group, which torch may have changed."""
         seconds = self.gloo.timeout_seconds()
         if seconds and seconds != self.timeout:
             self.timeout = seconds
@@ -303,40 +286,88 @@ class Communicator:
                 self.topology.arena.timeout = seconds
 
 
-def _watch(of: weakref.ref[Communicator], closed: threading.Event) -> None:
-    """Note it where the same call is met at two looks: the rank waits, and is not late."""
-    seen: Operation | None = None
-    noted: Operation | None = None
+@dataclass(slots=True)
+class _Execution:
+    """One call with everything that it needs to run, on either thread."""
+
+    communicator: Communicator
+    call: Call
+    inputs: list[Tensor]
+    body: Callable[[bytes], None]
+    compare_calls: bool
+    find_nan: bool
+    #: The coalesced call that this call is part of, or None.
+    coalesced: CoalescedCalls | None
+
+    def run(self, job: Job | None) -> None:
+        """Run the call; `job` is its job if the engine has already started it."""
+        if self.coalesced is None:
+            self._run(job)
+            return
+        if self.coalesced.error is not None:
+            raise self.coalesced.error
+        try:
+            self._run(job)
+        except Exception as error:
+            self.coalesced.fail(error)
+            raise
+
+    def _run(self, job: Job | None) -> None:
+        comm = self.communicator
+        call = self.call
+        if self.find_nan and any(has_nan(tensor) for tensor in self.inputs):
+            call = replace(call, has_nan=True)
+        # The engine owns the lock while it has jobs: see Note [Engine hand-over].
+        with comm.progress.running if job is None else nullcontext():
+            comm.start_call(self.compare_calls, call.packed)
+            try:
+                if job is None:
+                    self.body(call.packed)
+                elif not is_done(job):
+                    comm.topology.require().do(job)
+            except BaseException as error:
+                comm.fail(error)
+
+
+def _publish_long_waits(ref: weakref.ref[Communicator], closed: threading.Event) -> None:
+    """Publish that this rank waits whenever two successive polls find it in the same call.
+
+    A rank that waits is then not mistaken for a late one: see Note [Attribution of a failure].
+    """
+    previous: Operation | None = None
+    published: Operation | None = None
     seconds = 0.0
     while not closed.wait(seconds):
-        if (comm := of()) is None:
+        comm = ref()
+        if comm is None:
             return
-        busy = comm._lock.locked() and comm.faults.broken is None
-        before, seen = seen, comm.operation if busy else None
-        waits = seen if seen is before else None
-        if waits is not noted:
-            comm.faults.note(waits)
-            noted = waits
-        seconds = max(SHORTEST_LOOK, LOOKS_PART * comm.timeout)
+        current = comm.operation if comm.is_waiting else None
+        waiting = current if current is previous else None
+        previous = current
+        if waiting is not published:
+            comm.failures.publish_waiting(waiting)
+            published = waiting
+        seconds = max(MIN_POLL_SECONDS, POLL_FRACTION * comm.timeout)
+        # The thread must not keep the communicator alive while it sleeps.
         del comm
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """One tensor, or several, as a list."""
+    """Return one tensor or several tensors as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 @contextmanager
 def checked(group: Any = None, *, nan: bool = False) -> Iterator[None]:
-    """Inside, ranks compare every call before data moves, and look for NaNs if asked.
+    """Compare every call across ranks before data moves; search for NaNs if `nan` is True.
 
-    Every rank must enter it. A difference raises `Mismatch` on all ranks, with the odd rank's
-    number; a NaN does so too, before it has spread.
+    Every rank must enter the context. A difference raises `Mismatch` on all ranks, with the
+    deviating ranks. A NaN in an input raises `Mismatch` too, before it reaches other ranks.
     """
     comm = communicator(group)
-    before = comm.compare_always, comm.look_for_nan
-    comm.compare_always, comm.look_for_nan = True, nan
+    before = comm.compare_calls, comm.find_nan
+    comm.compare_calls, comm.find_nan = True, nan
     try:
         yield
     finally:
-        comm.compare_always, comm.look_for_nan = before
+        comm.compare_calls, comm.find_nan = before

@@ -1,4 +1,4 @@
-"""What a group has found out about itself, in words: who shares memory, and what `auto` picks."""
+"""A readable description of a group: which ranks share memory, and what "auto" chooses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,40 +14,46 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"
 
 @dataclass(frozen=True)
 class Description:
-    """A group as its collectives see it; `str` tells it.
+    """The properties of a group that decide how its collectives run; `str` formats them."""
 
-    `hosts` are the group's ranks by host. `why_not_shared` says for each rank that this one shares
-    no memory with what the reason is. `models` are the prices by collective, once they were
-    measured; where ranks are on several hosts, `auto` measures at its first call of each.
-    """
-
+    #: This rank.
     rank: int
+    #: The ranks of the group by host.
     hosts: Sequence[Sequence[int]]
+    #: True if all ranks share memory.
     shared_memory: bool
+    #: The reason for each rank that this rank shares no memory with.
     why_not_shared: Mapping[int, str]
+    #: "compiled", or "Python" with the reason why the engine was not compiled.
     engine: str
+    #: The cost model of each collective that has been measured. If ranks are on several hosts,
+    #: "auto" measures a collective at its first call.
     models: Mapping[str, CostModel]
     timeout_seconds: float
 
     def picks(self, collective: str) -> dict[int, str]:
-        """What `auto` runs, by size in bytes; empty before it was measured."""
-        ranks = tuple(map(len, self.hosts))
+        """Return the algorithm of "auto" by size in bytes; empty if it has not been measured."""
+        ranks_per_host = tuple(len(host) for host in self.hosts)
         if self.shared_memory:
-            return dict.fromkeys(SIZES, candidates(collective, ranks)[0])
+            return dict.fromkeys(SIZES, candidates(collective, ranks_per_host)[0])
         model = self.models.get(collective)
-        return {size: model.choose(collective, size, ranks) for size in SIZES} if model else {}
+        if model is None:
+            return {}
+        return {size: model.choose(collective, size, ranks_per_host) for size in SIZES}
 
     def __str__(self) -> str:
+        world = sum(len(host) for host in self.hosts)
         ranks = ", ".join(f"{list(host)}" for host in self.hosts)
-        lines = [f"{sum(map(len, self.hosts))} ranks on {len(self.hosts)} hosts: {ranks}"]
+        lines = [f"{world} ranks on {len(self.hosts)} hosts: {ranks}"]
         if self.shared_memory:
             lines.append("shared memory between all ranks")
-        for rank, why in self.why_not_shared.items():
-            lines.append(f"no shared memory with rank {rank}: {why}")
-        lines += [f"engine: {self.engine}", f"timeout: {self.timeout_seconds:g} s"]
+        for rank, reason in self.why_not_shared.items():
+            lines.append(f"no shared memory with rank {rank}: {reason}")
+        lines.append(f"engine: {self.engine}")
+        lines.append(f"timeout: {self.timeout_seconds:g} s")
         for collective in KINDS:
-            told = ", ".join(f"{size} B {name}" for size, name in self.picks(collective).items())
-            lines.append(f"{collective}: {told or 'not measured yet'}")
+            picks = ", ".join(f"{size} B {name}" for size, name in self.picks(collective).items())
+            lines.append(f"{collective}: {picks or 'not measured yet'}")
             if collective in self.models and not self.shared_memory:
                 prices = self.models[collective].prices().items()
                 lines.append("  " + ", ".join(f"{name} {price:.3g}" for name, price in prices))
@@ -55,12 +61,19 @@ class Description:
 
 
 def describe(group: Any = None) -> Description:
-    """What is known of a group (torch's default one if None); the first time on every rank."""
+    """Return the description of a group; the default group if `group` is None.
+
+    Every rank must make the first call on a group, because it sets the group up.
+    """
     comm = communicator(group)
     topology = comm.topology
     compiled = "compiled" if engine.library() is not None else f"Python ({engine.why_not()})"
     return Description(
-        rank=comm.rank, hosts=tuple(tuple(host) for host in topology.hosts),
-        shared_memory=topology.one_host, why_not_shared=dict(topology.why_not),
-        engine=compiled, models=dict(comm.models), timeout_seconds=comm.timeout,
-    )  # fmt: skip
+        rank=comm.rank,
+        hosts=tuple(tuple(host) for host in topology.hosts),
+        shared_memory=topology.one_host,
+        why_not_shared=dict(topology.why_not),
+        engine=compiled,
+        models=dict(comm.models),
+        timeout_seconds=comm.timeout,
+    )

@@ -1,28 +1,32 @@
-"""The errors of a group, which name the ranks that are the reason by their numbers in the group."""
+"""Errors of a process group. Each error carries the group ranks that caused it."""
 
 from collections.abc import Sequence
 from typing import Any
 
-UNUSABLE = "this group cannot be used any more"
+UNUSABLE = "this group can no longer be used: destroy it and create a new one"
 LEFT_GROUP = "has left the group: it called destroy_process_group"
 
 
 class RankLost(RuntimeError):
-    """A rank died, hangs or left after an error; `ranks` says which."""
+    """A rank died, did not respond within the timeout, or left the group after an error.
+
+    The lost ranks are in `ranks`, as ranks of the group.
+    """
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A launcher may send it from one process to another.
+        # Launchers pickle errors to send them to another process.
         return type(self), (self.ranks, str(self))
 
 
 class Mismatch(RuntimeError):
-    """Ranks met with different calls, or with a NaN; `ranks` are the odd ones.
+    """Ranks made different calls, or passed a NaN. The deviating ranks are in `ranks`.
 
-    Where calls are compared first (`checked`, or one host) no data has moved, the group works on.
+    If calls are compared first (on one host, and inside `checked`), no data has moved and the group
+    can still be used.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -31,7 +35,10 @@ class Mismatch(RuntimeError):
 
 
 class PeerError(RuntimeError):
-    """Messages with a peer failed; `peer` is its rank in the group, None if that is not known."""
+    """Sending to or receiving from a peer failed.
+
+    `peer` is the peer's rank in the group, or None if it is not known.
+    """
 
     def __init__(self, peer: int | None, reason: str) -> None:
         super().__init__(reason if peer is None else f"lost rank {peer}: {reason}")

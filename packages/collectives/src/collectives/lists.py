@@ -1,11 +1,11 @@
-"""Collectives with lists of tensors and with a root, made of the others.
+"""Collectives with lists of tensors or with a root, composed of the other collectives.
 
-    all_gather, reduce_scatter    those of single tensors, whose parts are the list's tensors
+    all_gather, reduce_scatter    the collective on single tensors, whose parts are the list
     all_to_all                    the same steps; lengths may differ
-    gather, scatter               an all-to-all in which all but the root send (or receive) nothing
-    reduce                        an all-reduce whose result the root alone keeps
+    gather, scatter               an all-to-all in which only the root receives or sends
+    reduce                        an all-reduce whose result only the root keeps
 
-So they are compared, end at the timeout and name the odd rank as the others do.
+They are therefore compared across ranks, end at the timeout and name lost ranks as the others do.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import dispatch
-from collectives.algorithms.reduction import check, op_name
-from collectives.arguments import copy_back, describe_call, flatten, root_of
+from collectives.algorithms.reduction import check_dtype, op_name
+from collectives.arguments import copy_back, describe_call, flatten, for_members, root_rank
 from collectives.communicator import Communicator, communicator
 from collectives.shared_memory.fingerprint import Call
 
 Tensors = Sequence[Tensor]
 
 
+@for_members
 def reduce(
-    tensor: Tensor, dst: int | None = None, op: Any = dist.ReduceOp.SUM, group: Any = None,
-    async_op: bool = False, group_dst: int | None = None,
-) -> dist.Work | None:  # fmt: skip
-    """Reduce over all ranks into the tensor of rank `dst`; the others' stay as they are."""
-    comm, name = communicator(group), op_name(op)
-    check(name, tensor.dtype)
-    root = root_of(comm, dst, group, group_dst)
-    call = describe_call(comm, "reduce", tensor, "auto", op=name, root=root, written=[tensor])
+    tensor: Tensor,
+    dst: int | None = None,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> dist.Work | None:
+    """Reduce over all ranks into the tensor of rank `dst`; other ranks' tensors do not change."""
+    comm = communicator(group)
+    name = op_name(op)
+    check_dtype(name, tensor.dtype)
+    root = root_rank(comm, dst, group, group_dst)
+    call = describe_call(comm, "reduce", tensor, "auto", op=name, root=root, outputs=[tensor])
 
     def body(packed: bytes) -> None:
         flat = flatten(tensor)
@@ -44,120 +50,153 @@ def reduce(
     return comm.run(call, tensor, body, async_op=async_op)
 
 
+@for_members
 def gather(
-    tensor: Tensor, gather_list: Tensors | None = None, dst: int | None = None, group: Any = None,
-    async_op: bool = False, group_dst: int | None = None,
-) -> dist.Work | None:  # fmt: skip
-    """Fill the list of rank `dst` with every rank's tensor, in the order of the ranks."""
+    tensor: Tensor,
+    gather_list: Tensors | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> dist.Work | None:
+    """Fill the list of rank `dst` with every rank's tensor, in rank order."""
     comm = communicator(group)
-    root = root_of(comm, 0 if dst is None and group_dst is None else dst, group, group_dst)
-    outputs = _of_the_root("gather_list", comm, root, gather_list, tensor)
-    call = describe_call(comm, "gather", tensor, "auto", root=root, written=outputs)
+    root = root_rank(comm, 0 if dst is None and group_dst is None else dst, group, group_dst)
+    outputs = _check_root_list("gather_list", comm, root, gather_list, tensor)
+    call = describe_call(comm, "gather", tensor, "auto", root=root, outputs=outputs)
     inputs = [tensor if rank == root else tensor.new_empty(0) for rank in range(comm.world)]
     return _exchange(comm, call, outputs, inputs, async_op)
 
 
+@for_members
 def scatter(
-    tensor: Tensor, scatter_list: Tensors | None = None, src: int | None = None, group: Any = None,
-    async_op: bool = False, group_src: int | None = None,
-) -> dist.Work | None:  # fmt: skip
-    """tensor = the one for this rank in the list of rank `src`."""
+    tensor: Tensor,
+    scatter_list: Tensors | None = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> dist.Work | None:
+    """Copy the i-th tensor in the list of rank `src` to the tensor of rank i."""
     comm = communicator(group)
-    root = root_of(comm, 0 if src is None and group_src is None else src, group, group_src)
-    inputs = _of_the_root("scatter_list", comm, root, scatter_list, tensor)
-    call = describe_call(comm, "scatter", tensor, "auto", root=root, written=[tensor])
+    root = root_rank(comm, 0 if src is None and group_src is None else src, group, group_src)
+    inputs = _check_root_list("scatter_list", comm, root, scatter_list, tensor)
+    call = describe_call(comm, "scatter", tensor, "auto", root=root, outputs=[tensor])
     outputs = [tensor if rank == root else tensor.new_empty(0) for rank in range(comm.world)]
     return _exchange(comm, call, outputs, inputs, async_op, [tensor])
 
 
+@for_members
 def all_gather(
     tensor_list: Tensors, tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
-    """Fill every rank's list with every rank's tensor, in the order of the ranks."""
+    """Fill every rank's list with every rank's tensor, in rank order."""
     comm = communicator(group)
-    outputs = _one_each("tensor_list", comm, tensor_list, tensor)
-    call = describe_call(comm, "all_gather", tensor, "auto", written=outputs)
+    outputs = _check_list("tensor_list", comm, tensor_list, tensor)
+    call = describe_call(comm, "all_gather", tensor, "auto", outputs=outputs)
 
     def body(packed: bytes) -> None:
-        own = flatten(tensor)
-        gathered = own.new_empty(comm.world * own.numel())
-        dispatch.run(comm, call, packed, gathered, own)
-        for output, part in zip(outputs, gathered.chunk(comm.world), strict=own.numel() > 0):
+        local = flatten(tensor)
+        gathered = local.new_empty(comm.world * local.numel())
+        dispatch.run(comm, call, packed, gathered, local)
+        # `chunk` returns a single part of an empty tensor.
+        for output, part in zip(outputs, gathered.chunk(comm.world), strict=local.numel() > 0):
             copy_back(output, part)
 
     return comm.run(call, tensor, body, async_op=async_op, result=outputs)
 
 
+@for_members
 def reduce_scatter(
-    output: Tensor, input_list: Tensors, op: Any = dist.ReduceOp.SUM, group: Any = None,
+    output: Tensor,
+    input_list: Tensors,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
     async_op: bool = False,
-) -> dist.Work | None:  # fmt: skip
-    """output = the reduction over all ranks of the tensor for this rank in their lists."""
-    comm, name = communicator(group), op_name(op)
-    check(name, output.dtype)
-    inputs = _one_each("input_list", comm, input_list, output)
-    call = describe_call(comm, "reduce_scatter", output, "auto", op=name, written=[output])
+) -> dist.Work | None:
+    """Reduce the i-th tensors of all ranks' lists into the output of rank i."""
+    comm = communicator(group)
+    name = op_name(op)
+    check_dtype(name, output.dtype)
+    inputs = _check_list("input_list", comm, input_list, output)
+    call = describe_call(comm, "reduce_scatter", output, "auto", op=name, outputs=[output])
 
     def body(packed: bytes) -> None:
-        out, flat = flatten(output), torch.cat([flatten(each) for each in inputs])
-        dispatch.run(comm, call, packed, out, flat)
-        copy_back(output, out)
+        flat_output = flatten(output)
+        flat_input = torch.cat([flatten(tensor) for tensor in inputs])
+        dispatch.run(comm, call, packed, flat_output, flat_input)
+        copy_back(output, flat_output)
 
     return comm.run(call, inputs, body, async_op=async_op, result=output)
 
 
+@for_members
 def all_to_all(
-    output_tensor_list: Tensors, input_tensor_list: Tensors, group: Any = None,
+    output_tensor_list: Tensors,
+    input_tensor_list: Tensors,
+    group: Any = None,
     async_op: bool = False,
-) -> dist.Work | None:  # fmt: skip
-    """Send the i-th tensor of the inputs to rank i; the outputs collect what comes, in order."""
+) -> dist.Work | None:
+    """Send the i-th input to rank i; write the received tensors to the outputs in rank order."""
     comm = communicator(group)
-    outputs = _one_each("output_tensor_list", comm, output_tensor_list)
-    inputs = _one_each("input_tensor_list", comm, input_tensor_list)
-    # Shapes are each rank's own: that lengths fit is found out on the way.
-    call = describe_call(comm, "all_to_all", inputs[0], "auto", written=outputs, shape=())
+    outputs = _check_list("output_tensor_list", comm, output_tensor_list)
+    inputs = _check_list("input_tensor_list", comm, input_tensor_list)
+    # Shapes may differ between ranks. The lengths are compared when the call runs.
+    call = describe_call(comm, "all_to_all", inputs[0], "auto", outputs=outputs, shape=())
     return _exchange(comm, call, outputs, inputs, async_op)
 
 
 def _exchange(
-    comm: Communicator, call: Call, outputs: Tensors, inputs: Tensors, async_op: bool,
+    comm: Communicator,
+    call: Call,
+    outputs: Tensors,
+    inputs: Tensors,
+    async_op: bool,
     result: Tensors | None = None,
-) -> dist.Work | None:  # fmt: skip
-    """outputs[i] on rank j = inputs[j] on rank i."""
-    if len({tensor.dtype for tensor in (*outputs, *inputs)}) > 1:
-        raise TypeError(f"{call.kind} takes tensors of one dtype; convert them to {call.dtype}")
+) -> dist.Work | None:
+    """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
+    dtypes = {tensor.dtype for tensor in (*outputs, *inputs)}
+    if len(dtypes) > 1:
+        raise TypeError(
+            f"{call.kind} expected tensors of one dtype, got {sorted(map(str, dtypes))}; convert "
+            f"them to {call.dtype}"
+        )
 
     def body(packed: bytes) -> None:
-        flat = [flatten(output) for output in outputs]
-        dispatch.all_to_all(comm, call, packed, flat, [flatten(each) for each in inputs])
-        for output, part in zip(outputs, flat, strict=True):
+        flat_outputs = [flatten(output) for output in outputs]
+        flat_inputs = [flatten(tensor) for tensor in inputs]
+        dispatch.all_to_all(comm, call, packed, flat_outputs, flat_inputs)
+        for output, part in zip(outputs, flat_outputs, strict=True):
             copy_back(output, part)
 
     return comm.run(call, inputs, body, async_op=async_op, result=result or outputs)
 
 
-def _one_each(
-    what: str, comm: Communicator, tensors: Tensors | None, like: Tensor | None = None
+def _check_list(
+    name: str, comm: Communicator, tensors: Tensors | None, like: Tensor | None = None
 ) -> list[Tensor]:
-    """The list, if it has a tensor for each rank, of the size and dtype of `like`."""
+    """Return the list if it has one tensor per rank, of the size and dtype of `like` if passed."""
     if not tensors or len(tensors) != comm.world:
-        found = len(tensors) if tensors else "none"
-        raise ValueError(f"{what} needs a tensor for each of {comm.world} ranks, but has {found}")
-    for i, each in enumerate(tensors):
-        if like is not None and (each.numel(), each.dtype) != (like.numel(), like.dtype):
+        count = len(tensors) if tensors else "none"
+        raise ValueError(f"{name} needs a tensor for each of {comm.world} ranks, but has {count}")
+    for i, tensor in enumerate(tensors):
+        if like is not None and (tensor.numel(), tensor.dtype) != (like.numel(), like.dtype):
             raise ValueError(
-                f"{what}[{i}] has {each.numel()} elements of {each.dtype}; give it as many as this "
-                f"rank's own tensor: {like.numel()} of {like.dtype}"
+                f"{name}[{i}] has {tensor.numel()} elements of {tensor.dtype}; expected as many as "
+                f"this rank's tensor: {like.numel()} elements of {like.dtype}"
             )
     return list(tensors)
 
 
-def _of_the_root(
-    what: str, comm: Communicator, root: int, tensors: Tensors | None, like: Tensor
+def _check_root_list(
+    name: str, comm: Communicator, root: int, tensors: Tensors | None, like: Tensor
 ) -> list[Tensor]:
-    """The root's list; of the others, who must not give any, one of empty tensors."""
+    """Return the root's list; on other ranks, which must not pass one, return empty tensors."""
     if comm.rank == root:
-        return _one_each(what, comm, tensors, like)
+        return _check_list(name, comm, tensors, like)
     if tensors:
-        raise ValueError(f"{what} is given on rank {comm.rank}, but rank {root} is the root")
+        raise ValueError(
+            f"{name} must be passed on the root only: it is passed on rank {comm.rank}, but rank "
+            f"{root} is the root"
+        )
     return [like.new_empty(0) for _ in range(comm.world)]

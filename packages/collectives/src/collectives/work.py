@@ -1,14 +1,15 @@
-"""The handle of an asynchronous operation, as torch.distributed gives it.
+"""Handles of asynchronous operations, and calls that torch coalesces into one with one handle.
 
-Notable:
-- callbacks of a future may start collectives and wait for them (torch's `powerSGD_hook` does), so
-  they never run on the progress thread, which would wait for itself, but on one of their own;
-- `wait` ends: an operation that is not done a while after the group's timeout is an error.
+Callbacks of a future may start collectives and wait for them, as torch's `powerSGD_hook` does. They
+therefore run on a separate thread: the progress thread would wait for itself.
 """
 
+import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -17,97 +18,111 @@ from torch.futures import Future, collect_all
 
 from collectives.shared_memory.process import yield_core
 
-# The operation itself says at the timeout who is lost, which is the better error.
+# The operation itself raises an error that names the lost ranks at the timeout. `wait` must not
+# raise its less specific error before.
 GRACE_SECONDS = 3.0
 
 
 class Work(dist.Work):
-    """`wait` returns when the operation is done, or raises what it raised.
+    """The handle of one operation.
 
-    `progress()` counts what the group has done: while it rises, an operation that is still queued
-    is not late. `timeout` is the group's, in seconds. `moved()` tells that it is done, though the
-    thread that does it may not have said so yet: it waits for the interpreter.
+    Args:
+        operation: runs the operation.
+        result: the tensors of the operation.
+        timeout: the group's timeout in seconds. `wait` raises an error if the operation has not
+            finished `GRACE_SECONDS` after it.
+        count_calls: returns the number of calls that the group has started. While it increases, a
+            queued operation is not late.
+        has_moved: returns True if the data have moved, although the thread that runs the operation
+            may still wait for the interpreter.
     """
 
     def __init__(
-        self, operation: Callable[[], None], result: Any = None, *, timeout: float = float("inf"),
-        progress: Callable[[], int] = lambda: 0, moved: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+        self,
+        operation: Callable[[], None],
+        result: Any = None,
+        *,
+        timeout: float = float("inf"),
+        count_calls: Callable[[], int] = lambda: 0,
+        has_moved: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
         self._operation: Callable[[], None] | None = operation
         self._result = result
-        self._timeout, self._progress, self._moved = timeout, progress, moved
+        self._timeout = timeout
+        self._count_calls = count_calls
+        self._has_moved = has_moved
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
 
     @classmethod
-    def done(cls, result: Any = None) -> "Work":
-        """The handle of something that has been done already."""
+    def completed(cls, result: Any = None) -> "Work":
+        """Return the handle of an operation that has finished already."""
         work = cls(lambda: None, result)
         work.run()
         return work
 
     def run(self) -> None:
-        """Do it (the progress thread calls this)."""
+        """Run the operation; the progress thread calls this."""
         assert self._operation is not None
         try:
             self._operation()
         except BaseException as error:
             self._error = error
+        # The operation refers to tensors, which this handle must not keep alive.
         self._operation = None
         with self._lock:
             self._done.set()
             future = self._future
         if future is not None:
-            # On a thread of its own, as whatever waits for it may start collectives and wait too.
             threading.Thread(target=future.set_result, args=(None,), daemon=True).start()
 
     def join(self) -> None:
-        """Return when it has ended, well or not; raise if it does not end."""
+        """Return when the operation has finished, successfully or not; raise if it is late."""
         seconds = min(self._timeout + GRACE_SECONDS, threading.TIMEOUT_MAX)
-        before = self._progress()
+        count = self._count_calls()
         while not self._done.wait(seconds):
-            now = self._progress()
-            if now == before:
+            previous, count = count, self._count_calls()
+            if count == previous:
                 raise RuntimeError(
-                    f"timed out: the operation is not done {seconds:g} s after the one before it"
+                    f"timed out: the operation has not finished {seconds:g} s after the one before "
+                    "it; check that every rank makes this call"
                 )
-            before = now
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when done; raise what the operation raised."""
-        if seconds := timeout.total_seconds() if timeout else 0.0:
-            if not self._done.wait(seconds):
-                raise RuntimeError(f"timed out: the operation is not done after {seconds:g} s")
-        else:
+        """Return True when the operation has finished; raise its error if it failed."""
+        seconds = timeout.total_seconds() if timeout else 0.0
+        if not seconds:
             self.join()
+        elif not self._done.wait(seconds):
+            raise RuntimeError(f"timed out: the operation has not finished after {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Return True if the operation has ended; otherwise give the core to who works on it."""
-        if self._done.is_set() or self._moved():
+        """Return True if the operation has finished; otherwise yield the core to its threads."""
+        if self._done.is_set() or self._has_moved():
             return True
         yield_core()
         return False
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
+        """Return True if the operation has finished without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What the operation raised."""
+        """Return the error of the operation, or None."""
         return self._error
 
     def result(self) -> Any:
-        """The tensors of the operation."""
+        """Return the tensors of the operation."""
         return self._result
 
     def get_future(self) -> Future[Any]:
-        """A future that holds the result, or the error."""
+        """Return a future that holds the result or the error."""
         with self._lock:
             if self._future is None:
                 self._future = Future()
@@ -130,25 +145,26 @@ class CoalescedWork(dist.Work):
 
     def __init__(self, works: Sequence[dist.Work], result: Any = None) -> None:
         super().__init__()
-        self._works, self._result = list(works), result
+        self._works = list(works)
+        self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for every operation, also after an error; raise the first error."""
         seconds = timeout.total_seconds() if timeout else 0.0
         deadline = time.monotonic() + seconds
-        first: BaseException | None = None
+        first_error: BaseException | None = None
         for work in self._works:
             try:
                 if seconds:
                     # Zero would mean the operation's own timeout.
-                    left = max(1e-3, deadline - time.monotonic())
-                    work.wait(timedelta(seconds=left))
+                    remaining = max(1e-3, deadline - time.monotonic())
+                    work.wait(timedelta(seconds=remaining))
                 else:
                     work.wait()
             except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
         return True
 
     def is_completed(self) -> bool:
@@ -175,3 +191,53 @@ class CoalescedWork(dist.Work):
     def _finish(self, _: Any) -> Any:
         self.wait()
         return self._result
+
+
+class CoalescedCalls:
+    """The calls that are combined into one.
+
+    Once a call has failed, the calls after it are skipped. All ranks get the same error at the same
+    call, so they stay synchronized even if their counts differ.
+    """
+
+    def __init__(self, count: int) -> None:
+        #: The number of calls.
+        self.count = count
+        #: The first error.
+        self.error: Exception | None = None
+        self._jobs: list[ctypes.Structure] = []
+
+    def add(self, job: ctypes.Structure | None) -> None:
+        """Register a call's job, so that the engine skips it after an earlier call has failed."""
+        if job is not None:
+            # Added before the check: `fail`, on the progress thread, sets the error first.
+            self._jobs.append(job)
+            self._skip_jobs()
+
+    def fail(self, error: Exception) -> None:
+        """Skip the calls that have not started."""
+        self.error = self.error or error
+        self._skip_jobs()
+
+    def _skip_jobs(self) -> None:
+        if self.error is not None:
+            for job in list(self._jobs):
+                job.done = 1
+
+
+_current: ContextVar[CoalescedCalls | None] = ContextVar("coalesced", default=None)
+
+
+def current_coalesced_calls() -> CoalescedCalls | None:
+    """Return the coalesced calls that this thread is making, or None."""
+    return _current.get()
+
+
+@contextmanager
+def coalesced(count: int) -> Iterator[None]:
+    """Combine the `count` collective calls that are made inside this context."""
+    token = _current.set(CoalescedCalls(count))
+    try:
+        yield
+    finally:
+        _current.reset(token)

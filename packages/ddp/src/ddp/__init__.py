@@ -1,11 +1,12 @@
-"""Replicate the model, average the gradients while the backward pass runs."""
+"""Data parallelism: replicate a module, and average its gradients during the backward pass."""
 
-from ddp.compression.ways import Cast, Compression, PowerSGD
+from ddp.communication import Compression
+from ddp.compression.compressors import Cast, PowerSGD
 from ddp.ddp import DDP
 from ddp.metering.meter import Meter
+from ddp.metering.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
 from ddp.metering.records import BucketRecord, StepRecord
 from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
-from ddp.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
 
 __all__ = [
     "DDP",

@@ -1,15 +1,15 @@
-"""Gradients lie side by side in a few flat buffers, so that one call sends many of them.
+"""Buckets: flat buffers that hold gradients next to each other, so that one call reduces many."""
 
-Notable:
-- `parameter.grad` is a view of its bucket: the all-reduce works where the gradient lies;
-- behind the gradients a bucket carries flags, so that ranks which disagree find out without
-  another call:
-
-      [ gradients | takes part | stepped | holds NaN | one flag a parameter: 1 where it is missing ]
-
-- buckets are sent in one order, the same on every rank, whatever order autograd takes;
-- a gradient of an earlier step that somebody still holds keeps its value.
-"""
+# Note [Bucket layout]
+# ~~~~~~~~~~~~~~~~~~~~
+#     [ gradients | participating | stepped | has NaN | one flag per parameter: 1 if missing ]
+#
+# The flags are summed together with the gradients. From the sums every rank knows, without another
+# collective, if all ranks participated, took the same optimizer steps and had the same gradients.
+# Only if the sums differ from the expected ones do the ranks exchange names.
+#
+# `parameter.grad` is a view of the buffer, so the all-reduce works on the gradient itself. Complex
+# gradients are stored as pairs of real numbers.
 
 from __future__ import annotations
 
@@ -17,260 +17,262 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
-from operator import add, attrgetter, is_, itemgetter, ne
 from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# Flags of the rank, before those of the parameters: does it take part, has its optimizer stepped
-# since the last synchronization, does one of its gradients hold NaN.
+#: Number of flags per rank, before the flags of the parameters. See Note [Bucket layout].
 RANK_FLAGS = 3
 
-# Called as allocate(numel, dtype=..., group=...), like collectives.shared_empty.
+#: Called as `allocate(numel, dtype=..., group=...)`, like `collectives.shared_empty`.
 Allocate = Callable[..., Tensor]
-
-_grad, _kind = attrgetter("grad"), attrgetter("shape", "layout")
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Some parameters, and the buffer that holds their gradients and the flags.
+    """Parameters whose gradients are reduced together. See Note [Bucket layout]."""
 
-    `indices` are the parameters' places in the model, `views` the places of their gradients in
-    `buffer`. `arrived` and `missing` are this rank's own: the slots whose gradient is final, and
-    those that have none, or one that holds NaN. Complex gradients lie in a real buffer, as pairs.
-    """
-
+    #: Index of each parameter in the model. A position in this tuple is called a slot.
     indices: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...]
+    #: Gradients followed by flags.
     buffer: Tensor
+    #: View of each gradient, in the shape and memory order of its parameter.
     views: tuple[Tensor, ...]
-    arrived: set[int] = field(default_factory=set)
-    missing: set[int] = field(default_factory=set)
-    not_a_number: set[int] = field(default_factory=set)
-    # Small gradients that are final but wait to be moved together, in one call for all.
-    waiting: list[int] = field(default_factory=list)
-    _expected: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    place: int = 0
-    is_last: bool = True
     names: tuple[str, ...] = ()
-    # Whether `.grad` is the gradient's place here, not memory of its own.
-    as_view: bool = True
-    # Whether the memory was made by `allocate`.
-    allocated: bool = False
+    #: Position in the order of launches.
+    index: int = 0
+    is_last: bool = True
+    #: True if `.grad` is a view of the buffer, False if it has separate memory.
+    gradient_as_view: bool = True
+    #: True if the caller's `allocate` provided the memory.
+    has_custom_memory: bool = False
+    #: Slots whose gradient is final in this step.
+    ready: set[int] = field(default_factory=set)
+    #: Slots without a gradient on this rank.
+    missing: set[int] = field(default_factory=set)
+    #: Slots whose gradient contains NaN on this rank.
+    nan_slots: set[int] = field(default_factory=set)
+    #: Slots of small gradients that are final and not copied in yet.
+    deferred: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._given = [view.detach() for view in self.views]
-        self.bytes_of = tuple(view.nbytes for view in self.views)
+        self._index_views()
+        self._expected_flags: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _index_views(self) -> None:
+        # `.grad` is an alias of a view, because `module.float()` replaces the memory of `.grad`.
+        self._grad_views = [view.detach() for view in self.views]
+        self.slot_bytes = tuple(view.nbytes for view in self.views)
         self._shapes = tuple(view.shape for view in self.views)
-        self._kinds = tuple((shape, torch.strided) for shape in self._shapes)
-        self._addresses = tuple(map(Tensor.data_ptr, self.views))
-        sizes = [self.buffer.numel() - RANK_FLAGS - len(self.views), RANK_FLAGS + len(self.views)]
-        # The flat parts that hold gradients, and flags.
-        self.gradients, self.flags = self.buffer.split(sizes)
-        self._uses = _uses_of_memory(self.buffer)
+        self._addresses = tuple(view.data_ptr() for view in self.views)
+        num_flags = RANK_FLAGS + len(self.views)
+        self.gradients, self.flags = self.buffer.split([len(self.buffer) - num_flags, num_flags])
+        self._num_memory_references = _count_memory_references(self.buffer)
 
-    # ----- gradients come and go -----
+    @property
+    def description(self) -> str:
+        """The names of the parameters, shortened for messages."""
+        return _describe(self.names)
 
-    def part_with_held(self) -> None:
-        """Before places are written to: what others still hold of earlier gradients stays."""
-        for slot, uses in enumerate(_uses(self._given)):
-            given = self._given[slot]
-            if uses > _UNHELD and self.parameters[slot].grad is not given:
-                given.data = given.clone()
-                self._given[slot] = self.views[slot].detach()
-        if self.allocated or _uses_of_memory(self.buffer) <= self._uses:
+    def preserve_aliased_grads(self) -> None:
+        """Preserve gradients the caller still references before the buffer is overwritten."""
+        for slot, references in enumerate(_count_references(self._grad_views)):
+            grad_view = self._grad_views[slot]
+            is_kept = references > _UNSHARED_REFERENCES
+            if is_kept and self.parameters[slot].grad is not grad_view:
+                grad_view.data = grad_view.clone()
+                self._grad_views[slot] = self.views[slot].detach()
+        if self.has_custom_memory:
             return
-        # Aliases cannot be told apart: they keep the memory, and the bucket goes.
-        in_place = [slot for slot in range(len(self.views)) if self.holds(slot)]
-        if len(in_place) < len(self.views):
-            self.buffer = self.buffer.clone()
-            place = self.buffer.untyped_storage()
-            self.views = tuple(
-                view.new_empty(0).set_(place, view.storage_offset(), view.shape, view.stride())
-                for view in self.views
-            )
-            self.__post_init__()
-            for slot in in_place:
-                self.give(slot)
+        if _count_memory_references(self.buffer) <= self._num_memory_references:
+            return
+        # Other aliases of the buffer exist but cannot be enumerated: they keep the old memory, and
+        # the bucket moves to new memory.
+        slots = [slot for slot in range(len(self.views)) if self.holds_grad(slot)]
+        if len(slots) == len(self.views):
+            return
+        self.buffer = self.buffer.clone()
+        storage = self.buffer.untyped_storage()
+        self.views = tuple(
+            view.new_empty(0).set_(storage, view.storage_offset(), view.shape, view.stride())
+            for view in self.views
+        )
+        self._index_views()
+        for slot in slots:
+            self.set_grad_view(slot)
 
-    def take(self, slot: int, share: float) -> None:
-        """Scale a gradient into its place in one pass; `.grad` is that place from then on."""
-        torch.mul(self._gradient(slot), share, out=self.views[slot])
-        if self.as_view:
-            self.give(slot)
+    def copy_in(self, slot: int, scale: float) -> None:
+        """Copy a scaled gradient into the buffer, and make `.grad` a view of the buffer."""
+        torch.mul(self._checked_gradient(slot), scale, out=self.views[slot])
+        if self.gradient_as_view:
+            self.set_grad_view(slot)
 
-    def take_waiting(self, share: float) -> None:
-        """The same for all small gradients that wait, in one call for all."""
-        slots, self.waiting = self.waiting, []
+    def copy_in_deferred(self, scale: float) -> None:
+        """Copy in all deferred gradients, with one call for the copies and one for the scaling."""
+        slots: Sequence[int] = self.deferred
+        self.deferred = []
         if not slots:
             return
-        # Pass by pass over all of them, each at C's speed: a loop over many small gradients would
-        # take longer than moving them.
-        pick = _all if len(slots) == len(self.views) else _only(slots)
-        parameters, views, addresses = map(pick, (self.parameters, self.views, self._addresses))
-        gradients = list(map(_grad, parameters))
-        # Within a pass of create_graph=True autograd's graph is on.
-        odd = torch.is_grad_enabled() or any(map(is_, gradients, repeat(None)))
-        if odd or tuple(map(_kind, gradients)) != pick(self._kinds):
-            gradients = [self._gradient(slot) for slot in pick(range(len(self.views)))]
-        found = tuple(map(Tensor.data_ptr, gradients))
-        if found != addresses:
-            pairs = zip(views, gradients, map(ne, found, addresses), strict=True)
-            into, fresh = zip(*((view, grad) for view, grad, moves in pairs if moves), strict=True)
-            torch._foreach_copy_(into, fresh)
-        if share != 1.0:
-            if pick is _all:
-                self.gradients.mul_(share)
-            else:
-                torch._foreach_mul_(views, share)
-        if found == addresses or not self.as_view:
-            return
-        if tuple(map(Tensor.data_ptr, pick(self._given))) != addresses:
+        is_whole_bucket = len(slots) == len(self.views)
+        views = [self.views[slot] for slot in slots]
+        gradients = self._checked_gradients(slots)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for slot, view, gradient in zip(slots, views, gradients, strict=True):
+            if gradient.data_ptr() != self._addresses[slot]:
+                targets.append(view)
+                sources.append(gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if scale != 1.0 and is_whole_bucket:
+            self.gradients.mul_(scale)
+        elif scale != 1.0:
+            torch._foreach_mul_(views, scale)
+        if targets and self.gradient_as_view:
             for slot in slots:
-                self.give(slot)
-            return
-        for parameter, given in zip(parameters, pick(self._given), strict=True):
-            parameter.grad = given
+                self.set_grad_view(slot)
 
-    def lack(self, slot: int) -> None:
-        """A parameter without a gradient counts as zero."""
+    def mark_missing(self, slot: int) -> None:
+        """Contribute zeros for a parameter without a gradient."""
         self.views[slot].zero_()
         self.missing.add(slot)
-        self.arrived.add(slot)
+        self.ready.add(slot)
 
-    def adopt(self, slot: int) -> None:
-        """Move a gradient, unscaled, to its place, to be added to by later backward passes."""
-        if self.as_view and self.parameters[slot].grad is not None and not self.holds(slot):
-            self.part_with_held()
-            self.views[slot].copy_(self._gradient(slot))
-            self.give(slot)
+    def fill_with_zeros(self) -> None:
+        """Contribute zeros for all parameters; `.grad` keeps its value."""
+        self.release()
+        self.preserve_aliased_grads()
+        self.gradients.zero_()
+        self.ready.update(range(len(self.indices)))
 
-    def give(self, slot: int) -> None:
-        """Make the place of a gradient the parameter's `.grad`."""
-        # An alias, because `module.float()` and the like put other memory into `.grad` itself.
-        given = self._given[slot]
-        if given.data_ptr() != self._addresses[slot]:
-            given = self._given[slot] = self.views[slot].detach()
-        self.parameters[slot].grad = given
+    def move_in(self, slot: int) -> None:
+        """Move an unscaled gradient into the buffer, where later backward passes add to it."""
+        has_gradient = self.parameters[slot].grad is not None
+        if self.gradient_as_view and has_gradient and not self.holds_grad(slot):
+            self.preserve_aliased_grads()
+            self.views[slot].copy_(self._checked_gradient(slot))
+            self.set_grad_view(slot)
 
-    def give_back(self, unused: Collection[int]) -> None:
-        """Make `.grad` the mean where it is not this memory already, `unused` ones left out."""
-        for slot in self.missing if self.as_view else range(len(self.views)):
-            parameter, view = self.parameters[slot], self.views[slot]
+    def set_grad_view(self, slot: int) -> None:
+        """Make `.grad` of the parameter a view of the buffer."""
+        grad_view = self._grad_views[slot]
+        if grad_view.data_ptr() != self._addresses[slot]:
+            grad_view = self._grad_views[slot] = self.views[slot].detach()
+        self.parameters[slot].grad = grad_view
+
+    def set_final_grads(self, unused: Collection[int]) -> None:
+        """Set each `.grad` that is not a view of the reduced buffer yet, except `unused` ones."""
+        for slot in self.missing if self.gradient_as_view else range(len(self.views)):
+            parameter = self.parameters[slot]
             if self.indices[slot] in unused:
                 continue
-            if self.as_view:
-                self.give(slot)
+            if self.gradient_as_view:
+                self.set_grad_view(slot)
             elif parameter.grad is None:
-                parameter.grad = view.clone()
+                parameter.grad = self.views[slot].clone()
             else:
-                parameter.grad.copy_(view)
+                parameter.grad.copy_(self.views[slot])
 
     def release(self) -> None:
-        """Let go: gradients that lie here get memory of their own."""
+        """Replace each `.grad` that is a view of the buffer by a copy."""
         for slot, parameter in enumerate(self.parameters):
-            if self.holds(slot):
+            if self.holds_grad(slot):
                 parameter.grad = self.views[slot].clone()
 
-    def holds(self, slot: int) -> bool:
-        """Whether the parameter's `.grad` lies in its place."""
+    def holds_grad(self, slot: int) -> bool:
+        """Return True if `.grad` of the parameter is a view of the buffer."""
         gradient = self.parameters[slot].grad
         if gradient is None or gradient.layout is not torch.strided:
             return False
         return gradient.data_ptr() == self._addresses[slot]
 
-    def _gradient(self, slot: int) -> Tensor:
-        """A parameter's gradient; TypeError or RuntimeError where it has no place here."""
+    def clear(self) -> None:
+        """Reset the state of the step."""
+        self.ready.clear()
+        self.missing.clear()
+        self.nan_slots.clear()
+        self.deferred.clear()
+
+    def find_nan(self) -> None:
+        """Record the slots whose gradient contains NaN."""
+        # The sum is NaN if any element is NaN, or if infinities cancel. Only then check each view.
+        if bool(self.gradients.sum().isnan()):
+            for slot, view in enumerate(self.views):
+                if bool(view.isnan().any()):
+                    self.nan_slots.add(slot)
+
+    def write_flags(self, *, is_participating: bool, has_stepped: bool) -> None:
+        """Write this rank's flags behind the gradients."""
+        self.flags.copy_(self._usual_flags[has_stepped])
+        if self.missing or self.nan_slots or not is_participating:
+            rank_flags = (is_participating, has_stepped and is_participating, bool(self.nan_slots))
+            missing = [slot in self.missing for slot in range(len(self.views))]
+            self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
+
+    def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
+        """Return True if the summed flags say that every rank had all gradients and no NaN."""
+        if world_size not in self._expected_flags:
+            usual, stepped = self._usual_flags
+            self._expected_flags[world_size] = (usual * world_size, stepped * world_size)
+        return torch.equal(self.flags, self._expected_flags[world_size][has_stepped])
+
+    @cached_property
+    def _usual_flags(self) -> tuple[Tensor, Tensor]:
+        """The flags of a participating rank with all gradients: not stepped, and stepped."""
+        usual = torch.zeros_like(self.flags)
+        usual[0] = 1.0
+        stepped = usual.clone()
+        stepped[1] = 1.0
+        return usual, stepped
+
+    def _checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
+        """Return the gradients of `slots`; the fast path checks shape and layout only."""
+        gradients: list[Tensor] = []
+        # Autograd records the hooks of a pass with create_graph=True.
+        is_recording = torch.is_grad_enabled()
+        for slot in slots:
+            gradient = self.parameters[slot].grad
+            if (
+                is_recording
+                or gradient is None
+                or gradient.layout is not torch.strided
+                or gradient.shape != self._shapes[slot]
+            ):
+                gradient = self._checked_gradient(slot)
+            gradients.append(gradient)
+        return gradients
+
+    def _checked_gradient(self, slot: int) -> Tensor:
+        """Return the gradient of a parameter; raise an error if the bucket cannot hold it."""
         gradient = self.parameters[slot].grad
+        name = self.names[slot]
         if gradient is None:
             raise RuntimeError(
-                f"the gradient of {self.names[slot]!r} was taken away before it was averaged: a "
-                "hook on the parameter may use it, but not set .grad to None; do that after "
-                "backward()"
+                f"expected a gradient of {name!r}, got None: a hook on the parameter removed it "
+                "before it was averaged; set .grad to None after backward() instead"
             )
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of {self.names[slot]!r} is {gradient.layout}; buckets hold dense "
-                "gradients: make that layer with sparse=False, or an nn.Embedding(sparse=True)"
+                f"expected a dense gradient of {name!r}, got {gradient.layout}; construct that "
+                "layer with sparse=False, or use nn.Embedding(sparse=True)"
             )
         if gradient.shape != self._shapes[slot]:
             raise RuntimeError(
-                f"the gradient of {self.names[slot]!r} has shape {tuple(gradient.shape)}, not "
-                f"{tuple(self._shapes[slot])} as when it was wrapped; wrap the changed model anew"
+                f"expected the gradient of {name!r} to have the shape {tuple(self._shapes[slot])} "
+                f"that it had when it was wrapped, got {tuple(gradient.shape)}; wrap the changed "
+                "model in a new DDP"
             )
         if gradient.requires_grad:
             warnings.warn(
-                "backward(create_graph=True): the mean over the ranks has no graph, and `.grad` "
-                "none either; take second derivatives with torch.autograd.grad",
+                "backward(create_graph=True): the mean over the ranks has no graph, so `.grad` has "
+                "no graph either; compute second derivatives with torch.autograd.grad",
                 stacklevel=2,
             )
             return gradient.detach()
         return gradient
-
-    # ----- flags -----
-
-    @cached_property
-    def _nothing_to_tell(self) -> tuple[Tensor, Tensor]:
-        """The flags of a rank that takes part and has every gradient: not stepped, and stepped."""
-        good = torch.zeros_like(self.flags)
-        good[0] = 1.0
-        stepped = torch.zeros_like(self.flags)
-        stepped[:2] = 1.0
-        return good, stepped
-
-    def look_for_nan(self) -> None:
-        """Note the slots whose gradient holds NaN."""
-        # The sum is NaN if any is, or if infinities cancel: then look closer.
-        if bool(self.gradients.sum().isnan()):
-            nan = (slot for slot, view in enumerate(self.views) if bool(view.isnan().any()))
-            self.not_a_number.update(nan)
-
-    def write_flags(self, *, taking_part: bool, stepped: bool) -> None:
-        """Put this rank's flags behind the gradients."""
-        self.flags.copy_(self._nothing_to_tell[stepped])
-        if self.missing or self.not_a_number or not taking_part:
-            missing = [float(slot in self.missing) for slot in range(len(self.views))]
-            rank = [taking_part, stepped and taking_part, bool(self.not_a_number)]
-            self.flags.copy_(torch.tensor([*map(float, rank), *missing]))
-
-    def clear(self) -> None:
-        """Forget what this step brought."""
-        self.arrived.clear()
-        self.missing.clear()
-        self.not_a_number.clear()
-        self.waiting.clear()
-
-    def says_nothing(self, world: int, *, stepped: bool) -> bool:
-        """Whether the summed flags say that all ranks had everything, as this one."""
-        if world not in self._expected:
-            self._expected[world] = tuple(flags * world for flags in self._nothing_to_tell)
-        return torch.equal(self.flags, self._expected[world][stepped])
-
-
-def _uses(tensors: Sequence[Tensor]) -> list[int]:
-    """How many hold each tensor, in Python and below."""
-    return list(map(add, map(getrefcount, tensors), map(Tensor._use_count, tensors)))
-
-
-# Of a tensor that is in one list only.
-_UNHELD = _uses([torch.empty(0)])[0]
-
-
-def _uses_of_memory(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def _all(of: Any) -> Any:
-    return of
-
-
-def _only(slots: Sequence[int]) -> Callable[[Any], Any]:
-    # Of one place itemgetter makes no tuple.
-    return itemgetter(*slots) if len(slots) > 1 else lambda of: (of[slots[0]],)
 
 
 def assign_buckets(
@@ -278,73 +280,113 @@ def assign_buckets(
     order: Sequence[int],
     bucket_bytes: float | Sequence[float],
 ) -> list[tuple[int, ...]]:
-    """Cut `order` into runs of one dtype and device that fill at most `bucket_bytes` each.
+    """Split `order` into buckets of one dtype and device with at most `bucket_bytes` each.
 
-    A parameter larger than that gets a bucket of its own; so does every parameter when
-    `bucket_bytes` is 0. Of several sizes each bucket takes the next, and the last ones the last.
-    Buckets are ordered by the parameter that completes them.
+    A parameter larger than the limit gets a separate bucket; with a limit of 0 every parameter
+    does. If `bucket_bytes` is a sequence, bucket i has limit i, and later buckets have the last
+    limit. Buckets are ordered by the parameter that completes them.
     """
-    sizes = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
-    position = {index: place for place, index in enumerate(order)}
+    limits = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
+    position = {index: number for number, index in enumerate(order)}
     full: list[list[int]] = []
-    # For each kind the run that fills, and the room it has left.
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
+    # The open bucket of each kind, and its free bytes.
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
     for index in order:
         parameter = parameters[index]
         kind = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
-        members, room = filling.get(kind, ([], 0.0))
-        if not members or size > room or sizes[-1] == 0:
+        members, free_bytes = open_buckets.get(kind, ([], 0.0))
+        if not members or size > free_bytes or limits[-1] == 0:
             if members:
                 full.append(members)
-            begun = len(full) + len(filling.keys() - {kind})
-            members, room = [], sizes[min(begun, len(sizes) - 1)]
+            num_started = len(full) + len(open_buckets.keys() - {kind})
+            members = []
+            free_bytes = limits[min(num_started, len(limits) - 1)]
         members.append(index)
-        filling[kind] = (members, room - size)
-    full += [members for members, _ in filling.values()]
-    return [tuple(run) for run in sorted(full, key=lambda run: position[run[-1]])]
+        open_buckets[kind] = (members, free_bytes - size)
+    full += [members for members, _ in open_buckets.values()]
+    return [tuple(members) for members in sorted(full, key=lambda members: position[members[-1]])]
 
 
 def make_bucket(
     indices: Sequence[int],
     parameters: Sequence[nn.Parameter],
     allocate: Allocate | None,
-    group: Any,
+    process_group: Any,
     *,
     names: Sequence[str] = (),
-    as_view: bool = True,
+    gradient_as_view: bool = True,
 ) -> Bucket:
-    """Allocate the buffer of `parameters[i] for i in indices` and cut it into views."""
+    """Allocate the bucket of `parameters[i] for i in indices`."""
     members = tuple(parameters[index] for index in indices)
-    device, dtype = members[0].device, members[0].dtype.to_real()
-    sizes = [parameter.numel() * (1 + parameter.is_complex()) for parameter in members]
+    member_names = tuple(names[index] if names else str(index) for index in indices)
+    sizes = [p.numel() * 2 if p.is_complex() else p.numel() for p in members]
     numel = sum(sizes) + RANK_FLAGS + len(members)
-    called = tuple(names[index] if names else str(index) for index in indices)
+    buffer = _allocate_buffer(
+        numel, members[0].dtype.to_real(), members[0].device, allocate, process_group, member_names
+    )
+    pieces = torch.split(buffer[: sum(sizes)], sizes)
+    views = tuple(_view_as(piece, member) for piece, member in zip(pieces, members, strict=True))
+    del pieces  # otherwise they would count as references to the memory
+    return Bucket(
+        tuple(indices),
+        members,
+        buffer,
+        views,
+        names=member_names,
+        gradient_as_view=gradient_as_view,
+        has_custom_memory=allocate is not None,
+    )
+
+
+def _allocate_buffer(
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    allocate: Allocate | None,
+    process_group: Any,
+    names: Sequence[str],
+) -> Tensor:
     try:
         if allocate is None:
             buffer = torch.empty(numel, dtype=dtype, device=device)
         else:
-            buffer = allocate(numel, dtype=dtype, group=group)
+            buffer = allocate(numel, dtype=dtype, group=process_group)
     except (RuntimeError, MemoryError, OSError) as error:
-        more = f" and {len(called) - 1} more" if len(called) > 1 else ""
         raise RuntimeError(
-            f"the bucket of {called[0]!r}{more} takes {numel * dtype.itemsize} bytes, which could "
-            f"not be allocated ({error}); pass a smaller bucket_size_mb, or a smaller model"
+            f"the bucket of {_describe(names)} takes {numel * dtype.itemsize} bytes, which could "
+            f"not be allocated ({error}); pass a smaller bucket_size_mb, or use a smaller model"
         ) from error
     if (buffer.shape, buffer.dtype, buffer.device) != ((numel,), dtype, device):
         raise ValueError(
-            f"allocate returned {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}; the "
-            f"gradients need ({numel},) {dtype} on {device}"
+            f"expected allocate to return a tensor of shape ({numel},), {dtype}, on {device}, got "
+            f"{tuple(buffer.shape)}, {buffer.dtype}, on {buffer.device}"
         )
-    pieces = torch.split(buffer[: sum(sizes)], sizes)
-    views = tuple(_view(*pair) for pair in zip(pieces, members, strict=True))
-    del pieces  # or the bucket would count them
-    return Bucket(tuple(indices), members, buffer, views, names=called, as_view=as_view)
+    return buffer
 
 
-def _view(piece: Tensor, parameter: nn.Parameter) -> Tensor:
-    """`piece` in the parameter's shape, and in its order of dimensions (channels last, say)."""
+def _view_as(piece: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return `piece` in the parameter's shape and memory order, such as channels last."""
     if parameter.is_complex():
         piece = torch.view_as_complex(piece.view(-1, 2))
     strides = torch.empty_like(parameter, device="meta").stride()
     return piece.as_strided(parameter.shape, strides, piece.storage_offset())
+
+
+def _describe(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return repr(names[0])
+    return f"{names[0]!r} and {len(names) - 1} more"
+
+
+def _count_references(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of references to each tensor, from Python and from C++."""
+    return [getrefcount(tensor) + tensor._use_count() for tensor in tensors]
+
+
+#: References to a tensor that is in one list only.
+_UNSHARED_REFERENCES = _count_references([torch.empty(0)])[0]
+
+
+def _count_memory_references(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -1,16 +1,6 @@
-"""Data parallelism: every rank holds the model, and gradients are averaged while they are made.
+"""`DDP`: data parallelism with the interface of torch's DistributedDataParallel.
 
-Notable:
-- a hook on each parameter runs when its gradient is final; the bucket that it completes is sent at
-  once and travels while autograd computes the layers below;
-- the backward pass itself waits, at its end, for what is still under way: a training loop that
-  knows only `loss.backward()` and `optimizer.step()` is right as it is;
-- buckets follow the order of the backward pass: in the first step a guess (parameters reversed),
-  from the second on the order in which gradients became ready on rank 0;
-- the mean of a mean is itself, so that a second loss, or a pass after one that was synchronized,
-  adds to `.grad` and is averaged together with what lies there;
-- a gradient is scaled into its bucket in one pass, and `.grad` is that place from then on;
-- buckets carry flags, so that ranks which disagree find out at no cost (see `bucket`).
+The algorithm is in `reducer.py`; `plain.py` is its minimal implementation.
 """
 
 from __future__ import annotations
@@ -19,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,54 +18,71 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
-from ddp.average import Average
 from ddp.bucket import Allocate
-from ddp.collective import AllReduce
+from ddp.communication import Compression, Uncompressed
+from ddp.compat import TorchCompatibility, graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
-from ddp.compression.mixed_precision import MixedPrecision, call, cast_buffers
-from ddp.compression.ways import Compression, Uncompressed
-from ddp.consistency.join import Shadow
-from ddp.exchange import MOST_EXACT_RANKS
+from ddp.compression.mixed_precision import MixedPrecision, call_module, cast_buffers
+from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
+from ddp.consistency.uneven_inputs import ZeroContribution
 from ddp.metering.meter import Meter
-from ddp.options import Options, check_module, device_of, group_of, refuse, size_of
+from ddp.options import (
+    Options,
+    check_module,
+    check_restricted_arguments,
+    select_bucket_size,
+    select_device,
+    select_group,
+)
+from ddp.process_group import AllReduce
 from ddp.replica import Replica
-from ddp.torch_members import TorchMembers, nodes
+from ddp.weighting import Average
 
-# What belongs to the ranks of one run, and is made anew for a copy.
-_OF_THIS_RUN = ("_replica", "meter")
+#: Attributes that belong to one process, and are rebuilt in a copy.
+_PROCESS_STATE = ("_replica", "meter")
 
 
-class DDP(TorchMembers, nn.Module, Joinable):
-    """Wrap `module`; after `backward()` gradients are means over the ranks.
+class DDP(TorchCompatibility, nn.Module, Joinable):
+    """Replicate `module`; after `backward()` gradients are averaged over the ranks.
 
         model = DDP(module)
         loss(model(batch)).backward()
         optimizer.step()
 
-    Construction gives every rank the weights and buffers of rank 0; after each step the buffers
-    are rank 0's again. Parameters that are unfrozen, replaced or added later are averaged from the
-    next forward pass on.
+    The constructor copies weights and buffers from rank 0 to every rank. Each synchronized backward
+    pass copies the buffers of rank 0 again. Parameters that are unfrozen, replaced or added later
+    are averaged from the next forward pass on.
 
-    - `bucket_size_mb`: in 2**20 bytes; None sends each parameter by itself as it becomes ready. At
-      25 the first of several takes 1 at most, so that the link has work early.
-    - `group`, or torch's `process_group` or `device_mesh`: the ranks; all, if none is given.
-    - `all_reduce`: called like `torch.distributed.all_reduce`, which is the default.
-    - `allocate`: `allocate(numel, dtype=..., group=...)` makes the memory of each bucket.
-    - `gradient_dtype`: what travels, for example bfloat16; sums are made in the gradients' dtype.
-    - `compression`: any other way to sum, such as `PowerSGD(rank)`.
-    - `average`: "ranks" for the mean over the ranks, "sum", or a function that says what a backward
-      pass counts for, such as its number of tokens: then gradients are means by that weight.
-    - `find_unused_parameters`: count a gradient that some ranks lack as zero; otherwise an error.
-    - `check_nan`: look at each bucket before it is sent.
-    - `static_graph`: every step computes the same, so that a gradient may be made in several parts
-      (reentrant checkpoints of a shared layer): the first step counts them.
-    - `gradient_as_bucket_view=False`: `.grad` is memory of its own, a second set of gradients.
-    - `mixed_precision`: torch's `_MixedPrecision`: forward and backward passes in `param_dtype`,
-      sums in `reduce_dtype`, over weights and gradients that keep theirs.
-    - the other arguments of torch's DDP have its names and meaning; those without a meaning here
-      are refused by name.
+    Args:
+        module: module to replicate.
+        bucket_size_mb: largest size of a bucket, in units of 2**20 bytes. None reduces each
+            parameter separately. With 25, the first of several buckets has at most 1.
+        group: ranks to average over; all ranks by default. torch's names `process_group` and
+            `device_mesh` are accepted too.
+        all_reduce: function with the signature of `torch.distributed.all_reduce`.
+        allocate: function that returns the memory of a bucket, called as
+            `allocate(numel, dtype=..., group=...)`.
+        gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in
+            their own dtype.
+        compression: another method to reduce a bucket, such as `PowerSGD(rank)`.
+        average: "ranks" for the mean over the ranks, "sum", or a function that returns the weight
+            of a backward pass, such as its number of tokens.
+        find_unused_parameters: count a gradient that is missing on some ranks as zero. By default
+            it is an error.
+        check_nan: check each bucket for NaN before it is reduced.
+        broadcast_buffers: former name of `forward_sync_buffers`.
+        forward_sync_buffers: copy the buffers of rank 0 to every rank in each step.
+        init_sync: compare the models, and copy weights and buffers from rank 0.
+        static_graph: every step computes the same graph. Then a gradient may be computed in several
+            parts, as by reentrant checkpoints of a shared layer.
+        gradient_as_bucket_view: make `.grad` a view of its bucket. False needs memory for a second
+            set of gradients.
+        mixed_precision: torch's `_MixedPrecision`. Forward and backward passes compute in
+            `param_dtype` and gradients are sent in `reduce_dtype`; weights keep their dtype.
+        restricted_arguments: other arguments of torch's DDP. Values that are not supported are
+            refused by name.
 
-    Raises ValueError on every rank if modules or options differ across ranks.
+    Raises `ValueError` on every rank if modules or options differ across ranks.
     """
 
     def __init__(
@@ -102,25 +110,31 @@ class DDP(TorchMembers, nn.Module, Joinable):
         output_device: Any = None,
         bucket_cap_mb: float | None = None,
         bucket_cap_mb_list: Sequence[float] | None = None,
-        **others_of_torch: Any,
+        **restricted_arguments: Any,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        refuse(others_of_torch)
+        check_restricted_arguments(restricted_arguments)
         if isinstance(bucket_size_mb, Sequence):
-            # torch's second positional argument is device_ids.
-            device_ids, bucket_size_mb = bucket_size_mb, 25.0
+            # The second positional argument of torch's DDP is `device_ids`.
+            device_ids = bucket_size_mb
+            bucket_size_mb = 25.0
         if broadcast_buffers is not None:
             warnings.warn(
-                "broadcast_buffers is called forward_sync_buffers from torch 2.13 on: pass that",
+                "broadcast_buffers is called forward_sync_buffers since torch 2.13; pass that",
                 FutureWarning,
                 stacklevel=2,
             )
-        synced = (forward_sync_buffers, broadcast_buffers, True)
+        # As in torch, only the former name also disables the initial broadcast of buffers.
+        broadcast = "weights and buffers"
+        if broadcast_buffers is False and forward_sync_buffers is None:
+            broadcast = "weights"
+        if forward_sync_buffers is None:
+            forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         check_module(module, self._ignored)
         self._options = Options(
-            bucket_size_mb=size_of(bucket_size_mb, bucket_cap_mb, bucket_cap_mb_list),
+            bucket_size_mb=select_bucket_size(bucket_size_mb, bucket_cap_mb, bucket_cap_mb_list),
             all_reduce=all_reduce,
             allocate=allocate,
             gradient_dtype=gradient_dtype,
@@ -128,11 +142,11 @@ class DDP(TorchMembers, nn.Module, Joinable):
             average=average,
             find_unused_parameters=find_unused_parameters,
             check_nan=check_nan,
-            broadcast_buffers=next(given for given in synced if given is not None),
+            broadcast_buffers=forward_sync_buffers,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
             mixed_precision=mixed_precision,
-            device=device_of(device_ids, output_device, module),
+            device=select_device(device_ids, output_device, module),
         )
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision, self._ignored)
@@ -140,76 +154,83 @@ class DDP(TorchMembers, nn.Module, Joinable):
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.device_mesh = device_mesh
-        self._group = group_of(group, process_group, device_mesh)
+        self._group = select_group(group, process_group, device_mesh)
         self._comm_hook: CommHook | None = None
-        self._start()
-        # As in torch: only the older of the two names leaves buffers alone from the start.
-        alone = broadcast_buffers is False and forward_sync_buffers is None
-        given = "weights" if alone else "weights and buffers"
-        self._replica.connect(same_model=init_sync, give=given if init_sync else "")
+        self._create_process_state()
+        self._replica.connect(check_model=init_sync, broadcast=broadcast if init_sync else "")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         if self._options.device is not None:
-            args, kwargs = _moved((args, kwargs), self._options.device)
+            args, kwargs = _move((args, kwargs), self._options.device)
         if not torch.is_grad_enabled():
-            return call(self.module, self.mixed_precision, self._ignored, args, kwargs)
-        self._replica.look()
-        self._call_buffer_hook(before_forward=True)
+            return call_module(self.module, self.mixed_precision, self._ignored, args, kwargs)
+        self._replica.prepare_forward()
         with self.meter.forward():
-            output = call(self.module, self.mixed_precision, self._ignored, args, kwargs)
-        self._call_buffer_hook(before_forward=False)
-        if self.require_backward_grad_sync or self._options.average != "ranks":
-            for node in nodes(output):
-                node.register_prehook(self._replica.queue_finish)
+            output = call_module(self.module, self.mixed_precision, self._ignored, args, kwargs)
+        enter_backward = partial(self._replica.enter_backward, self.require_backward_grad_sync)
+        for node in graph_nodes(output):
+            node.register_prehook(enter_backward)
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on this rank: backward passes in here send nothing.
+        """Accumulate gradients on this rank: backward passes in the context are not synchronized.
 
-        If the block raises, its gradients are incomplete: the other ranks are told, and this model
-        refuses to go on.
+        Run the forward pass in the context too. torch's DDP decides in the forward pass if
+        gradients are synchronized. This class decides in the backward pass, and warns if only one
+        of them is in the context.
+
+        If the block raises an exception, its gradients are incomplete. The failure is reported to
+        the other ranks, and every rank refuses to continue.
         """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        previous = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         except BaseException as error:
-            if self._replica.connected:
-                self._replica.blame.fail(f"no_sync() was left by {type(error).__name__}: {error}")
+            if self._replica.is_connected:
+                reason = f"no_sync() was left by {type(error).__name__}: {error}"
+                self._replica.failures.fail(reason)
             raise
         finally:
-            self.require_backward_grad_sync = before
+            self.require_backward_grad_sync = previous
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every `.grad` is the mean over the ranks; `backward()` has done so already.
+        """Average the gradients if no backward pass since the last call has done so.
 
-        Only where no backward pass was synchronized since the last call is there something left:
-        gradients that `no_sync` passes made are sent here, and a rank without any gradient takes
-        part in the others' step. Raises what `backward()` would.
+        `backward()` averages gradients by itself. Call this method after backward passes under
+        `no_sync` only, or on a rank whose backward pass reached no parameter. Raises the errors
+        that `backward()` would raise.
         """
         replica = self._replica
-        replica.meet_late()
-        replica.blame.check()
-        if not replica.synchronized and replica.left_to is None:
-            replica.begin()
-            replica.finish()
-        replica.synchronized = False
+        replica.connect_copy()
+        replica.failures.check()
+        if not replica.is_synchronized and replica.hooks.find_successor() is None:
+            replica.start_step()
+            replica.finish_step()
+        replica.is_synchronized = False
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let `hook(state, bucket)` sum the buckets; call it once, before a backward pass."""
+        """Reduce buckets with `hook(state, bucket)`. Call it once, before a backward pass."""
         check_hook(hook)
-        if not isinstance(self._options.way_to_send, Uncompressed) or self._options.all_reduce:
-            raise ValueError("gradient_dtype, compression, all_reduce or a hook: pass one of them")
+        uses_default = isinstance(self._options.selected_compression, Uncompressed)
+        if not uses_default or self._options.all_reduce:
+            raise ValueError(
+                "expected only one of gradient_dtype, compression, all_reduce and a communication "
+                "hook, got two; pass one of them"
+            )
         if self._options.average != "ranks":
-            raise ValueError("a communication hook averages by itself; leave average out")
+            raise ValueError(
+                "a communication hook computes the average by itself; leave average out"
+            )
         if self._comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         self._comm_hook = CommHook(state, hook)
-        self._replica.use(self._comm_hook)
+        self._replica.use_compression(self._comm_hook)
 
     def join(
         self,
@@ -219,9 +240,9 @@ class DDP(TorchMembers, nn.Module, Joinable):
     ) -> Join:
         """Return a context in which ranks may take different numbers of steps.
 
-        A rank that leaves it early takes part in their steps with zeros until the last one is done,
-        and gets that one's weights. With `divide_by_initial_world_size=False` the mean is over the
-        ranks that still have inputs. Names and meaning are those of torch's DDP.
+        A rank that leaves the context early contributes zeros to the steps of the other ranks, and
+        copies the final weights from the last rank. `divide_by_initial_world_size=False` averages
+        over the ranks that still have inputs. The arguments are those of torch's DDP.
         """
         return Join(
             [self],
@@ -231,68 +252,70 @@ class DDP(TorchMembers, nn.Module, Joinable):
         )
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
-        """For `torch.distributed.algorithms.Join`."""
+        """Return the hook that `torch.distributed.algorithms.Join` calls."""
         replica = self._replica
         replica.has_joined = True
-        replica.meet_late()
-        replica.look()
-        world = replica.link.world
-        if not divide_by_initial_world_size and world > MOST_EXACT_RANKS:
+        replica.connect_copy()
+        replica.prepare_forward()
+        world_size = replica.group.world_size
+        if not divide_by_initial_world_size and world_size > MAX_EXACT_RANKS:
             raise ValueError(
-                f"counting the ranks that take part is exact up to {MOST_EXACT_RANKS} ranks, not "
-                f"{world}; pass divide_by_initial_world_size=True"
+                f"expected at most {MAX_EXACT_RANKS} ranks with divide_by_initial_world_size="
+                f"False, got {world_size}: the number of participating ranks would be rounded; "
+                "pass divide_by_initial_world_size=True"
             )
-        by_initial = divide_by_initial_world_size or self._options.average != "ranks"
-        replica.exchange.divide_by_initial_world_size = by_initial
-        return Shadow(self, replica)
+        replica.agreement.divide_by_initial_world_size = (
+            divide_by_initial_world_size or self._options.average != "ranks"
+        )
+        return ZeroContribution(self, replica)
 
     @property
     def join_device(self) -> torch.device:
-        """For `torch.distributed.algorithms.Join`."""
+        """The device that `torch.distributed.algorithms.Join` uses."""
         return self._replica.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """For `torch.distributed.algorithms.Join`."""
-        return self._replica.link.group
+        """The process group that `torch.distributed.algorithms.Join` uses."""
+        return self._replica.group.process_group
 
     # ----- copies -----
 
-    def _start(self) -> None:
-        """What a DDP is without its peers."""
+    def _create_process_state(self) -> None:
         self.meter = Meter()
         self._replica = Replica(self, self.module, self._options, self._ignored, self._group)
         if self._comm_hook is not None:
-            self._replica.use(self._comm_hook)
+            self._replica.use_compression(self._comm_hook)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise RuntimeError(
-                "a DDP over a process group of its own cannot be pickled; save its .module, or its "
-                "state_dict()"
+                "a DDP with a process group that was passed to it cannot be pickled; save its "
+                ".module, or its state_dict()"
             )
-        return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_RUN}
+        return {key: value for key, value in self.__dict__.items() if key not in _PROCESS_STATE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._start()
-        self._replica.wait_for_gradients()
+        self._create_process_state()
+        self._replica.connect_at_first_gradient()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
-        # A group cannot be copied, nor need it be: the copy is averaged over the same ranks.
-        made = self.__new__(type(self))
-        memo[id(self)] = made
+        # Process groups cannot be copied: the copy is averaged over the same ranks.
+        result = self.__new__(type(self))
+        memo[id(self)] = result
         shared = {name: getattr(self, name) for name in ("_group", "_options", "_comm_hook")}
-        state = {k: v for k, v in self.__dict__.items() if k not in (*_OF_THIS_RUN, *shared)}
-        made.__setstate__(copy.deepcopy(state, memo) | shared)
-        return made
+        excluded = (*_PROCESS_STATE, *shared)
+        state = {name: value for name, value in self.__dict__.items() if name not in excluded}
+        result.__setstate__(copy.deepcopy(state, memo) | shared)
+        return result
 
 
-def _moved(inputs: Any, device: torch.device) -> Any:
-    """Nested inputs on `device`."""
+def _move(inputs: Any, device: torch.device) -> Any:
+    """Return nested inputs on `device`."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
 
-# So that `isinstance(model, torch.nn.parallel.DistributedDataParallel)` says what checkpoints and
-# trainers want to know: there is a `.module` to unwrap.
+# `isinstance(model, torch.nn.parallel.DistributedDataParallel)` is then True, so that checkpoints
+# and trainers unwrap `.module`.
 nn.parallel.DistributedDataParallel.register(DDP)

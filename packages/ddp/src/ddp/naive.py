@@ -1,7 +1,7 @@
-"""The two designs without overlap: call one between `loss.backward()` and the optimizer.
+"""Gradient averaging without overlap: functions to call between `backward()` and the optimizer.
 
-Notable: both first agree, in one small call that the meter leaves out, on which parameters have a
-gradient, because ranks that send different tensors would hang or add what does not belong together.
+Both functions first agree on which parameters have a gradient, in a small call that the meter does
+not count. Ranks that send different tensors would hang or add gradients that do not match.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.collective import AllReduce, Link, link
-from ddp.consistency.agreement import Missing, check_same_gradients
+from ddp.consistency.gradient_agreement import GradientReport, check_same_gradients
 from ddp.metering.meter import Meter
 from ddp.metering.records import BucketRecord
+from ddp.process_group import AllReduce, ReduceGroup, resolve_group
 
 
 def all_reduce_gradients(
@@ -25,15 +25,17 @@ def all_reduce_gradients(
     all_reduce: AllReduce | None = None,
     meter: Meter | None = None,
 ) -> None:
-    """Average every gradient over the ranks: one blocking all-reduce a parameter.
+    """Average every gradient over the ranks with one blocking all-reduce per parameter.
 
-    Raises RuntimeError on every rank if a parameter has a gradient on some of them only.
+    Raises `RuntimeError` on every rank if a parameter has a gradient on some ranks only.
     """
-    over, begin, records = link(group, all_reduce), time.perf_counter(), []
-    for name, gradient in _gradients(module, over).items():
-        records.append(_mean(gradient, over, (name,)))
+    reduce_group = resolve_group(group, all_reduce)
+    start_time = time.perf_counter()
+    records = []
+    for name, gradient in _common_gradients(module, reduce_group).items():
+        records.append(_average(gradient, reduce_group, (name,)))
     if meter:
-        meter.record(records, (begin, time.perf_counter()))
+        meter.record(records, (start_time, time.perf_counter()))
 
 
 def all_reduce_gradients_flat(
@@ -43,43 +45,52 @@ def all_reduce_gradients_flat(
     all_reduce: AllReduce | None = None,
     meter: Meter | None = None,
 ) -> None:
-    """Average every gradient over the ranks: one blocking all-reduce for all (one a dtype).
+    """Average all gradients over the ranks with one blocking all-reduce per dtype and device.
 
-    Costs a second copy of the gradients while it runs. Raises as `all_reduce_gradients` does.
+    Needs a second copy of the gradients. Raises errors like `all_reduce_gradients`.
     """
-    over, begin, records = link(group, all_reduce), time.perf_counter(), []
+    reduce_group = resolve_group(group, all_reduce)
+    start_time = time.perf_counter()
+    records = []
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
-    for name, gradient in _gradients(module, over).items():
+    for name, gradient in _common_gradients(module, reduce_group).items():
         kinds.setdefault((gradient.dtype, gradient.device), {})[name] = gradient
     for gradients in kinds.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
-        records.append(_mean(flat, over, tuple(gradients)))
+        records.append(_average(flat, reduce_group, tuple(gradients)))
         pieces = torch.split(flat, [gradient.numel() for gradient in gradients.values()])
         for gradient, piece in zip(gradients.values(), pieces, strict=True):
             gradient.copy_(piece.view(gradient.shape))
     if meter:
-        meter.record(records, (begin, time.perf_counter()))
+        meter.record(records, (start_time, time.perf_counter()))
 
 
-def _mean(tensor: Tensor, over: Link, names: tuple[str, ...]) -> BucketRecord:
-    tensor.mul_(1 / over.world)
+def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> BucketRecord:
+    tensor.mul_(1 / group.world_size)
     sent = time.perf_counter()
-    over.all_reduce(tensor, async_op=False)
+    group.all_reduce(tensor, async_op=False)
     done = time.perf_counter()
     return BucketRecord(
-        names, 1, tensor.numel() * tensor.element_size(), 0, sent, done, done - sent
+        parameters=names,
+        calls=1,
+        gradient_bytes=tensor.numel() * tensor.element_size(),
+        extra_bytes=0,
+        sent=sent,
+        done=done,
+        exposed_seconds=done - sent,
     )
 
 
-def _gradients(module: nn.Module, over: Link) -> dict[str, Tensor]:
-    """The gradients that all ranks have; RuntimeError where only some do."""
+def _common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor]:
+    """Return the gradients; raise `RuntimeError` if one exists on some ranks only."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         return {}
     missing = tuple(name for name, p in trained.items() if p.grad is None)
     device = next(iter(trained.values())).device
     flags = torch.tensor([float(name in missing) for name in trained], device=device)
-    dist.all_reduce(flags, group=over.group)
+    dist.all_reduce(flags, group=group.process_group)
     if flags.any():
-        check_same_gradients(Missing(missing), over.group, allow=False)
+        report = GradientReport(missing)
+        check_same_gradients(report, group.process_group, find_unused_parameters=False)
     return {name: p.grad for name, p in trained.items() if p.grad is not None}

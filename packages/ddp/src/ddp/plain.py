@@ -1,10 +1,11 @@
-"""The whole idea of this package on one page, to be read first. It trains; `DDP` equals it.
+"""Minimal implementation of bucketed data parallelism. Read it first; `DDP` trains bit-equal to it.
 
-    replicate     every rank has the same weights, and its own part of the batch
-    hook          autograd calls us for each parameter, when its gradient is final
-    bucket        gradients are copied side by side, because one long message beats many short ones
-    all-reduce    a bucket that is full is summed over the ranks while autograd goes on
-    wait          at the end of the backward pass, for what is still under way
+1. Replicate: every rank starts with the weights of rank 0 and reads its own part of the batch.
+2. Mark ready: autograd calls a hook when the gradient of a parameter is final.
+3. Copy in: gradients are copied next to each other into buckets, because one large all-reduce is
+   cheaper than many small ones.
+4. Launch: a full bucket is summed over the ranks while autograd computes the remaining gradients.
+5. Finish: after the backward pass, wait for the all-reduces that are still running.
 
 Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
@@ -15,77 +16,85 @@ from torch import nn
 
 
 class Bucket:
-    """Parameters whose gradients travel together, in one flat tensor."""
+    """Parameters whose gradients are reduced together, in one flat buffer."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        numel = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(numel, dtype=parameters[0].dtype)
-        # Each gradient has its place: summing the flat tensor sums them all, where they lie.
-        pieces = self.flat.split([parameter.numel() for parameter in parameters])
-        self.places = [
-            piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)
-        ]
-        self.ready = 0
+        sizes = [parameter.numel() for parameter in parameters]
+        self.buffer = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+        # Each view has the shape of its parameter, so reducing the buffer reduces every gradient.
+        self.views = []
+        for parameter, piece in zip(parameters, self.buffer.split(sizes), strict=True):
+            self.views.append(piece.view_as(parameter))
+        self.num_ready = 0
         self.work: dist.Work | None = None
+
+    def copy_in(self, slot: int, scale: float) -> None:
+        """Copy a scaled gradient into the buffer, and make `.grad` a view of the buffer."""
+        parameter = self.parameters[slot]
+        assert parameter.grad is not None
+        torch.mul(parameter.grad, scale, out=self.views[slot])
+        parameter.grad = self.views[slot]
+        self.num_ready += 1
 
 
 class PlainDDP(nn.Module):
-    """Wrap `module`; after `backward()` call `finish_gradient_synchronization()`."""
+    """Wrap `module`; call `finish_gradient_synchronization()` after `backward()`."""
 
     def __init__(self, module: nn.Module, bucket_bytes: int = 25 * 2**20) -> None:
         super().__init__()
         self.module = module
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), 0)
-        self.buckets = self.assign(bucket_bytes)
-        self.next_to_send = 0
+        self.buckets = self.assign_buckets(bucket_bytes)
+        self.num_launched = 0
         for bucket in self.buckets:
-            for parameter, place in zip(bucket.parameters, bucket.places, strict=True):
-                parameter.register_post_accumulate_grad_hook(self.make_hook(bucket, place))
+            for slot, parameter in enumerate(bucket.parameters):
+                # Autograd calls the hook when the gradient of the parameter is final.
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, bucket=bucket, slot=slot: self.mark_ready(bucket, slot)
+                )
 
-    def assign(self, bucket_bytes: int) -> list[Bucket]:
+    def assign_buckets(self, bucket_bytes: int) -> list[Bucket]:
         """Fill buckets in the order in which gradients become ready: the last layer's first."""
-        runs: list[list[nn.Parameter]] = []
-        room = 0
+        groups: list[list[nn.Parameter]] = []
+        free_bytes = 0
         for parameter in reversed([p for p in self.module.parameters() if p.requires_grad]):
             size = parameter.numel() * parameter.element_size()
-            if not runs or size > room or parameter.dtype != runs[-1][0].dtype:
-                runs.append([])
-                room = bucket_bytes
-            runs[-1].append(parameter)
-            room -= size
-        return [Bucket(run) for run in runs]
+            if not groups or size > free_bytes or parameter.dtype != groups[-1][0].dtype:
+                groups.append([])
+                free_bytes = bucket_bytes
+            groups[-1].append(parameter)
+            free_bytes -= size
+        return [Bucket(group) for group in groups]
 
-    def make_hook(self, bucket: Bucket, place: torch.Tensor):  # type: ignore[no-untyped-def]
-        """What autograd calls when this parameter's gradient is final."""
+    def mark_ready(self, bucket: Bucket, slot: int) -> None:
+        """Handle the final gradient of a parameter."""
+        # The sum over ranks of grad / world_size is the mean.
+        bucket.copy_in(slot, 1 / dist.get_world_size())
+        self.launch_ready_buckets()
 
-        def gradient_is_final(parameter: torch.Tensor) -> None:
-            # The sum over ranks of g / world is the mean; from here on `.grad` is in the bucket.
-            assert parameter.grad is not None
-            torch.mul(parameter.grad, 1 / dist.get_world_size(), out=place)
-            parameter.grad = place
-            bucket.ready += 1
-            self.send_what_is_full()
-
-        return gradient_is_final
-
-    def send_what_is_full(self) -> None:
-        """Start the sums in one order, the same on every rank, or they would be mixed up."""
-        while self.next_to_send < len(self.buckets):
-            bucket = self.buckets[self.next_to_send]
-            if bucket.ready < len(bucket.parameters):
+    def launch_ready_buckets(self) -> None:
+        """Launch full buckets in index order, because ranks must launch in the same order."""
+        while self.num_launched < len(self.buckets):
+            bucket = self.buckets[self.num_launched]
+            if bucket.num_ready < len(bucket.parameters):
                 return
-            bucket.work = dist.all_reduce(bucket.flat, async_op=True)
-            self.next_to_send += 1
+            self.launch_all_reduce(bucket)
+            self.num_launched += 1
+
+    def launch_all_reduce(self, bucket: Bucket) -> None:
+        """Start summing a bucket over the ranks."""
+        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait for every sum; the earlier ones have long ended behind the backward pass."""
+        """Wait for every all-reduce; most have completed during the backward pass."""
         for bucket in self.buckets:
             assert bucket.work is not None, "every parameter needs a gradient"
             bucket.work.wait()
-            bucket.ready, bucket.work = 0, None
-        self.next_to_send = 0
+            bucket.work = None
+            bucket.num_ready = 0
+        self.num_launched = 0
 
     def forward(self, *inputs: object) -> object:
         """Call the module."""

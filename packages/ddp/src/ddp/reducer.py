@@ -1,171 +1,328 @@
-"""From a gradient that is final to its mean over the ranks: place, collect, send, wait.
+"""The reducer: from the final gradient of each parameter to its mean over the ranks."""
 
-Flags, timing and blame are the exchange's, which is handed in (see `exchange`); which gradient lies
-where is the layout's (see `layout`).
-"""
+# Note [Gradient lifecycle]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~
+# 1. `mark_ready`: autograd has accumulated the gradient of a parameter and calls its hook. The
+#    first gradient of a synchronized backward pass opens a step.
+# 2. `_copy_in`: the gradient is multiplied by the scale (1 / world_size for a mean) and copied into
+#    its bucket, and `.grad` becomes a view of it. Small gradients wait until the bucket is full and
+#    are copied together.
+# 3. `launch_ready_buckets`: buckets are launched in index order, which is the same on every rank.
+#    Otherwise ranks would sum buckets that do not match.
+# 4. `launch_all_reduce`: the bucket is reduced while autograd computes the remaining gradients.
+# 5. `finish`: at the end of the backward pass, copy in gradients of earlier passes, launch the
+#    remaining buckets, wait for all of them, and set `.grad` of parameters without a gradient here.
+# After the first step, `rebuild_buckets` assigns parameters in the order in which gradients became
+# ready on rank 0, so that buckets fill one after the other.
+#
+# `.grad` may already be the mean of an earlier step. That mean is equal on all ranks, so averaging
+# (old mean + new gradient) leaves the old mean unchanged.
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.bucket import Bucket
-from ddp.consistency.parts import Parts
-from ddp.exchange import Exchange
-from ddp.layout import Layout
+from ddp.bucket import Bucket, assign_buckets, make_bucket
+from ddp.communication import BucketReduction, Compression
+from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.consistency.gradient_parts import GradientParts
+from ddp.observers import FinishedStep, Observer
+from ddp.options import Options
+from ddp.process_group import ReduceGroup
 
-# Gradients up to this size are moved into their bucket together, when the last of them is there:
-# one call for all costs less than one each. Larger ones go at once, so that memory holds no second
-# set of gradients.
+#: Gradients up to this many bytes are copied together, because one call for all costs less than one
+#: call per gradient. Larger gradients are copied immediately, so that originals and copies of the
+#: whole model are never in memory together.
 SMALL_BYTES = 2**16
+
+#: The second collective of a bucket is launched once this many further buckets have been launched.
+#: By then the first has most likely completed, and all ranks launch their collectives in the same
+#: order.
+SECOND_COLLECTIVE_LAG = 2
 
 
 class Reducer:
-    """The state of a model's current step: open from the first gradient to be sent to `finish`.
+    """The buckets of a model. See Note [Gradient lifecycle].
 
-    `opens()` begins a step if a gradient that arrives now is to be sent; `make_room(parameter)`
-    goes before a gradient that was there already is taken.
+    Args:
+        parameters: trained parameters by name.
+        options: bucket sizes and flags of the model.
+        group: ranks to average over.
+        failures: attribution of errors to ranks.
+        compression: method that reduces a bucket.
+        observers: collaborators, called in this order.
+        try_open_step: called for a gradient outside a step; returns True if it opened a step.
+        before_reuse: called with each parameter whose hook did not fire in this step, before its
+            `.grad` is reduced.
     """
 
     def __init__(
         self,
-        layout: Layout,
-        exchange: Exchange,
+        parameters: Mapping[str, nn.Parameter],
+        options: Options,
+        group: ReduceGroup,
+        failures: FailureAttribution,
+        compression: Compression,
+        observers: Sequence[Observer],
         *,
-        opens: Callable[[], bool],
-        make_room: Callable[[nn.Parameter], None] | None = None,
-        static_graph: bool = False,
+        try_open_step: Callable[[], bool],
+        before_reuse: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
-        self.layout, self.exchange, self.open = layout, exchange, False
-        self._opens, self._make_room = opens, make_room
-        # What each gradient is multiplied by before the sum.
-        self.share = 1.0
-        self.steps, self._sent, self._follows = 0, 0, False
-        self._arrivals: dict[int, None] = {}
-        # What the last step brought no gradient for, here.
-        self.absent: list[int] = []
-        self._parts = Parts(len(layout.parameters)) if static_graph else None
-        # Small gradients that complete no bucket, if they come in the known order: while a step is
-        # open their arrival is only noted, and the next one of another kind looks at the notes.
-        self._small: frozenset[int] = frozenset()
-        self._noting = self._small
-        self._noted: list[int] = []
+        self.parameters = list(parameters.values())
+        self.names = list(parameters)
+        self.compression = compression
+        self.buckets: list[Bucket] = []
+        #: Bucket and slot of each parameter.
+        self.slots: dict[int, tuple[Bucket, int]] = {}
+        #: Reductions of the current step, in the order of launches.
+        self.reductions: list[BucketReduction] = []
+        #: True from the first gradient of a step until `finish`.
+        self.is_open = False
+        self.num_steps = 0
+        #: Factor that each gradient is multiplied by before the sum.
+        self.scale = 1.0
+        #: Parameters without a gradient on this rank in the current step.
+        self.missing: list[int] = []
+        #: Order in which gradients are expected: the last layer's first, until a step was seen.
+        self.order = list(reversed(range(len(self.parameters))))
+        self._options = options
+        self._group = group
+        self._failures = failures
+        self._observers = observers
+        self._try_open_step = try_open_step
+        self._before_reuse = before_reuse
+        self._bucket_bytes = options.bucket_bytes_for(self.parameters)
+        self._num_launched = 0
+        self._has_rebuilt = False
+        self._ready_order: dict[int, None] = {}
+        self._parts = GradientParts(len(self.parameters)) if options.static_graph else None
+        # Fast path: hooks of small gradients that are not the last of their bucket only append
+        # their index. The next full copy, or `finish`, copies them in.
+        self._deferrable: frozenset[int] = frozenset()
+        self._deferring: frozenset[int] = frozenset()
+        self._deferred: list[int] = []
+        self._allocate_buckets(assign_buckets(self.parameters, self.order, self._bucket_bytes))
 
-    def arrive(self, index: int, _: Tensor) -> None:
-        """A parameter's gradient was accumulated: the hook on each parameter."""
-        if index in self._noting:
-            self._noted.append(index)
+    def mark_ready(self, index: int, _: Tensor) -> None:
+        """Handle the final gradient of a parameter; this is the hook on each parameter."""
+        if index in self._deferring:
+            self._deferred.append(index)
             return
-        if self.open or self._opens():
-            if not self.steps:
-                self._arrivals.setdefault(index)
-            if self._parts is None or not self._parts.more_to_come(index):
-                self._collect_noted()
-                self._collect(*self.layout.place[index])
-                self._send_complete()
+        if self.is_open or self._try_open_step():
+            if self.num_steps == 0:
+                self._ready_order.setdefault(index)
+            if self._parts is None or not self._parts.has_more(index):
+                self._copy_in_deferred()
+                self._copy_in(*self.slots[index])
+                self.launch_ready_buckets()
                 return
-        bucket, slot = self.layout.place[index]
-        if slot in bucket.arrived:
-            self.exchange.refuse_parts(bucket, slot)
-        bucket.adopt(slot)
+        # Outside a step, or before the last part of a gradient: accumulate without scaling.
+        bucket, slot = self.slots[index]
+        if slot in bucket.ready:
+            self._refuse_parts(bucket, slot)
+        bucket.move_in(slot)
 
-    def begin(self, share: float | None = None) -> None:
-        """Open a step: gradients that arrive from here on are final.
+    def start(self, scale: float | None = None) -> None:
+        """Open a step: gradients that become ready from now on are final.
 
-        Each is multiplied by `share` before the sum: so that it is the mean, if none is given.
+        Each gradient is multiplied by `scale` before the sum. None selects the scale of the mean.
         """
-        self.open, self._sent, self.absent = True, 0, []
-        self.follow_order()
-        for bucket in self.layout.buckets:
-            bucket.part_with_held()
-        mean = self.exchange.begin(self.layout.parameters)
-        self.share = mean if share is None else share
+        self.is_open = True
+        self._num_launched = 0
+        self.missing = []
+        self.rebuild_buckets()
+        for bucket in self.buckets:
+            bucket.preserve_aliased_grads()
+        for observer in self._observers:
+            observer.on_step_start(self.parameters)
+        if scale is None:
+            scale = 1 / self._group.world_size if self.compression.uses_scaled_gradients else 1.0
+        self.scale = scale
         if self._parts is not None:
-            self._parts.begin()
+            self._parts.start_step()
         else:
-            self._noting = self._small
+            self._deferring = self._deferrable
 
-    def follow_order(self) -> None:
-        """After the first step, order buckets as rank 0's gradients became ready. A collective."""
-        if self.steps == 1 and not self._follows and self.layout.order:
-            self._follows = True
-            others = (index for index in self.layout.order if index not in self._arrivals)
-            device = self.layout.parameters[0].device
-            self.layout.follow(self.exchange.agree_on([*self._arrivals, *others], device))
-            self._small = frozenset(
-                index
-                for bucket in self.layout.buckets
-                for index, size in zip(bucket.indices[:-1], bucket.bytes_of, strict=False)
-                if size <= SMALL_BYTES
-            )
-
-    def _collect_noted(self) -> None:
-        noted, self._noted = self._noted, []
-        for index in noted:
-            self._collect(*self.layout.place[index])
-
-    def _collect(self, bucket: Bucket, slot: int) -> None:
-        """Take a final gradient, scaled to its share of the mean, into its bucket."""
-        if slot in bucket.arrived:
-            self.exchange.refuse_parts(bucket, slot)
-        bucket.arrived.add(slot)
-        if bucket.bytes_of[slot] > SMALL_BYTES:
-            bucket.take(slot, self.share)
-        else:
-            bucket.waiting.append(slot)
-
-    def _send_complete(self, taking_part: bool = True) -> None:
-        """Start the sums in one order, the same on every rank, or they would be mixed up."""
-        buckets = self.layout.buckets
-        while self._sent < len(buckets):
-            bucket = buckets[self._sent]
-            if len(bucket.arrived) < len(bucket.indices):
+    def launch_ready_buckets(self, *, is_participating: bool = True) -> None:
+        """Launch full buckets in index order, because ranks must launch in the same order."""
+        while self._num_launched < len(self.buckets):
+            bucket = self.buckets[self._num_launched]
+            if len(bucket.ready) < len(bucket.indices):
                 return
-            bucket.take_waiting(self.share)
-            self.exchange.send(bucket, taking_part=taking_part)
-            self._sent += 1
+            bucket.copy_in_deferred(self.scale)
+            self.launch_all_reduce(bucket, is_participating=is_participating)
+            self._num_launched += 1
 
-    def finish(self, *, taking_part: bool = True) -> set[int]:
-        """Send what was not sent yet, wait for all, close the step; return what no rank used.
+    def launch_all_reduce(self, bucket: Bucket, *, is_participating: bool) -> None:
+        """Start summing a bucket over the ranks."""
+        for observer in self._observers:
+            observer.before_bucket_launch(bucket, is_participating=is_participating)
+        reduction = BucketReduction(bucket, self.compression, self._group, self._failures)
+        self.reductions.append(reduction)
+        if len(self.reductions) > SECOND_COLLECTIVE_LAG:
+            earlier = self.reductions[-1 - SECOND_COLLECTIVE_LAG]
+            if earlier.has_next:
+                earlier.advance()
 
-        With `taking_part=False` this rank has no gradients and only makes the others' calls.
+    def finish(self, *, is_participating: bool = True) -> set[int]:
+        """Launch the remaining buckets, wait for all, and close the step.
+
+        Returns the parameters without a gradient on any rank. With `is_participating=False` this
+        rank contributes zeros, so that the other ranks can complete their step.
         """
-        begin, buckets = time.perf_counter(), self.layout.buckets
-        self._noting = frozenset()
-        self._collect_noted()
-        for bucket in buckets:
-            if taking_part:
-                self._take_what_did_not_arrive(bucket)
-                self._send_complete()
+        step = FinishedStep(self.buckets, is_participating, wait_start=time.perf_counter())
+        self._deferring = frozenset()
+        self._copy_in_deferred()
+        for bucket in self.buckets:
+            if is_participating:
+                self._fill(bucket)
+                self.launch_ready_buckets()
             else:
-                # Its own last gradients stay what they are.
-                bucket.release()
-                bucket.part_with_held()
-                bucket.gradients.zero_()
-                bucket.arrived.update(range(len(bucket.indices)))
-        self._send_complete(taking_part)
-        self.exchange.wait(begin)
-        self.steps, self.open = self.steps + 1, False
+                bucket.fill_with_zeros()
+        self.launch_ready_buckets(is_participating=is_participating)
+        self._wait()
+        self.num_steps += 1
+        self.is_open = False
         try:
-            unused = self.exchange.unused(buckets, taking_part)
-            for bucket in buckets if taking_part else ():
-                bucket.give_back(unused)
-            return unused
+            for observer in self._observers:
+                observer.on_step_end(step)
+            if is_participating:
+                for bucket in self.buckets:
+                    bucket.set_final_grads(step.unused)
+            return step.unused
         finally:
-            for bucket in buckets:
+            for bucket in self.buckets:
                 bucket.clear()
 
-    def _take_what_did_not_arrive(self, bucket: Bucket) -> None:
-        """Gradients of earlier passes, which no hook brought in this one, or none at all."""
-        for slot in range(len(bucket.indices) if len(bucket.arrived) < len(bucket.indices) else 0):
-            if slot in bucket.arrived:
+    def rebuild_buckets(self) -> None:
+        """Reassign the buckets once, after the first step, in the ready order of rank 0.
+
+        This is a collective. Old buckets are freed before new ones are allocated; only accumulated
+        gradients are in memory twice for a short time.
+        """
+        if self.num_steps != 1 or self._has_rebuilt or not self.parameters:
+            return
+        self._has_rebuilt = True
+        others = [index for index in self.order if index not in self._ready_order]
+        self.order = self._broadcast_order([*self._ready_order, *others])
+        assignment = assign_buckets(self.parameters, self.order, self._bucket_bytes)
+        if assignment != [bucket.indices for bucket in self.buckets]:
+            accumulated = self._detach_buckets()
+            self._allocate_buckets(assignment)
+            for index, gradient in accumulated.items():
+                self.parameters[index].grad = gradient
+                bucket, slot = self.slots[index]
+                bucket.move_in(slot)
+        # The last gradient of a bucket launches it and is therefore not deferred.
+        small = set()
+        for bucket in self.buckets:
+            for index, size in zip(bucket.indices[:-1], bucket.slot_bytes, strict=False):
+                if size <= SMALL_BYTES:
+                    small.add(index)
+        self._deferrable = frozenset(small)
+
+    def release(self) -> None:
+        """Replace each `.grad` that is a view of a bucket by a copy."""
+        for bucket in self.buckets:
+            bucket.release()
+
+    def _allocate_buckets(self, assignment: Sequence[Sequence[int]]) -> None:
+        for number, indices in enumerate(assignment):
+            bucket = make_bucket(
+                indices,
+                self.parameters,
+                self._options.allocate,
+                self._group.process_group,
+                names=self.names,
+                gradient_as_view=self._options.gradient_as_bucket_view,
+            )
+            bucket.index = number
+            bucket.is_last = number == len(assignment) - 1
+            self.buckets.append(bucket)
+            for slot, index in enumerate(indices):
+                self.slots[index] = (bucket, slot)
+
+    def _detach_buckets(self) -> dict[int, Tensor]:
+        """Drop all buckets; return copies of the gradients that were views of them."""
+        accumulated: dict[int, Tensor] = {}
+        while self.buckets:
+            bucket = self.buckets.pop()
+            for slot, index in enumerate(bucket.indices):
+                del self.slots[index]
+                if bucket.holds_grad(slot):
+                    accumulated[index] = bucket.views[slot].clone()
+                    bucket.parameters[slot].grad = None
+            del bucket
+        return accumulated
+
+    def _broadcast_order(self, order: Sequence[int]) -> list[int]:
+        device = self.parameters[0].device
+        indices = torch.tensor(order, device=device)
+        description = "the agreement on the order of buckets"
+        group = self._group.process_group
+        with self._failures.attribute(description):
+            work = dist.broadcast(indices, group=group, group_src=0, async_op=True)
+        self._failures.wait(work, description, poll=device.type == "cpu")
+        agreed: list[int] = indices.tolist()
+        return agreed
+
+    def _copy_in_deferred(self) -> None:
+        deferred = self._deferred
+        self._deferred = []
+        for index in deferred:
+            self._copy_in(*self.slots[index])
+
+    def _copy_in(self, bucket: Bucket, slot: int) -> None:
+        if slot in bucket.ready:
+            self._refuse_parts(bucket, slot)
+        bucket.ready.add(slot)
+        if bucket.slot_bytes[slot] > SMALL_BYTES:
+            bucket.copy_in(slot, self.scale)
+        else:
+            bucket.deferred.append(slot)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Copy in gradients that no hook reported in this step, and mark the missing ones."""
+        if len(bucket.ready) == len(bucket.indices):
+            return
+        for slot, index in enumerate(bucket.indices):
+            if slot in bucket.ready:
                 continue
-            self.absent.append(bucket.indices[slot])
-            if self._make_room is not None:
-                self._make_room(bucket.parameters[slot])
-            if bucket.parameters[slot].grad is None:
-                bucket.lack(slot)
+            self.missing.append(index)
+            parameter = bucket.parameters[slot]
+            if self._before_reuse is not None:
+                self._before_reuse(parameter)
+            if parameter.grad is None:
+                bucket.mark_missing(slot)
             else:
-                self._collect(bucket, slot)
+                self._copy_in(bucket, slot)
+
+    def _wait(self) -> None:
+        # A round waits for the collective of each bucket and launches its next one, so that the
+        # next ones of all buckets overlap.
+        running = self.reductions
+        while running:
+            for reduction in running:
+                reduction.advance()
+            running = [reduction for reduction in running if not reduction.is_done]
+        for reduction in self.reductions:
+            for observer in self._observers:
+                observer.on_bucket_reduced(reduction)
+        self.reductions = []
+
+    def _refuse_parts(self, bucket: Bucket, slot: int) -> None:
+        reason = (
+            f"one backward pass computed the gradient of {bucket.names[slot]!r} in several parts, "
+            "and the first part was reduced as if it were final"
+        )
+        for observer in self._observers:
+            observer.on_error(reason)
+        raise RuntimeError(
+            f"Expected to mark a variable ready only once. On rank {self._group.rank} {reason}; "
+            "pass static_graph=True, or use checkpoint(..., use_reentrant=False)"
+        )

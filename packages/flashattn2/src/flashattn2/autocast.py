@@ -1,27 +1,27 @@
-"""What `torch.autocast` means here: inputs are lowered once, and nothing inside is lowered again.
+"""Support for `torch.autocast`: inputs are cast once, and operations inside are not cast again.
 
-Notable: an operator's own code runs with autocast still on.  Left on, it would take the float32
-scores, probabilities and sums of the tiled version for inputs of a matrix product and round them.
+Autocast stays enabled while an operator runs.  Without `disabled`, it would round the float32
+scores, probabilities and sums of the tiled backend to the lower precision.
 """
 
 import torch
 from torch import Tensor
 
 
-def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast does for SDPA: everything but float64 to the lower precision."""
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors in the autocast dtype, as SDPA casts them; float64 is not cast."""
     device = tensors[0].device.type
-    if not is_on(device):
+    if not is_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def off(x: Tensor) -> torch.autocast:
-    """A region in which products stay in the dtype that they are asked for in."""
+def disabled(x: Tensor) -> torch.autocast:
+    """Return a context manager that disables autocast on the device of `x`."""
     return torch.autocast(x.device.type, enabled=False)
 
 
-def is_on(device: str) -> bool:
-    """False too for devices that have none, such as meta."""
+def is_enabled(device: str) -> bool:
+    """Return True if autocast is enabled; False for devices without autocast, such as meta."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -1,4 +1,4 @@
-"""Which implementation runs, and why; the public functions ask here and so does `explain`."""
+"""Selection of a backend.  The public functions and `explain` share these rules."""
 
 import importlib.util
 from collections.abc import Callable
@@ -7,23 +7,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashattn2 import aten
-from flashattn2.problem import LARGEST_HEAD_DIM, SMALLEST_HEAD_DIM, Score
+from flashattn2.backends import aten
+from flashattn2.spec import AttentionSpec
 
 BACKENDS = ("auto", "triton", "gluon", "aten", "torch")
-# Those whose results have the layout of their inputs.
-OF_TRITON = ("triton", "gluon")
+#: Backends whose results have the strides of their inputs.
+KERNEL_BACKENDS = ("triton", "gluon")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
+SMALLEST_HEAD_DIM = 16
+LARGEST_HEAD_DIM = 256
 
 
 def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compiler.assume_constant_result`, which would import the compiler to set this mark."""
+    """Mark a function as `torch.compiler.assume_constant_result` does.
+
+    The original would import the whole compiler to set this attribute.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class Method(NamedTuple):
-    """Which implementation runs, and how: the last arguments of both operators."""
+    """The selected backend and its options: the last arguments of both operators."""
 
     backend: str
     precision: str
@@ -33,44 +38,55 @@ class Method(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A method, and the rule that chose it."""
+    """A method and the reason for its selection."""
 
     method: Method
     reason: str
 
 
-def choose(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, *, backend: str = "auto",
-    precision: str | None = None, deterministic: bool = True, packed: bool = False,
-    split_size: int | None = None, max_logits: bool = False,
-) -> Choice:  # fmt: skip
-    """The method for ``(batch, heads, seq, dim)``; ValueError if the named backend cannot."""
+def select_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    deterministic: bool = True,
+    packed: bool = False,
+    split_size: int | None = None,
+    max_logits: bool = False,
+) -> Choice:
+    """Select the method for `(batch, heads, seq, dim)` tensors.
+
+    Raises `ValueError` if the named backend does not support the input.
+    """
     if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+        raise ValueError(f"expected backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
     if precision is None:
-        precision = _torch_s_precision()
+        precision = _default_precision()
     elif precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
-    preferred = backend
+        raise ValueError(
+            f"expected precision to be one of {', '.join(PRECISIONS)}, got {precision!r}"
+        )
     if backend == "auto":
         preferred = "aten" if q.device.type == "cpu" else "triton"
-    obstacle = None
-    if preferred == "triton":
-        obstacle = _why_not_triton(q, v)
-    elif preferred == "gluon":
-        obstacle = _why_not_gluon(q, v, score, packed, max_logits)
-    elif preferred == "aten":
-        obstacle = aten.why_not(q, k, score, packed, max_logits)
-    if backend == "auto":
-        backend = preferred if obstacle is None else "torch"
-        reason = f"{preferred} first on {q.device.type}"
-        if obstacle is not None:
-            reason = f"tiled PyTorch takes everything; {preferred} cannot take this: {obstacle}"
+        obstacle = _find_obstacle(preferred, q, k, v, spec, packed, max_logits)
+        if preferred == "triton" and torch.version.hip is not None:
+            obstacle = "the kernels were never compiled for ROCm"
+        if obstacle is None:
+            backend = preferred
+            reason = f"{preferred} is the preferred backend on {q.device.type}"
+        else:
+            backend = "torch"
+            reason = f"tiled PyTorch supports every input; {preferred} does not: {obstacle}"
     else:
-        reason = f'backend="{backend}" was asked for'
+        obstacle = _find_obstacle(backend, q, k, v, spec, packed, max_logits)
+        reason = f'backend="{backend}" was requested'
         if obstacle is not None:
             raise ValueError(
-                f'backend "{backend}" cannot take this: {obstacle}; use backend="torch" or "auto"'
+                f'backend "{backend}" does not support this input: {obstacle}; pass '
+                'backend="torch" or "auto"'
             )
     if split_size is not None:
         _check_split_size(split_size, backend)
@@ -78,77 +94,100 @@ def choose(
     return Choice(method, reason)
 
 
+def _find_obstacle(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    packed: bool,
+    max_logits: bool,
+) -> str | None:
+    """Return why a backend does not support the input, or None if it does."""
+    if backend == "triton":
+        return _find_triton_obstacle(q, v)
+    if backend == "gluon":
+        return _find_gluon_obstacle(q, v, spec, packed, max_logits)
+    if backend == "aten":
+        return aten.find_obstacle(q, k, spec, packed, max_logits)
+    return None
+
+
 def _check_split_size(split_size: int, backend: str) -> None:
+    """Raise ValueError unless the backend can honor `split_size`."""
     if not isinstance(split_size, int) or isinstance(split_size, bool) or split_size < 1:
         raise ValueError(
-            f"split_size {split_size!r} is the number of keys of a split; give an int of at least "
-            "1, or None to split as the GPU needs it"
+            "expected split_size, the number of keys per split, to be an int of at least 1, or "
+            f"None to split only for an idle GPU, got {split_size!r}"
         )
     if backend != "triton":
         raise ValueError(
-            f'split_size {split_size} is for the Triton kernels, and backend "{backend}" would '
-            "run; leave it out here"
+            f"split_size applies to the Triton kernels, got split_size={split_size} with backend "
+            f'"{backend}"; leave it out, or pass backend="triton"'
         )
 
 
 @_constant
-def _torch_s_precision() -> str:
+def _default_precision() -> str:
+    """Return the float32 precision that torch is set to."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
+def _find_triton_obstacle(q: Tensor, v: Tensor) -> str | None:
+    """Return why the Triton kernels do not support the input, or None if they do."""
     if q.dtype == torch.float64:
         return "the Triton kernels have no float64"
-    if (
-        q.dtype == torch.bfloat16
-        and q.device.type == "cpu"
-        and not _is_interpreted_bfloat16_right()
-    ):
+    is_bfloat16_on_cpu = q.dtype == torch.bfloat16 and q.device.type == "cpu"
+    if is_bfloat16_on_cpu and not _is_bfloat16_interpreted_correctly():
         return (
             "Triton's interpreter multiplies bfloat16 bit patterns as integers; convert to float32"
         )
     for dim in (q.shape[-1], v.shape[-1]):
         if dim > LARGEST_HEAD_DIM:
-            return f"head dim {dim} is above {LARGEST_HEAD_DIM}, the largest that they take"
+            return f"expected head_dim <= {LARGEST_HEAD_DIM}, got head dim {dim}"
         if dim < SMALLEST_HEAD_DIM or dim % 8:
             return (
-                f"head dim {dim} is not a multiple of 8 from {SMALLEST_HEAD_DIM} "
-                f"to {LARGEST_HEAD_DIM}, which the Triton kernels need"
+                f"expected a multiple of 8 from {SMALLEST_HEAD_DIM} to {LARGEST_HEAD_DIM}, got "
+                f"head dim {dim}"
             )
-    obstacle: str | None = _why_no_triton_on(q.device)
+    obstacle: str | None = _find_triton_device_obstacle(q.device)
     return obstacle
 
 
-def _why_not_gluon(
-    q: Tensor, v: Tensor, score: Score, packed: bool, max_logits: bool
+def _find_gluon_obstacle(
+    q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, max_logits: bool
 ) -> str | None:
+    """Return why the Gluon kernels do not support the input, or None if they do."""
     if packed:
-        return "it takes neither packed sequences nor a cache"
-    if score.softcap:
+        return "it supports neither packed sequences nor a cache"
+    if spec.softcap:
         return "it has no softcap"
     if max_logits:
-        return "it does not keep the largest scores"
+        return "it does not return the largest scores"
     if q.element_size() != 2:
-        return f"it is for bfloat16 and float16, not {q.dtype}"
+        return f"expected bfloat16 or float16, got {q.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] not in (64, 128):
         return (
-            f"it is for head dims 64 and 128, the values' too, not {q.shape[-1]} and {v.shape[-1]}"
+            f"expected head dims of 64 or 128, equal for q and v, got {q.shape[-1]} and "
+            f"{v.shape[-1]}"
         )
-    obstacle: str | None = _why_no_gluon_on(q.device)
+    obstacle: str | None = _find_gluon_device_obstacle(q.device)
     return obstacle
 
 
+# The following functions are constants of a compiled graph: a graph is compiled for one machine.
 @_constant
-def _why_no_gluon_on(device: torch.device) -> str | None:
+def _find_gluon_device_obstacle(device: torch.device) -> str | None:
+    """Return why Gluon kernels cannot run on a device, or None if they can."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        obstacle: str | None = _why_no_triton_on(device)
+        obstacle: str | None = _find_triton_device_obstacle(device)
         return obstacle
-    return f"it is for GPUs of compute capability 9.0; got {device}"
+    return f"it needs a GPU of compute capability 9.0, got {device}"
 
 
 @_constant
-def _is_interpreted_bfloat16_right() -> bool:
-    """Return True unless Triton's interpreter is on and computes 1 · 1 wrongly in bfloat16."""
+def _is_bfloat16_interpreted_correctly() -> bool:
+    """Return False if Triton's interpreter is on and computes 1 * 1 incorrectly in bfloat16."""
     if importlib.util.find_spec("triton") is None:
         return True
     import numpy as np
@@ -158,22 +197,23 @@ def _is_interpreted_bfloat16_right() -> bool:
 
     if not triton.knobs.runtime.interpret:
         return True
-    one = TensorHandle(np.full((1, 1), 0x3F80, np.uint16), tl.bfloat16)
+    bfloat16_one = 0x3F80
+    factor = TensorHandle(np.full((1, 1), bfloat16_one, np.uint16), tl.bfloat16)
     zero = TensorHandle(np.zeros((1, 1), np.float32), tl.float32)
-    product = interpreter_builder.create_dot(one, one, zero, None, 0)
+    product = interpreter_builder.create_dot(factor, factor, zero, None, 0)
     return bool(product.data.item() == 1.0)
 
 
-# A graph is compiled for the machine it is compiled on.
 @_constant
-def _why_no_triton_on(device: torch.device) -> str | None:
+def _find_triton_device_obstacle(device: torch.device) -> str | None:
+    """Return why Triton kernels cannot run on a device, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return f"compute capability {major}.{minor} is below 8.0" if major < 8 else None
+        return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
     import triton
 
     if device.type == "cpu" and triton.knobs.runtime.interpret:
         return None
-    return f"it needs CUDA tensors, or TRITON_INTERPRET=1 for the interpreter; got {device}"
+    return f"it needs CUDA tensors, or TRITON_INTERPRET=1 for the interpreter, got {device}"

@@ -1,25 +1,30 @@
-"""What `flash_attention` would do with an input, and why, without doing it."""
+"""The backend that `flash_attention` would select for an input, with the reason."""
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from flashattn2.autocast import lowered
-from flashattn2.dispatch import Method, choose
-from flashattn2.problem import Score, Window, check_dense, check_sinks, check_varlen, make_score
-from flashattn2.tiled import TILE
+from flashattn2.autocast import cast_for_autocast
+from flashattn2.backends.tiled import TILE
+from flashattn2.dispatch import Method, select_backend
+from flashattn2.spec import AttentionSpec, Window, make_spec
+from flashattn2.validation import check_dense, check_sinks, check_varlen
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The backend, the reason for it, and the tiles of each kernel that would run."""
+    """The backend, the reason for its selection, and the tiles of each kernel that would run."""
 
     backend: str
     reason: str
     tiles: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join((f"{self.backend}: {self.reason}", *(f"  {t}" for t in self.tiles)))
+        lines = [f"{self.backend}: {self.reason}"]
+        lines += [f"  {tile}" for tile in self.tiles]
+        return "\n".join(lines)
 
 
 def explain(
@@ -29,6 +34,8 @@ def explain(
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     window: Window = None,
@@ -40,63 +47,116 @@ def explain(
     split_size: int | None = None,
     backend: str = "auto",
 ) -> Explanation:
-    """The choice that `flash_attention` makes for these arguments; raises what it would raise.
+    """Return the backend that `flash_attention` would select for these arguments.
 
-    With ``cu_seqlens_q`` and ``cu_seqlens_k``, that of `flash_attention_varlen`.
-    It names each kernel's tile, and the precision of its float32 products where they are not the
-    one asked for: a head dim too large for a tile of that precision runs in ieee.
+    With `cu_seqlens_q` and `cu_seqlens_k`, the explanation is of `flash_attention_varlen`.  It
+    names the tile of each kernel, and the precision of float32 products if it is not the requested
+    one: a head dim without a tile of that precision runs in ieee.
+
+    The arguments `attn_mask` and `dropout_p` are those of `sdpa`, which passes such a call to
+    torch's own function: the backend is then "torch.nn.functional".
+
+    Raises the errors that the call itself would raise.
     """
+    if attn_mask is not None or dropout_p:
+        reason = find_torch_reason(q, k, v, attn_mask, dropout_p, scale)
+        return Explanation("torch.nn.functional", str(reason), ())
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
     else:
         check_dense(q, k, v)
-    q, k, v = lowered(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     check_sinks(sinks, 1 if q.dim() == 3 and not packed else q.shape[1], q)
-    score = make_score(q.shape[-1], is_causal, scale, window, softcap)
+    spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
     if packed:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     elif q.dim() == 3:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    method, reason = choose(
-        q, k, v, score, backend=backend, precision=precision, deterministic=deterministic,
-        packed=packed, split_size=split_size, max_logits=return_max_logits,
-    )  # fmt: skip
-    tiles: tuple[str, ...] = ()
+    method, reason = select_backend(
+        q,
+        k,
+        v,
+        spec,
+        backend=backend,
+        precision=precision,
+        deterministic=deterministic,
+        packed=packed,
+        split_size=split_size,
+        max_logits=return_max_logits,
+    )
+    return Explanation(method.backend, reason, _describe_tiles(q, k, v, spec, method, packed))
+
+
+def find_torch_reason(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+) -> str | None:
+    """Return why `sdpa` calls torch's own function for these arguments, or None if it does not."""
+    if attn_mask is not None:
+        return "sdpa passes an attn_mask to torch's own function; flashattn2 reads no mask tensor"
+    if dropout_p:
+        return "sdpa passes dropout to torch's own function; flashattn2 has no dropout"
+    # A comparison, unlike math.isfinite, is possible for a symbolic scale in a compiled graph.
+    if isinstance(scale, (int, float)) and not -math.inf < scale < math.inf:
+        return f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a finite scale"
+    for x in (query, key, value):
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            return f"sdpa passes layout {x.layout} to torch's own function"
+        if isinstance(x, Tensor) and x.dim() and x.shape[-1] == 0:
+            return "sdpa passes head dim 0 to torch's own function"
+    return None
+
+
+def _describe_tiles(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, method: Method, packed: bool
+) -> tuple[str, ...]:
+    """Return one line per kernel of the selected backend."""
     if method.backend == "torch":
-        tiles = (f"forward and backward: tiles of {TILE} queries by {TILE} keys",)
-    elif method.backend == "gluon":
-        from flashattn2.gluon import backward, forward
+        return (f"forward and backward: tiles of {TILE} queries by {TILE} keys",)
+    if method.backend == "gluon":
+        from flashattn2.experimental import gluon_backward, gluon_forward
 
         dim = q.shape[-1]
-        tiles = (forward.describe(dim), *backward.describe(dim, deterministic))
-    elif method.backend == "triton":
+        backward = gluon_backward.describe(dim, method.deterministic)
+        return (gluon_forward.describe(dim), *backward)
+    if method.backend == "triton":
         from flashattn2.kernels.configs import has_atomic
 
-        atomic = not deterministic and has_atomic(q.element_size())
-        tiles = tuple(
-            _describe(kernel, method, score, packed, q, k, v)
-            for kernel in (("forward", "atomic") if atomic else ("forward", "dkdv", "dq"))
-        )
-    return Explanation(method.backend, reason, tiles)
+        kernels = ["forward", "dkdv", "dq"]
+        if not method.deterministic and has_atomic(q.element_size()):
+            kernels = ["forward", "atomic"]
+        return tuple(_describe_kernel(x, method, spec, packed, q, k, v) for x in kernels)
+    return ()
 
 
-def _describe(kernel: str, method: Method, score: Score, packed: bool, *tensors: Tensor) -> str:
+def _describe_kernel(
+    kernel: str, method: Method, spec: AttentionSpec, packed: bool, *tensors: Tensor
+) -> str:
+    """Return the tile, splits and loads of one Triton kernel."""
     from flashattn2.kernels import launch
 
-    precision = method.precision
     plan = launch.plan(
-        kernel, precision, score, *launch.rows_contiguous(*tensors),
-        packed=packed, split_size=method.split_size,
-    )  # fmt: skip
-    tile = plan.tile
+        kernel,
+        method.precision,
+        spec,
+        *launch.rows_contiguous(*tensors),
+        packed=packed,
+        split_size=method.split_size,
+    )
     products = ""
     if tensors[0].element_size() == 4:
         products = f", {plan.precision} products"
-        if plan.precision != precision:
-            products += f" since {precision} has no tile for this head dim on this GPU"
+        if plan.precision != method.precision:
+            products += f" since {method.precision} has no tile for this head dim on this GPU"
+    tile = plan.tile
+    loads = "TMA descriptors" if plan.tma else "pointers"
     return (
         f"{kernel}: {tile.block_m} queries by {tile.block_n} keys by head dim {plan.block_d}, "
         f"{tile.num_warps} warps, {tile.num_stages} stages, {plan.splits} splits, "
-        f"{'TMA descriptors' if plan.tma else 'pointers'}{products}"
+        f"{loads}{products}"
     )

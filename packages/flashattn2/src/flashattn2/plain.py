@@ -1,10 +1,10 @@
-"""Attention without its matrix of scores: FlashAttention-2 in one page of plain PyTorch.
+"""Minimal implementation of FlashAttention-2 in PyTorch, without the matrix of scores.
 
-Algorithms 1 and 2 of Dao, "FlashAttention-2" (2023, arXiv 2307.08691), in the paper's names. It
-works: `PlainAttention.apply(Q, K, V, is_causal)` trains. What is faster or has more options
-(`tiled`, `kernels`) is held against it.
+The functions are Algorithms 1 and 2 of Dao, "FlashAttention-2" (2023, arXiv 2307.08691), with the
+paper's names. `PlainAttention.apply(Q, K, V, is_causal)` is differentiable. Tests compare the other
+implementations (`tiled`, `kernels`) with this one.
 
-Shapes: Q is ``[batch, N, d]``, K and V are ``[batch, M, d]``, with N = M where it is causal. A tile
+Shapes: Q is `[batch, N, d]`, K and V are `[batch, M, d]`, with N = M for causal attention. A tile
 has B rows of Q or of K.
 """
 
@@ -17,7 +17,7 @@ B = 64
 
 
 def attention(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-    """The definition: softmax(QK^T / sqrt(d)) V, with all N x M scores in memory at once."""
+    """Return softmax(QK^T / sqrt(d)) V, the definition, with all N x M scores in memory."""
     S = Q @ K.mT / Q.shape[-1] ** 0.5
     if is_causal:
         S = S.masked_fill(later(0, S.shape[-2], 0, S.shape[-1]), -torch.inf)
@@ -25,17 +25,17 @@ def attention(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tenso
 
 
 def later(i: int, i_end: int, j: int, j_end: int) -> Tensor:
-    """Which keys j..j_end come after which of the queries i..i_end, and so are hidden from them."""
+    """Return a mask `[i_end - i, j_end - j]` that is True for keys after the query."""
     return torch.arange(j, j_end) > torch.arange(i, i_end)[:, None]
 
 
 def tiles(length: int) -> list[tuple[int, int]]:
-    """(first, end) of each tile."""
+    """Return (first, end) of each tile."""
     return [(start, min(start + B, length)) for start in range(0, length, B)]
 
 
 def scores(Q_i: Tensor, K_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor:
-    """One tile of S, ``[batch, B, B]``."""
+    """Return one tile of S, `[batch, B, B]`."""
     S_ij = Q_i @ K_j.mT / Q_i.shape[-1] ** 0.5
     if is_causal:
         S_ij = S_ij.masked_fill(later(i, i + Q_i.shape[-2], j, j + K_j.shape[-2]), -torch.inf)
@@ -43,35 +43,37 @@ def scores(Q_i: Tensor, K_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor:
 
 
 def forward_pass(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: the output O ``[batch, N, d]``, and the log-sum-exp L ``[batch, N]``."""
+    """Return the output O `[batch, N, d]` and the log-sum-exp L `[batch, N]`: Algorithm 1."""
     O, L = torch.empty_like(Q), Q.new_empty(Q.shape[:-1])
     for i, i_end in tiles(Q.shape[-2]):
         Q_i = Q[:, i:i_end]
-        O_i = torch.zeros_like(Q_i)  # the sum so far of exp(S - m) V
-        l_i = Q_i.new_zeros(Q_i.shape[:-1])  # the sum so far of exp(S - m)
-        m_i = torch.full_like(l_i, -torch.inf)  # the largest score so far
+        O_i = torch.zeros_like(Q_i)  # running sum of exp(S - m) V
+        l_i = Q_i.new_zeros(Q_i.shape[:-1])  # running sum of exp(S - m)
+        m_i = torch.full_like(l_i, -torch.inf)  # running maximum of S
         for j, j_end in tiles(K.shape[-2]):
             if is_causal and j >= i_end:
-                break  # the whole tile is hidden: half of all work
+                break  # all keys of the tile are hidden, which saves half of the work
             S_ij = scores(Q_i, K[:, j:j_end], i, j, is_causal)
             m_new = torch.maximum(m_i, S_ij.amax(-1))
             P_ij = torch.exp(S_ij - m_new[..., None])
-            # What was summed relative to the old maximum is brought to the new one.
+            # The running sums are relative to the old maximum: rescale them to the new one.
             rescale = torch.exp(m_i - m_new)
             l_i = rescale * l_i + P_ij.sum(-1)
             O_i = rescale[..., None] * O_i + P_ij @ V[:, j:j_end]
             m_i = m_new
-        O[:, i:i_end] = O_i / l_i[..., None]  # divided once, at the end
-        L[:, i:i_end] = m_i + l_i.log()  # all that the backward pass needs to make P again
+        O[:, i:i_end] = O_i / l_i[..., None]  # normalized once, after the loop
+        L[:, i:i_end] = m_i + l_i.log()  # the backward pass recomputes P from L
     return O, L
 
 
 def backward_pass(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, L: Tensor, dO: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: dQ, dK and dV; each tile of P is computed once more, from L."""
-    dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
-    D = (dO * O).sum(-1)  # = rowsum(P * dP): what softmax takes off each entry of dP
+    """Return dQ, dK and dV: Algorithm 2, which recomputes each tile of P from L."""
+    dQ = torch.zeros_like(Q)
+    dK = torch.zeros_like(K)
+    dV = torch.zeros_like(V)
+    D = (dO * O).sum(-1)  # = rowsum(P * dP), subtracted from dP by the derivative of softmax
     for j, j_end in tiles(K.shape[-2]):
         K_j, V_j = K[:, j:j_end], V[:, j:j_end]
         for i, i_end in tiles(Q.shape[-2]):
@@ -89,11 +91,11 @@ def backward_pass(
 
 
 class PlainAttention(torch.autograd.Function):
-    """The two passes, as one operator that autograd knows."""
+    """Attention as a differentiable function."""
 
     @staticmethod
     def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-        """Keep what the backward pass needs: nothing of size N x M."""
+        """Return the output, and save O and L instead of the N x M probabilities."""
         O, L = forward_pass(Q, K, V, is_causal)
         ctx.save_for_backward(Q, K, V, O, L)
         ctx.is_causal = is_causal
@@ -101,6 +103,6 @@ class PlainAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of Q, K and V."""
+        """Return the gradients of Q, K and V."""
         Q, K, V, O, L = ctx.saved_tensors
         return *backward_pass(Q, K, V, O, L, dO, ctx.is_causal), None

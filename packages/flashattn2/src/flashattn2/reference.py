@@ -1,13 +1,14 @@
-"""The specification: attention as it is defined, every option, any dtype, differentiable.
+"""The specification: attention as it is defined, with every option, dtype and derivative.
 
-Notable: the whole score matrix stands in memory, which is what the rest of this package avoids.
+The whole score matrix is in memory, which the other modules avoid.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn2.problem import Score, Window, check_dense, check_sinks, make_score
+from flashattn2.spec import AttentionSpec, Window, make_spec
+from flashattn2.validation import check_dense, check_sinks
 
 
 def attention_reference(
@@ -23,45 +24,58 @@ def attention_reference(
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Softmax attention written out, with the arguments of `flash_attention`."""
+    """Compute softmax attention from its definition, with the arguments of `flash_attention`."""
     check_dense(q, k, v)
-    score = make_score(q.shape[-1], is_causal, scale, window, softcap)
-    heads_missing = q.dim() == 3
-    check_sinks(sinks, 1 if heads_missing else q.shape[1], q)
-    if heads_missing:
+    spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
+    has_heads = q.dim() == 4
+    check_sinks(sinks, q.shape[1] if has_heads else 1, q)
+    if not has_heads:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    out, lse, largest = attend(q, k, v, score, sinks)
-    if heads_missing:
+    out, lse, max_logits = attend(q, k, v, spec, sinks)
+    if not has_heads:
         out, lse = out.squeeze(1), lse.squeeze(1)
-    results = (out, *((lse,) if return_lse else ()), *((largest,) if return_max_logits else ()))
-    return results if len(results) > 1 else out
+    if not (return_lse or return_max_logits):
+        return out
+    results = [out]
+    if return_lse:
+        results.append(lse)
+    if return_max_logits:
+        results.append(max_logits)
+    return tuple(results)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp and each head's largest score, of ``(batch, heads, ...)``.
+    """Return the output, log-sum-exp and largest score per head of `(batch, heads, seq, dim)`.
 
-    A row that sees no key gives 0 and -inf.  A sink is the score of a key whose value is zero.
+    A row that sees no key has output 0 and log-sum-exp -inf.  A sink is the score of an additional
+    key whose value is zero.
     """
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    s = (q @ k.transpose(-1, -2)) * score.scale
-    if score.softcap:
-        s = score.softcap * torch.tanh(s / score.softcap)
+    s = (q @ k.transpose(-1, -2)) * spec.scale
+    if spec.softcap:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
     seq_q, seq_k = s.shape[-2:]
-    queries, keys = (torch.arange(n, device=q.device) for n in (seq_q, seq_k))
-    hidden = score.hidden(queries, keys, seq_k - seq_q)
-    seen = s.detach().masked_fill(hidden, -torch.inf)
-    largest = seen.amax((0, 2, 3)) if seen.numel() else s.new_full(s.shape[1:2], -torch.inf)
+    queries = torch.arange(seq_q, device=q.device)
+    keys = torch.arange(seq_k, device=q.device)
+    hidden = spec.hidden(queries, keys, seq_k - seq_q)
+    visible = s.detach().masked_fill(hidden, -torch.inf)
+    if visible.numel():
+        max_logits = visible.amax((0, 2, 3))
+    else:
+        max_logits = s.new_full(s.shape[1:2], -torch.inf)
     if sinks is not None:
         column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)
-        s, v = torch.cat((s, column), -1), F.pad(v, (0, 0, 0, 1))
+        s = torch.cat((s, column), -1)
+        v = F.pad(v, (0, 0, 0, 1))
         hidden = F.pad(hidden, (0, 1), value=False)
-    # A row that sees nothing keeps finite scores until its result is set: no NaN in its gradient.
-    empty = hidden.all(-1)
-    s = s.masked_fill(hidden & ~empty[:, None], -torch.inf)
+    # A row that sees no key keeps its finite scores until its output is set to 0: with scores of
+    # -inf its gradient would be NaN.
+    is_empty = hidden.all(-1)
+    s = s.masked_fill(hidden & ~is_empty[:, None], -torch.inf)
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
     p = torch.exp(s - lse[..., None])
-    out = (p @ v).masked_fill(empty[:, None], 0.0)
-    return out, lse.masked_fill(empty, -torch.inf), largest
+    out = (p @ v).masked_fill(is_empty[:, None], 0.0)
+    return out, lse.masked_fill(is_empty, -torch.inf), max_logits

@@ -1,12 +1,19 @@
-"""Which circuit does the work: transformer circuits, taps and patches for any nn.Module."""
+"""Interpretability of transformers: circuits, recording and patching for any PyTorch module."""
 
 from interp.circuits.composition import composition_scores
 from interp.circuits.induction import induction_circuit
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
 from interp.decoder.attention_only import AttentionOnly
+from interp.decoder.checkpoint import load_decoder, load_gpt2
 from interp.decoder.decoder import Decoder
-from interp.decoder.describe import describe, load_decoder, load_gpt2
+from interp.decoder.describe import describe
 from interp.detect import detect_heads
+from interp.interventions import (
+    SparseAutoencoder,
+    knock_out_attention,
+    steer,
+    steering_vector,
+)
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
 from interp.store import open_records, record_to
@@ -17,12 +24,14 @@ __all__ = [
     "AttentionOnly",
     "Decoder",
     "LowRank",
+    "SparseAutoencoder",
     "at_positions",
     "attribution",
     "composition_scores",
     "describe",
     "detect_heads",
     "induction_circuit",
+    "knock_out_attention",
     "load_decoder",
     "load_gpt2",
     "logit_lens",
@@ -33,5 +42,7 @@ __all__ = [
     "record",
     "record_patterns",
     "record_to",
+    "steer",
+    "steering_vector",
     "view",
 ]

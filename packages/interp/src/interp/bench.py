@@ -1,8 +1,8 @@
-"""What structure saves, and that it computes the same.
+"""Benchmarks of structured computations next to direct ones.
 
-Each computation runs beside the same one done plainly, in turns (A B A B ...); `ratio` is peer time
-over ours, `error` the largest difference relative to the largest result. Of many equal forward
-passes the peer runs a sample, and its time is scaled.
+Both computations alternate (A B A B ...). `ratio` is the peer's time divided by ours, `error` the
+largest difference relative to the largest result. If the peer needs many equal forward passes, it
+runs a sample of them, and its time is scaled.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from interp.circuits.induction import (
 from interp.circuits.low_rank import LowRank
 from interp.circuits.vocabulary import copying_eigenvalues
 from interp.decoder.decoder import Decoder, Settings
-from interp.decoder.describe import rotary_angles
+from interp.decoder.families import rotary_angles
 from interp.patching import logit_difference, patch_parts, patch_streams
-from interp.patching.waves import put_heads
+from interp.patching.batching import replace_heads
 from interp.tap import patch, record
 
 Row = dict[str, float | int | str]
@@ -42,7 +42,7 @@ Peer = Callable[[LowRank, LowRank], Tensor]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """All rows; `quick` takes seconds and small sizes, otherwise sizes are those of GPT-2 small."""
+    """Return all rows, with the sizes of GPT-2 small, or with small sizes if `quick`."""
     torch.manual_seed(0)
     small = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
     sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
@@ -58,8 +58,9 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 def random_decoder(
     family: str, *, vocabulary: int, d_model: int, layers: int, heads: int, context: int = 1024
 ) -> Decoder:
-    """Random weights in GPT-2's shape, or in Llama's with three query heads to a key head."""
-    gpt2, d, d_head = family == "gpt2", d_model, d_model // heads
+    """Return a random decoder with GPT-2's shape, or Llama's with 3 query heads per key head."""
+    gpt2 = family == "gpt2"
+    d, d_head = d_model, d_model // heads
     kv, inner = (d, 4 * d) if gpt2 else (heads // 3 * d_head, 8 * d // 3)
     block: dict[str, tuple[int, ...]] = {"norm1": (d,), "norm2": (d,)}
     block |= {"attention.q": (d, d), "attention.k": (kv, d), "attention.v": (kv, d)}
@@ -88,9 +89,9 @@ def random_decoder(
 
 
 def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
-    """K-composition of all pairs of heads: time, and the largest tensor that is created on the way.
+    """Compare K-composition of all pairs of heads by time and by the largest tensor created.
 
-    The latter is read from shapes, on the meta device.
+    The size of the largest tensor is determined on the meta device.
     """
     ours = partial(composition_scores, kind="k")
     plain = partial(peer, ov, qk)
@@ -104,14 +105,14 @@ def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
 
 
 def beside_transformer_lens() -> Row:
-    """The same by TransformerLens's own function, at GPT-2 small's size."""
+    """Compare K-composition with TransformerLens's function, at the size of GPT-2 small."""
     matrix = importlib.import_module("transformer_lens.FactoredMatrix").FactoredMatrix
     scores = importlib.import_module("transformer_lens.utilities.matrix").composition_scores
 
     def theirs(ov: LowRank, qk: LowRank) -> Tensor:
-        # Rows there, columns here; pairs that are none are not 0 there.
-        found: Tensor = scores(matrix(ov.b.mT, ov.a.mT), matrix(qk.a, qk.b).T)
-        return found * torch.ones(found.shape[::2], device=found.device).triu(1)[:, None, :, None]
+        # TransformerLens multiplies row vectors, and does not set pairs in the wrong order to 0.
+        pairs: Tensor = scores(matrix(ov.b.mT, ov.a.mT), matrix(qk.a, qk.b).T)
+        return pairs * torch.ones(pairs.shape[::2], device=pairs.device).triu(1)[:, None, :, None]
 
     ov, qk = (LowRank(torch.randn(12, 12, 768, 64), torch.randn(12, 12, 64, 768)) for _ in range(2))
     version = importlib.metadata.version("transformer-lens")
@@ -119,7 +120,7 @@ def beside_transformer_lens() -> Row:
 
 
 class _Largest(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that an operator creates."""
+    """A recorder of the bytes of the largest tensor that an operator creates."""
 
     bytes = 0
 
@@ -133,8 +134,9 @@ class _Largest(TorchDispatchMode):
 
 
 def copying(model: Decoder) -> Row:
-    """Eigenvalues of W_U W_OV W_E of all heads, over the whole vocabulary."""
-    ov, embed, unembed = model.ov(), model.embed.weight, model.unembed.weight
+    """Compare the eigenvalues of W_U W_OV W_E of all heads over the whole vocabulary."""
+    ov = model.ov()
+    embed, unembed = model.embed.weight, model.unembed.weight
 
     def each_head_folded() -> Tensor:
         layers, heads = ov.batch_shape
@@ -151,7 +153,7 @@ def copying(model: Decoder) -> Row:
 
 
 def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int = 24) -> Row:
-    """Every stream (":input") or every head at every position, for one logit difference."""
+    """Compare patching of every stream (":input") or head at every position."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.embed.num_embeddings, (2, 1, length), generator=generator)
     clean, corrupted = tokens.to(model.embed.weight.device)
@@ -160,8 +162,8 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
     sites = [
         f"blocks.{i}{part if part[0] == ':' else '.' + part}" for i in range(len(model.blocks))
     ]
-    places = list(itertools.product(range(len(sites)), range(heads), range(length)))
-    chosen = places[:: max(1, len(places) // sample)]
+    patches = list(itertools.product(range(len(sites)), range(heads), range(length)))
+    chosen = patches[:: max(1, len(patches) // sample)]
 
     def one_forward_each() -> Tensor:
         with record(model, *sites, clone=True) as seen:
@@ -170,7 +172,7 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
         for layer, head, position in chosen:
             new = seen[sites[layer]].unflatten(-1, (heads, -1))[0, position, head]
             at = slice(None), position, head
-            with patch(model, {sites[layer]: partial(put_heads, at, new, heads)}):
+            with patch(model, {sites[layer]: partial(replace_heads, at, new, heads)}):
                 logits = model(corrupted)[0, -1]
             values.append(logits[1] - logits[2])
         return torch.stack(values)
@@ -182,33 +184,33 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
             values = patch_parts(
                 model, "blocks.*", part, clean, corrupted, metric, heads=heads
             ).values
-        return torch.stack([values[place] for place in chosen])
+        return torch.stack([values[index] for index in chosen])
 
     case = f"patch_{'streams' if part == ':input' else 'heads'}_{shape}"
-    sizes = {**_sizes(model.ov()), "patches": len(places)}
-    scaled = len(places) / len(chosen)
+    sizes = {**_sizes(model.ov()), "patches": len(patches)}
+    scaled = len(patches) / len(chosen)
     return _compared(case, sizes, one_forward_each, ours, pairs=2, scaled=scaled)
 
 
 def trained_circuit(task: InductionTask) -> Row:
-    """Train, find and ablate an induction circuit."""
+    """Train, detect and ablate an induction circuit."""
     start = time.perf_counter()
     model, _ = train_induction(task)
     generator = torch.Generator().manual_seed(task.seed + 1)
     sequences = repeated_tokens(
         64, task.length, task.vocabulary, periods=task.periods, generator=generator
     )
-    found = confirm_circuit(model, *sequences)
+    circuit = confirm_circuit(model, *sequences)
     return {
         "case": "trained_circuit",
         "steps": task.steps,
         "time_s": time.perf_counter() - start,
-        "accuracy": found.accuracy,
-        "accuracy_without_previous": found.accuracy_without_previous,
-        "previous_score": found.previous.score,
-        "induction_score": found.induction.score,
-        "k_composition": found.k_composition,
-        "k_composition_others": found.k_composition_others,
+        "accuracy": circuit.accuracy,
+        "accuracy_without_previous": circuit.accuracy_without_previous,
+        "previous_score": circuit.previous.score,
+        "induction_score": circuit.induction.score,
+        "k_composition": circuit.k_composition,
+        "k_composition_others": circuit.k_composition_others,
     }
 
 
@@ -220,7 +222,7 @@ def _sizes(ov: LowRank) -> Row:
 def _compared(
     case: str, sizes: Row, peer: Run, ours: Run, *, pairs: int, scaled: float = 1.0
 ) -> Row:
-    """Run both in turns: times, ratio, and the error of ours against the peer."""
+    """Alternate both computations and return times, their ratio, and our error."""
     times: list[tuple[float, float]] = []
     _timed(ours)
     for _ in range(pairs):
@@ -249,7 +251,7 @@ def _timed(run: Run) -> tuple[Tensor, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table; write the rows as JSON if asked."""
+    """Print one table, and write the rows as JSON with `--json`."""
     parser = argparse.ArgumentParser(prog="python -m interp.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
@@ -266,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as aligned text, a block for each set of columns."""
+    """Return rows as aligned text, one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [columns]

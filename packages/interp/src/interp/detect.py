@@ -1,21 +1,24 @@
-"""Which heads are which: how much attention each head puts where a kind of head would put it.
+"""Detection of previous-token, duplicate-token, induction and other kinds of heads.
 
-    previous    on the token before
-    duplicate   on earlier occurrences of the current token
-    induction   on what followed the earlier occurrences of the current token
-    first       on position 0, where heads with nothing to do rest
-    current     on the token itself
-    successor   (of weights, not patterns) nowhere: what it moves from a token raises the next one
+The score of a head is its mean attention to the target keys of a kind:
 
-A score is the mean over the queries that have such a key at all; `chance` is the score of a head
-that spreads its attention evenly over the past. Some head always has the best score of a kind: its
-p-value bounds the probability that the best of all heads scores as much if keys were permuted.
+    previous    the previous token
+    duplicate   earlier occurrences of the current token
+    induction   the tokens after earlier occurrences of the current token
+    first       position 0, a frequent attention sink
+    current     the current token
+    successor   (from weights, not patterns) the rate at which a token's output raises its successor
 
-Queries of one token are not independent observations: copies of a prompt, prompts with a common
-prefix and repeated tokens show the same choice of the head again. The queries of each distinct
-token form a cluster c, and a cluster counts once, with its mean x_c. (For `first`, all queries of a
-prompt read one key, so prompts that start with the same two tokens form a cluster.) Nothing is
-assumed about dependence within a cluster or among a query's m target keys: exp is convex, so
+The mean is over all queries that have a target key. `chance` is the score of uniform attention to
+the past. One of the heads always has the best score of a kind. Its p-value is an upper bound of the
+probability that the best of all heads has such a score if keys are permuted.
+
+Note [Clusters of queries]
+Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
+repeated tokens repeat the same choice of a head. The queries of each distinct token therefore form
+a cluster c that counts once, with its mean x_c. (For `first`, all queries of a prompt have the same
+target, so prompts that start with the same two tokens form a cluster.) Nothing is assumed about the
+dependence within a cluster or among a query's m target keys. Because exp is convex,
 E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's bound
 
     p <= heads * min_t prod_c (mean over q in c of mean_k exp(t m A_qk)) / exp(t sum_c x_c)
@@ -33,61 +36,67 @@ from torch import Tensor
 
 from interp.circuits.low_rank import LowRank
 
-_LEVEL, _LEAST = 0.05, 0.1  # how unlikely, and how far from chance to 1, a head of a kind is
+#: The largest p-value of a significant head.
+_SIGNIFICANCE = 0.05
+#: The smallest fraction of the distance from chance to 1 of a significant head.
+_MIN_EFFECT = 0.1
 
 
 @dataclass(frozen=True)
-class FoundHead:
-    """One head, its score in [0, 1], and how likely the best of all is as good by chance."""
+class DetectedHead:
+    """One head and its score for one kind."""
 
     kind: str
     layer: int
     head: int
+    #: In [0, 1].
     score: float
+    #: The score of uniform attention.
     chance: float
+    #: Corrected for the number of heads.
     p_value: float
 
     @property
     def is_noise(self) -> bool:
-        """Whether chance explains the score, or it is hardly above chance."""
-        share = (self.score - self.chance) / max(1 - self.chance, 1e-12)
-        return not (self.p_value <= _LEVEL and share >= _LEAST)
+        """True if the score is not significant, or is hardly larger than chance."""
+        effect = (self.score - self.chance) / max(1 - self.chance, 1e-12)
+        return not (self.p_value <= _SIGNIFICANCE and effect >= _MIN_EFFECT)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadScores:
-    """Scores in [0, 1] by kind, each (layers, heads), and the scores of evenly spread attention.
+    """The scores of all heads by kind."""
 
-    `p_values` are corrected for the number of heads and count the queries of each distinct token
-    once. A kind that no query could show (no token repeats) scores nan.
-    """
-
+    #: (layers, heads), in [0, 1]; nan if no query has a target key, as without repeated tokens.
     scores: Mapping[str, Tensor]
+    #: The scores of uniform attention.
     chance: Mapping[str, float]
+    #: (layers, heads), corrected for the number of heads; see Note [Clusters of queries].
     p_values: Mapping[str, Tensor]
 
-    def found(self, kind: str) -> list[FoundHead]:
-        """The heads of that kind, best first: those that noise does not explain, maybe none."""
-        every = self.top(kind, self._of(kind).numel())
-        return [head for head in every if not head.is_noise]
+    def significant(self, kind: str) -> list[DetectedHead]:
+        """Return the heads of a kind that are not noise, best first; the list may be empty."""
+        heads = self.top(kind, self._scores_of(kind).numel())
+        return [head for head in heads if not head.is_noise]
 
-    def best(self, kind: str) -> FoundHead:
-        """The head that is most of that kind; its `is_noise` says that there is none."""
+    def best(self, kind: str) -> DetectedHead:
+        """Return the head with the best score, which may be noise: see `DetectedHead.is_noise`."""
         return self.top(kind, 1)[0]
 
-    def top(self, kind: str, count: int) -> list[FoundHead]:
-        """The `count` heads that are most of that kind, best first."""
-        scores = self._of(kind)
-        likely = self.p_values[kind].flatten()
+    def top(self, kind: str, count: int) -> list[DetectedHead]:
+        """Return the `count` heads with the best scores, best first."""
+        scores = self._scores_of(kind)
+        p_values = self.p_values[kind].flatten()
         values, indices = scores.flatten().nan_to_num(-1.0).topk(min(count, scores.numel()))
-        found = []
-        for v, i in zip(values.tolist(), indices.tolist(), strict=True):
-            layer, head = divmod(i, scores.shape[1])
-            score, p_value = v if v >= 0 else float("nan"), float(likely[i])
-            found.append(FoundHead(kind, layer, head, score, self.chance[kind], p_value))
-        return found
+        heads = []
+        for value, index in zip(values.tolist(), indices.tolist(), strict=True):
+            layer, head = divmod(index, scores.shape[1])
+            score = value if value >= 0 else float("nan")
+            p_value = float(p_values[index])
+            heads.append(DetectedHead(kind, layer, head, score, self.chance[kind], p_value))
+        return heads
 
-    def _of(self, kind: str) -> Tensor:
+    def _scores_of(self, kind: str) -> Tensor:
         if kind not in self.scores:
             raise ValueError(f"kind {kind!r} is not one of {', '.join(self.scores)}")
         return self.scores[kind]
@@ -103,17 +112,17 @@ def detect_heads(
 ) -> HeadScores:
     """Score every head from its attention patterns.
 
-    `patterns`: (batch, heads, seq, seq) for each layer, rows summing to 1; `tokens` (batch, seq)
-    or (seq,), without which only the positional kinds have a score. `queries` restricts the
-    positions that are averaged over: a slice, or booleans (seq,) or (batch, seq), as an
-    `attention_mask` of padded prompts is. `successors`:
-    circuits from token to token, `full_ov(...)`, and the ids of tokens in order (one, two, ...).
+    Args:
+        patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1.
+        tokens: (batch, seq) or (seq,). Without them, only positional kinds have a score.
+        queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), such as
+            the `attention_mask` of padded prompts.
+        successors: Circuits from token to token, `full_ov(...)`, and the ids of ordered tokens
+            (one, two, ...).
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
-        raise ValueError(
-            "no attention patterns were given; give (batch, heads, seq, seq) per layer"
-        )
+        raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
     if tokens is None:
         tokens = torch.arange(layers[0].shape[-1], device=layers[0].device)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
@@ -128,28 +137,28 @@ def detect_heads(
 
     # Half precision would lose a mean over thousands of queries.
     dtype = torch.promote_types(layers[0].dtype, torch.float32)
-    evenly = torch.ones(length, length, dtype=dtype, device=tokens.device).tril()
-    evenly = evenly / evenly.sum(-1, keepdim=True)
+    uniform = torch.ones(length, length, dtype=dtype, device=tokens.device).tril()
+    uniform = uniform / uniform.sum(-1, keepdim=True)
     kinds = targets(tokens)
     used = {kind: chosen & mask.any(-1) for kind, mask in kinds.items()}
     scores: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     bounds: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-    # The mean over queries is part of the weights: one contraction a layer.
+    # The weights include the mean over queries, so that each layer needs one contraction.
     weights = {
         kind: (mask & used[kind][..., None]).to(dtype) / used[kind].sum()
         for kind, mask in kinds.items()
     }
-    chance = {kind: float((evenly * weight).sum()) for kind, weight in weights.items()}
+    chance = {kind: float((uniform * weight).sum()) for kind, weight in weights.items()}
     clusters = {kind: _clusters(kind, tokens, used[kind]) for kind in kinds}
     real = _real_keys(layers, chosen)
     for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
-        # A query that is padding may see nothing at all.
+        # A query at padding may have no visible key.
         error = ((wide.sum(-1) - 1).abs() * chosen[:, None].to(wide)).max().item()
         if not error <= 0.02:
             raise ValueError(
-                f"a row of layer {i}'s pattern is off 1 by {error:.3g}; give it after softmax, and "
-                "leave padding out with queries="
+                f"a row of layer {i}'s pattern deviates from a sum of 1 by {error:.3g}; pass "
+                "patterns after the softmax, and leave padding out with queries="
             )
         visible = _visible_keys(wide, chosen.to(wide.device), real.to(wide.device))
         for kind, mask in kinds.items():
@@ -159,17 +168,17 @@ def detect_heads(
             cluster = clusters[kind].to(wide.device)
             bound = _log_bound(wide, visible, mask.to(wide.device), cluster)
             bounds[kind].append(bound.exp().cpu())
-    found = {kind: torch.stack(values) for kind, values in scores.items()}
-    heads = found["first"].numel()
+    stacked = {kind: torch.stack(values) for kind, values in scores.items()}
+    heads = stacked["first"].numel()
     p_values = {kind: (torch.stack(p) * heads).clamp_max(1.0) for kind, p in bounds.items()}
     if successors is not None:
         kind = "successor"
-        found[kind], chance[kind], p_values[kind] = _successors(*successors)
-    return HeadScores(found, chance, p_values)
+        stacked[kind], chance[kind], p_values[kind] = _successors(*successors)
+    return HeadScores(stacked, chance, p_values)
 
 
 def _clusters(kind: str, tokens: Tensor, used: Tensor) -> Tensor:
-    """Return the number of each query's cluster, (batch, seq), or -1 for unused queries."""
+    """Return the cluster index of each query, (batch, seq), or -1 for unused queries."""
     if kind == "first":
         start = tokens[:, :2].unique(dim=0, return_inverse=True)[1]
         number = start[:, None].expand(tokens.shape)
@@ -179,9 +188,9 @@ def _clusters(kind: str, tokens: Tensor, used: Tensor) -> Tensor:
 
 
 def _real_keys(layers: list[Tensor], chosen: Tensor) -> Tensor:
-    """Return True for the keys (batch, seq) that are no padding.
+    """Return True for the keys (batch, seq) that are not padding.
 
-    A padding token is not a query itself, and no query puts weight on it.
+    A padding token is not a query, and no query attends to it.
     """
     real = chosen.clone()
     for pattern in layers:
@@ -191,19 +200,19 @@ def _real_keys(layers: list[Tensor], chosen: Tensor) -> Tensor:
 
 
 def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
-    """Return True for the keys that queries of this layer can see, (batch, seq_q, seq_k).
+    """Return True for the keys that are visible to queries of this layer, (batch, seq_q, seq_k).
 
-    A layer whose weights are all 0 from some distance on has a sliding window.
+    A layer whose weights are all 0 beyond some distance has a sliding window.
     """
-    place = torch.arange(pattern.shape[-1], device=pattern.device)
-    distance = place[:, None] - place
+    position = torch.arange(pattern.shape[-1], device=pattern.device)
+    distance = position[:, None] - position
     attends = (pattern > 0).any(1) & chosen[..., None]
     reach = distance[attends.any(0)].amax() if bool(attends.any()) else distance.amax()
     return ((distance >= 0) & (distance <= reach)) & real[:, None, :]
 
 
 def _log_bound(pattern: Tensor, visible: Tensor, targets: Tensor, clusters: Tensor) -> Tensor:
-    """Return the log of the bound on each head's p-value, (heads,); see the module's docstring."""
+    """Return the log of the bound of each head's p-value; see Note [Clusters of queries]."""
     row, query = (clusters >= 0).nonzero(as_tuple=True)
     if not len(row):
         return pattern.new_zeros(pattern.shape[1])
@@ -219,22 +228,23 @@ def _log_bound(pattern: Tensor, visible: Tensor, targets: Tensor, clusters: Tens
     log_p = []
     for t in (0.1, 0.3, 0.7, 2.0, 4.0, 8.0, 20.0, 70.0, 300.0):
         log_mean = (t * scaled).logsumexp(-1) - log_keys  # [n, heads]
-        most = log_mean.new_full((len(size), log_mean.shape[1]), float("-inf"))
-        most = most.scatter_reduce(0, cluster[:, None].expand_as(log_mean), log_mean, "amax")
-        total = torch.zeros_like(most).index_add(0, cluster, (log_mean - most[cluster]).exp())
-        log_p.append((most + (total / size[:, None]).log()).sum(0) - t * observed)
+        largest = log_mean.new_full((len(size), log_mean.shape[1]), float("-inf"))
+        largest = largest.scatter_reduce(0, cluster[:, None].expand_as(log_mean), log_mean, "amax")
+        terms = (log_mean - largest[cluster]).exp()
+        total = torch.zeros_like(largest).index_add(0, cluster, terms)
+        log_p.append((largest + (total / size[:, None]).log()).sum(0) - t * observed)
     return torch.stack(log_p).amin(0)
 
 
 def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor]:
-    """How often a head raises the next token of the chain most among the chain's, and by chance."""
+    """Return the rate at which heads most boost the correct next token, chance, and p-values."""
     count = len(chain)
     if chain.ndim != 1 or count < 3 or len(chain.unique()) < count:
-        raise ValueError(f"successors need 3 distinct token ids in order or more, not {chain}")
+        raise ValueError(f"expected at least 3 distinct token ids in order, got {chain}")
     chain = chain.to(circuits.a.device)
     raised = circuits.a[..., chain, :] @ circuits.b[..., chain]  # [layers, heads, to, from]
     raises = raised.argmax(-2).cpu()
-    # The chain in any other order, too: what the best of all heads scores then.
+    # The null distribution is the best score of all heads for permuted chains.
     shuffled = torch.rand(999, count, generator=torch.Generator().manual_seed(0)).argsort(-1)
     orders = torch.cat([torch.arange(count)[None], shuffled])
     hits = (raises[..., orders[:, :-1]] == orders[:, 1:]).to(torch.float32).mean(-1)
@@ -244,25 +254,25 @@ def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor
 
 
 def targets(tokens: Tensor) -> dict[str, Tensor]:
-    """The keys that each kind of head looks at: booleans (batch, seq_q, seq_k) by kind."""
+    """Return the target keys of each kind as booleans (batch, seq_q, seq_k)."""
     batch, length = tokens.shape
     ones = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-    past, every = ones.tril(-1), (batch, -1, -1)
+    past, shape = ones.tril(-1), (batch, -1, -1)
     same = (tokens[:, :, None] == tokens[:, None, :]) & past
     first = torch.arange(length, device=tokens.device) == 0
     return {
-        "previous": (past & ones.triu(-1)).expand(every),
+        "previous": (past & ones.triu(-1)).expand(shape),
         "duplicate": same,
-        # Key j is a target if token j - 1 is the query's; j = query itself is one too.
+        # Key j is a target if token j - 1 equals the query's token; j may be the query itself.
         "induction": torch.nn.functional.pad(same, (1, 0))[..., :length],
-        "first": (past & first).expand(every),
-        "current": (ones.tril() & ones.triu()).expand(every),
+        "first": (past & first).expand(shape),
+        "current": (ones.tril() & ones.triu()).expand(shape),
     }
 
 
 def _check(layers: list[Tensor], tokens: Tensor) -> None:
     if tokens.ndim != 2:
-        raise ValueError(f"tokens have shape {tuple(tokens.shape)}; give (batch, seq) or (seq,)")
+        raise ValueError(f"tokens have shape {tuple(tokens.shape)}; pass (batch, seq) or (seq,)")
     heads = layers[0].shape[1] if layers[0].ndim == 4 else 0
     expected = (tokens.shape[0], heads, tokens.shape[1], tokens.shape[1])
     for i, pattern in enumerate(layers):

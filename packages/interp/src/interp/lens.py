@@ -1,10 +1,10 @@
-"""What the stream already says: the logit lens, and each component's share of a logit.
+"""The logit lens and direct logit attribution.
 
-- `logit_lens` decodes the stream after every layer with the model's own final norm and unembedding,
-  a layer at a time, so that (layers, ..., vocabulary) never exists.             nostalgebraist 2020
+- `logit_lens` decodes the stream after every layer with the model's final norm and unembedding, one
+  layer at a time, so that (layers, ..., vocabulary) is never allocated (nostalgebraist 2020).
 - `attribution` splits a logit into one term per component of the stream; the terms sum to the
   logit. A final norm y = g * P x / s(x) + b (layer norm: P subtracts the mean; RMS norm: P = 1)
-  is linear once s is held. Norms are black boxes: g, P and b are probed, and the result checked.
+  is linear for a fixed s(x). Norms are black boxes: g, P and b are probed, and the result checked.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Lens:
-    """What each layer's stream predicts; `...` is (batch, seq), entropy and divergence in nats."""
+    """The predictions of each layer's stream. In shapes, `...` is (batch, seq)."""
 
+    #: Names of the streams.
     names: tuple[str, ...]
-    top_tokens: Tensor  # (layers, ..., top)
-    top_probabilities: Tensor  # (layers, ..., top)
-    entropy: Tensor  # (layers, ...)
-    kl_to_last: Tensor  # (layers, ...)  KL(last layer || this layer)
-    target_log_probability: Tensor | None  # (layers, ...)
-    target_rank: Tensor | None  # (layers, ...)  0 is the first choice
-    logits: Tensor | None  # (layers, ..., vocabulary), only if kept
+    #: (layers, ..., top).
+    top_tokens: Tensor
+    #: (layers, ..., top).
+    top_probabilities: Tensor
+    #: (layers, ...), in nats.
+    entropy: Tensor
+    #: KL(last layer || this layer), (layers, ...), in nats.
+    kl_to_last: Tensor
+    #: (layers, ...), with `targets`.
+    target_log_probability: Tensor | None
+    #: (layers, ...), with `targets`; 0 is the most probable token.
+    target_rank: Tensor | None
+    #: (layers, ..., vocabulary), with `keep_logits=True`.
+    logits: Tensor | None
 
 
 @torch.no_grad()
@@ -45,11 +53,11 @@ def logit_lens(
     top: int = 5,
     keep_logits: bool = False,
 ) -> Lens:
-    """Decode streams (batch, seq, d_model), one per layer, the last being the model's final stream.
+    """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
-    `norm` is the final norm (None if there is none), `unembed` an `nn.Linear`, its weight
-    (vocabulary, d_model), or any function to logits; `targets` (batch, seq) are the token ids to
-    follow.
+    `norm` is the final norm or None. `unembed` is an `nn.Linear`, its weight (vocabulary, d_model)
+    or any function to logits. `targets` (batch, seq) are token ids whose probability and rank are
+    computed per layer.
     """
     if isinstance(residuals, Mapping):
         names, streams = tuple(residuals), list(residuals.values())
@@ -57,7 +65,7 @@ def logit_lens(
         streams = list(residuals)
         names = tuple(str(i) for i in range(len(streams)))
     if not streams:
-        raise ValueError("no residual streams were given")
+        raise ValueError("expected at least one residual stream, got none")
 
     if isinstance(unembed, Tensor):
         require_alike("the streams and the unembedding", *streams, unembed)
@@ -70,7 +78,7 @@ def logit_lens(
     last = decode(streams[-1]).log_softmax(-1)
     if targets is not None and targets.shape != last.shape[:-1]:
         raise ValueError(
-            f"targets have shape {tuple(targets.shape)}; give {tuple(last.shape[:-1])}"
+            f"targets have shape {tuple(targets.shape)}; pass {tuple(last.shape[:-1])}"
         )
     rows: list[tuple[Tensor, ...]] = []
     for x in streams:
@@ -84,21 +92,30 @@ def logit_lens(
             row += [chosen[..., 0], (log_p > chosen).sum(-1)]
         rows.append((*row, logits) if keep_logits else tuple(row))
     columns = [torch.stack(column) for column in zip(*rows, strict=True)]
-    followed = None if targets is None else columns[4]
-    rank, kept = None if targets is None else columns[5], columns[-1] if keep_logits else None
-    return Lens(names, columns[0], columns[1], columns[2], columns[3], followed, rank, kept)
+    return Lens(
+        names,
+        top_tokens=columns[0],
+        top_probabilities=columns[1],
+        entropy=columns[2],
+        kl_to_last=columns[3],
+        target_log_probability=None if targets is None else columns[4],
+        target_rank=None if targets is None else columns[5],
+        logits=columns[-1] if keep_logits else None,
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """A logit as a sum: `terms.sum(0)` is `logits` up to rounding."""
+    """A logit as a sum of terms: `terms.sum(0)` equals `logits` up to rounding."""
 
     names: tuple[str, ...]
-    terms: Tensor  # (names, ...)
-    logits: Tensor  # (...), by the norm and the unembedding themselves
+    #: (names, ...).
+    terms: Tensor
+    #: (...), computed with the norm and the unembedding.
+    logits: Tensor
 
     def named(self) -> dict[str, Tensor]:
-        """The terms by component."""
+        """Return the terms by component."""
         return dict(zip(self.names, self.terms, strict=True))
 
 
@@ -112,14 +129,14 @@ def attribution(
     against: Tensor | None = None,
     final: Tensor | None = None,
 ) -> Attribution:
-    """Split the logit of `targets` (or its lead over `against`) into one term per component.
+    """Split the logit of `targets` (minus that of `against`) into one term per component.
 
-    `components` sum to the final stream (batch, seq, d_model) and may broadcast to it; token ids
-    are (batch, seq). The terms "norm bias" and "unembed bias" are there where the model has them.
-    Give `final`, the recorded final stream, to have checked that no component is missing.
+    `components` broadcast to the final stream (batch, seq, d_model) and sum to it. Token ids are
+    (batch, seq). The terms "norm bias" and "unembed bias" are added if the model has these biases.
+    Pass the recorded final stream as `final` to check that no component is missing.
     """
     if not components:
-        raise ValueError("no components of the stream were given")
+        raise ValueError("expected at least one component of the stream, got none")
     shape = np.broadcast_shapes(*(part.shape for part in components.values()))
     parts = [part.expand(shape) for part in components.values()]
     stream = sum(parts[1:], start=parts[0])
@@ -131,7 +148,7 @@ def attribution(
     bias = None if isinstance(unembed, Tensor) else unembed.bias
     if targets.shape != stream.shape[:-1]:
         raise ValueError(
-            f"targets have shape {tuple(targets.shape)}; give {tuple(stream.shape[:-1])}"
+            f"targets have shape {tuple(targets.shape)}; pass {tuple(stream.shape[:-1])}"
         )
     direction = weight[targets] - (0 if against is None else weight[against])
 
@@ -153,14 +170,13 @@ def attribution(
 
 
 def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """`(gain, shift, centered)` with norm(x) = gain * P x + shift; 1 / s(x) is in `gain`.
+    """Return `(gain, shift, centered)` with norm(x) = gain * P x + shift.
 
-    Works for any callable of that form, whatever its parameters are called; others raise
-    ValueError.
+    Any callable of that form is accepted. Raises ValueError for others.
     """
     if norm is None:
         return torch.ones_like(x), torch.zeros_like(x), False
-    # Alternating signs: no entry of the probe is small, whether or not the norm subtracts the mean.
+    # With alternating signs, no entry is small, before and after the mean is subtracted.
     probe = x.new_ones((1,) * (x.ndim - 1) + x.shape[-1:])
     probe[..., 1::2] = -1
     response, mirrored = norm(probe), norm(-probe)
@@ -174,8 +190,8 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     ).clamp_min(torch.finfo(x.dtype).tiny)
     if not _close(scale * projected, moved):
         raise ValueError(
-            "the norm is not of the form g * x / s(x) + b (layer norm, RMS norm), so logits do not "
-            "split into terms; patch the components instead"
+            "the norm is not of the form g * x / s(x) + b (layer norm, RMS norm), so logits are "
+            "not a sum of terms; patch the components instead"
         )
     return gain * scale, shift.expand_as(x), centered
 
@@ -183,17 +199,17 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
 def head_outputs(
     mixed: Tensor, w_o: Tensor, *, heads: int, prefix: str = "head"
 ) -> dict[str, Tensor]:
-    """What each head adds to the stream, by name `prefix + number`; they sum to `mixed @ w_o.T`.
+    """Return the output of each head by name, `prefix + number`; they sum to `mixed @ w_o.T`.
 
-    `mixed` (..., heads * d_head) is what enters the output projection, `w_o` (d_model, heads *
-    d_head).
+    `mixed` (..., heads * d_head) is the input of the output projection, and `w_o` its weight
+    (d_model, heads * d_head).
     """
     parts = zip(mixed.chunk(heads, -1), w_o.chunk(heads, -1), strict=True)
     return {f"{prefix}{i}": x @ w.mT for i, (x, w) in enumerate(parts)}
 
 
 def _expected(log_p: Tensor, values: Tensor) -> Tensor:
-    # A token of probability 0 counts 0, also where its value is infinite.
+    # A token of probability 0 contributes 0, even if its value is infinite.
     return torch.where(log_p > float("-inf"), log_p.exp() * values, 0).sum(-1)
 
 

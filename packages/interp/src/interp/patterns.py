@@ -1,11 +1,11 @@
-"""The attention patterns of any model, tapped where they are computed.
+"""The attention patterns of any model, recorded where they are computed.
 
     with record_patterns(model) as patterns:
         model(tokens)
-    patterns["model.layers.0.self_attn"]          (batch, heads, seq_q, seq_k)
+    patterns["model.layers.0.self_attn"]          # (batch, heads, seq_q, seq_k)
 
-Calls of torch's functions are watched, so that outputs stay equal bit by bit: a softmax over keys
-is a pattern already, that of `scaled_dot_product_attention` is computed beside the real call.
+Calls of torch functions are intercepted, and outputs stay bitwise equal. The output of a softmax
+over keys is a pattern; that of `scaled_dot_product_attention` is recomputed from its arguments.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 
 class Patterns(dict[str, Tensor]):
-    """Patterns (batch, heads, seq_q, seq_k) by the name of the module that attends.
-
-    `norms` are those of the values, (batch, heads, seq_k), by the same names.
-    """
+    """Patterns (batch, heads, seq_q, seq_k) by the name of the attention module."""
 
     def __init__(self) -> None:
         super().__init__()
+        #: The norms of the values, (batch, heads, seq_k), by the same names.
         self.norms: dict[str, Tensor] = {}
 
     def value_weighted(self) -> dict[str, Tensor]:
-        """Each weight times the norm of what it lets through, as a share of the head's largest.
+        """Return each weight times the norm of its value, relative to the head's largest norm.
 
-        A head that rests on a token of small value moves nothing from there (Kobayashi et al.
-        2020). Raises RuntimeError if the values of some module were not seen.
+        Attention to a token with a small value moves little (Kobayashi et al. 2020). Raises
+        RuntimeError if the values of a module were not recorded.
         """
         weighted = {}
         for name, pattern in self.items():
             if name not in self.norms:
                 raise RuntimeError(
-                    f"what {name!r} does with its pattern was not seen (dropout, or no product of "
-                    "it with the values): use eval(), or SDPA"
+                    f"the values of {name!r} were not seen (dropout, or no product of the pattern "
+                    "with the values): use eval(), or SDPA"
                 )
             norms = self.norms[name]
-            most = norms.amax(-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
-            weighted[name] = pattern * (norms / most)[..., None, :].to(pattern)
+            largest = norms.amax(-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+            weighted[name] = pattern * (norms / largest)[..., None, :].to(pattern)
         return weighted
 
     def __missing__(self, name: str) -> Tensor:
-        raise KeyError(f"{name!r} did not attend; those that did: {', '.join(self) or 'none'}")
+        raise KeyError(
+            f"{name!r} computed no attention; modules that did: {', '.join(self) or 'none'}"
+        )
 
 
 @contextmanager
 def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patterns]:
-    """Record the pattern of every attention of `model` while the block runs, the latest call's.
+    """Record the pattern of every attention of `model` while the block runs, of the latest call.
 
-    Seen are softmax over the last of four dimensions and `scaled_dot_product_attention`. Raises
-    RuntimeError at the end if there was none: kernels of one's own and compiled graphs hide theirs.
-    While watched, `nn.MultiheadAttention` takes its ordinary path, not that of inference alone.
+    Recorded are a softmax over the last of four dimensions and `scaled_dot_product_attention`.
+    Custom kernels and compiled graphs are not visible: RuntimeError is raised at the end if no
+    attention was seen. `nn.MultiheadAttention` does not use its inference fast path meanwhile.
     """
     patterns = Patterns()
     inside: list[str] = []
@@ -82,22 +82,22 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
 
     def weigh(pattern: Tensor | None, value: Tensor) -> None:
         name = inside[-1] if inside else ""
-        kept = patterns.get(name)
-        if kept is None or name in patterns.norms:
+        recorded = patterns.get(name)
+        if recorded is None or name in patterns.norms:
             return
-        # A product with something else than the pattern is none of ours.
+        # Other matrix products of the module do not have the pattern as their left factor.
         if pattern is not None and (
-            pattern.shape != kept.shape or not torch.equal(pattern, kept.to(pattern.dtype))
+            pattern.shape != recorded.shape or not torch.equal(pattern, recorded.to(pattern.dtype))
         ):
             return
         norms = torch.linalg.vector_norm(value.detach(), dim=-1, dtype=_wide(value))
-        shared = kept.shape[-3] // norms.shape[-2]
+        shared = recorded.shape[-3] // norms.shape[-2]
         patterns.norms[name] = norms.repeat_interleave(shared, dim=-2)
 
     try:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(enter, name)))
-            # Also when the module raises: another call may follow in the same block.
+            # always_call: after an exception, another call may follow in the same block.
             handles.append(module.register_forward_hook(leave, always_call=True))
         with _Watch(keep, weigh, inside):
             yield patterns
@@ -107,12 +107,12 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
     if not patterns:
         raise RuntimeError(
             "no attention was seen: the model was not called inside the block, was compiled, or "
-            "attends by a kernel of its own; switch it to SDPA or written-out attention"
+            "uses a custom kernel; switch it to SDPA or eager attention"
         )
 
 
 class _Watch(TorchFunctionMode):
-    """Sees torch's functions before they run; what they are given and give is left alone."""
+    """An interceptor of torch functions that does not change their arguments and results."""
 
     def __init__(
         self,
@@ -121,7 +121,9 @@ class _Watch(TorchFunctionMode):
         inside: list[str],
     ) -> None:
         super().__init__()
-        self.keep, self.weigh, self.inside = keep, weigh, inside
+        self.keep = keep
+        self.weigh = weigh
+        self.inside = inside
 
     def __torch_function__(
         self,
@@ -132,18 +134,18 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         out = func(*args, **kwargs)
-        if not self.inside:  # outside the model: the user's own softmax
+        if not self.inside:  # a softmax outside the model
             return out
         if func is F.scaled_dot_product_attention:
             self.keep(sdpa_pattern(*args, **kwargs))
             self.weigh(None, args[2] if len(args) > 2 else kwargs["value"])
         elif func is F.multi_head_attention_forward:
-            # Watching ends at functions of Python that torch hands over whole: ask it for the rest.
-            asked = {"need_weights": True, "average_attn_weights": False, "training": False}
-            pattern: Any = func(*args, **{**kwargs, **asked})[1]
+            # Functions inside this one are not intercepted, so it is called again for its weights.
+            options = {"need_weights": True, "average_attn_weights": False, "training": False}
+            pattern: Any = func(*args, **{**kwargs, **options})[1]
             self.keep(pattern if pattern.ndim == 4 else pattern[None])
         elif func in _SOFTMAX and _over_keys(out, args, kwargs):
-            # Cloned: what the model does with it in place is the model's own affair.
+            # Cloned, because the model may change it in place.
             self.keep(out.clone())
         elif func in _PRODUCTS and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.weigh(*args)
@@ -160,9 +162,9 @@ def sdpa_pattern(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The pattern that `scaled_dot_product_attention` uses, before dropout; its own arguments.
+    """Return the pattern of `scaled_dot_product_attention` for its arguments, before dropout.
 
-    Computed in float32 at least. A query that may look at nothing has a row of zeros.
+    It is computed in float32 or float64. A query without visible keys has a row of zeros.
     """
     wide = _wide(query)
     if enable_gqa:
@@ -178,8 +180,8 @@ def sdpa_pattern(
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    nothing = (scores == float("-inf")).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(nothing, 0.0).to(query.dtype)
+    is_empty = (scores == float("-inf")).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(is_empty, 0.0).to(query.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -1,11 +1,11 @@
-"""Read and replace activations of any `nn.Module`, by the names that `named_modules()` gives.
+"""Recording and patching of activations of any `nn.Module`, by the names of its modules.
 
     with record(model, "blocks.*", "norm:input") as seen:
         model(tokens)
     with patch(model, {"blocks.3.mlp": torch.zeros_like}):
         model(tokens)
 
-Hooks are gone when the block ends, whatever ended it; a name that matches nothing, a recorded
+Hooks are removed when the block ends, also after an exception. A name without a match, a recorded
 tensor that was overwritten in place, and a patch that never ran are errors.
 """
 
@@ -30,7 +30,7 @@ class Record(dict[str, Tensor]):
 
     def __missing__(self, site: str) -> Tensor:
         raise KeyError(
-            f"{site!r} was not recorded: its module was not asked for, or not called "
+            f"{site!r} was not recorded: its site was not passed, or its module was not called "
             f"(a module compiled earlier skips hooks); recorded: {', '.join(self) or 'nothing'}"
         )
 
@@ -43,21 +43,21 @@ def record(
     clone: bool = False,
     device: torch.device | str | None = None,
 ) -> Iterator[Record]:
-    """Record the activations at `sites` while the block runs; the latest call of each module stays.
+    """Record the activations at `sites` while the block runs, of the latest call of each module.
 
-    A site is a module's name, for its output, or `name:input`; `*` stands for one part of a
-    dotted name and `**` for any number. A module that takes or gives several values is tapped at
-    its first tensor. `detach=False` keeps the graph, `device` moves each tensor as it comes.
-    `clone=True` keeps what the model changes in place later, otherwise a RuntimeError at the end.
+    A site is a module's name for its output, or `name:input`. `*` matches one part of a dotted name
+    and `**` any number of parts. If a module has several inputs or outputs, the first tensor is
+    recorded. `detach=False` keeps the graph, `device` moves each tensor, and `clone=True` copies
+    it. Raises RuntimeError at the end if the model changed a tensor in place that was not copied.
     """
     seen = Record()
     versions: dict[str, int] = {}
 
     def keep(site: str, tensor: Tensor) -> None:
-        kept = tensor.detach() if detach else tensor
-        moved = kept if device is None else kept.to(device)
+        source = tensor.detach() if detach else tensor
+        moved = source if device is None else source.to(device)
         # Inference tensors have no version counter that would show a change, so they are copied.
-        if clone or (moved is kept and kept.is_inference()):
+        if clone or (moved is source and source.is_inference()):
             moved = moved.clone()
         seen.pop(site, None)
         seen[site] = moved
@@ -75,13 +75,13 @@ def record(
 
 @contextmanager
 def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator[None]:
-    """Replace activations while the block runs, by tensors or by functions of what was there.
+    """Replace activations while the block runs, by tensors or by functions of the old values.
 
-    Sites are named as in `record`. The new value must have the shape of the old or broadcast to
-    it; dtype and device are taken over. Contexts act in the order of entry: a `record` inside
-    sees the patched value.
+    Sites are named as in `record`. The new value must broadcast to the shape of the old one, and is
+    converted to its dtype and device. Nested contexts act in the order of entry: a `record` inside
+    a `patch` sees the patched value.
 
-    Raises ValueError for a wrong shape, RuntimeError at the end if a site was never reached.
+    Raises ValueError for a wrong shape, and RuntimeError at the end if a patch never ran.
     """
     reached: set[str] = set()
 
@@ -89,7 +89,9 @@ def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator
         reached.add(site)
         value = new(old) if callable(new) else new
         if not isinstance(value, Tensor):
-            raise TypeError(f"the patch of {site!r} gave a {type(value).__name__}; give a tensor")
+            raise TypeError(
+                f"the patch of {site!r} returned a {type(value).__name__}; return a tensor"
+            )
         try:
             return value.to(old).expand_as(old)
         except RuntimeError as error:
@@ -98,47 +100,49 @@ def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator
             ) from error
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
-    placed: dict[str, AtPositions] = {}
+    positioned: dict[str, AtPositions] = {}
     for pattern, new in replacements.items():
         for site in expand_sites(model, (pattern,)):
             if isinstance(new, AtPositions):
-                placed[site] = new
+                positioned[site] = new
                 hooks[site] = partial(replace, site, new.replace)
             else:
                 hooks[site] = partial(replace, site, new)
-    with _followed(model, placed), tapped(model, hooks):
+    with _report_calls(model, positioned), tapped(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
         names = ", ".join(missed)
-        raise RuntimeError(f"the patch of {names} never ran: not called here, or compiled before")
-    for site, at in placed.items():
+        raise RuntimeError(
+            f"the patch of {names} never ran: the module was not called, or was compiled before"
+        )
+    for site, at in positioned.items():
         if not at.was_used:
             raise RuntimeError(
-                f"the patch of {site} changed nothing: no call held any of its positions"
+                f"the patch of {site} changed nothing: no call contained any of its positions"
             )
 
 
 @contextmanager
-def _followed(model: nn.Module, placed: Mapping[str, AtPositions]) -> Iterator[None]:
-    """Show each patch where in its text a call of the model, or of one of its parts, begins."""
-    texts = {id(at): at for at in placed.values()}
-    outside: set[str] = set()
-    for site in placed:
+def _report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> Iterator[None]:
+    """Report the position of each call in its text to patches, by the length of the cache."""
+    patches = {id(at): at for at in positioned.values()}
+    outer_modules: set[str] = set()
+    for site in positioned:
         name = site.partition(":")[0]
-        outside |= {"", name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))}
+        outer_modules |= {"", name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))}
     depth = 0
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal depth
         depth += 1
-        if depth == 1:  # a part sees a cache that earlier parts have added to
+        if depth == 1:  # Inner modules see a cache to which earlier blocks have appended.
             values = (*args, *kwargs.values())
             caches = [value for value in values if hasattr(value, "get_seq_length")]
-            given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
-            tokens = [x.shape[1] for x in given if isinstance(x, Tensor) and x.ndim > 1]
-            for at in texts.values():
+            inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
+            lengths = [x.shape[1] for x in inputs if isinstance(x, Tensor) and x.ndim > 1]
+            for at in patches.values():
                 cached = int(caches[0].get_seq_length()) if caches else 0
-                at.begin(cached, tokens[0] if tokens else None)
+                at.start_call(cached, lengths[0] if lengths else None)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal depth
@@ -146,10 +150,10 @@ def _followed(model: nn.Module, placed: Mapping[str, AtPositions]) -> Iterator[N
 
     handles = []
     try:
-        for name in sorted(outside) if placed else []:
+        for name in sorted(outer_modules) if positioned else []:
             module = model.get_submodule(name)
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-            # Also when the module raises: another call may follow in the same block.
+            # always_call: after an exception, another call may follow in the same block.
             handles.append(module.register_forward_hook(leave, always_call=True))
         yield
     finally:
@@ -158,40 +162,51 @@ def _followed(model: nn.Module, placed: Mapping[str, AtPositions]) -> Iterator[N
 
 
 class AtPositions:
-    """A patch of some positions of one text; made by `at_positions`."""
+    """A patch of some positions of one text, created by `at_positions`."""
 
     def __init__(
         self, positions: range | frozenset[int], new: Replacement, *, cached: bool
     ) -> None:
-        self.positions, self.new, self.cached = positions, new, cached
-        self.has_begun = self.was_used = False
-        self.offset = 0  # of the current call's first token in the text
-        self.length = 0  # of the text so far
-        self.tokens: int | None = None  # in the current call, if known
+        self.positions = positions
+        self.new = new
+        self.cached = cached
+        self.has_started = False
+        self.was_used = False
+        #: The position of the current call's first token in the text.
+        self.offset = 0
+        #: The length of the text so far.
+        self.length = 0
+        #: The number of tokens of the current call, if it is known.
+        self.tokens: int | None = None
 
-    def begin(self, cached: int, tokens: int | None) -> None:
-        """Start a call of `tokens` tokens after `cached` ones; refuse one of another text."""
+    def start_call(self, cached: int, tokens: int | None) -> None:
+        """Start a call of `tokens` tokens after `cached` tokens of the same text.
+
+        Raises RuntimeError if the call belongs to another text.
+        """
         if not self.cached and cached:
             raise RuntimeError(
                 f"at_positions(cached=False) needs the whole text in each call, got one with "
                 f"{cached} tokens in its cache; pass cached=True"
             )
-        if self.cached and self.has_begun and (not cached or cached != self.length):
+        if self.cached and self.has_started and (not cached or cached != self.length):
             raise RuntimeError(
                 f"this at_positions() patch has seen {self.length} tokens of its text, and the "
-                f"model was called with {cached} in its cache: make another patch for another "
-                "text, or pass cached=False if each call holds the whole text"
+                f"model was called with {cached} in its cache: create another patch for another "
+                "text, or pass cached=False if each call contains the whole text"
             )
-        self.has_begun, self.offset, self.tokens = True, cached, tokens
+        self.has_started = True
+        self.offset = cached
+        self.tokens = tokens
         self.length = cached + (tokens or 0)
 
     def replace(self, old: Tensor) -> Tensor:
-        """Return `old` (batch, seq, ...) with the positions that it holds replaced."""
+        """Return `old` (batch, seq, ...) with its patched positions replaced."""
         length = old.shape[1]
         if self.tokens is not None and length != self.tokens:
             raise RuntimeError(
-                f"the activation has {length} positions, and the call {self.tokens} tokens: which "
-                "tokens these are is not known; patch a site that has all of them"
+                f"the activation has {length} positions, and the call {self.tokens} tokens, so the "
+                "positions are unknown; patch a site with one position per token"
             )
         self.length = self.offset + length
         chosen = [i for i in range(length) if self.offset + i in self.positions]
@@ -204,35 +219,37 @@ class AtPositions:
         return changed
 
     def __call__(self, old: Tensor) -> Tensor:
-        """Patch a call from a hook other than `patch`'s, which does not show the cache."""
-        self.begin(0, None)
+        """Patch a call from a hook other than that of `patch`, as one without a cache."""
+        self.start_call(0, None)
         return self.replace(old)
 
 
 def at_positions(
     positions: slice | Sequence[int], new: Replacement, *, cached: bool = True
 ) -> AtPositions:
-    """Return a patch of (batch, seq, ...) at some positions of a text, also while it is generated.
+    """Return a patch of (batch, seq, ...) at some positions of a text, also during generation.
 
-    With a cache, the first call holds the prompt and each later one the new tokens: positions count
-    from the start of the text, by the length of the cache that the model is called with (one of
-    Hugging Face's). With `cached=False` each call holds the whole text. `new` is a tensor that
-    broadcasts to those positions, or a function of the old values. Negative positions are not known
-    before the end.
+    Positions count from the start of the text. With a cache of Hugging Face, the first call
+    contains the prompt and each later call the new tokens, whose positions follow from the length
+    of the cache. With `cached=False`, each call contains the whole text. `new` is a tensor that
+    broadcasts to the patched positions, or a function of the old values.
 
-    A patch belongs to one text. Raises RuntimeError if it is used for another one, and if none of
-    the positions occurred.
+    A patch belongs to one text. Raises RuntimeError if it is used for another text, and if none of
+    the positions occurred. Raises ValueError for negative positions, which depend on the length.
     """
     ends = positions if not isinstance(positions, slice) else [positions.start, positions.stop]
     if any(end is not None and end < 0 for end in ends):
-        raise ValueError(f"{positions} counts from the end, which is not known yet")
+        raise ValueError(
+            f"expected positions from the start of the text, got {positions}, which depends on its "
+            "length; pass positions >= 0"
+        )
     if isinstance(positions, slice):
         return AtPositions(range(*positions.indices(sys.maxsize)), new, cached=cached)
     return AtPositions(frozenset(map(int, positions)), new, cached=cached)
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """The sites that the patterns name, in the model's order."""
+    """Return the sites that match the patterns, in the model's order."""
     names = [name for name, _ in model.named_modules()]
     sites = []
     for pattern in patterns:
@@ -244,7 +261,7 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
         if not matches:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[1:6]
             raise ValueError(
-                f"no module of the model is named {name!r}; near it: {', '.join(near)}"
+                f"no module of the model is named {name!r}; similar names: {', '.join(near)}"
             )
         sites += [n + colon + side for n in matches]
     return sites
@@ -254,7 +271,7 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 def tapped(
     model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
 ) -> Iterator[None]:
-    """Call each action with its site's tensor; what it returns, if anything, replaces it."""
+    """Call each action with its site's tensor; a returned tensor replaces it."""
     handles = []
     try:
         for site, action in actions.items():
@@ -281,7 +298,7 @@ def _on_output(
     if isinstance(output, Tensor):
         return action(output)
     if isinstance(output, Mapping):
-        # Plain dicts and Hugging Face's ModelOutput alike are made from keywords.
+        # Both dict and Hugging Face's ModelOutput are constructed from keywords.
         key = _first_tensor(site, output.items())
         new = action(output[key])
         rebuild: Callable[..., Any] = type(output)
@@ -294,7 +311,8 @@ def _on_output(
         items = [*output[:index], new, *output[index + 1 :]]
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     raise TypeError(
-        f"the output of {site!r} is a {type(output).__name__} and holds no tensor to tap"
+        f"the output of {site!r} is a {type(output).__name__} without a tensor; choose a site "
+        "whose module returns tensors"
     )
 
 
@@ -318,4 +336,4 @@ def _first_tensor(site: str, items: Any) -> Any:
     for key, value in items:
         if isinstance(value, Tensor):
             return key
-    raise TypeError(f"{site!r} passes no tensor to tap")
+    raise TypeError(f"{site!r} has no tensor; choose a site whose module passes tensors")

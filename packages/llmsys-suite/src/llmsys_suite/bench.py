@@ -38,7 +38,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def rows(stages: dict[str, Any]) -> list[Row]:
-    """The rows of a finished run's stages."""
+    """Return the rows of the stages of a finished run."""
     return [{"case": case, **row} for case in CASES for row in stages[case]["rows"]]
 
 

@@ -23,7 +23,7 @@ class Size:
     num_heads: int
 
     def described(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
-        """The decoder, as accounting describes it."""
+        """Return the decoder in accounting's description."""
         import accounting
 
         return accounting.Transformer(
@@ -117,7 +117,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
-        """The inverse of `to_json`."""
+        """Return the configuration that `to_json` wrote."""
         paths = {key: Path(values[key]) for key in ("data", "out", "resume") if values[key]}
         return cls(**values | paths | {"stages": tuple(values["stages"])})
 

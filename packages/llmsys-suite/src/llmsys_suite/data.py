@@ -41,7 +41,7 @@ class Corpus:
         self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1,
         epochs: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """This rank's rows of the global batch: tokens and targets (rows / world, context).
+        """Return tokens and targets of a rank's rows, each of shape (rows / world, context).
 
         They begin anywhere; with `epochs` each window of the text comes once in `epoch_steps`.
         ValueError where the ranks' shares would differ: a mean of their means is no mean of rows.
@@ -54,13 +54,13 @@ class Corpus:
         return _shifted(self.train, mine, context)
 
     def heldout_batch(self, *, rows: int, context: int) -> tuple[Tensor, Tensor]:
-        """The same `rows` held-out rows each time, spread evenly over the held-out text."""
+        """Return `rows` rows spread evenly over the held-out text, the same in each call."""
         stride = (len(self.heldout) - context - 1) // rows
         return _shifted(self.heldout, [i * stride for i in range(rows)], context)
 
 
 def read_text(path: Path | None = None) -> Text:
-    """The bytes of `path` (a file, or every file below a folder), or the standard library's.
+    """Return the bytes of `path` (a file, or all files below a folder), or the standard library's.
 
     Raises UsageError where there is nothing to read.
     """
@@ -95,7 +95,7 @@ def require_text(text: Text, *, context: int) -> None:
 
 
 def epoch_steps(length: int, rows: int, context: int) -> int:
-    """The steps that read a text's windows once; what fills no step at its end is left out."""
+    """Return the number of steps of an epoch; an incomplete last step is left out."""
     return (length - 1) // context // rows
 
 
@@ -113,7 +113,7 @@ def in_epochs(config: RunConfig, text: Text) -> RunConfig:
 
 
 def load_corpus(path: Path | None = None) -> Corpus:
-    """The text of `path`, or the standard library's, as tokens; UsageError where there is none."""
+    """Return the text of `path`, or the standard library's, as tokens; see `read_text`."""
     import torch
 
     text = read_text(path)

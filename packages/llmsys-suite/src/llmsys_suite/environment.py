@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def environment() -> dict[str, Any]:
-    """The facts that stand beside every result."""
+    """Return the facts about the machine that are stored with every result."""
     import torch
 
     facts: dict[str, Any] = {
@@ -50,7 +50,7 @@ def available_memory_bytes(device: str) -> int:
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process has held, since `forget_peak_memory` if that was called.
+    """Return the peak memory of this process in bytes, since the last `forget_peak_memory`.
 
     Not what getrusage says where it can be helped: that begins with what the parent held.
     """
@@ -67,7 +67,7 @@ def forget_peak_memory() -> None:
 
 
 def diagnosis() -> list[tuple[str, str, str]]:
-    """What `llmsys doctor` prints: (fact, value, remedy; empty where all is well)."""
+    """Return the lines of `llmsys doctor`: (fact, value, remedy), the last empty if all is well."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +117,7 @@ def _flags() -> list[str]:
 
 
 def _driver() -> str:
-    """The version of the GPU's kernel module."""
+    """Return the version of the GPU's kernel module."""
     words = _first_line("/proc/driver/nvidia/version").split()
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
 

@@ -57,7 +57,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """A folder that a run left; UsageError where it is none, or not as the run left it."""
+        """Return the folder of a run; raise `UsageError` unless it is as the run left it."""
         if not (path / "summary.json").exists():
             raise UsageError(f"{path} is no run folder: it holds no summary.json")
         folder = cls(path)

@@ -51,7 +51,7 @@ class ModelConfig:
 
     @classmethod
     def named(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
-        """The shape that `size` stands for."""
+        """Return the shape of a size of `llmsys list`."""
         return cls(**vars(SIZES[size]), vocabulary=vocabulary, context=context)
 
 
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         return logits_BTV
 
     def layers(self) -> list[Block]:
-        """The blocks, first to last."""
+        """Return the blocks in their order."""
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Block(nn.Module):
         self.ffn = SwiGLU(config.d_model, config.d_ff)
 
     def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
-        """The residual stream after this block."""
+        """Return the residual stream after this block."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope)
         out_BTD: Tensor = x_BTD + self.ffn(self.ffn_norm(x_BTD))
         return out_BTD
@@ -144,7 +144,7 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
-        """What each position takes over from the positions before it."""
+        """Return the output of attention over the earlier positions."""
         q, k, v = (
             project(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
@@ -170,7 +170,7 @@ class SwiGLU(nn.Module):
 
 
 def rotary_frequencies(head_dim: int, base: float = 10_000.0) -> Tensor:
-    """The angle of each pair of dims a position (head_dim / 2); ValueError where one is left over.
+    """Return the rotation angle per position of each pair of dims, shape (head_dim / 2,).
 
     Su et al. 2021, section 3.2.
     """

@@ -75,7 +75,7 @@ def rotate(x_BHTK: Tensor) -> Tensor:
 
 
 def gradients(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> tuple[float, Weights]:
-    """The loss, and its derivative by every weight."""
+    """Return the loss and its gradient with respect to every weight."""
     leaves = {name: x.detach().requires_grad_() for name, x in w.items()}
     value = loss(leaves, tokens, targets, heads)
     found = torch.autograd.grad(value, list(leaves.values()))
@@ -90,7 +90,7 @@ class AdamW:
         self.m, self.v = ({n: torch.zeros_like(x) for n, x in w.items()} for _ in range(2))
 
     def step(self, w: Weights, gradients: Weights) -> Weights:
-        """The weights one step further."""
+        """Return the weights after one step."""
         self.t += 1
         for name, g in gradients.items():
             self.m[name] = 0.9 * self.m[name] + 0.1 * g
@@ -102,7 +102,7 @@ class AdamW:
 
 def train(w: Weights, text: bytes, heads: int, steps: int, rate: float, shape: tuple[int, int]
           ) -> tuple[Weights, list[tuple[float, float]]]:  # fmt: skip
-    """The weights after `steps` of `shape` (rows, context), and each step's loss and seconds."""
+    """Train for `steps` of `shape` (rows, context); return weights, and loss and time per step."""
     optimizer, measured = AdamW(w, rate), []
     for step in range(steps):
         begin = time.perf_counter()

@@ -40,10 +40,10 @@ def execute(config: RunConfig) -> tuple[int, Path]:
 
         require_resumable(config, config.resume)
     if "RANK" in os.environ:
-        from llmsys_suite.worker import work
+        from llmsys_suite.ranks.worker import work
 
         return work(config)
-    from llmsys_suite.launch import launch
+    from llmsys_suite.ranks.launch import launch
 
     config = claim(config)
     assert config.out is not None

@@ -1,7 +1,7 @@
 """Training against parameter servers, with workers that come, go and drift apart.
 
-Workers pull parameters and push gradients; servers hold the parameters and apply the updates. How
-far apart the workers may drift is one argument: a policy of `paramserver.consistency`.
+Workers pull parameters and push gradients. Servers store the parameters and apply the updates. One
+argument, a policy of `paramserver.consistency`, bounds how far the workers may drift apart.
 """
 
 from paramserver.compression import Integers, TopK

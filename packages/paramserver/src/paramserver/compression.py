@@ -1,10 +1,11 @@
-"""Differences of weights in fewer bytes: 8 or 4 bits an element, or the largest elements alone.
+"""Compression of parameter changes: 8 or 4 bits per element, or the largest elements only.
 
-Notable:
-- absmax scaling in blocks, rounded to the nearest; then Huffman coding (zlib), because the rounded
-  values of a block are far from evenly spread: about three bits an element are left of four;
-- what rounding takes away is not lost: whoever encodes keeps it and adds it to what it sends next
-  (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", 2014).
+Integers are scaled by the largest magnitude of each block, rounded to nearest, and Huffman coded
+with zlib. The rounded values are far from uniformly distributed, so 4 bits become about 3 bits per
+element.
+
+Rounding errors are carried over: the sender adds the residual to the next change that it encodes
+(error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", 2014).
 """
 
 import math
@@ -15,88 +16,98 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_BLOCK = 1024  # elements that share a scale: 32 bits more for 1024 elements
+#: Number of elements that share a scale; a scale takes 32 bits.
+_BLOCK = 1024
 
 
 class Compression(Protocol):
-    """A way to write float32 elements in fewer bytes."""
+    """An encoding of float32 elements in fewer bytes."""
 
     def encode(self, values: Tensor) -> Tensor:
-        """Flat float32 -> bytes."""
+        """Return the encoding of flat float32 values as a uint8 tensor."""
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """The bytes that `encode` made of `numel` elements -> flat float32, nearly the same."""
+        """Return the `numel` float32 values that `data` encodes, up to the rounding error.
+
+        Raises:
+            ValueError: `encode` cannot have returned `data` for `numel` values.
+        """
 
 
 @dataclass(frozen=True)
 class Integers:
-    """Elements as whole multiples of a scale a block, in 8 or 4 bits before they are coded."""
+    """Elements as integer multiples of the scale of their block, in 8 or 4 bits before coding."""
 
     bits: int
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ValueError(f"{self.bits} bits an element; give 4 or 8")
+            raise ValueError(f"expected 4 or 8 bits per element, got {self.bits}")
 
     def encode(self, values: Tensor) -> Tensor:
-        """Scales, then whole numbers."""
+        """Return the scales of all blocks, followed by the coded integers."""
         largest = 2 ** (self.bits - 1) - 1
         blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
-        # [blocks]; below the smallest normal number a scale would itself be badly rounded.
+        # Shape (blocks,). A subnormal scale would have too few bits.
         scales = (blocks.abs().amax(1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
-        whole = (blocks / scales[:, None]).round().clamp(-largest, largest).to(torch.int8).view(-1)
+        rounded = (blocks / scales[:, None]).round().clamp(-largest, largest)
+        integers = rounded.to(torch.int8).view(-1)
         if self.bits == 4:
-            whole = ((whole[0::2] + 8) << 4) | (whole[1::2] + 8)
-        whole = whole[: -(-len(values) * self.bits // 8)]  # without the padding
+            integers = ((integers[0::2] + 8) << 4) | (integers[1::2] + 8)
+        integers = integers[: -(-len(values) * self.bits // 8)]  # without the padding
         coder = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-        packed = coder.compress(whole.numpy().tobytes()) + coder.flush()
-        return _bytes(scales.numpy().tobytes() + packed)
+        packed = coder.compress(integers.numpy().tobytes()) + coder.flush()
+        return _to_tensor(scales.numpy().tobytes() + packed)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """See encode."""
-        raw, blocks = data.numpy().tobytes(), -(-numel // _BLOCK)
-        scales = _bytes(raw[: 4 * blocks]).view(torch.float32)
-        # No more than what a shard may have: garbage cannot fill the memory.
+        """Return the values that `encode` encoded; see `Compression.decode`."""
+        raw = data.numpy().tobytes()
+        blocks = -(-numel // _BLOCK)
+        scales = _to_tensor(raw[: 4 * blocks]).view(torch.float32)
+        # The size limits decompression, so that invalid data cannot fill the memory.
         size = -(-numel * self.bits // 8)
         try:
             packed = zlib.decompressobj(-15).decompress(raw[4 * blocks :], size + 1)
         except zlib.error as error:
-            raise ValueError(f"what came is not {numel} compressed elements: {error}") from error
+            raise ValueError(f"expected {numel} compressed elements: {error}") from error
         if len(packed) != size or len(raw) < 4 * blocks:
-            raise ValueError(f"{len(packed)} bytes where {numel} elements take {size}")
-        whole = _bytes(packed + bytes(blocks * _BLOCK * self.bits // 8 - size)).view(torch.int8)
+            raise ValueError(f"expected {size} bytes for {numel} elements, got {len(packed)}")
+        padding = bytes(blocks * _BLOCK * self.bits // 8 - size)
+        integers = _to_tensor(packed + padding).view(torch.int8)
         if self.bits == 4:
-            whole = torch.stack([((whole >> 4) & 15) - 8, (whole & 15) - 8], 1)
-        return (whole.view(-1, _BLOCK) * scales[:, None]).view(-1)[:numel]
+            integers = torch.stack([((integers >> 4) & 15) - 8, (integers & 15) - 8], 1)
+        return (integers.view(-1, _BLOCK) * scales[:, None]).view(-1)[:numel]
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The `share` of the elements that are largest, as they are; the others are zero."""
+    """The elements of largest magnitude, without rounding; all other elements become zero."""
 
-    share: float
+    #: Fraction of the elements that are sent, at most 0.25.
+    fraction: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 0.25:
-            raise ValueError(f"a share of {self.share}; give more than 0 and at most 0.25")
+        if not 0 < self.fraction <= 0.25:
+            raise ValueError(f"expected 0 < fraction <= 0.25, got {self.fraction}")
 
     def encode(self, values: Tensor) -> Tensor:
-        """Places, then values."""
-        places = values.abs().topk(math.ceil(self.share * len(values))).indices.sort().values
-        return _bytes(places.int().numpy().tobytes() + values[places].numpy().tobytes())
+        """Return the indices of the largest elements, followed by their values."""
+        indices = values.abs().topk(math.ceil(self.fraction * len(values))).indices.sort().values
+        return _to_tensor(indices.int().numpy().tobytes() + values[indices].numpy().tobytes())
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """See encode."""
-        raw, values = data.numpy().tobytes(), torch.zeros(numel)
-        half = 4 * math.ceil(self.share * numel)
+        """Return the values that `encode` encoded; see `Compression.decode`."""
+        raw = data.numpy().tobytes()
+        values = torch.zeros(numel)
+        half = 4 * math.ceil(self.fraction * numel)
         if len(raw) != 2 * half:
-            raise ValueError(f"{len(raw)} bytes where {numel} elements take {2 * half}")
-        places = _bytes(raw[:half]).view(torch.int32).long()
-        if half and not 0 <= int(places.min()) <= int(places.max()) < numel:
-            raise ValueError(f"a place in what came is not one of {numel} elements")
-        values[places] = _bytes(raw[half:]).view(torch.float32)
+            raise ValueError(f"expected {2 * half} bytes for {numel} elements, got {len(raw)}")
+        indices = _to_tensor(raw[:half]).view(torch.int32).long()
+        if half and not 0 <= int(indices.min()) <= int(indices.max()) < numel:
+            raise ValueError(f"expected indices in [0, {numel}), got others")
+        values[indices] = _to_tensor(raw[half:]).view(torch.float32)
         return values
 
 
-def _bytes(raw: bytes) -> Tensor:
+def _to_tensor(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0).byte()

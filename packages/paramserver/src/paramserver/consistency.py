@@ -1,13 +1,16 @@
-"""How far apart workers may drift.
+"""Consistency policies: how far workers may drift apart, and how gradients become updates.
 
-Notable:
-- a worker's clock is how many gradients it has pushed. It may read while it is at most `bound`
-  ahead of the slowest (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
-  Parameter Server", 2013, section 2): 0 is bulk-synchronous, infinity asynchronous;
-- `averages`: the gradients of one bulk-synchronous step make one update, their mean, summed in the
-  order of the workers, so that every run is the same, bit for bit. Otherwise each is an update;
-- `LocalSteps` is bulk-synchronous too, but what is pushed is what some steps of a worker's own
-  optimizer have changed: DiLoCo.
+A worker's clock is the number of gradients it has pushed. A worker may read the parameters while it
+is at most `bound` clocks ahead of the slowest worker (Ho et al., "More Effective Distributed ML via
+a Stale Synchronous Parallel Parameter Server", 2013, section 2). A bound of 0 is bulk-synchronous
+training, an infinite bound is asynchronous training.
+
+A policy that averages applies one update per clock: the mean of all workers' gradients, summed in
+the order of the workers, so that every run gives the same bits. Other policies apply every gradient
+as an update.
+
+`LocalSteps` is DiLoCo: it is bulk-synchronous, and a worker pushes the change of its parameters
+over several steps of its local optimizer.
 """
 
 import math
@@ -25,31 +28,31 @@ OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class Consistency(Protocol):
-    """What a server asks of a consistency."""
+    """The interface of a policy that a server uses."""
 
     @property
     def bound(self) -> float:
-        """The most clocks by which a reader may be ahead of the slowest worker."""
+        """Largest number of clocks by which a reader may be ahead of the slowest worker."""
 
     @property
     def averages(self) -> bool:
-        """Whether the gradients of one clock make one update."""
+        """True if the mean of all gradients of one clock is one update."""
 
 
 @dataclass(frozen=True)
 class BulkSynchronous:
-    """Everyone waits for everyone; the mean of their gradients is one update."""
+    """All workers wait for each other; the mean of their gradients is one update."""
 
-    bound: ClassVar[float] = 0  # nobody reads until all have written
+    bound: ClassVar[float] = 0  # no worker reads before all workers have pushed
     averages: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class StaleSynchronous:
-    """A worker reads while it is at most `bound` clocks ahead of the slowest.
+    """A worker may read while it is at most `bound` clocks ahead of the slowest worker.
 
-    At clock c it therefore sees every gradient of every worker with a clock below c - bound, all
-    its own, and perhaps newer ones.
+    At clock c it therefore sees every gradient of every worker with a clock below c - bound, all of
+    its gradients, and possibly newer gradients of other workers.
     """
 
     bound: int
@@ -57,17 +60,17 @@ class StaleSynchronous:
 
     def __post_init__(self) -> None:
         if isinstance(self.bound, bool) or not isinstance(self.bound, int):
-            raise TypeError(f"the staleness bound is {self.bound!r}; give a whole number of clocks")
+            raise TypeError(f"expected an integer staleness bound in clocks, got {self.bound!r}")
         if self.bound < 0:
-            raise ValueError(f"the staleness bound is {self.bound}; it is 0 or more")
+            raise ValueError(f"expected a staleness bound >= 0, got {self.bound}")
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Nobody waits for anybody (Recht et al., "Hogwild!", 2011; Dean et al., 2012).
+    """No worker waits for another (Recht et al., "Hogwild!", 2011; Dean et al., 2012).
 
-    With `scale_by_staleness` a gradient that was computed with parameters `s` versions older than
-    those it is applied to counts 1 / (1 + s) (Zhang et al., "Staleness-aware Async-SGD for
+    With `scale_by_staleness`, a gradient is multiplied by 1 / (1 + s), where s is the number of
+    updates that were applied since the worker pulled (Zhang et al., "Staleness-aware Async-SGD for
     Distributed Deep Learning", 2016, equation 7, counted from zero).
     """
 
@@ -76,23 +79,28 @@ class Asynchronous:
     averages: ClassVar[bool] = False
 
 
+#: The outer optimizer of the DiLoCo paper (section 3.1), with its learning rate and momentum.
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""The outer optimizer of the paper (section 3.1), with its learning rate and momentum."""
 
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """A worker takes `steps` steps by itself; the mean change is the gradient of `outer`.
+    """DiLoCo: each worker takes `steps` local steps, and `outer` applies the mean change.
 
-    DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
-    2023, algorithm 1): with theta the parameters pulled and theta_i those of worker i after `steps`
-    steps, the servers' optimizer is given mean_i(theta - theta_i). `compression` encodes what goes
-    to the servers and what comes back.
+    Let theta be the pulled parameters and theta_i those of worker i after `steps` local steps. The
+    outer optimizer on the servers receives mean_i(theta - theta_i) as its gradient (Douillard et
+    al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1).
 
-    Streaming DiLoCo (Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
-    algorithm 2): of `fragments` equal parts of the model one is exchanged every `steps / fragments`
-    steps, in turn. With `overlap`, while it travels a worker takes so many steps more; then
-    parameters are `alpha` times its own plus 1 - `alpha` times what came (section 2.3).
+    Args:
+        steps: local steps per round.
+        outer: factory of the outer optimizer on the servers.
+        compression: encoding of pushed and pulled changes; None sends float values.
+        fragments: number of equal parts of the model. One fragment is exchanged every
+            `steps / fragments` steps, each in its turn (Douillard et al., "Streaming DiLoCo with
+            overlapping communication", 2025, algorithm 2).
+        overlap: local steps that a worker takes while a fragment is exchanged.
+        alpha: weight of the worker's parameters when the exchanged fragment arrives; the received
+            parameters have weight 1 - `alpha` (section 2.3). Used with `overlap` only.
     """
 
     steps: int
@@ -101,29 +109,32 @@ class LocalSteps:
     fragments: int = 1
     overlap: int = 0
     alpha: float = 0.5
-    bound: ClassVar[float] = 0  # a round begins when all have ended the last one
+    bound: ClassVar[float] = 0  # a round starts when all workers have finished the previous one
     averages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _whole_number("local steps", self.steps, 1)
-        _whole_number("fragments", self.fragments, 1)
-        _whole_number("steps of overlap", self.overlap, 0)
+        _require_integer("steps", self.steps, minimum=1)
+        _require_integer("fragments", self.fragments, minimum=1)
+        _require_integer("overlap", self.overlap, minimum=0)
         if self.steps % self.fragments:
-            text = f"{self.steps} local steps cannot be divided evenly among {self.fragments}"
-            raise ValueError(f"{text} fragments; give a multiple")
+            raise ValueError(
+                f"expected local steps that are a multiple of the {self.fragments} fragments, "
+                f"got {self.steps}"
+            )
         if self.overlap >= self.interval:
-            text = f"an overlap of {self.overlap} steps with an exchange every {self.interval}"
-            limit = f"at most {self.interval - 1}: one has to arrive before the next one leaves"
-            raise ValueError(f"{text}; give {limit}")
+            raise ValueError(
+                f"expected overlap < {self.interval}, the steps between two exchanges, "
+                f"got {self.overlap}: an exchange must end before the next one starts"
+            )
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}, a share; give 0 to 1")
+            raise ValueError(f"expected 0 <= alpha <= 1, got {self.alpha}")
 
     @property
     def interval(self) -> int:
-        """Local steps from one exchange to the next."""
+        """Number of local steps between two exchanges."""
         return self.steps // self.fragments
 
 
-def _whole_number(what: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{value!r} {what}; give a whole number from {least} on")
+def _require_integer(name: str, value: int, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"expected an integer {name} >= {minimum}, got {value!r}")

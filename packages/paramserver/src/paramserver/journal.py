@@ -1,22 +1,25 @@
-"""What a server writes down so that its death costs nothing but the time to start it again.
+"""The journal of a server, from which it continues after its process was killed.
 
-Notable:
-- before an answer is given, what it says is in the journal (write-ahead): a `kill -9` loses only
-  what nobody was told. What is written survives the process; `fsync=True` also the machine;
-- a snapshot begins a new file at once, and is written by a thread while the server goes on:
-  beside the last one, and renamed when it is whole. Until then the last one and its files stay;
-- everything on the disk is checked before any of it is used. Only a record that the last file does
-  not hold to its end is cut: its server died while it wrote, and nobody was answered. Anything else
-  is refused and left as it is, until `recover` is called.
+Every change is recorded before the answer that reports it is sent (write-ahead). A `kill -9` loses
+only changes that no worker knows of. Records survive the process, and with `fsync=True` also the
+machine.
 
-# Note [What a damaged journal cannot hide]
-A file begins with the journal's identity and the file's number. A record's header has a checksum of
-itself, its offset, its file and its journal, so that neither a wrong length nor a record or a file
-in another one's place is believed; the body has a checksum of its own. A file that is continued by
-the next one ends with a seal, and becomes visible (by a rename) only when the last one is sealed:
-a missing file, or one that is cut short, shows wherever it is. What cannot show is the last file
-cut between two records, since a server that dies leaves the same: those who were answered notice,
-as a worker that is ahead of its server is refused.
+A snapshot starts a new file at once. A thread writes the snapshot while the server continues, next
+to the previous one, and renames it when it is complete. Until then the previous snapshot and its
+files remain.
+
+All files are checked before any of them is used. The only damage that is repaired is an incomplete
+record at the end of the last file: the server died while it wrote the record, and sent no answer.
+Any other damage is refused, and nothing changes until `recover` is called.
+
+Note [Detection of damage]
+A file starts with the identity of the journal and the number of the file. The checksum in a
+record's header covers the header, its offset, the file's number and the journal's identity. A wrong
+length, or a record or file in a wrong position, is therefore detected. The body has a separate
+checksum. A file that is continued by another one ends with a seal, and the next file gets its final
+name only after the seal is written, so that a missing or truncated file is detected. One damage
+cannot be detected: a last file that ends after a complete record, because a server that dies leaves
+the same. Workers that know of the lost records are refused, because they are ahead of their server.
 """
 
 import errno
@@ -42,13 +45,20 @@ from paramserver.protocol.ledger import Log
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"pserver2"
-_IDENTITY = 8  # random bytes, the same in all files of a journal
+#: Number of random bytes that identify a journal.
+_IDENTITY = 8
 _FILE = struct.Struct(f"<8s{_IDENTITY}sQI")  # magic, journal, number, checksum
 _RECORD = struct.Struct("<cQII")  # kind, bytes, checksum of the body, checksum of the header
-_SNAPSHOT = struct.Struct(f"<QI8s{_IDENTITY}sQI")  # bytes, checksum, and as _FILE; at its end
+_SNAPSHOT = struct.Struct(f"<QI8s{_IDENTITY}sQI")  # at the end: bytes, checksum, fields of _FILE
 _PUSH = struct.Struct("<qqq")
-_STAGED, _FOLLOWED, _SEAL = b"s", b"f", b"n"  # what a record is
-_START, _TORN = b"", b"t"  # a file's head, and a record that was not written to its end
+# Kinds of records.
+_STAGED = b"s"
+_FOLLOWED = b"f"
+_SEAL = b"n"
+# Kinds of spans that are not records: the head of a file, and an incomplete record.
+_START = b""
+_TORN = b"t"
+#: Number of bytes that are read at once for a checksum.
 _CHUNK = 2**20
 
 
@@ -57,8 +67,8 @@ class JournalError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Bytes `start` to `stop` of file `number`, which have been checked."""
+class _Span:
+    """Bytes `start` to `stop` of file `number`, which were checked."""
 
     number: int
     kind: bytes
@@ -67,107 +77,125 @@ class _Place:
 
 
 class DiskJournal:
-    """The journal of one server, in a folder of its own.
+    """The journal of one server, in a folder that no other server uses.
 
-    `load` brings a new server to where the last one was; then the journal is to be handed to it. A
-    snapshot is made after `snapshot_bytes` of journal.
+    Args:
+        folder: the folder; it is created if it does not exist.
+        fsync: whether each record is written through to the disk before `record` returns.
+        snapshot_bytes: size of the journal in bytes after which `is_long` returns True.
     """
 
     def __init__(
         self, folder: str | Path, *, fsync: bool = False, snapshot_bytes: int = 2**30
     ) -> None:
         self.folder = Path(folder)
-        self._fsync, self._snapshot_bytes = fsync, snapshot_bytes
+        self._fsync = fsync
+        self._snapshot_bytes = snapshot_bytes
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RuntimeError(f"no journal can be kept in {self.folder}: {error}") from error
-        self._identity, self._number = secrets.token_bytes(_IDENTITY), 0
+            raise RuntimeError(f"cannot write a journal in {self.folder}: {error}") from error
+        self._identity = secrets.token_bytes(_IDENTITY)
+        self._number = 0
         self._file: BinaryIO | None = None
         self._written = 0
         self._writer: threading.Thread | None = None
+        #: Error of the last snapshot; the journal continues without that snapshot.
         self.error: OSError | RuntimeError | None = None
-        """Why the last snapshot could not be written; the journal goes on without it."""
 
     def load(self, core: Core) -> bool:
-        """Bring `core` to where the journal ends, and go on from there. False if it is empty.
+        """Restore the state of the journal in `core`, and continue the journal with its changes.
 
-        JournalError if it is damaged; then neither `core` nor the folder has changed.
+        Returns:
+            False if the journal is empty, otherwise True.
+
+        Raises:
+            JournalError: the journal is damaged. Neither `core` nor the folder has changed.
         """
         _refuse_if_in_use(self.folder)
         first = _newest_snapshot(self.folder)
-        places = list(_places(self.folder, first)) if first is not None or self._numbers() else []
+        spans = list(_spans(self.folder, first)) if first is not None or self._numbers() else []
         snapshot = None if first is None else _read_snapshot(self.folder, first)
-        at: list[_Place] = []
+        current: list[_Span] = []
         try:
-            core.restore(snapshot, _records(self.folder, places, at))
+            core.restore(snapshot, _records(self.folder, spans, current))
         except Exception as error:
-            if not at:  # the snapshot is of another job
+            if not current:  # the snapshot is of another job
                 raise
-            path, start = _path(self.folder, "journal", at[-1].number), at[-1].start
-            text = f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "
-            text += f"{error}. Nothing was changed. Correct the job, or lose this record and all "
-            text += f"later ones by `{_remedy(self.folder)} --before {path}:{start}`"
-            raise JournalError(text) from error
-        if places:
-            self._identity, self._number = _identity(self.folder, places), places[-1].number
-            _show(self.folder, self._number)
-            if places[-1].kind == _TORN:
-                self._cut(places[-1])
+            raise self._cannot_apply(current[-1], error) from error
+        if spans:
+            self._identity = _identity(self.folder, spans)
+            self._number = spans[-1].number
+            _publish(self.folder, self._number)
+            if spans[-1].kind == _TORN:
+                self._cut(spans[-1])
         else:
             _create(self.folder, self._identity, 0)
-            _show(self.folder, 0)
+            _publish(self.folder, 0)
         self._open()
         core.journal = self
-        return snapshot is not None or bool(at)
+        return snapshot is not None or bool(current)
+
+    def _cannot_apply(self, span: _Span, error: Exception) -> JournalError:
+        path = _path(self.folder, "journal", span.number)
+        return JournalError(
+            f"{path}: the record at byte {span.start} cannot be applied: {type(error).__name__}: "
+            f"{error}. Nothing was changed. Correct the job, or discard this record and all later "
+            f"ones by `{_remedy(self.folder)} --before {path}:{span.start}`"
+        )
 
     def record(self, record: Record) -> None:
-        """Write it, and return when it is written. RuntimeError if the disk is full."""
-        for last in (False, True):
-            try:
-                return self._append(*_to_bytes(record))
-            except OSError as error:
-                if last:
-                    text = f"no journal can be written in {self.folder}: {error}"
-                    raise RuntimeError(text) from error
-                self.wait()  # a snapshot that fills the disk fails, and gives its room back
+        """Write a record and return when it is written; raise `RuntimeError` if that fails."""
+        kind, parts = _to_bytes(record)
+        try:
+            self._append(kind, parts)
+            return
+        except OSError:
+            # A snapshot that fills the disk fails, and frees its space.
+            self.wait()
+        try:
+            self._append(kind, parts)
+        except OSError as error:
+            raise RuntimeError(f"cannot write a journal in {self.folder}: {error}") from error
 
     def is_long(self) -> bool:
-        """Whether it is time for a snapshot, and the last one is done."""
+        """Return True if a snapshot is due and no snapshot is being written."""
         return self._written > self._snapshot_bytes and not self.is_writing()
 
     def is_writing(self) -> bool:
-        """Whether a snapshot is on its way to the disk."""
+        """Return True if a snapshot is being written."""
         return self._writer is not None and self._writer.is_alive()
 
     def snapshot(self, core: Core) -> None:
-        """Copy the whole state and begin a new file; a thread writes the copy."""
+        """Copy the state of `core`, start a new file, and write the copy in a thread."""
         self.wait()
         if self._file is None and self._numbers():
-            raise RuntimeError(f"{self.folder} has a journal; load it before a snapshot is made")
+            raise RuntimeError(f"{self.folder} has a journal; load it before the first snapshot")
         try:
-            self._continue()
-        except OSError as error:  # it goes on in the file that it has
+            self._start_next_file()
+        except OSError as error:  # the journal continues in the current file
             self._written = 0
             self._report(error)
             return
-        self._writer = threading.Thread(target=self._write, args=(core.snapshot(), self._number))
+        arguments = (core.snapshot(), self._number)
+        self._writer = threading.Thread(target=self._write_snapshot, args=arguments)
         self._writer.start()
 
     def wait(self) -> None:
-        """Until no snapshot is on its way."""
+        """Wait until no snapshot is being written."""
         if self._writer:
             self._writer.join()
 
     def close(self) -> None:
-        """Close the file, when all is written."""
+        """Close the file after everything is written."""
         self.wait()
         if self._file:
             self._file.close()
 
     def _append(self, kind: bytes, parts: list[Any]) -> None:
         assert self._file is not None
-        size, checksum = sum(map(len, parts)), 0
+        size = sum(len(part) for part in parts)
+        checksum = 0
         for part in parts:
             checksum = zlib.crc32(part, checksum)
         start = self._file.tell()
@@ -184,8 +212,8 @@ class DiskJournal:
             raise
         self._written += size
 
-    def _continue(self) -> None:
-        """Go on in a new file. OSError if that cannot be; then it goes on in the file it has."""
+    def _start_next_file(self) -> None:
+        """Seal the current file and continue in a new one; after an `OSError` nothing changes."""
         number = self._number + 1
         path = _create(self.folder, self._identity, number)
         start = self._file.tell() if self._file else 0
@@ -193,7 +221,7 @@ class DiskJournal:
         try:
             if self._file:
                 self._append(_SEAL, [])
-            # If the server dies here, the next one finds the seal and renames the file.
+            # If the server dies here, the next server finds the seal and renames the file.
             path.rename(_path(self.folder, "journal", number))
         except OSError:
             file.close()
@@ -206,7 +234,7 @@ class DiskJournal:
         self._use(file)
         _sync(self.folder)
 
-    def _write(self, state: dict[str, Any], number: int) -> None:
+    def _write_snapshot(self, state: dict[str, Any], number: int) -> None:
         unfinished = _path(self.folder, "unfinished", number)
         try:
             with unfinished.open("w+b") as file:
@@ -221,8 +249,8 @@ class DiskJournal:
             unfinished.rename(_path(self.folder, "snapshot", number))
             _sync(self.folder)
             self.error = None
-        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
-            # The journals are whole: another is tried when as much has come again.
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+            # The journal files are complete without the snapshot; the next one is made later.
             unfinished.unlink(missing_ok=True)
             self._report(error)
             return
@@ -232,15 +260,16 @@ class DiskJournal:
 
     def _report(self, error: OSError | RuntimeError) -> None:
         self.error = error
-        free = shutil.disk_usage(self.folder).free  # torch's writer says where, but not why
-        _LOG.error("no snapshot can be written in %s (%d B free): %s", self.folder, free, error)
+        # The error of torch's writer does not contain the cause, which often is a full disk.
+        free = shutil.disk_usage(self.folder).free
+        _LOG.error("cannot write a snapshot in %s (%d B free): %s", self.folder, free, error)
 
     def _numbers(self) -> list[int]:
         return _numbers(self.folder, "journal")
 
-    def _cut(self, torn: _Place) -> None:
+    def _cut(self, torn: _Span) -> None:
         path = _path(self.folder, "journal", torn.number)
-        text = "%s: the last %d bytes are of a record that was not written to its end: cut"
+        text = "%s: removed the last %d bytes, an incomplete record"
         _LOG.warning(text, path, torn.stop - torn.start)
         os.truncate(path, torn.start)
 
@@ -257,54 +286,63 @@ class DiskJournal:
 
 
 def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> list[str]:
-    """Take a damaged journal back to its last good record, and return what was done, in lines.
+    """Take a damaged journal back to its last good record, and return a report in lines.
 
-    `folder` is a server's own, or the one that holds those of all servers of a job: then no server
-    stays ahead of what the others can follow. `before` is the path of a file and a byte: the record
-    there, and all later ones, are given up too. What is given up is moved into `discarded-N` of the
-    same folder. JournalError if there is nothing to go back to; then nothing has changed.
+    Discarded records and files are moved into `discarded-N` of the same folder.
+
+    Args:
+        folder: the folder of one server, or the folder that contains those of all servers of a job.
+            In the latter case no server remains ahead of the records of the others.
+        before: path of a file and a byte; the record there and all later ones are discarded, too.
+
+    Raises:
+        JournalError: no good record exists. Nothing has changed.
     """
     folder = Path(folder)
-    found = [path for path in folder.glob("server-*") if re.fullmatch(r"server-\d+", path.name)]
-    folders = sorted(found, key=lambda path: int(path.name[7:])) or [folder]
-    for each in folders:
-        _refuse_if_in_use(each)
-    if before and not any(_is_in(before[0], each) for each in folders):
-        raise ValueError(f"{before[0]} is not a file of {folder}; give the path of the error")
-    goods = [
-        _Good(each, before if before and _is_in(before[0], each) else None) for each in folders
+    servers = [path for path in folder.glob("server-*") if re.fullmatch(r"server-\d+", path.name)]
+    folders = sorted(servers, key=lambda path: int(path.name[7:])) or [folder]
+    for path in folders:
+        _refuse_if_in_use(path)
+    if before and not any(_is_in(before[0], path) for path in folders):
+        raise ValueError(f"{before[0]} is not a file of {folder}; pass the path of the error")
+    good_parts = [
+        _GoodPart(path, before if before and _is_in(before[0], path) else None) for path in folders
     ]
-    ends = [good.last() for good in goods]
-    # What a damaged server has lost, the first one must not go on from; nobody stays ahead of it.
-    damaged = [end.position for good, end in zip(goods, ends, strict=True) if good.error]
+    ends = [part.last() for part in good_parts]
+    # The first server must not continue after a record that a damaged server has lost, and no
+    # server may remain ahead of the first one.
+    damaged = [end.position for part, end in zip(good_parts, ends, strict=True) if part.error]
     if damaged:
-        ends[0] = goods[0].last(min(damaged))
+        ends[0] = good_parts[0].last(min(damaged))
     ends[1:] = [
-        good.last(min(end.position, ends[0].position))
-        for good, end in zip(goods[1:], ends[1:], strict=True)
+        part.last(min(end.position, ends[0].position))
+        for part, end in zip(good_parts[1:], ends[1:], strict=True)
     ]
     lines = []
-    for good, end in zip(goods, ends, strict=True):
-        lines += [good.error] if good.error else []
-        lines += good.cut(end)
-        lines.append(f"{good.folder} ends at entry {end.position} of the log")
+    for part, end in zip(good_parts, ends, strict=True):
+        if part.error:
+            lines.append(part.error)
+        lines += part.cut(end)
+        lines.append(f"{part.folder} ends at entry {end.position} of the log")
     return lines
 
 
 @dataclass(frozen=True)
 class _End:
-    """Where a journal may end: after `position` entries of the log, at a byte of a file."""
+    """A possible end of a journal: a byte of a file, after `position` entries of the log."""
 
     position: int
     number: int
     stop: int
 
 
-class _Good:
-    """The good part of a folder, up to the first `error`."""
+class _GoodPart:
+    """The part of a journal before its first damage."""
 
     def __init__(self, folder: Path, before: tuple[str, int] | None) -> None:
-        self.folder, self.error = folder, ""
+        self.folder = folder
+        #: The first damage; empty if there is none.
+        self.error = ""
         self._before = (Path(before[0]).name, before[1]) if before else None
         self._ends: list[_End] = []
         self._identity = b""
@@ -313,8 +351,10 @@ class _Good:
             self._scan(snapshot)
             if self._ends:
                 return
-        text = f"{folder} has nothing to go back to: {self.error or 'it is empty'}"
-        raise JournalError(f"{text} Restore it from a copy, or give an empty folder")
+        raise JournalError(
+            f"{folder} has no good record to go back to: {self.error or 'it is empty.'} "
+            "Restore it from a copy, or pass an empty folder"
+        )
 
     def _scan(self, snapshot: int | None) -> None:
         position = 0
@@ -323,32 +363,32 @@ class _Good:
                 position = int(_read_snapshot(self.folder, snapshot)["replica"]["position"])
                 self._identity = _check_snapshot(self.folder, snapshot)
                 self._ends.append(_End(position, snapshot, _FILE.size))
-            for place in _places(self.folder, snapshot):
-                name = _path(self.folder, "journal", place.number).name
-                if self._before and (name, place.start) >= self._before:
-                    self.error = self.error or f"{name} is given up from byte {place.start} on."
+            for span in _spans(self.folder, snapshot):
+                name = _path(self.folder, "journal", span.number).name
+                if self._before and (name, span.start) >= self._before:
+                    self.error = self.error or f"{name} is discarded from byte {span.start} on."
                     return
-                if place.kind == _START:
-                    self._identity = _identity(self.folder, [place])
-                if place.kind == _FOLLOWED:
-                    position = Log.from_text(_read(self.folder, place).decode()).stop
-                if place.kind not in (_SEAL, _TORN):
-                    self._ends.append(_End(position, place.number, place.stop))
+                if span.kind == _START:
+                    self._identity = _identity(self.folder, [span])
+                if span.kind == _FOLLOWED:
+                    position = Log.from_text(_read(self.folder, span).decode()).stop
+                if span.kind not in (_SEAL, _TORN):
+                    self._ends.append(_End(position, span.number, span.stop))
         except JournalError as error:
             self.error = self.error or str(error)
 
     def last(self, position: int | None = None) -> _End:
-        """The last end, or the last one at `position` or before."""
+        """Return the last end, or the last one that is not after entry `position` of the log."""
         ends = [end for end in self._ends if position is None or end.position <= position]
         if not ends:
-            text = f"{self.folder} begins after entry {position} of the log, to which another"
             raise JournalError(
-                f"{text} server goes back; restore copies of one time of all servers"
+                f"{self.folder} starts after entry {position} of the log, to which another server "
+                "goes back; restore copies of all servers of one time"
             )
         return ends[-1]
 
     def cut(self, end: _End) -> list[str]:
-        """End there, and move what came after out of the way."""
+        """Cut the journal at `end`, move the remainder away, and return a report in lines."""
         path = _path(self.folder, "journal", end.number)
         later = [
             _path(self.folder, name, number)
@@ -359,91 +399,106 @@ class _Good:
         if not self.error and not later and path.exists() and path.stat().st_size == end.stop:
             return []
         numbers = (n for n in range(10**6) if not (self.folder / f"discarded-{n}").exists())
-        away = self.folder / f"discarded-{next(numbers)}"
-        away.mkdir()
+        discarded = self.folder / f"discarded-{next(numbers)}"
+        discarded.mkdir()
         lines = []
-        for each in later:
-            each.rename(away / each.name)
-            lines.append(f"{each} was moved to {away}")
-        kept = b""
+        for file_path in later:
+            file_path.rename(discarded / file_path.name)
+            lines.append(f"{file_path} was moved to {discarded}")
+        content = b""
         if path.exists():
             with path.open("rb") as file:
-                kept = file.read(end.stop)
-            path.rename(away / path.name)
-            lines.append(f"{path} now ends at byte {end.stop}; as it was it is in {away}")
-        _create(self.folder, self._identity, end.number, kept[_FILE.size :])
-        _show(self.folder, end.number)
+                content = file.read(end.stop)
+            path.rename(discarded / path.name)
+            lines.append(f"{path} now ends at byte {end.stop}; the original is in {discarded}")
+        _create(self.folder, self._identity, end.number, content[_FILE.size :])
+        _publish(self.folder, end.number)
         return lines
 
 
-def _places(folder: Path, snapshot: int | None) -> Iterator[_Place]:
-    """Check everything from a snapshot on, and yield each record. JournalError at a bad byte."""
+def _spans(folder: Path, snapshot: int | None) -> Iterator[_Span]:
+    """Check all files from a snapshot on and yield their spans; raise `JournalError` at damage."""
     identity = b"" if snapshot is None else _check_snapshot(folder, snapshot)
-    number, last, kind = snapshot or 0, max(_numbers(folder, "journal"), default=0), b""
+    number = snapshot or 0
+    last = max(_numbers(folder, "journal"), default=0)
+    kind = b""
     while number <= last or kind == _SEAL:
         path = _path(folder, "journal", number)
         if kind == _SEAL and not path.exists():
-            path = _path(folder, "next", number)  # its server died before it was renamed
-        for place in _places_of(path, number, identity, is_last=number >= last):
-            if place.kind == _START:
-                identity = _identity(folder, [place])
-            kind = place.kind
-            yield place
+            path = _path(folder, "next", number)  # the server died before it renamed the file
+        for span in _spans_of_file(path, number, identity, is_last=number >= last):
+            if span.kind == _START:
+                identity = _identity(folder, [span])
+            kind = span.kind
+            yield span
         number += 1
 
 
-def _places_of(path: Path, number: int, identity: bytes, *, is_last: bool) -> Iterator[_Place]:
+def _spans_of_file(path: Path, number: int, identity: bytes, *, is_last: bool) -> Iterator[_Span]:
     if not path.exists():
-        text = "it is missing, and was there: what lies before and after it is"
-        raise _damaged(path.with_name(f"journal-{number:08d}"), 0, text)
+        path = path.with_name(f"journal-{number:08d}")
+        raise _damaged(path, 0, "the file is missing, but files before and after it exist")
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         identity = _check_head(path, file.read(_FILE.size), number, identity)
-        yield _Place(number, _START, 0, _FILE.size)
-        start, kind = _FILE.size, _START
+        yield _Span(number, _START, 0, _FILE.size)
+        start = _FILE.size
+        kind = _START
         while start < size:
             if kind == _SEAL:
-                raise _damaged(path, start, "something follows the seal at its end")
-            head = file.read(_RECORD.size)
-            if len(head) < _RECORD.size:
+                raise _damaged(path, start, "data follow the seal at the end of the file")
+            span = _read_record_span(path, file, number, identity, size)
+            if span is None:
                 break
-            kind, length, checksum, _ = _RECORD.unpack(head)
-            if head != _record_head(identity, number, start, kind, length, checksum):
-                raise _damaged(path, start, "the checksum of a record's header is wrong")
-            if start + _RECORD.size + length > size:
-                break
-            if _checksum(file, length) != checksum:
-                raise _damaged(path, start, "the checksum of a record is wrong")
-            stop = start + _RECORD.size + length
-            yield _Place(number, kind, start, stop)
-            start = stop
+            yield span
+            start = span.stop
+            kind = span.kind
     if start < size:
         if not is_last:
-            raise _damaged(path, start, "a record is cut short, and later files exist")
-        yield _Place(number, _TORN, start, size)
+            raise _damaged(path, start, "a record is incomplete, but later files exist")
+        yield _Span(number, _TORN, start, size)
     elif not is_last and kind != _SEAL:
-        raise _damaged(path, size, "it is cut short, as no seal ends it, and later files exist")
+        raise _damaged(path, size, "the file does not end with a seal, but later files exist")
 
 
-def _records(folder: Path, places: Iterable[_Place], at: list[_Place]) -> Iterator[Record]:
-    """The records, each read when it is needed; `at` gets where the last one lies."""
-    for place in places:
-        if place.kind not in (_STAGED, _FOLLOWED):
+def _read_record_span(
+    path: Path, file: BinaryIO, number: int, identity: bytes, size: int
+) -> _Span | None:
+    """Check the next record of a file and return its span, or None if it is incomplete."""
+    start = file.tell()
+    head = file.read(_RECORD.size)
+    if len(head) < _RECORD.size:
+        return None
+    kind, length, checksum, _ = _RECORD.unpack(head)
+    if head != _record_head(identity, number, start, kind, length, checksum):
+        raise _damaged(path, start, "the checksum of a record's header is wrong")
+    stop = start + _RECORD.size + length
+    if stop > size:
+        return None
+    if _checksum(file, length) != checksum:
+        raise _damaged(path, start, "the checksum of a record is wrong")
+    return _Span(number, kind, start, stop)
+
+
+def _records(folder: Path, spans: Iterable[_Span], current: list[_Span]) -> Iterator[Record]:
+    """Yield the records, each of which is read when needed; `current` receives its span."""
+    for span in spans:
+        if span.kind not in (_STAGED, _FOLLOWED):
             continue
-        at[:] = [place]
-        body = _read(folder, place)
-        if place.kind == _STAGED:
+        current[:] = [span]
+        body = _read(folder, span)
+        if span.kind == _STAGED:
             data = torch.frombuffer(bytearray(body[_PUSH.size :]), dtype=torch.uint8)
             yield Staged(_PUSH.unpack_from(body), data)
         else:
             yield Followed(Log.from_text(body.decode()))
 
 
-def _read(folder: Path, place: _Place) -> bytes:
-    with _path(folder, "journal", place.number).open("rb") as file:
-        file.seek(place.start + _RECORD.size)
-        return file.read(place.stop - place.start - _RECORD.size)
+def _read(folder: Path, span: _Span) -> bytes:
+    with _path(folder, "journal", span.number).open("rb") as file:
+        file.seek(span.start + _RECORD.size)
+        return file.read(span.stop - span.start - _RECORD.size)
 
 
 def _to_bytes(record: Record) -> tuple[bytes, list[Any]]:
@@ -466,22 +521,22 @@ def _file_head(identity: bytes, number: int) -> bytes:
 
 
 def _check_head(path: Path, head: bytes, number: int, identity: bytes) -> bytes:
-    """Return the journal's identity. JournalError unless a file begins as file `number` of it."""
-    theirs = head[len(_MAGIC) : len(_MAGIC) + _IDENTITY]
+    """Return the journal's identity; raise `JournalError` unless this is the head of the file."""
+    file_identity = head[len(_MAGIC) : len(_MAGIC) + _IDENTITY]
     if not head.startswith(_MAGIC):
         text = f"expected {_MAGIC!r}, got {head[: len(_MAGIC)]!r}; is it of another version?"
         raise _damaged(path, 0, text)
     if len(head) < _FILE.size or head[-4:] != struct.pack("<I", zlib.crc32(head[:-4])):
         raise _damaged(path, 0, "the checksum of its header is wrong")
-    if head != _file_head(theirs, number):
-        raise _damaged(path, 0, f"by its header it is file {_FILE.unpack(head)[2]}")
-    if identity and theirs != identity:
-        raise _damaged(path, 0, "by its header it belongs to another journal")
-    return theirs
+    if head != _file_head(file_identity, number):
+        raise _damaged(path, 0, f"its header is that of file {_FILE.unpack(head)[2]}")
+    if identity and file_identity != identity:
+        raise _damaged(path, 0, "its header is that of another journal")
+    return file_identity
 
 
-def _identity(folder: Path, places: list[_Place]) -> bytes:
-    number = places[-1].number
+def _identity(folder: Path, spans: list[_Span]) -> bytes:
+    number = spans[-1].number
     path = _path(folder, "journal", number)
     with (path if path.exists() else _path(folder, "next", number)).open("rb") as file:
         return file.read(_FILE.size)[len(_MAGIC) : len(_MAGIC) + _IDENTITY]
@@ -493,19 +548,19 @@ def _snapshot_tail(identity: bytes, number: int, size: int, checksum: int) -> by
 
 
 def _check_snapshot(folder: Path, number: int) -> bytes:
-    """Return the journal's identity. JournalError unless the snapshot is whole."""
+    """Return the journal's identity; raise `JournalError` if the snapshot is damaged."""
     path = _path(folder, "snapshot", number)
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - _SNAPSHOT.size
         if size < 0:
-            raise _damaged(path, 0, "it is cut short")
+            raise _damaged(path, 0, "the file is incomplete")
         file.seek(size)
         tail = file.read()
         length, checksum, magic, identity, its_number, _ = _SNAPSHOT.unpack(tail)
         if magic != _MAGIC or tail != _snapshot_tail(identity, its_number, length, checksum):
-            raise _damaged(path, size, "its end is not that of a snapshot")
+            raise _damaged(path, size, "the end of the file is not that of a snapshot")
         if its_number != number:
-            raise _damaged(path, size, f"by its end it is snapshot {its_number}")
+            raise _damaged(path, size, f"the end of the file is that of snapshot {its_number}")
         file.seek(0)
         if length != size or _checksum(file, size) != checksum:
             raise _damaged(path, 0, f"the checksum of its {size} bytes is wrong")
@@ -519,15 +574,16 @@ def _read_snapshot(folder: Path, number: int) -> dict[str, Any]:
 
 
 def _checksum(file: BinaryIO, size: int) -> int:
-    """The checksum of the next `size` bytes."""
+    """Return the checksum of the next `size` bytes."""
     checksum = 0
     while size > 0 and (part := file.read(min(size, _CHUNK))):
-        checksum, size = zlib.crc32(part, checksum), size - len(part)
+        checksum = zlib.crc32(part, checksum)
+        size -= len(part)
     return checksum
 
 
 def _create(folder: Path, identity: bytes, number: int, records: bytes = b"") -> Path:
-    """Write a file that is yet to be shown."""
+    """Write a file under its temporary name."""
     path = _path(folder, "next", number)
     try:
         with path.open("wb") as file:
@@ -540,8 +596,8 @@ def _create(folder: Path, identity: bytes, number: int, records: bytes = b"") ->
     return path
 
 
-def _show(folder: Path, number: int) -> None:
-    """Let a file of the journal be seen, if it is not."""
+def _publish(folder: Path, number: int) -> None:
+    """Give a file of the journal its final name, if it does not have it."""
     path = _path(folder, "journal", number)
     if not path.exists():
         _path(folder, "next", number).rename(path)
@@ -561,8 +617,8 @@ def _path(folder: Path, name: str, number: int) -> Path:
 
 
 def _numbers(folder: Path, name: str) -> list[int]:
-    found = (re.fullmatch(rf"{name}-(\d{{8,}})", path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(rf"{name}-(\d{{8,}})", path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _newest_snapshot(folder: Path) -> int | None:
@@ -570,13 +626,14 @@ def _newest_snapshot(folder: Path) -> int | None:
 
 
 def _damaged(path: Path, offset: int, what: str) -> JournalError:
-    text = f"{path} is damaged at byte {offset}: {what}. Nothing was changed. Restore the file"
-    text += f" from a copy, or go back to the last good record by `{_remedy(path.parent)}`."
-    return JournalError(text)
+    return JournalError(
+        f"{path} is damaged at byte {offset}: {what}. Nothing was changed. Restore the file from a "
+        f"copy, or go back to the last good record by `{_remedy(path.parent)}`."
+    )
 
 
 def _remedy(folder: Path) -> str:
-    """The command that takes a folder back, with those of the job's other servers."""
+    """Return the command that recovers a folder, with those of the job's other servers."""
     whole = folder.parent if re.fullmatch(r"server-\d+", folder.name) else folder
     return f"python -m paramserver recover {whole}"
 
@@ -593,5 +650,6 @@ def _refuse_if_in_use(folder: Path) -> None:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
-                    text = f"{path} is in use by another process; stop that server first"
-                    raise RuntimeError(text) from error
+                    raise RuntimeError(
+                        f"{path} is in use by another process; stop that server first"
+                    ) from error

@@ -1,9 +1,10 @@
-"""Which server holds which part of which parameter.
+"""Partition of the parameters over servers.
 
-Notable:
-- parameters are cut where equal bytes fall, in the middle of a tensor if need be. An optimizer that
-  is elementwise (SGD, Adam, ...) cannot tell; for one that is not (LAMB, Muon) there is `whole`;
-- a shard is one flat buffer of bytes, in which pieces are views: a pull or push is one message.
+Parameters are split into shards of equal bytes, in the middle of a tensor if necessary. That does
+not change the updates of an elementwise optimizer such as SGD or Adam. For optimizers that use
+whole tensors, such as LAMB or Muon, `whole=True` keeps every parameter on one server.
+
+A shard is one flat buffer of bytes whose pieces are views, so that a pull or push is one message.
 """
 
 import hashlib
@@ -17,9 +18,10 @@ from torch import Tensor
 
 T = TypeVar("T")
 Shards = list["Shard"]
-Cut = tuple[str, Tensor, int, int]  # a parameter, from which element to which
+Cut = tuple[str, Tensor, int, int]  # name of a parameter, the parameter, first and last element
 
-_ALIGNMENT = 64  # bytes: a cache line, and enough for any element type
+#: Alignment of pieces in bytes: a cache line, which suffices for any element type.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -35,98 +37,110 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, without padding."""
+        """Size of the elements in bytes, without padding."""
         return (self.stop - self.start) * self.dtype.itemsize
 
     @property
-    def viewed(self) -> tuple[int, ...]:
-        """The shape in which it is seen: a whole parameter's own, else flat."""
+    def view_shape(self) -> tuple[int, ...]:
+        """Shape of the piece's view: that of the parameter if the piece is all of it, else flat."""
         numel = self.stop - self.start
         return self.shape if numel == torch.Size(self.shape).numel() else (numel,)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one server holds: pieces laid out in one buffer of `buffer_bytes`."""
+    """The part of the parameters that one server stores, as pieces of one buffer."""
 
     pieces: tuple[Piece, ...]
+    #: True if every parameter is stored on one server.
     whole: bool = False
-    """Whether no parameter may be cut."""
+    #: Index of the server that stores the shard; server 0 orders the updates of all servers.
     number: int = 0
-    """Index of the server that holds it; server 0 orders the updates of all."""
+    #: Number of servers over which the parameters are partitioned.
     servers: int = 1
-    """How many servers the parameters are divided over."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters."""
+        """Size of the parameters in bytes."""
         return sum(piece.nbytes for piece in self.pieces)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffer: the parameters, each piece aligned."""
+        """Size of the buffer in bytes, in which each piece is aligned."""
         return max((_aligned(p.offset + p.nbytes) for p in self.pieces), default=_ALIGNMENT)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Each piece as a tensor that shares the buffer's memory; whole parameters are shaped."""
-        # Each begins a storage: torch counts a view's offset twice when it adds a sparse vector.
+        """Return each piece as a tensor of shape `view_shape` that shares the buffer's memory."""
+        # Each view has a storage that starts at the piece: torch adds a sparse vector at a wrong
+        # address if the dense vector has a storage offset.
         parts = [(p, buffer.numpy()[p.offset : p.offset + p.nbytes]) for p in self.pieces]
-        return [torch.from_numpy(part).view(p.dtype).view(p.viewed) for p, part in parts]
+        return [torch.from_numpy(part).view(p.dtype).view(p.view_shape) for p, part in parts]
 
     def fragments(self, count: int) -> list["Fragment"]:
-        """The buffer in `count` parts, equal in bytes but for alignment, each a shard by itself.
+        """Split the buffer into `count` parts of equal bytes, up to alignment.
 
-        ValueError if there is not enough for each to have something.
+        Raises:
+            ValueError: the shard is too small for every fragment to contain an element.
         """
-        places = [_aligned(i * self.buffer_bytes // count) for i in range(count + 1)]
+        bounds = [_aligned(i * self.buffer_bytes // count) for i in range(count + 1)]
         if self.whole and count > 1:
             starts = [*(p.offset for p in self.pieces), self.buffer_bytes]
-            places = [min(starts, key=lambda start: abs(start - place)) for place in places]
-        cut = itertools.pairwise(places)
-        found = [Fragment(a, b, Shard(tuple(self._between(a, b)), self.whole)) for a, b in cut]
-        if count > 1 and not all(fragment.shard.pieces for fragment in found):
-            text = f"a shard of {self.nbytes} bytes cannot be cut into {count} fragments"
-            raise ValueError(f"{text}; give fewer")
-        return found
+            bounds = [min(starts, key=lambda start: abs(start - bound)) for bound in bounds]
+        fragments = []
+        for start, stop in itertools.pairwise(bounds):
+            shard = Shard(tuple(self._pieces_between(start, stop)), self.whole)
+            fragments.append(Fragment(start, stop, shard))
+        if count > 1 and not all(fragment.shard.pieces for fragment in fragments):
+            raise ValueError(
+                f"expected fewer fragments: a shard of {self.nbytes} bytes cannot be split "
+                f"into {count}"
+            )
+        return fragments
 
-    def _between(self, start: int, stop: int) -> Iterator[Piece]:
-        """What lies in a part of the buffer, by its place there."""
-        for p in self.pieces:
-            first, last = max(start, p.offset), min(stop, p.offset + p.nbytes)
-            if first < last:  # both at a multiple of the alignment, or at an end of the piece
-                a, b = ((at - p.offset) // p.dtype.itemsize + p.start for at in (first, last))
-                yield replace(p, start=a, stop=b, offset=first - start)
+    def _pieces_between(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the parts of pieces in bytes `start` to `stop`, with offsets from `start`."""
+        for piece in self.pieces:
+            first = max(start, piece.offset)
+            last = min(stop, piece.offset + piece.nbytes)
+            # Both bounds are aligned or an end of the piece, so no element is split.
+            if first < last:
+                yield replace(
+                    piece,
+                    start=piece.start + (first - piece.offset) // piece.dtype.itemsize,
+                    stop=piece.start + (last - piece.offset) // piece.dtype.itemsize,
+                    offset=first - start,
+                )
 
     def digest(self) -> str:
-        """A short text that is equal only for equal layouts."""
+        """Return a short text that is equal for equal layouts only."""
         return hashlib.sha256(repr(self.pieces).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Bytes `start` to `stop` of a shard's buffer: what is exchanged at one time."""
+    """Bytes `start` to `stop` of a shard's buffer, which are exchanged together."""
 
     start: int
     stop: int
     shard: Shard
 
     def of(self, buffer: Tensor) -> Tensor:
-        """This part of a buffer of the whole shard."""
+        """Return this fragment's view of a buffer of the whole shard."""
         return buffer[self.start : self.stop]
 
 
 def partition(parameters: Mapping[str, Tensor], servers: int, *, whole: bool = False) -> Shards:
-    """Divide `parameters` over `servers`, equal in bytes.
+    """Partition `parameters` over `servers` in shards of equal bytes.
 
-    The largest shard exceeds the mean by less than one element. `whole` keeps every parameter on
-    one server, the largest first onto the server with the least.
+    The largest shard exceeds the mean by less than one element. With `whole`, every parameter is
+    stored on one server: the largest parameter first, each on the server with the fewest bytes.
     """
-    parameters = {name: part(tensor) for name, tensor in parameters.items()}
+    parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
     if servers < 1:
-        raise ValueError(f"{servers} servers cannot hold parameters; give 1 or more")
+        raise ValueError(f"expected at least 1 server, got {servers}")
     if not parameters:
-        raise ValueError("there is nothing to serve: no parameter requires a gradient")
-    shards = _whole(parameters, servers) if whole else _equal_bytes(parameters, servers)
+        raise ValueError("expected parameters that require a gradient, got none")
+    shards = _whole_parameters(parameters, servers) if whole else _equal_bytes(parameters, servers)
     return [replace(shard, number=i, servers=servers) for i, shard in enumerate(shards)]
 
 
@@ -140,26 +154,28 @@ def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
         while start < tensor.numel():
             while position >= ends[server]:
                 server += 1
-            room = -(-(ends[server] - position) // tensor.dtype.itemsize)  # never half an element
+            # Rounded up, because an element is not split.
+            room = -(-(ends[server] - position) // tensor.dtype.itemsize)
             stop = min(tensor.numel(), start + room)
             cuts[server].append((name, tensor, start, stop))
             position += (stop - start) * tensor.dtype.itemsize
             start = stop
-    return [_laid_out(cut) for cut in cuts]
+    return [_lay_out(cut) for cut in cuts]
 
 
-def _whole(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
-    owner, held = {}, [0] * servers
+def _whole_parameters(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
+    owner = {}
+    stored_bytes = [0] * servers
     for name in sorted(parameters, key=lambda name: -parameters[name].nbytes):
-        owner[name] = held.index(min(held))
-        held[owner[name]] += parameters[name].nbytes
+        owner[name] = stored_bytes.index(min(stored_bytes))
+        stored_bytes[owner[name]] += parameters[name].nbytes
     cuts: list[list[Cut]] = [[] for _ in range(servers)]
     for name, tensor in parameters.items():
         cuts[owner[name]].append((name, tensor, 0, tensor.numel()))
-    return [_laid_out(cut, whole=True) for cut in cuts]
+    return [_lay_out(cut, whole=True) for cut in cuts]
 
 
-def _laid_out(cuts: list[Cut], *, whole: bool = False) -> Shard:
+def _lay_out(cuts: list[Cut], *, whole: bool = False) -> Shard:
     pieces, end = [], 0
     for name, tensor, start, stop in cuts:
         if start < stop:
@@ -172,9 +188,9 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def part(tensor: T) -> T:
-    """A tensor, or this rank's part of a DTensor."""
+def local_part(tensor: T) -> T:
+    """Return this rank's part of a `DTensor`, and any other tensor itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
-    mine: T = tensor.to_local()
-    return mine
+    local: T = tensor.to_local()
+    return local

@@ -1,6 +1,8 @@
-"""What a worker writes into a push and makes of a pull: gradients, or the changes of local steps.
+"""Payloads of pushes and pulls: gradients and parameters, or changes of local steps.
 
-Notable: what local steps have changed is taken down at once; with overlap a thread encodes it.
+`Gradients` writes a worker's gradients into the buffers of its connections and copies pulled
+parameters into the module. `Changes` does the same with the changes of local steps, fragment by
+fragment, and carries compression residuals over to the next push.
 """
 
 import weakref
@@ -12,185 +14,228 @@ from torch import Tensor, nn
 
 from paramserver import sparse
 from paramserver.consistency import LocalSteps
-from paramserver.partition import Piece, Shard, part
+from paramserver.partition import Piece, Shard, local_part
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import add_flat, flatten
 from paramserver.transport.connection import Connection
 from paramserver.transport.pieces import PIECE
 
-ByName = Mapping[str, Tensor | None]
+GradientsByName = Mapping[str, Tensor | None]
 
 
 class Gradients:
-    """Gradients go to the servers, parameters come back."""
+    """Pushes gradients to the servers and pulls parameters from them."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], shards: Sequence[Shard],
-        connections: Sequence[Connection]) -> None:  # fmt: skip
-        self._parameters, self._shards, self._connections = parameters, shards, connections
-        self.flat = {name: _flattened(name, p) for name, p in parameters.items()}
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        shards: Sequence[Shard],
+        connections: Sequence[Connection],
+    ) -> None:
+        self._parameters = parameters
+        self._shards = shards
+        self._connections = connections
+        #: Flat view of each parameter, or of this rank's part of it.
+        self.flat = {name: _flat_view(name, p) for name, p in parameters.items()}
         if any(flat.is_cuda for flat in self.flat.values()):
-            some = [b for c in connections for b in (c.parameters, c.gradients, c.home)]
-            pin(b for b in some if b is not None)
+            buffers = [b for c in connections for b in (c.parameters, c.gradients, c.home)]
+            pin(buffer for buffer in buffers if buffer is not None)
 
     def write(self, server: int) -> tuple[int, Iterable[int]]:
-        """How many bytes go to a server, 0 for all of its buffer; what writes them while they go,
-        and yields how many are there."""
-        shard, buffer = self._shards[server], self._connections[server].gradients
-        gradients = {p.name: part(self._parameters[p.name].grad) for p in shard.pieces}
-        if size := sparse.pack(shard, gradients, buffer):
-            return size, ()
-        return 0, self._written(shard, gradients, buffer)
+        """Write the payload for `server` into its connection's buffer.
 
-    def _written(self, shard: Shard, gradients: ByName, buffer: Tensor) -> Iterator[int]:
+        Returns:
+            The size of the payload in bytes, 0 for the whole buffer, and an iterable. Iterating
+            over it writes the payload while it is being sent, and yields the number of bytes that
+            are written so far.
+        """
+        shard = self._shards[server]
+        buffer = self._connections[server].gradients
+        gradients = {p.name: local_part(self._parameters[p.name].grad) for p in shard.pieces}
+        size = sparse.pack(shard, gradients, buffer)
+        if size:
+            return size, ()
+        return 0, self._write_dense(shard, gradients, buffer)
+
+    def _write_dense(
+        self, shard: Shard, gradients: GradientsByName, buffer: Tensor
+    ) -> Iterator[int]:
         for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
-            gradient, flat = gradients[piece.name], view.view(-1)
+            gradient = gradients[piece.name]
             if gradient is None:
                 view.zero_()
                 continue
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            mine = gradient.reshape(-1)[piece.start : piece.stop]
-            some = PIECE // flat.itemsize
-            for start in range(0, len(flat), some):
-                part_of_it = mine[start : start + some]
-                flat[start : start + some].copy_(part_of_it, non_blocking=True)
-                if not mine.is_cuda:
-                    yield piece.offset + (start + len(part_of_it)) * flat.itemsize
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            source = gradient.reshape(-1)[piece.start : piece.stop]
+            target = view.view(-1)
+            step = PIECE // target.itemsize
+            for start in range(0, len(target), step):
+                part = source[start : start + step]
+                target[start : start + step].copy_(part, non_blocking=True)
+                if not source.is_cuda:
+                    yield piece.offset + (start + len(part)) * target.itemsize
+        # Copies from a GPU are asynchronous: nothing may be sent before they have finished.
         for device in {flat.device for flat in self.flat.values() if flat.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # until the copies are there
+            torch.cuda.current_stream(device).synchronize()
         yield len(buffer)
 
     def accepted(self) -> None:
-        """All servers have taken what was written."""
+        """Note that all servers have accepted the last payload."""
 
     def read(self, server: int, answer: Message) -> None:
-        """Parameters have come."""
+        """Note that the connection to `server` contains pulled data."""
 
-    def take_down(self, number: int) -> None:
-        """Nothing: gradients stay where they are."""
+    def capture(self, fragment: int) -> None:
+        """Fix the payload of the next push. Gradients need no copy."""
 
     def load(self, alpha: float = 0.0) -> None:
-        """Copy what has come into the module."""
+        """Copy the pulled parameters into the module."""
         for connection, shard in zip(self._connections, self._shards, strict=True):
             connection.read(partial(self._copy, shard))
 
     def _copy(self, shard: Shard, buffer: Tensor, alpha: float = 0.0) -> None:
+        """Copy the pieces of a shard into the module; keep weight `alpha` of the old values."""
         for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
-            mine, theirs = self._slice(piece), view.view(-1).to(self._slice(piece).device)
+            local = self._slice(piece)
+            pulled = view.view(-1).to(local.device)
             if alpha:
-                mine.lerp_(theirs, 1 - alpha)
+                local.lerp_(pulled, 1 - alpha)
             else:
-                mine.copy_(theirs)
+                local.copy_(pulled)
 
     def _slice(self, piece: Piece) -> Tensor:
         return self.flat[piece.name][piece.start : piece.stop]
 
 
 class Changes(Gradients):
-    """A fragment of what local steps have changed goes to the servers, its update comes back."""
+    """Pushes the change of one fragment over the local steps, and pulls its update."""
 
     def __init__(
-        self, policy: LocalSteps, parameters: Mapping[str, nn.Parameter],
-        shards: Sequence[Shard], connections: Sequence[Connection]) -> None:  # fmt: skip
+        self,
+        policy: LocalSteps,
+        parameters: Mapping[str, nn.Parameter],
+        shards: Sequence[Shard],
+        connections: Sequence[Connection],
+    ) -> None:
         super().__init__(parameters, shards, connections)
         self._compression = policy.compression
         self._fragments = [shard.fragments(policy.fragments) for shard in shards]
-        self._held = [torch.zeros_like(connection.parameters) for connection in connections]
-        """What was pulled last, of each server."""
-        self._number = 0
+        #: Parameters that were pulled last, per server.
+        self._pulled = [torch.zeros_like(connection.parameters) for connection in connections]
+        #: The fragment of the next push, and its change per server.
+        self._fragment = 0
         self._changes: list[Tensor] = []
+        #: Compression residuals to add to the next change, by server and fragment, flat.
         self._residuals: dict[tuple[int, int], Tensor] = {}
-        """By server and fragment, flat: what rounding took away of what was sent."""
-        self._unsent: dict[tuple[int, int], Tensor] = {}
-        self._came: dict[int, int] = {}
+        #: Residuals of the last payload, which count once all servers have accepted it.
+        self._pending_residuals: dict[tuple[int, int], Tensor] = {}
+        #: Fragment that arrived since the last `load`, by server; -1 for all parameters.
+        self._arrived: dict[int, int] = {}
 
-    def take_down(self, number: int) -> None:
-        """What has changed of fragment `number`, as it is now."""
-        self._number, self._changes = number, []
-        for held, fragments in zip(self._held, self._fragments, strict=True):
-            shard, old = fragments[number].shard, fragments[number].of(held)
+    def capture(self, fragment: int) -> None:
+        """Compute the change of `fragment` since it was pulled last."""
+        self._fragment = fragment
+        self._changes = []
+        for pulled, fragments in zip(self._pulled, self._fragments, strict=True):
+            shard = fragments[fragment].shard
+            old = fragments[fragment].of(pulled)
             change = torch.zeros_like(old)
-            views = shard.views(change), shard.views(old)
-            for piece, view, was in zip(shard.pieces, *views, strict=True):
-                torch.sub(was.view(-1), self._slice(piece).to(was.device), out=view.view(-1))
+            views = zip(shard.pieces, shard.views(change), shard.views(old), strict=True)
+            for piece, view, old_view in views:
+                new = self._slice(piece).to(old_view.device)
+                torch.sub(old_view.view(-1), new, out=view.view(-1))
             self._changes.append(change)
 
     def write(self, server: int) -> tuple[int, Iterable[int]]:
-        """See Gradients. ValueError if the parameters are not finite."""
-        change, buffer = self._changes[server], self._connections[server].gradients
+        """Write the captured change into the buffer; see `Gradients.write`.
+
+        Raises:
+            ValueError: the parameters are not finite.
+        """
+        change = self._changes[server]
         if self._compression:
             change = self._compress(server, change)
-        buffer[: len(change)] = change
+        self._connections[server].gradients[: len(change)] = change
         return len(change), ()
 
     def accepted(self) -> None:
-        """What was left of these pushes is owed by the next."""
-        self._residuals |= self._unsent
+        """Carry the residuals of the last payload over to the next push."""
+        self._residuals |= self._pending_residuals
 
     def read(self, server: int, answer: Message) -> None:
-        """Parameters have come: all, or a change of one fragment."""
-        self._connections[server].read(partial(self._hold, server, answer))
+        """Update the stored parameters from pulled data: all of them, or one fragment's change."""
+        self._connections[server].read(partial(self._update_pulled, server, answer))
 
-    def _hold(self, server: int, answer: Message, pulled: Tensor) -> None:
-        held = self._held[server]
-        self._came[server] = answer.have
+    def _update_pulled(self, server: int, answer: Message, data: Tensor) -> None:
+        pulled = self._pulled[server]
+        self._arrived[server] = answer.have
         if answer.have < 0:
-            held.copy_(pulled)
+            pulled.copy_(data)
             return
         fragment = self._fragments[server][answer.have]
-        old, data = fragment.of(held), pulled[: answer.size]
+        old = fragment.of(pulled)
+        data = data[: answer.size]
         if len(data) == len(old):
             old.copy_(data)
-        else:
-            assert self._compression is not None
-            views = fragment.shard.views(old)
-            numel = sum(view.numel() for view in views)
-            add_flat(views, self._compression.decode(data, numel))
+            return
+        assert self._compression is not None
+        views = fragment.shard.views(old)
+        numel = sum(view.numel() for view in views)
+        add_flat(views, self._compression.decode(data, numel))
 
     def load(self, alpha: float = 0.0) -> None:
-        """Copy what has come into the module, which keeps a share `alpha` of its own."""
-        for server, number in self._came.items():
+        """Copy what has arrived into the module, which keeps weight `alpha` of its fragment."""
+        for server, number in self._arrived.items():
+            pulled = self._pulled[server]
             if number < 0:
-                self._copy(self._shards[server], self._held[server])
+                self._copy(self._shards[server], pulled)
             else:
                 fragment = self._fragments[server][number]
-                self._copy(fragment.shard, fragment.of(self._held[server]), alpha)
-        self._came.clear()
+                self._copy(fragment.shard, fragment.of(pulled), alpha)
+        self._arrived.clear()
 
     def _compress(self, server: int, change: Tensor) -> Tensor:
+        """Encode a change with its residual, and keep the new residual until it is accepted."""
         assert self._compression is not None
-        views = self._fragments[server][self._number].shard.views(change)
-        flat, key = flatten(views), (server, self._number)
+        shard = self._fragments[server][self._fragment].shard
+        key = (server, self._fragment)
+        flat = flatten(shard.views(change))
         if not flat.isfinite().all():
-            text = "the parameters are not finite after local steps; nothing was sent"
-            raise ValueError(f"{text}: lower the learning rate")
+            raise ValueError(
+                "expected finite parameters after the local steps; nothing was sent: "
+                "lower the learning rate"
+            )
         if key in self._residuals:
             flat += self._residuals[key]
         data = self._compression.encode(flat)
         if len(data) < len(change):
-            self._unsent[key] = flat - self._compression.decode(data, len(flat))
+            self._pending_residuals[key] = flat - self._compression.decode(data, len(flat))
             return data
-        data = torch.zeros_like(change)  # a few elements: better as they are
-        views = self._fragments[server][self._number].shard.views(data)
+        # So few elements take fewer bytes without compression.
+        data = torch.zeros_like(change)
+        views = shard.views(data)
         add_flat(views, flat)
-        self._unsent[key] = flat - flatten(views)
+        self._pending_residuals[key] = flat - flatten(views)
         return data
 
 
-def _flattened(name: str, parameter: nn.Parameter) -> Tensor:
-    tensor = part(parameter.detach())
+def _flat_view(name: str, parameter: nn.Parameter) -> Tensor:
+    tensor = local_part(parameter.detach())
     if not tensor.is_contiguous():
-        text = f"parameter {name} is not contiguous (strides {tuple(tensor.stride())})"
-        raise ValueError(f"{text}; before the worker, parameter.data = parameter.data.contiguous()")
+        raise ValueError(
+            f"expected contiguous parameters, got {name} with strides {tuple(tensor.stride())}; "
+            "set parameter.data = parameter.data.contiguous() before creating the worker"
+        )
     return tensor.view(-1)
 
 
 def pin(buffers: Iterable[Tensor]) -> None:
-    """Lock memory that the GPU copies from and to by itself, whoever has made it, until it goes."""
+    """Page-lock host memory that a GPU copies from and to, until the buffers are freed."""
     runtime = torch.cuda.cudart()
-    # Both buffers of a connection may lie in one memory; no page may be locked twice.
+    # Both buffers of a connection may share one storage; no page may be locked twice.
     for start, buffer in {b.untyped_storage().data_ptr(): b for b in buffers}.items():
         nbytes = buffer.untyped_storage().nbytes()
         torch.cuda.check_error(int(runtime.cudaHostRegister(start, nbytes, 0)))
-        # What is allocated there next has to find it unlocked.
+        # Memory that is allocated at the same address later must not be locked.
         weakref.finalize(buffer, runtime.cudaHostUnregister, start).atexit = False

@@ -1,16 +1,14 @@
-"""Holds parameters, applies gradients, and lets a worker read when the consistency allows it.
+"""A server: it stores parameters, applies gradients, and answers reads when the policy allows it.
 
-Notable:
-- the protocol is `Core`'s; here are the lock, the clock and the waiting, all of it in `ask`, which
-  a transport calls from a thread per worker;
-- a wait ends with an error only when one that is waited for has been silent: a slow worker that
-  goes on is waited for as long as it takes.
+`Core` implements the protocol. `Server` adds the lock, the clock and the waiting, all of them in
+`Server.request`, which a transport calls from one thread per worker. A wait ends with an error only
+if a worker that is waited for has been silent; a slow worker is waited for without a time limit.
 """
 
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -24,139 +22,183 @@ from paramserver.protocol.replica import Replica
 from paramserver.running.progress import Progress, progress_of
 from paramserver.transport.connection import Connection
 
-_SIGN_OF_LIFE = 2.0  # seconds between two words to a worker that is kept waiting
+#: Seconds between two messages to a waiting worker that the server is alive.
+_KEEP_ALIVE = 2.0
 
 
 class Server:
-    """One shard of the parameters and the optimizer that updates it.
+    """A shard of the parameters and the optimizer that updates it.
 
-    `optimizer` makes a `torch.optim.Optimizer` from the tensors of the shard, as
-    `functools.partial(torch.optim.SGD, lr=0.1)` does. A wait ends with an error when a worker that
-    it is for has neither pulled nor pushed for `timeout` seconds, and is not kept waiting itself.
-    When a worker is lost or silent, "stop" raises in all the others and names it; "continue" goes
-    on without it. Of several servers, each with its `shard`, the first orders what all do.
-
-    A worker that is well but slow is waited for, unless others have waited for it for `drop_after`
-    seconds: then it is lost. With `LocalSteps` the optimizer is that policy's `outer`; `optimizer`
-    is the workers' own.
-
-    `workers` take part from the start: nobody goes on without them. With `elastic`, others may join
-    (any number will do for a rank) and one that was lost may come back. Parameters lie in `memory`.
+    Args:
+        parameters: all parameters of the model, by name.
+        optimizer: factory of the optimizer from the tensors of the shard, such as
+            `functools.partial(torch.optim.SGD, lr=0.1)`. With `LocalSteps` the server uses the
+            policy's `outer` instead, and `optimizer` is the workers' local optimizer.
+        consistency: the policy; None is `BulkSynchronous()`.
+        workers: number of workers from the start. No worker continues before all have joined.
+        shard: the part of the parameters that this server stores; None is all of them. Of several
+            servers, the server of the first shard orders the updates of all.
+        timeout: seconds after which a wait ends with an error, if the worker that is waited for has
+            neither pulled nor pushed in that time and does not wait itself.
+        on_worker_loss: "stop" raises an error in all other workers, which names the lost worker;
+            "continue" trains without it.
+        elastic: whether other workers may join, with any rank, and lost workers may rejoin.
+        drop_after: seconds of waiting after which a slow worker counts as lost; None waits without
+            a limit.
+        memory: buffer for the parameters; None allocates one.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], optimizer: OptimizerFactory,
-        consistency: Consistency | None = None, *, workers: int, shard: Shard | None = None,
-        timeout: float = 60.0, on_worker_loss: Literal["stop", "continue"] = "stop",
-        elastic: bool = False, drop_after: float | None = None,
-        memory: Tensor | None = None) -> None:  # fmt: skip
-        if workers < (0 if elastic else 1):
-            raise ValueError(f"a server of {workers} workers has nobody to serve; give 1 or more")
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizer: OptimizerFactory,
+        consistency: Consistency | None = None,
+        *,
+        workers: int,
+        shard: Shard | None = None,
+        timeout: float = 60.0,
+        on_worker_loss: Literal["stop", "continue"] = "stop",
+        elastic: bool = False,
+        drop_after: float | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
+        min_workers = 0 if elastic else 1
+        if workers < min_workers:
+            raise ValueError(f"expected workers >= {min_workers}, got {workers}")
         if on_worker_loss not in ("stop", "continue"):
-            raise ValueError(f"on_worker_loss is {on_worker_loss!r}; 'stop' or 'continue'")
+            raise ValueError(
+                f"expected on_worker_loss 'stop' or 'continue', got {on_worker_loss!r}"
+            )
         survives = elastic or on_worker_loss == "continue"
         if drop_after is not None and not survives:
-            raise ValueError("drop_after goes on without a worker: give on_worker_loss='continue'")
+            raise ValueError(
+                "drop_after continues without a worker: pass on_worker_loss='continue' with it"
+            )
         if drop_after is not None and not 0 < drop_after < math.inf:
-            raise ValueError(f"drop_after is {drop_after!r}; give seconds, or None for never")
+            raise ValueError(f"expected drop_after in seconds > 0, or None, got {drop_after!r}")
         self.shard = shard or partition(parameters, 1)[0]
         self.consistency: Consistency = consistency or BulkSynchronous()
         self.core = Core(
-            Replica(self.shard, parameters, optimizer, self.consistency, memory), self.consistency,
-            workers=workers, timeout=timeout, survives=survives, elastic=elastic,
-            drop_after=drop_after)  # fmt: skip
+            Replica(self.shard, parameters, optimizer, self.consistency, memory),
+            self.consistency,
+            workers=workers,
+            timeout=timeout,
+            survives=survives,
+            elastic=elastic,
+            drop_after=drop_after,
+        )
         self._changed = threading.Condition()
-        self._told: dict[int, Exception] = {}
+        self._errors: dict[int, Exception] = {}
 
     @property
     def version(self) -> int:
-        """Updates applied so far."""
+        """Number of updates applied so far."""
         return self.core.replica.version
 
     @property
     def staleness(self) -> Counter[int]:
-        """How many gradients were applied to parameters that many versions newer than they saw."""
+        """Number of applied gradients by staleness: versions between the pull and the update."""
         return self.core.replica.staleness
 
     @property
     def push_bytes(self) -> Counter[int]:
-        """How many gradients were applied that came in so many bytes."""
+        """Number of applied gradients by the size of their payload in bytes."""
         return self.core.replica.push_bytes
 
     def connect(self, worker: int) -> "LocalConnection":
-        """How a worker in this process speaks to this server."""
+        """Return a connection of a worker in this process."""
         return LocalConnection(self, worker)
 
-    def ask(
-        self, worker: int, message: Message, data: Tensor | None = None,
-        out: Callable[[Tensor], Callable[[], None] | None] | None = None,
-        alive: Callable[[], None] | None = None, *, finite: bool = False) -> Message:  # fmt: skip
-        """Answer a request, as soon as that can be done.
+    def request(
+        self,
+        worker: int,
+        message: Message,
+        data: Tensor | None = None,
+        deliver: Callable[[Tensor], Callable[[], None] | None] | None = None,
+        keep_alive: Callable[[], None] | None = None,
+        *,
+        finite: bool = False,
+    ) -> Message:
+        """Return the answer to a request, after waiting as long as the policy requires.
 
-        Gradients are taken from `data`, which is the server's until the worker's next pull returns,
-        and looked at unless known to be `finite`. `out` gets parameters; what it returns is called
-        before those change. `alive` is called every few seconds of a wait, to tell the worker.
+        Args:
+            worker: number of the worker that sent the request.
+            message: the request.
+            data: gradients of the request. The server may use the buffer until the worker's next
+                pull returns.
+            deliver: receives the parameters of the answer. If it does not copy them, it returns a
+                function that does, which is called before the parameters change.
+            keep_alive: called every few seconds of a wait, to report that the server is alive.
+            finite: whether the gradients are known to be finite.
         """
         with self._changed:
-            said = time.monotonic()
+            last_message = time.monotonic()
             try:
                 while True:
                     now = time.monotonic()
-                    reply = self.core.handle(worker, message, data, now, finite=finite)
-                    if reply is not None:
-                        if out and reply.size and (keep := out(self.core.given)):
-                            self.core.replica.lent[worker] = keep
-                        return reply
-                    self._told.update(self.core.check(now))
-                    if worker in self._told:
-                        raise self._told.pop(worker)
+                    answer = self.core.handle(worker, message, data, now, finite=finite)
+                    if answer is not None:
+                        if deliver and answer.size:
+                            self._deliver(worker, deliver)
+                        return answer
+                    self._errors.update(self.core.check(now))
+                    if worker in self._errors:
+                        raise self._errors.pop(worker)
                     self._changed.notify_all()
-                    if alive and now - said >= _SIGN_OF_LIFE:
-                        said = now
+                    if keep_alive and now - last_message >= _KEEP_ALIVE:
+                        last_message = now
                         self._changed.release()
                         try:
-                            alive()
+                            keep_alive()
                         finally:
                             self._changed.acquire()
-                    until = min(self.core.next_deadline(), said + _SIGN_OF_LIFE)
+                    until = min(self.core.next_deadline(), last_message + _KEEP_ALIVE)
                     self._changed.wait(max(0.0, until - time.monotonic()))
             finally:
-                self._changed.notify_all()  # it may be that somebody can go on, or that nobody can
+                # Other waits may end because of this request, or of its failure.
+                self._changed.notify_all()
+
+    def _deliver(self, worker: int, deliver: Callable[[Tensor], Callable[[], None] | None]) -> None:
+        copy_out = deliver(self.core.answer_data)
+        if copy_out is not None:
+            self.core.replica.copy_outs[worker] = copy_out
 
     def lose(self, worker: int, reason: str) -> None:
-        """`worker` is gone without finishing."""
+        """Note that `worker` is gone without having finished."""
         with self._changed:
             self.core.lose(worker, reason)
             self._changed.notify_all()
 
     def progress(self) -> Progress:
-        """How far training is, for the first of several servers."""
+        """Return the progress of the training; call it at the first of several servers."""
         with self._changed:
             return progress_of(self.core)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the parameters, the optimizer's state and the version."""
+        """Return a copy of the parameters, the optimizer's state and the version."""
         with self._changed:
             return self.core.replica.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, which a server of the same shard saved; before workers connect."""
+        """Continue from `state`, which a server of the same shard saved, before workers connect."""
         with self._changed:
             self.core.restart(state)
 
 
 class LocalConnection(Connection):
-    """A server in this process."""
+    """A connection to a server in the same process."""
 
     def __init__(self, server: Server, worker: int) -> None:
         super().__init__(server.shard.buffer_bytes)
-        self._server, self._worker = server, worker
+        self._server = server
+        self._worker = worker
 
-    def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
-        """See Server.ask."""
-        deque(written, maxlen=0)
-        return self._server.ask(self._worker, message, self.gradients, self.deliver)
+    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+        """Call the server's `request` with this connection's buffers."""
+        for _ in written:
+            pass  # iterating writes the payload
+        return self._server.request(self._worker, message, self.gradients, self.deliver)
 
     def abort(self, reason: str) -> None:
-        """See Server.lose."""
+        """Report to the server that the worker has failed."""
         self._server.lose(self._worker, reason)

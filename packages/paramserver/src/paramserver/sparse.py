@@ -1,7 +1,7 @@
-"""Gradients of embeddings in the bytes of the rows that they touch.
+"""Encoding of sparse gradients, such as those of embeddings, by rows.
 
-Notable: a shard's piece may begin and end in the middle of a row, since shards are cut where equal
-bytes fall: of a row, what lies in the piece is sent.
+A piece of a shard may start and end in the middle of a row, because shards have equal bytes. The
+elements of a row that lie in the piece are sent.
 """
 
 from collections.abc import Mapping
@@ -13,21 +13,25 @@ from paramserver.partition import Piece, Shard
 
 
 def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -> int:
-    """Write gradients of which some are sparse; the bytes, or 0 where dense ones take no more.
+    """Write gradients into `buffer`, some of which are sparse, and return the number of bytes.
 
-    First how many rows each piece has, -1 for all; then, piece by piece, row numbers and elements.
+    The data starts with the number of rows of each piece, -1 for a dense piece. The row numbers and
+    elements of each piece follow. Return 0 and write nothing if no gradient is sparse, or if the
+    encoding would take at least as many bytes as dense gradients.
     """
     if not any(gradient is not None and gradient.is_sparse for gradient in gradients.values()):
         return 0
-    counts, parts = [], []
+    counts: list[int] = []
+    parts: list[Tensor] = []
     for piece in shard.pieces:
         gradient = gradients[piece.name]
         if gradient is None:
             counts.append(0)
         elif gradient.is_sparse and gradient.sparse_dim() == 1:
             gradient = gradient.coalesce()
-            rows, elements = gradient.indices()[0].cpu(), gradient.values().cpu()
-            inside = _elements(piece, rows)[1]  # [rows, width]
+            rows = gradient.indices()[0].cpu()
+            elements = gradient.values().cpu()
+            _, inside = _elements(piece, rows)  # (rows, width)
             counts.append(int(inside.any(1).sum()))
             parts += [rows[inside.any(1)], elements.reshape(inside.shape)[inside]]
         else:
@@ -42,64 +46,86 @@ def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -
 
 
 def unpack(shard: Shard, data: Tensor) -> list[Tensor]:
-    """What `pack` wrote: a gradient a piece, dense or sparse. ValueError for anything else."""
-    at = 0
+    """Return the gradient of each piece, dense or sparse, from the data that `pack` wrote.
+
+    Raises:
+        ValueError: `pack` cannot have written the data.
+    """
+    position = 0
 
     def take(numel: int, dtype: torch.dtype) -> Tensor:
-        nonlocal at
-        start, at = at, at + numel * dtype.itemsize
-        if at > len(data):
-            raise ValueError(f"{len(data)} bytes came where sparse gradients take more")
-        return data[start:at].clone().view(dtype)  # aligned, whatever came before
+        nonlocal position
+        start = position
+        position += numel * dtype.itemsize
+        if position > len(data):
+            raise ValueError(
+                f"expected more than the {len(data)} bytes of sparse gradients received"
+            )
+        # A copy is aligned to its element type, which a slice of the data may not be.
+        return data[start:position].clone().view(dtype)
 
     counts = take(len(shard.pieces), torch.int64).tolist()
     gradients = []
     for piece, count in zip(shard.pieces, counts, strict=True):
         if count < 0:
-            gradients.append(take(piece.stop - piece.start, piece.dtype).view(piece.viewed))
+            gradients.append(take(piece.stop - piece.start, piece.dtype).view(piece.view_shape))
             continue
         rows = take(count, torch.int64)
         increasing = bool((rows.diff() > 0).all())
         if count and not (increasing and rows[0] >= 0 and rows[-1] < piece.shape[0]):
-            raise ValueError(f"rows of {piece.name} that came are not {count} of {piece.shape[0]}")
-        places, inside = _elements(piece, rows)
+            raise ValueError(
+                f"expected {count} increasing row numbers of {piece.name} in "
+                f"[0, {piece.shape[0]}), received others"
+            )
+        indices, inside = _elements(piece, rows)
         elements = take(int(inside.sum()), piece.dtype)
-        if piece.viewed == piece.shape:
-            places, elements = rows, elements.view(count, *piece.shape[1:])
+        if piece.view_shape == piece.shape:
+            indices = rows
+            elements = elements.view(count, *piece.shape[1:])
         else:
-            places = places[inside] - piece.start
-        gradients.append(_coalesced(places, elements, piece))
-    if at != len(data):
-        raise ValueError(f"{len(data)} bytes came where sparse gradients take {at}")
+            indices = indices[inside] - piece.start
+        gradients.append(_coalesced(indices, elements, piece))
+    if position != len(data):
+        raise ValueError(f"expected {position} bytes of sparse gradients, received {len(data)}")
     return gradients
 
 
-def taken_by(optimizer: torch.optim.Optimizer | None, gradient: Tensor, piece: Piece) -> Tensor:
-    """A gradient as the optimizer takes it; one of embeddings may come sparse, or as dense."""
+def convert_for(optimizer: torch.optim.Optimizer | None, gradient: Tensor, piece: Piece) -> Tensor:
+    """Return the gradient in the layout, sparse or dense, with which `optimizer` is correct.
+
+    `SparseAdam` needs sparse gradients. Plain SGD gives the same result with both. Momentum, weight
+    decay and other optimizers also change rows without a gradient, so they need dense gradients.
+    """
     if isinstance(optimizer, torch.optim.SparseAdam):
-        return gradient if gradient.is_sparse else _of_rows(gradient, piece)
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else [None]
-    # All others move rows that nobody touched too, and would not if the gradient stayed sparse.
-    plain = not any(g is None or g["momentum"] or g["weight_decay"] for g in groups)
-    return gradient.to_dense() if gradient.is_sparse and not plain else gradient
+        return gradient if gradient.is_sparse else _to_sparse(gradient, piece)
+    if not gradient.is_sparse:
+        return gradient
+    is_plain_sgd = isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] or group["weight_decay"] for group in optimizer.param_groups
+    )
+    return gradient if is_plain_sgd else gradient.to_dense()
 
 
-def _of_rows(gradient: Tensor, piece: Piece) -> Tensor:
-    if piece.viewed == piece.shape:
+def _to_sparse(gradient: Tensor, piece: Piece) -> Tensor:
+    """Return a dense gradient with the rows that contain a nonzero element."""
+    if piece.view_shape == piece.shape:
         return gradient.to_sparse(1)
     rows = torch.arange(piece.start, piece.stop) // torch.Size(piece.shape[1:]).numel()
-    (places,) = torch.isin(rows, rows[gradient != 0]).nonzero(as_tuple=True)
-    return _coalesced(places, gradient[places], piece)
+    (indices,) = torch.isin(rows, rows[gradient != 0]).nonzero(as_tuple=True)
+    return _coalesced(indices, gradient[indices], piece)
 
 
-def _coalesced(places: Tensor, values: Tensor, piece: Piece) -> Tensor:
+def _coalesced(indices: Tensor, values: Tensor, piece: Piece) -> Tensor:
     return torch.sparse_coo_tensor(
-        places[None], values, piece.viewed, is_coalesced=True, check_invariants=False
+        indices[None], values, piece.view_shape, is_coalesced=True, check_invariants=False
     )
 
 
 def _elements(piece: Piece, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, width]: where the elements of rows lie in the flattened parameter; if in the piece."""
+    """Return the flat indices of the elements of `rows`, and whether each is in the piece.
+
+    Both have shape (rows, width); indices count from the start of the flattened parameter.
+    """
     width = torch.Size(piece.shape[1:]).numel()
-    places = rows[:, None] * width + torch.arange(width)
-    return places, (places >= piece.start) & (places < piece.stop)
+    indices = rows[:, None] * width + torch.arange(width)
+    return indices, (indices >= piece.start) & (indices < piece.stop)

@@ -1,8 +1,8 @@
-"""Computes gradients with parameters that it pulls, and pushes them.
+"""A worker: it pulls parameters from the servers, and pushes gradients to them.
 
-Notable:
-- of several servers each has a thread; with overlap there is one more, in which a fragment travels;
-- a worker may be many ranks: the first one of its `site` speaks to the servers for all.
+With several servers, requests to each server run in a thread per server. With overlapping local
+steps, one more thread exchanges a fragment while the worker computes. A worker may consist of many
+ranks, its site; then the first rank of the site communicates with the servers for all of them.
 """
 
 import json
@@ -30,72 +30,99 @@ T = TypeVar("T")
 
 
 class Worker:
-    """A module whose parameters live on servers.
+    """A worker that trains a module whose parameters are stored on servers.
 
-    `servers` is a server in this process, several of them, or connections to them, in the order of
-    `partition(parameters, len(servers), whole=whole)`. As a context manager it finishes at the end,
-    or tells the servers if the body raises. A step is: pull, a backward pass, push.
+    A step is: `pull`, a backward pass, `push`. As a context manager, the worker finishes at the end
+    of the block, or reports its failure to the servers if the block raises.
 
-    With `LocalSteps`, `local` is that policy and `optimizer` the worker's own.
-
-    With `site`, a process group, its ranks are one worker: all make one and call the same methods,
-    with gradients that they have averaged; only the first one's `servers` are used. Under FSDP each
-    rank is a worker by itself, with those that hold the same parameters at other sites.
+    Args:
+        module: the module to train; its parameters that require a gradient are on the servers.
+        servers: a server in this process, several of them, or connections to them, in the order of
+            `partition(parameters, len(servers), whole=whole)`.
+        rank: number of this worker.
+        whole: whether each parameter is stored on one server.
+        local: the policy, if it is `LocalSteps` and `servers` are connections.
+        optimizer: factory of the local optimizer; required with `LocalSteps`.
+        site: process group whose ranks act as one worker. Every rank creates a `Worker`, calls the
+            same methods and passes gradients that are already averaged over the group. Only the
+            `servers` of the first rank are used. Ranks of FSDP do not use `site`: each is a worker
+            that trains its shard together with the ranks that have the same shard elsewhere.
     """
 
     def __init__(
-        self, module: nn.Module, servers: Server | Sequence[Server | Connection], *,
-        rank: int = 0, whole: bool = False, local: LocalSteps | None = None,
+        self,
+        module: nn.Module,
+        servers: Server | Sequence[Server | Connection],
+        *,
+        rank: int = 0,
+        whole: bool = False,
+        local: LocalSteps | None = None,
         optimizer: OptimizerFactory | None = None,
-        site: dist.ProcessGroup | None = None) -> None:  # fmt: skip
-        self._speaks, self._site = site is None or dist.get_rank(site) == 0, site
-        servers = [servers] if isinstance(servers, Server) else servers if self._speaks else []
+        site: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._site = site
+        self._is_communicator = site is None or dist.get_rank(site) == 0
+        if isinstance(servers, Server):
+            servers = [servers]
+        if not self._is_communicator:
+            servers = []
         if local is None and servers and isinstance(servers[0], Server):
             local = local_of(servers[0].consistency)
         if local and optimizer is None:
-            raise ValueError("local steps need a worker's own `optimizer`: give one")
-        self.module, self.rank = module, rank
+            raise ValueError("expected a local `optimizer` with LocalSteps, got None")
+        self.module = module
+        self.rank = rank
         self._parameters = trainable(module)
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
         shards = partition(self._parameters, len(servers), whole=whole) if servers else []
-        give = partial(Changes, local) if local else Gradients
-        self._payload: Gradients = give(self._parameters, shards, self._connections)
+        payload_type = partial(Changes, local) if local else Gradients
+        self._payload: Gradients = payload_type(self._parameters, shards, self._connections)
         self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None
-        self.bytes_pushed = self.bytes_pulled = 0
-        """Bytes of gradients and of parameters that went to and came from the servers."""
-        self.loss = math.nan  # what `push` was told last
+        #: Bytes of gradients sent to the servers so far.
+        self.bytes_pushed = 0
+        #: Bytes of parameters received from the servers so far.
+        self.bytes_pulled = 0
+        #: The loss that was passed to the last `push`.
+        self.loss = math.nan
         self._finished = False
         self._local = local
         self._optimizer = optimizer(self._parameters.values()) if local and optimizer else None
-        self._steps = 0  # of its own
-        self._sent_at = [0] * (local.fragments if local else 1)  # steps when a fragment was sent
-        self._due: int | None = 0  # steps from which the next pull waits; None: not in this round
-        self._courier = ThreadPoolExecutor(1) if local and local.overlap else None
-        self._travels: Future[None] | None = None
+        #: Local steps taken so far.
+        self._steps = 0
+        #: The step at which each fragment was sent last.
+        self._sent_at = [0] * (local.fragments if local else 1)
+        #: Local step from which `pull` must receive an update; None if none is outstanding. Without
+        #: local steps it stays 0: every `pull` receives one.
+        self._pull_due: int | None = 0
+        self._exchange_thread = ThreadPoolExecutor(1) if local and local.overlap else None
+        self._exchange: Future[None] | None = None
         number = getattr(self._connections[0], "session", None) if self._connections else None
         number = secrets.randbits(48) if number is None else number
         self._session = Session(rank, [layout(s, local) for s in shards], number)
-        self._together(lambda: self._drive(self._session.join()))
+        self._on_communicator(lambda: self._run_requests(self._session.join()))
 
     @property
     def clock(self) -> int:
-        """Gradients pushed so far, by which the consistency compares workers."""
+        """Number of gradients pushed so far; the policy compares workers by it."""
         return self._session.clock
 
     @property
     def pushes(self) -> int:
-        """Gradients of this rank that were accepted, also before it joined again."""
+        """Number of accepted pushes of this rank, including those before it rejoined."""
         return self._session.pushes
 
     @property
     def position(self) -> int:
-        """Steps of this rank that are in what was accepted, also before it joined again: where it
-        is in its data. (A last round that is cut short counts as a whole one.)"""
+        """Number of local steps that this rank's accepted pushes cover: its position in the data.
+
+        It includes the steps before the rank rejoined. A last round that ends early counts as a
+        whole round.
+        """
         return self.pushes * (self._local.interval if self._local else 1)
 
     @property
     def version(self) -> int:
-        """The version that this worker last pulled."""
+        """Version of the parameters that this worker pulled last."""
         return self._session.version
 
     def __enter__(self) -> "Worker":
@@ -108,82 +135,92 @@ class Worker:
             self.abort(f"{type(error).__name__}: {error}")
 
     def pull(self) -> int:
-        """Copy the servers' parameters into the module, waiting as the consistency demands.
+        """Copy the servers' parameters into the module and return their version.
 
-        Returns their version, which is the same at all servers. In the middle of a round of local
-        steps it does nothing.
+        The call waits as long as the policy requires. All servers send the same version. Between
+        two exchanges of local steps the call does nothing.
         """
-        if self._due is not None and self._steps >= self._due:
-            self._take()
+        if self._pull_due is not None and self._steps >= self._pull_due:
+            self._receive_update()
         return self.version
 
     def push(self, loss: float | Tensor = math.nan) -> None:
-        """Hand the gradients to the servers and set them to None; a missing gradient is zero.
+        """Send the gradients to the servers and set them to None; a missing gradient is zero.
 
-        All servers take them or none does. ValueError if one is not finite: nothing is applied
-        anywhere, the gradients stay where they are and the others notice nothing. The progress of a
-        run shows `loss`.
+        With `LocalSteps`, take a step of the local optimizer instead, and send the change of one
+        fragment every `interval` steps.
+
+        All servers accept the gradients, or none of them does. `loss` appears in the progress of
+        the run.
+
+        Raises:
+            ValueError: a gradient is not finite. No server applies it, the gradients stay in the
+                module and the other workers are not affected.
         """
         self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if self._local is None or self._optimizer is None:
-            self._together(self._push)
+            self._on_communicator(self._push)
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
-        if self._due is not None and self._steps >= self._due:
-            raise RuntimeError(f"worker {self.rank} has an update to take: pull before each step")
+        if self._pull_due is not None and self._steps >= self._pull_due:
+            raise RuntimeError(f"worker {self.rank} must pull before each step: an update is due")
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
         if self._steps % self._local.interval == 0:
-            self._send(self._local.overlap)
+            self._send_fragment(self._local.overlap)
 
     def finish(self) -> int:
-        """Push no more, wait until all have finished and copy the final parameters into the module.
+        """Stop pushing, wait for all workers, and copy the final parameters into the module.
 
-        Returns their version. However long the others take: only one that is silent ends the wait.
+        Returns their version. A worker that is slow is waited for without a time limit; a worker
+        that is silent ends the wait with an error.
         """
         if self._finished:
             return self.version
-        if self._courier and self._steps and self._due is not None:
-            self._take()  # what still travels
+        if self._exchange_thread and self._steps and self._pull_due is not None:
+            self._receive_update()
+        # Receive the exchange that is still in flight, and send every fragment that has changed
+        # since it was sent last.
         while self._sent_at[self.clock % len(self._sent_at)] < self._steps:
-            if self._due is not None:
-                self._take()
-            self._send()  # what has changed of this fragment since it was sent
-        self._together(lambda: self._drive(self._session.finish()))
+            if self._pull_due is not None:
+                self._receive_update()
+            self._send_fragment()
+        self._on_communicator(lambda: self._run_requests(self._session.finish()))
         self._load()
         self._finished = True
         return self.version
 
     def leave(self) -> None:
-        """Push no more, and wait for nobody: the others go on."""
-        self._together(lambda: self._drive(self._session.leave()))
+        """Stop pushing without waiting for other workers, which continue."""
+        self._on_communicator(lambda: self._run_requests(self._session.leave()))
 
     def abort(self, reason: str) -> None:
-        """Tell the servers that this worker is lost, so that nobody waits for it."""
+        """Report to the servers that this worker has failed, so that no worker waits for it."""
         for connection in self._connections:
             connection.abort(reason)
 
-    def _together(self, act: Callable[[], object]) -> None:
-        """What the site's first rank does for all of it: what it raises, all raise."""
+    def _on_communicator(self, function: Callable[[], object]) -> None:
+        """Call `function` on the first rank of the site; all ranks raise its exception, if any."""
         if self._site is None:
-            act()
+            function()
             return
-        session, told = self._session, list[Any]([None])
-        if self._speaks:
+        session = self._session
+        outcome: list[Any] = [None]
+        if self._is_communicator:
             try:
-                act()
-                told = [(self.rank, session.clock, session.pushes, session.version)]
+                function()
+                outcome = [(self.rank, session.clock, session.pushes, session.version)]
             except Exception as error:
-                told = [error]
-        dist.broadcast_object_list(told, group_src=0, group=self._site)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        self.rank, session.clock, session.pushes, session.version = told[0]
+                outcome = [error]
+        dist.broadcast_object_list(outcome, group_src=0, group=self._site)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        self.rank, session.clock, session.pushes, session.version = outcome[0]
 
-    def _drive(self, steps: Steps[T]) -> T:
-        """Send the requests of a session to their servers, and the answers to the session."""
+    def _run_requests(self, steps: Steps[T]) -> T:
+        """Send the requests of a session to their servers, and their answers to the session."""
         if self._finished:
             raise RuntimeError(f"worker {self.rank} has finished; it can neither pull nor push")
         answers: list[Message] | None = None
@@ -192,63 +229,71 @@ class Worker:
                 requests = next(steps) if answers is None else steps.send(answers)
             except StopIteration as end:
                 return cast(T, end.value)
-            answers, pushed = zip(*self._ask_all(requests), strict=True)  # type: ignore[assignment]
-            self.bytes_pushed += sum(pushed)
-            self.bytes_pulled += sum(answer.size for answer in answers or ())
+            answers = []
+            for answer, pushed in self._request_all(requests):
+                answers.append(answer)
+                self.bytes_pushed += pushed
+                self.bytes_pulled += answer.size
 
-    def _ask_all(self, requests: list[Request]) -> list[tuple[Message, int]]:
+    def _request_all(self, requests: list[Request]) -> list[tuple[Message, int]]:
         if not self._threads:
-            return [self._ask(request) for request in requests]
-        asked = [self._threads.submit(self._ask, request) for request in requests]
-        wait(asked)  # what one server refuses must not be on its way to another any more
-        return [each.result() for each in asked]
+            return [self._request(request) for request in requests]
+        futures = [self._threads.submit(self._request, request) for request in requests]
+        # Wait for all requests before raising an error, so that none is in flight afterwards.
+        wait(futures)
+        return [future.result() for future in futures]
 
-    def _ask(self, request: Request) -> tuple[Message, int]:
-        """The answer, and the bytes that were pushed for it."""
-        server, message = request.server, request.message
-        connection, pushed = self._connections[server], 0
+    def _request(self, request: Request) -> tuple[Message, int]:
+        """Send one request and return the answer and the number of payload bytes sent."""
+        message = request.message
+        connection = self._connections[request.server]
+        pushed = 0
         written: Iterable[int] = ()
         if message.kind in SENDS:
-            size, written = self._payload.write(server)
-            message, pushed = replace(message, size=size), size or len(connection.gradients)
+            size, written = self._payload.write(request.server)
+            message = replace(message, size=size)
+            # Size 0 stands for the whole buffer.
+            pushed = size or len(connection.gradients)
         if message.kind in (Kind.PUSH, Kind.COMMIT):
             message = replace(message, text=json.dumps([self.loss, self.bytes_pushed + pushed]))
-        answer = connection.ask(message, written)
+        answer = connection.request(message, written)
         if answer.size:
-            self._payload.read(server, answer)
+            self._payload.read(request.server, answer)
         return answer, pushed
 
     def _push(self) -> None:
-        self._drive(self._session.prepare_push())
-        self._drive(self._session.push())
+        self._run_requests(self._session.prepare_push())
+        self._run_requests(self._session.push())
         self._payload.accepted()
 
-    def _send(self, overlap: int = 0) -> None:
-        """Send a fragment of what local steps have changed, in another thread if it may overlap."""
-        number = self.clock % len(self._sent_at)
-        self._payload.take_down(number)
-        if overlap and self._courier and self._speaks:
-            self._travels = self._courier.submit(self._exchange)
+    def _send_fragment(self, overlap: int = 0) -> None:
+        """Send the changes of the next fragment, in another thread if the exchange may overlap."""
+        fragment = self.clock % len(self._sent_at)
+        self._payload.capture(fragment)
+        # With overlap, the other ranks of a site take part in `_receive_update` only.
+        if overlap and self._exchange_thread and self._is_communicator:
+            self._exchange = self._exchange_thread.submit(self._push_and_pull)
         elif not overlap:
-            self._together(self._push)
-        self._sent_at[number] = self._steps
-        self._due = self._steps + overlap
+            self._on_communicator(self._push)
+        self._sent_at[fragment] = self._steps
+        self._pull_due = self._steps + overlap
 
-    def _exchange(self) -> None:
+    def _push_and_pull(self) -> None:
         self._push()
-        self._drive(self._session.pull())
+        self._run_requests(self._session.pull())
 
-    def _take(self) -> None:
-        self._together(self._receive)
+    def _receive_update(self) -> None:
+        self._on_communicator(self._wait_for_update)
+        # With overlap, the module keeps the weight `alpha` of its present parameters.
         self._load(self._local.alpha if self._local and self._local.overlap else 0.0)
-        self._due = None if self._local else 0
+        self._pull_due = None if self._local else 0
 
-    def _receive(self) -> None:
-        if self._travels:
-            self._travels.result()
-            self._travels = None
+    def _wait_for_update(self) -> None:
+        if self._exchange:
+            self._exchange.result()
+            self._exchange = None
         else:
-            self._drive(self._session.pull())
+            self._run_requests(self._session.pull())
 
     def _load(self, alpha: float = 0.0) -> None:
         self._payload.load(alpha)
@@ -258,10 +303,10 @@ class Worker:
 
 
 def local_of(consistency: Consistency | None) -> LocalSteps | None:
-    """The policy if it is one whose steps are the workers' own."""
+    """Return the policy if it is `LocalSteps`, and None otherwise."""
     return consistency if isinstance(consistency, LocalSteps) else None
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that servers hold: those that require a gradient, each once, by name."""
+    """Return the parameters that are stored on servers: those that require a gradient, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}

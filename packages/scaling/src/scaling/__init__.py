@@ -1,4 +1,4 @@
-"""What a larger model would do: scaling-law fits that say how sure they are.
+"""Scaling laws of language models: fits to training runs, with calibrated intervals.
 
 >>> runs = load_runs("runs.csv")                     # two of N, D, C and the loss
 >>> fit = fit_parametric(runs)                       # L = E + A / N^alpha + B / D^beta
@@ -15,22 +15,57 @@ from scaling.plan import Plan, plan
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import exact_loss, exact_rate, sweep_learning_rate
-from scaling.sweeps.own import fit_sweep, fit_sweeps
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 from scaling.sweeps.sweep import Sweep, gradient_noise_scale
+from scaling.sweeps.table import fit_sweep, fit_sweeps
 from scaling.synthetic import isoflop_runs
-from scaling.uncertainty.backtest import Foretold, backtest
+from scaling.uncertainty.backtest import BacktestRow, backtest
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
 from scaling.uncertainty.profile import Profile, profile
 from scaling.uncertainty.quantity import Quantity, loss_at, optimum
 from scaling.uncertainty.speedup import Speedup, effective_speedup
 
-# fmt: off
 __all__ = [
-    "CATALOG", "Bootstrap", "Design", "Foretold", "Form", "Interval", "IsoflopFit", "Law", "LawFit",
-    "Optimum", "ParametricFit", "Plan", "Prediction", "Profile", "Quantity", "RateLaw", "Runs",
-    "ScalingWarning", "Speedup", "Sweep", "backtest", "bootstrap", "design", "effective_speedup",
-    "exact_loss", "exact_rate", "fit_isoflop", "fit_law", "fit_parametric", "fit_rate_law",
-    "fit_sweep", "fit_sweeps", "gradient_noise_scale", "isoflop_runs", "load_runs", "loss_at",
-    "optimum", "plan", "plot", "profile", "select_law", "sweep_learning_rate",
+    "CATALOG",
+    "BacktestRow",
+    "Bootstrap",
+    "Design",
+    "Form",
+    "Interval",
+    "IsoflopFit",
+    "Law",
+    "LawFit",
+    "Optimum",
+    "ParametricFit",
+    "Plan",
+    "Prediction",
+    "Profile",
+    "Quantity",
+    "RateLaw",
+    "Runs",
+    "ScalingWarning",
+    "Speedup",
+    "Sweep",
+    "backtest",
+    "bootstrap",
+    "design",
+    "effective_speedup",
+    "exact_loss",
+    "exact_rate",
+    "fit_isoflop",
+    "fit_law",
+    "fit_parametric",
+    "fit_rate_law",
+    "fit_sweep",
+    "fit_sweeps",
+    "gradient_noise_scale",
+    "isoflop_runs",
+    "load_runs",
+    "loss_at",
+    "optimum",
+    "plan",
+    "plot",
+    "profile",
+    "select_law",
+    "sweep_learning_rate",
 ]

@@ -1,4 +1,4 @@
-"""Laws of runs: fit, plan, report or design the next ones of RUNS; sweep learning rates."""
+"""Command line: fit, plan with, report on or design runs; sweep learning rates."""
 
 import argparse
 import json
@@ -28,36 +28,37 @@ Output = tuple[list[str], dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; bad input is one line on stderr and status 2."""
+    """Run one command; bad input is reported on one line of stderr with status 2."""
     arguments = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ScalingWarning)
             lines, result = arguments.command(arguments)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        # Also what torch says of a device, and of a module that is missing.
+        # RuntimeError is torch's for a missing device, ImportError that of a missing extra.
         print(f"scaling: {error}", file=sys.stderr)
         return 2
     for message in dict.fromkeys(str(w.message) for w in caught):
         print(f"warning: {message}", file=sys.stderr)
-    print(json.dumps(_plain(result), indent=1) if arguments.json else "\n".join(lines))
+    print(json.dumps(_finite(result), indent=1) if arguments.json else "\n".join(lines))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="python -m scaling", description=__doc__)
     commands = parser.add_subparsers(required=True)
     source = argparse.ArgumentParser(add_help=False)
     add = source.add_argument
     add("runs", metavar="RUNS", help="CSV, JSON or JSONL")
-    add("--delimiter", help="of a CSV; found out by itself unless given")
-    for option, example, told in (
-        ("--column", "loss=NAME", "name a column"),
-        ("--unit", "parameters=1e6", "of a column"),
-        ("--where", "dataset=c4", "keep these rows"),
+    add("--delimiter", help="delimiter of a CSV; by default it is detected")
+    for option, example, description in (
+        ("--column", "loss=NAME", "the name of a column"),
+        ("--unit", "parameters=1e6", "the unit of a column"),
+        ("--where", "dataset=c4", "select rows by a column"),
     ):
-        add(option, action="append", default=[], metavar=example, help=told)
-    add("--without-highest", type=int, default=0, metavar="K", help="drop K losses")
+        add(option, action="append", default=[], metavar=example, help=description)
+    add("--without-highest", type=int, default=0, metavar="K", help="drop the K highest losses")
     add("--loss", choices=get_args(Loss), default="huber")
     add("--json", action="store_true")
     flops: dict[str, Any] = {"type": float, "metavar": "FLOPS"}
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     fit = commands.add_parser("fit", parents=[source], help="the best N and D at a budget")
     fit.add_argument("--at", nargs="+", default=[], **flops)
     fit.add_argument("--method", choices=["parametric", *get_args(Method)], default="parametric")
-    fit.add_argument("--nearest", type=int, help="runs of a parabola; default all")
+    fit.add_argument("--nearest", type=int, help="runs per parabola; default: all")
     fit.add_argument("--resamples", type=int, default=4000)
     fit.add_argument("--plot", **file)
     fit.set_defaults(command=_fit)
@@ -85,8 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     next_runs = commands.add_parser("design", parents=[source], help="which runs to train next")
     next_runs.add_argument("--budget", required=True, **flops)
     next_runs.add_argument("--target", required=True, **flops)
-    next_runs.add_argument("--count", type=int, default=8, help="at most so many runs")
-    next_runs.add_argument("--largest", default=math.inf, **flops, help="of one run")
+    next_runs.add_argument("--count", type=int, default=8, help="largest number of runs")
+    next_runs.add_argument(
+        "--largest", default=math.inf, **flops, help="largest compute of one run"
+    )
     span: dict[str, Any] = {"nargs": 2, "default": (5.0, 200.0), "metavar": ("LOW", "HIGH")}
     next_runs.add_argument("--tokens-per-parameter", type=float, **span)
     next_runs.set_defaults(command=_design)
@@ -103,14 +106,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace) -> Runs:
-    pairs = (arguments.column, arguments.unit, arguments.where)
-    if wrong := [pair for given in pairs for pair in given if "=" not in pair]:
-        raise ValueError(f"{wrong[0]!r} is not NAME=VALUE")
-    columns, units, where = (dict(pair.split("=", 1) for pair in given) for given in pairs)
-    factors = {name: float(unit) for name, unit in units.items()}
-    options: dict[str, Any] = {"columns": columns, "units": factors, "where": where}
-    runs = load_runs(arguments.runs, delimiter=arguments.delimiter, **options)
+    """Load the runs that the arguments of a command describe."""
+    units = {name: float(unit) for name, unit in _pairs(arguments.unit).items()}
+    runs = load_runs(
+        arguments.runs,
+        delimiter=arguments.delimiter,
+        columns=_pairs(arguments.column),
+        units=units,
+        where=_pairs(arguments.where),
+    )
     return runs.without_highest(arguments.without_highest)
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
+    """Return a mapping of texts of the form NAME=VALUE."""
+    pairs = {}
+    for text in texts:
+        if "=" not in text:
+            raise ValueError(f"{text!r} is not NAME=VALUE")
+        name, value = text.split("=", 1)
+        pairs[name] = value
+    return pairs
 
 
 def _fit(arguments: argparse.Namespace) -> Output:
@@ -119,11 +135,11 @@ def _fit(arguments: argparse.Namespace) -> Output:
     fit: ParametricFit | IsoflopFit
     if arguments.method == "parametric":
         fit = fit_parametric(runs, arguments.loss, prove=True)
-        drawn = bootstrap(fit, resamples=arguments.resamples)
-        # Not the bootstrap's: these allow for what earlier cuts of the runs got wrong.
+        resampled = bootstrap(fit, resamples=arguments.resamples)
+        # The intervals of the answers include drift, unlike those of the constants.
         best = [fit.optimal(c) for c in at]
         constants = asdict(fit.law) | {"exponent": fit.law.exponent}
-        intervals = {k: drawn.interval(k) for k in constants}
+        intervals = {k: resampled.interval(k) for k in constants}
         lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta, 95% of noise alone"]
         lines += [f"  {k:<9}{v:<12.6g}{_range(intervals[k])}" for k, v in constants.items()]
         ranges = {k: asdict(v) for k, v in intervals.items()}
@@ -131,28 +147,36 @@ def _fit(arguments: argparse.Namespace) -> Output:
         result |= {"objective": fit.objective, "proof": asdict(fit.proof)}
         lines.append(
             f"  {fit.loss} objective {fit.objective:.9g}; {fit.proof.landed} of "
-            f"{fit.proof.converged} converged starts landed on it"
+            f"{fit.proof.converged} converged starts reached it"
         )
     else:
         fit = fit_isoflop(runs, nearest=arguments.nearest)
         best = [fit.optimal(c) for c in at]
         lines = [runs.explanation]
-        lines += [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)"]
+        interval = fit.exponent_interval
+        lines.append(f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)")
+        lines.append(f"  exponent    {fit.exponent:<12.4f}{_range(interval)} of noise alone")
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
+        result["intervals"] = {"exponent": asdict(interval)}
     for optimum in best:
         lines.append(f"at {optimum.compute:.4g} FLOPs")
         for name, interval in (optimum.intervals or {}).items():
             lines.append(f"  {name:<12}{getattr(optimum, name):<12.5g}{_range(interval)}")
-    _drawn(fit, arguments.plot, up_to=max(at))
+    _save_plot(fit, arguments.plot, up_to=max(at))
     result |= {"method": arguments.method, "runs": len(runs), "warnings": list(fit.warnings)}
     return lines, result | {"at": [asdict(optimum) for optimum in best]}
 
 
 def _design(arguments: argparse.Namespace) -> Output:
     fit = fit_parametric(_load(arguments), arguments.loss)
-    options = {k: getattr(arguments, k) for k in ("budget", "target", "largest")}
-    span = arguments.tokens_per_parameter
-    chosen = design(fit, runs=arguments.count, tokens_per_parameter=span, **options)
+    chosen = design(
+        fit,
+        budget=arguments.budget,
+        target=arguments.target,
+        runs=arguments.count,
+        tokens_per_parameter=arguments.tokens_per_parameter,
+        largest=arguments.largest,
+    )
     result = asdict(chosen)
     names = ("parameters", "tokens", "compute")
     rows = [[float(x) for x in row] for row in zip(*(result[k] for k in names), strict=True)]
@@ -161,35 +185,36 @@ def _design(arguments: argparse.Namespace) -> Output:
         f" {chosen.factor_after:.3f}"
     ]
     lines += [f"  N = {n:.4g}  D = {d:.4g}  C = {c:.4g}" for n, d, c in rows]
-    told: dict[str, Any] = {"runs": [dict(zip(names, row, strict=True)) for row in rows]}
-    return lines, told | {k: result[k] for k in ("factor_before", "factor_after")}
+    answer: dict[str, Any] = {"runs": [dict(zip(names, row, strict=True)) for row in rows]}
+    return lines, answer | {k: result[k] for k in ("factor_before", "factor_after")}
 
 
 def _plan(arguments: argparse.Namespace) -> Output:
     runs = _load(arguments)
     fit = fit_parametric(runs, arguments.loss)
-    made = plan(fit, arguments.budget, served_tokens=arguments.served, parameters=arguments.size)
+    model = plan(fit, arguments.budget, served_tokens=arguments.served, parameters=arguments.size)
     lines = [
         runs.explanation,
-        f"for {made.budget:.4g} FLOPs, serving {made.served_tokens:.4g} tokens",
+        f"for {model.budget:.4g} FLOPs, serving {model.served_tokens:.4g} tokens",
     ]
     for k in ("parameters", "tokens", "loss"):
-        lines.append(f"  {k:<12}{getattr(made, k):<12.5g}{_range(made.intervals[k])}")
-    lines.append(f"  training {made.training:.4g} FLOPs, serving {made.serving:.4g}")
-    return lines, asdict(made)
+        lines.append(f"  {k:<12}{getattr(model, k):<12.5g}{_range(model.intervals[k])}")
+    lines.append(f"  training {model.training:.4g} FLOPs, serving {model.serving:.4g}")
+    return lines, asdict(model)
 
 
 def _report(arguments: argparse.Namespace) -> Output:
     from scaling.report.page import report
 
     page = report(_load(arguments), at=arguments.at, title=f"Scaling laws of {arguments.runs}")
-    _written(arguments.to, lambda beside: beside.write_text(page, "utf-8"))
+    _write(arguments.to, lambda path: path.write_text(page, "utf-8"))
     return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
 def _sweep(arguments: argparse.Namespace) -> Output:
-    options = {k: getattr(arguments, k) for k in ("seeds", "device")}
-    sweep = sweep_learning_rate(arguments.task, arguments.optimizer, **options)
+    sweep = sweep_learning_rate(
+        arguments.task, arguments.optimizer, seeds=arguments.seeds, device=arguments.device
+    )
     law = sweep.law
     lines = [f"{sweep.runs} runs; gradient noise scale {sweep.critical_batch_size:.3g}"]
     lines += [f"{law.shape}: rate {law.highest_rate:.3g}, batch size {law.batch_size:.3g}"]
@@ -197,18 +222,18 @@ def _sweep(arguments: argparse.Namespace) -> Output:
     exact = [float("nan")] * len(sweep.rates) if sweep.exact_rates is None else sweep.exact_rates
     table = zip(sweep.batch_sizes, sweep.best_rates, exact, strict=False)
     lines += [f"{b:10.0f} {r:10.4g} {e:10.4g}  {law.regime(float(b))}" for b, r, e in table]
-    _drawn(sweep, arguments.plot)
+    _save_plot(sweep, arguments.plot)
     result = {"law": asdict(law), "critical_batch_size": sweep.critical_batch_size}
     names = ("batch_sizes", "best_rates", "rates", "loss")
     return lines, result | {name: getattr(sweep, name).tolist() for name in names}
 
 
-def _plain(value: Any) -> Any:
-    """Without nan and inf, which JSON does not know."""
+def _finite(value: Any) -> Any:
+    """Return a value with nan and inf replaced by None, because JSON has neither."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -216,24 +241,24 @@ def _range(interval: Interval) -> str:
     return f"[{interval.low:.5g}, {interval.high:.5g}] {interval.level:.0%}"
 
 
-def _drawn(result: Any, path: Path | None, **options: float) -> None:
-    """The figure, if one is asked for."""
+def _save_plot(result: Any, path: Path | None, **options: float) -> None:
+    """Save the figure of a result if a path was passed."""
     if path is None:
         return
     from scaling.plot import plot
 
     figure: Figure = plot(result, **options)
-    _written(path, lambda beside: figure.savefig(beside, dpi=150))
+    _write(path, lambda temporary: figure.savefig(temporary, dpi=150))
 
 
-def _written(path: Path, write: Callable[[Path], object]) -> None:
-    """Beside the target, then renamed, so that no file is half written."""
-    beside = path.with_name(f".{path.stem}.part{path.suffix}")
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name, then rename it, so that it is never half written."""
+    temporary = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        write(beside)
-        os.replace(beside, path)
+        write(temporary)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""Which runs to train next, so that the interval at a target shrinks most for the compute spent.
+"""Designs: the runs to train next so that the interval of a target shrinks most.
 
-Notable: to first order a run narrows the interval by one rank-one update that needs no training, so
-thousands of plans are compared in milliseconds; that the law may bend is five more terms of which
-little is known, so that copies of one run tell little of it. (Fedorov 1972, c-optimal design;
-DuMouchel and Jones 1994, potential terms.)
+Note [Linearized design]
+To first order a run adds J J' to the information matrix, where J is the gradient of its log loss,
+and J does not depend on its outcome. Thousands of candidate runs are therefore compared without
+training any. The variance of a target is c' (sum J J')^-1 c, where c is the gradient of the log of
+the target: c-optimal design (Fedorov 1972).
+
+The law may be slightly wrong, so second and third powers of log N and log D are added as potential
+terms with a small prior variance (DuMouchel and Jones 1994). Without them the best design would
+repeat a few runs many times.
 """
 
 import math
@@ -19,22 +24,33 @@ from scaling.fit.parametric import ParametricFit
 from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs
-from scaling.uncertainty.doubts import bends
-from scaling.uncertainty.profile import robust_scale
+from scaling.uncertainty.diagnostics import NUM_BEND_TERMS, bend_terms
+from scaling.uncertainty.profile import robust_scale, smooth_delta
 from scaling.uncertainty.quantity import Quantity, optimum
 
 
 @dataclass(frozen=True, eq=False)
 class Design(ComparesArrays):
-    """Runs to train, and what they are expected to do for the quantity asked."""
+    """Runs to train, and the interval of the target that is expected with them."""
 
     quantity: str
     parameters: Array
     tokens: Array
     compute: Array
+    #: The 95 % interval, now and with the new runs, reaches from estimate / factor to
+    #: estimate * factor.
     factor_before: float
-    """The 95 % interval of the quantity reaches from estimate / factor to estimate * factor."""
     factor_after: float
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """The best runs of one number of runs, with the variance that they leave."""
+
+    variance: float
+    parameters: Array
+    tokens: Array
+    compute: Array
 
 
 def design(
@@ -48,143 +64,199 @@ def design(
     apart: float = 1.25,
     discrepancy: float = 1.0,
 ) -> Design:
-    """At most `runs` runs, for up to `budget` FLOPs, that tell most of the best size at `target`.
+    """Return the runs that shrink the interval of the best size at `target` FLOPs most.
 
-    `target` may be any positive `Quantity` instead. Every number of equally dear runs is tried;
-    each takes the size, and a part of its share of the budget, that leaves the least variance c'
-    (sum J J')^-1 c, c the slopes of the quantity's logarithm; then each is exchanged for a better
-    one while there is one.
+    Every number of runs up to `runs` is tried, with the budget divided evenly. The runs are chosen
+    one by one and then exchanged for better runs as long as that helps: see
+    Note [Linearized design].
 
-    None costs more than `largest` FLOPs, lies outside `tokens_per_parameter`, within a factor
-    `apart` of another in both size and tokens, or below the smallest or shortest run of the fit,
-    where the law is not known to hold. The law may bend by `discrepancy` deviations of a run's
-    noise, as second and third powers of log N and log D; 0 trusts it. The factors are for least
-    squares on runs as noisy as those of the fit.
+    Args:
+        fit: The fit of the runs that were trained already.
+        budget: FLOPs of all new runs together.
+        target: A compute in FLOPs, or any positive `Quantity`.
+        runs: The largest number of new runs.
+        tokens_per_parameter: The range of D / N of the new runs.
+        largest: The largest compute of one run in FLOPs.
+        apart: Two new runs differ by at least this factor in size or in tokens.
+        discrepancy: By how many standard deviations of a run's noise the law may be wrong, as
+            powers of log N and log D. 0 assumes that the law is exact.
+
+    No new run is smaller or shorter than the smallest or shortest run of the fit, where the law was
+    not checked. The factors of the result are those of least squares with the noise of the fit.
     """
-    numbers = {"largest": largest, "apart": apart, "discrepancy": discrepancy}
+    _check_options(budget, runs, tokens_per_parameter, largest, apart, discrepancy)
+    if len(fit.runs) <= len(CONSTANTS):
+        raise ValueError(
+            f"{len(fit.runs)} runs leave no residuals to estimate noise from; train more than five"
+        )
+    quantity = target if isinstance(target, Quantity) else optimum("parameters", target)
+    problem = fit.problem
+    theta = problem.from_law(fit.law)
+    bend_model = _BendModel.of(fit.runs, newton.log_jacobian(problem, theta), discrepancy)
+    jacobian = bend_model.jacobian(problem, theta)
+    information = jacobian @ jacobian.T + bend_model.prior
+    gradient = np.zeros(len(information))
+    gradient[: len(CONSTANTS)] = newton.numerical_gradient(
+        lambda t: np.log(quantity.evaluate(problem.to_constants(t))), theta[None]
+    )[0]
+    candidates = []
+    for count in range(1, runs + 1):
+        n, c = _candidate_runs(min(budget / count, largest), tokens_per_parameter, fit)
+        d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
+        new_rows = problem.with_columns({"parameters": n, "tokens": d})
+        new_jacobian = bend_model.jacobian(new_rows, theta)
+        close = _are_closer(n, apart) & _are_closer(d, apart)
+        selected = _select_runs(information, new_jacobian, gradient, count, close)
+        if selected is not None:
+            variance, rows = selected
+            candidates.append(_Candidate(variance, n[rows], d[rows], c[rows]))
+    if not candidates:
+        raise ValueError(
+            f"budget = {budget:.3g} does not suffice for a run of {fit.runs.parameters.min():.3g}"
+            f" parameters and {fit.runs.tokens.min():.3g} tokens, the least of the fit, at"
+            f" {tokens_per_parameter} tokens per parameter"
+        )
+    best = min(candidates, key=lambda candidate: candidate.variance)
+    freedom = len(fit.runs) - len(CONSTANTS)
+    # The variance of log loss with which least squares is as precise as this fit.
+    _, noise = robust_scale(fit.residuals, smooth_delta(fit.loss, fit.delta), freedom)
+    unit = float(stdtrit(freedom, 0.975)) * math.sqrt(noise)
+    before = math.sqrt(float(gradient @ np.linalg.solve(information, gradient)))
+    return Design(
+        quantity=quantity.name,
+        parameters=best.parameters,
+        tokens=best.tokens,
+        compute=best.compute,
+        factor_before=math.exp(min(unit * before, 600.0)),
+        factor_after=math.exp(min(unit * math.sqrt(best.variance), 600.0)),
+    )
+
+
+def _check_options(
+    budget: float,
+    runs: int,
+    tokens_per_parameter: tuple[float, float],
+    largest: float,
+    apart: float,
+    discrepancy: float,
+) -> None:
+    """Raise `ValueError` unless the options of a design are valid."""
     low, high = tokens_per_parameter
     if not 0 < low < high < math.inf:
-        raise ValueError(f"tokens_per_parameter = {low, high}: the least and the most, finite")
-    if not (
-        0 < budget < math.inf and runs >= 1 and largest > 0 and apart >= 1 and discrepancy >= 0
-    ):
-        told = ", ".join(f"{k} = {v:g}" for k, v in numbers.items())
         raise ValueError(
-            f"budget = {budget}, runs = {runs}, {told}: need some compute, at least one run, a"
-            " factor above one and nothing negative"
+            f"expected tokens_per_parameter = (least, most), positive and finite, got {low, high}"
         )
-    if len(fit.runs) <= len(CONSTANTS):
-        raise ValueError(f"{len(fit.runs)} runs leave no noise to plan by; train more than five")
-    asked = target if isinstance(target, Quantity) else optimum("parameters", target)
-    problem = fit.problem
-    theta = problem.centered(fit.law)
-    bent = _Bends.of(fit.runs, newton.sensitivity(problem, theta), discrepancy)
-    jacobian = bent.beside(problem, theta)
-    known = jacobian @ jacobian.T + bent.prior
-    slope = np.zeros(len(known))
-    slope[:5] = newton.slopes(lambda t: np.log(asked.of(problem.natural(t))), theta[None])[0]
-    plans = []
-    for count in range(1, runs + 1):
-        n, c = _candidates(min(budget / count, largest), tokens_per_parameter, fit)
-        d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
-        rows = bent.beside(problem.elsewhere({"parameters": n, "tokens": d}), theta)
-        near = np.logical_and(
-            *(np.abs(np.log(v / v[:, None])) < math.log(apart) for v in (n, d)),
-        )
-        if found := _greedy(known, rows, slope, count, near):
-            variance, chosen = found
-            plans.append((variance, n[chosen], d[chosen], c[chosen]))
-    if not plans:
-        raise ValueError(
-            f"budget = {budget:.3g} buys no run of {fit.runs.parameters.min():.3g} parameters and "
-            f"{fit.runs.tokens.min():.3g} tokens, the least of the fit, at {tokens_per_parameter}"
-            " tokens a parameter"
-        )
-    variance, n, d, c = min(plans, key=lambda plan: plan[0])
-    freedom = len(fit.runs) - len(CONSTANTS)
-    # The variance of log loss that makes least squares as sure as this fit is.
-    delta = {"huber": fit.delta, "lad": 1e-4, "squares": math.inf}[fit.loss]
-    noise = robust_scale(fit.residuals, delta, freedom)[1]
-    unit = float(stdtrit(freedom, 0.975)) * math.sqrt(noise)
-    before = math.sqrt(float(slope @ np.linalg.solve(known, slope)))
-    factors = (math.exp(min(unit * s, 600.0)) for s in (before, math.sqrt(variance)))
-    return Design(asked.name, n, d, c, *factors)
+    checks = {
+        f"budget > 0 and finite, got budget = {budget}": 0 < budget < math.inf,
+        f"runs >= 1, got runs = {runs}": runs >= 1,
+        f"largest > 0, got largest = {largest}": largest > 0,
+        f"apart >= 1, got apart = {apart}": apart >= 1,
+        f"discrepancy >= 0, got discrepancy = {discrepancy}": discrepancy >= 0,
+    }
+    for expectation, is_met in checks.items():
+        if not is_met:
+            raise ValueError(f"expected {expectation}")
 
 
-def _candidates(
-    share: float, tokens_per_parameter: tuple[float, float], fit: ParametricFit
+def _candidate_runs(
+    compute: float, tokens_per_parameter: tuple[float, float], fit: ParametricFit
 ) -> tuple[Array, Array]:
-    """Sizes and costs of what one run may be: its whole share of the budget, or a part of it."""
+    """Return sizes and costs of runs that cost `compute` FLOPs, or a half, a quarter, … of it."""
     low, high = tokens_per_parameter
-    sizes, costs = [], []
-    for cost in share * 2.0 ** -np.arange(8):
+    sizes = []
+    costs = []
+    for cost in compute * 2.0 ** -np.arange(8):
         pairs = cost / FLOPS_PER_PARAMETER_TOKEN
-        # D / N between low and high, with N D = pairs.
+        # With N D = pairs, D / N lies between low and high on this grid of N.
         grid = np.geomspace(math.sqrt(pairs / high), math.sqrt(pairs / low), 49)
-        inside = (grid >= fit.runs.parameters.min()) & (pairs / grid >= fit.runs.tokens.min())
-        sizes.append(grid[inside])
-        costs.append(np.full(inside.sum(), cost))
+        allowed = (grid >= fit.runs.parameters.min()) & (pairs / grid >= fit.runs.tokens.min())
+        sizes.append(grid[allowed])
+        costs.append(np.full(allowed.sum(), cost))
     return np.concatenate(sizes), np.concatenate(costs)
 
 
+def _are_closer(values: Array, factor: float) -> NDArray[np.bool_]:
+    """Return (m, m) flags of the pairs of values that differ by less than a factor."""
+    close: NDArray[np.bool_] = np.abs(np.log(values / values[:, None])) < math.log(factor)
+    return close
+
+
 @dataclass(frozen=True)
-class _Bends:
-    """x^2, x y, y^2, x^3, y^3 of the centered logs, of which the law takes up what it can."""
+class _BendModel:
+    """The potential terms of Note [Linearized design]: x^2, x y, y^2, x^3 and y^3.
+
+    x and y are the standardized logs of N and D. The part of each term that the law's constants can
+    absorb over the runs is subtracted.
+    """
 
     center: Array
     scale: Array
-    taken_up: Array
-    size: Array
-    """(5,) range over the runs of what the law leaves of each."""
+    #: The coefficients of the law's constants that absorb each term, (5, terms).
+    absorbed: Array
+    #: The range of each remaining term over the runs, (terms,).
+    ranges: Array
+    #: The prior information: none about the constants, that of small values about the terms.
     prior: Array
-    """What is known beforehand: of the law nothing, of the bends that they are small."""
 
     @staticmethod
-    def of(runs: Runs, jacobian: Array, discrepancy: float) -> "_Bends":
+    def of(runs: Runs, jacobian: Array, discrepancy: float) -> "_BendModel":
         logs = np.log([runs.parameters, runs.tokens])
-        center, scale = logs.mean(1)[:, None], logs.std(1)[:, None]
-        powers = bends((logs - center) / scale)
-        taken_up = np.linalg.lstsq(jacobian.T, powers.T, rcond=1e-12)[0].astype(np.float64)
-        size = np.maximum(np.ptp(powers - taken_up.T @ jacobian, axis=1), 1e-9)
-        small = np.full(5, max(discrepancy, 1e-6) ** -2.0)
-        return _Bends(center, scale, taken_up, size, np.diag([*np.zeros(5), *small]))
+        center = logs.mean(1)[:, None]
+        scale = logs.std(1)[:, None]
+        terms = bend_terms((logs - center) / scale)
+        absorbed = np.linalg.lstsq(jacobian.T, terms.T, rcond=1e-12)[0].astype(np.float64)
+        ranges = np.maximum(np.ptp(terms - absorbed.T @ jacobian, axis=1), 1e-9)
+        information = np.full(NUM_BEND_TERMS, max(discrepancy, 1e-6) ** -2.0)
+        prior = np.diag(np.concatenate([np.zeros(len(CONSTANTS)), information]))
+        return _BendModel(center, scale, absorbed, ranges, prior)
 
-    def beside(self, problem: Problem, theta: Array) -> Array:
-        """(10, n) slopes of log loss in the law's parameters and in the bends."""
-        slopes = newton.sensitivity(problem, theta)
+    def jacobian(self, problem: Problem, theta: Array) -> Array:
+        """Return the derivatives of log loss in the constants and the terms, (10, n)."""
+        by_constants = newton.log_jacobian(problem, theta)
         logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
-        left = bends((logs - self.center) / self.scale) - self.taken_up.T @ slopes
-        return np.concatenate([slopes, left / self.size[:, None]])
+        terms = bend_terms((logs - self.center) / self.scale)
+        remaining = terms - self.absorbed.T @ by_constants
+        return np.concatenate([by_constants, remaining / self.ranges[:, None]])
 
 
-def _greedy(
-    known: Array, jacobian: Array, slope: Array, count: int, near: NDArray[np.bool_]
+def _select_runs(
+    information: Array, jacobian: Array, gradient: Array, count: int, close: NDArray[np.bool_]
 ) -> tuple[float, list[int]] | None:
-    """Pick `count` columns of (P, m) one after the other, then exchange while it helps; None where
-    so many are not apart."""
-    chosen: list[int] = []
+    """Select `count` columns of (P, m) greedily, then exchange them while that helps.
+
+    Return the variance and the selected columns; None if fewer than `count` columns are far enough
+    apart.
+    """
+    selected: list[int] = []
     for _ in range(count):
-        if near[chosen].any(0).all():
+        if close[selected].any(0).all():
             return None
-        chosen.append(_best(known, jacobian, slope, chosen, near)[1])
+        selected.append(_best_addition(information, jacobian, gradient, selected, close)[1])
     variance = math.inf
     while True:
         for _ in range(count):
-            now, pick = _best(known, jacobian, slope, chosen[1:], near)
-            chosen = [*chosen[1:], pick]
-        if now >= variance * (1 - 1e-9):
-            return variance, chosen
-        variance = now
+            others = selected[1:]
+            new_variance, pick = _best_addition(information, jacobian, gradient, others, close)
+            selected = [*others, pick]
+        if new_variance >= variance * (1 - 1e-9):
+            return variance, selected
+        variance = new_variance
 
 
-def _best(
-    known: Array, jacobian: Array, slope: Array, chosen: list[int], near: NDArray[np.bool_]
+def _best_addition(
+    information: Array,
+    jacobian: Array,
+    gradient: Array,
+    selected: list[int],
+    close: NDArray[np.bool_],
 ) -> tuple[float, int]:
-    """The column that leaves the least variance beside those chosen, by Sherman and Morrison."""
-    inside = jacobian[:, chosen]
-    inverse = np.linalg.inv(known + inside @ inside.T)
-    gain = (slope @ inverse @ jacobian) ** 2 / (
-        1 + np.einsum("im,ij,jm->m", jacobian, inverse, jacobian)
-    )
-    pick = int(np.argmax(np.where(near[chosen].any(0), -1.0, gain)))
-    return float(slope @ inverse @ slope - gain[pick]), pick
+    """Return the least variance that one more column leaves, and that column.
+
+    The Sherman-Morrison formula gives the effect of each column without inverting again.
+    """
+    columns = jacobian[:, selected]
+    inverse = np.linalg.inv(information + columns @ columns.T)
+    leverage = np.einsum("im,ij,jm->m", jacobian, inverse, jacobian)
+    gain = (gradient @ inverse @ jacobian) ** 2 / (1 + leverage)
+    pick = int(np.argmax(np.where(close[selected].any(0), -1.0, gain)))
+    return float(gradient @ inverse @ gradient - gain[pick]), pick

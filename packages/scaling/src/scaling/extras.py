@@ -1,14 +1,14 @@
-"""What only some calls need, and is not installed with the rest."""
+"""Optional dependencies that only some functions need."""
 
 import importlib
 
 
-def need(module: str, extra: str) -> None:
-    """Raise, with the remedy, where `module` is absent."""
+def require_module(module: str, extra: str) -> None:
+    """Raise `ModuleNotFoundError` with the `pip install` command if a module is missing."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        told = f'this needs {module}, which is not installed: pip install "scaling[{extra}]"'
-        raise ModuleNotFoundError(told, name=module) from error
+        message = f'this needs {module}, which is missing: pip install "scaling[{extra}]"'
+        raise ModuleNotFoundError(message, name=module) from error

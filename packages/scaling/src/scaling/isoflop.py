@@ -1,10 +1,9 @@
-"""IsoFLOP curves: the best model size of each budget, and the power law through those sizes.
+"""IsoFLOP fits: the best model size of each budget, and a power law through these sizes.
 
-Notable: the size is the bottom of a curve in log N, not the best run, which can only be a size
-that somebody happened to train; D follows from C and N by the runs' own C / (N D), so both laws
-agree at every budget; the line weighs each budget by how well its runs fix the bottom, so that the
-interval holds.
-(Hoffmann et al. 2022, section 3.2, "Approach 2".)
+This is "Approach 2" of Hoffmann et al. 2022, section 3.2. The best size of a budget is the bottom
+of a curve in log N, not the best run, which is only a size that somebody chose to train. D follows
+from C, N and the ratio C / (N D) of the runs, so the laws of N and D agree at every budget. The
+line is weighted by how precisely the runs of each budget determine its bottom.
 """
 
 import itertools
@@ -15,80 +14,103 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
+from scipy.special import stdtrit
 
 from scaling.equality import ComparesArrays
 from scaling.fit.identifiability import singular_values
 from scaling.law import Interval, Optimum, check_level, require_numbers
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
 from scaling.tables.cells import list_some
-from scaling.uncertainty.doubts import Doubts, ParametricOpinion, checked, parametric_opinion
-from scaling.uncertainty.drift import per_decade
-from scaling.valley import Valley, common_shape, polynomial_bottom
+from scaling.uncertainty.diagnostics import (
+    Diagnostics,
+    ParametricSize,
+    parametric_size,
+    warn_of_optimum,
+)
+from scaling.uncertainty.drift import CutError, drift_per_decade, normal_quantile
+from scaling.valley import Valley, fit_common_shape, polynomial_bottom
 
 Method = Literal["parabola"]
 
-# Sizes about the best run that are further apart, as a factor, leave a parabola to guess.
-COARSE = 2.5
-# Least singular value of log N and its half square in a budget; three sizes 1.1 apart have 0.002.
-LEAST_BEND = 0.002
-# Runs beyond the three that the curve of each budget takes, for a skew that all share.
-FEWEST_BEYOND = 3
+#: Sizes next to the best run that are further apart than this factor are reported as coarse.
+COARSE_GRID = 2.5
+
+#: Smallest singular value of (log N, log^2 N / 2) in a budget; three sizes 1.1 apart have 0.002.
+MIN_BUDGET_SINGULAR_VALUE = 0.002
+
+#: Fewest runs beyond three per budget that a common shape needs.
+FEWEST_EXTRA_RUNS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class IsoflopFit(ComparesArrays):
-    """N_opt = scale * C^exponent, and D_opt = C / (k N_opt), k = C / (N D) of the runs."""
+    """The laws N_opt = scale * C^exponent and D_opt = C / (k N_opt), with k = C / (N D)."""
 
     runs: Runs
     valleys: tuple[Valley, ...]
     scale: float
     exponent: float
+    #: Covariance of the line's height at the middle budget and its slope, in logs, (2, 2).
     covariance: Array
-    """(2, 2) of the line's height at the middle budget and its slope, in logs."""
+    #: Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift].
     drift: float
-    """Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift]."""
     level: float
     warnings: tuple[str, ...]
 
     def optimal(self, compute: float) -> Optimum:
-        """N and D at a budget, with the interval of the regression line through the valleys.
+        """Return the best N and D of a budget, with intervals of the line through the valleys.
 
-        The interval is Student's, from the scatter of the valleys about the line in log N, and from
-        its `drift` beyond the largest budget; its ends for D follow from those for N. Two budgets
-        leave no scatter, and the interval is (0, inf).
+        The interval of N combines the scatter of the valleys about the line, with Student's t, and
+        the drift beyond the largest budget. The interval of D follows from it. Two budgets leave no
+        scatter, so their interval is (0, inf).
         """
         require_numbers(compute=compute)
         if not 0 < compute < math.inf:
-            raise ValueError(f"compute = {compute}: must be positive and finite")
-        n, freedom = self.scale * compute**self.exponent, len(self.valleys) - 2
-        low, high = 0.0, math.inf
-        if freedom > 0:
-            middle = float(np.mean(np.log([v.compute for v in self.valleys])))
-            reach = np.array([1.0, math.log(compute) - middle])
-            beyond = self.drift * max(math.log10(compute / self.valleys[-1].compute), 0.0)
-            scatter = math.sqrt(float(reach @ self.covariance @ reach))
-            student, normal = stdtrit(freedom, 0.5 + self.level / 2), ndtri(0.5 + self.level / 2)
-            half = math.hypot(float(student) * scatter, float(normal) * beyond)
-            low, high = n * math.exp(-half), n * math.exp(min(half, 600.0))
+            raise ValueError(f"expected a positive and finite compute, got {compute}")
+        n = self.scale * compute**self.exponent
+        low, high = self._size_interval(compute, n)
         pairs = compute / self.flops_per_parameter_token(compute)
         tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
         intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
         best = Optimum(compute, n, pairs / n, math.nan, intervals)
-        # The parametric law knows of 6 N D alone: it is asked for as many pairs.
-        law = self._by_parametric
+        # The parametric law assumes C = 6 N D, so it is evaluated at the same N D.
+        law = self._parametric_size
         other = law(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None
-        return checked(best, self.runs, other)
+        warn_of_optimum(best, self.runs, other)
+        return best
+
+    @property
+    def exponent_interval(self) -> Interval:
+        """The interval of `exponent` by the scatter of the valleys, without drift."""
+        freedom = len(self.valleys) - 2
+        if freedom <= 0:
+            return Interval(-math.inf, math.inf, self.level)
+        student = float(stdtrit(freedom, 0.5 + self.level / 2))
+        half = student * math.sqrt(float(self.covariance[1, 1]))
+        return Interval(self.exponent - half, self.exponent + half, self.level)
+
+    def _size_interval(self, compute: float, n: float) -> tuple[float, float]:
+        """Return the ends of the interval of the best size `n` at a compute."""
+        freedom = len(self.valleys) - 2
+        if freedom <= 0:
+            return 0.0, math.inf
+        middle = float(np.mean(np.log([valley.compute for valley in self.valleys])))
+        position = np.array([1.0, math.log(compute) - middle])
+        scatter = math.sqrt(float(position @ self.covariance @ position))
+        decades = max(math.log10(compute / self.valleys[-1].compute), 0.0)
+        student = float(stdtrit(freedom, 0.5 + self.level / 2))
+        half = math.hypot(student * scatter, normal_quantile(self.level) * self.drift * decades)
+        return n * math.exp(-half), n * math.exp(min(half, 600.0))
 
     @cached_property
-    def _by_parametric(self) -> ParametricOpinion | None:
-        """The parametric law of the same runs, if they identify one."""
-        return parametric_opinion(self.runs)
+    def _parametric_size(self) -> ParametricSize | None:
+        """The best size by the parametric law of the same runs, if they identify one."""
+        return parametric_size(self.runs)
 
     def flops_per_parameter_token(self, compute: float) -> float:
-        """C / (N D) of the best models: between budgets in logs, beyond them that of the last."""
-        c = np.array([v.compute for v in self.valleys])
-        pairs = np.array([v.parameters * v.tokens for v in self.valleys])
+        """Return C / (N D) of the best model, interpolated between budgets and constant beyond."""
+        c = np.array([valley.compute for valley in self.valleys])
+        pairs = np.array([valley.parameters * valley.tokens for valley in self.valleys])
         return math.exp(np.interp(math.log(compute), np.log(c), np.log(c / pairs)))
 
 
@@ -102,18 +124,28 @@ def fit_isoflop(
     tolerance: float = 0.05,
     level: float = 0.95,
 ) -> IsoflopFit:
-    """The law of the optimum through the valley of every budget.
+    """Fit a power law through the bottoms of the valleys of all budgets.
 
-    "parabola" fits one in log N to each budget, bent by a skew that all budgets share (see
-    `valley`). With `degree` 2 it is a plain one, with 3 or 4 a polynomial that follows each budget
-    by itself: through all its runs, or through the `nearest` to the best, or with weights
-    exp(-(distance / bandwidth)^2 / 2) by the distance in log N to its bottom; both of these take
-    degree 2 unless told. So, with a warning, do fewer than five runs a budget, and valleys that no
-    shared skew fits. Budgets are told apart by `tolerance` in compute.
+    By default all budgets share one skewed shape: see Note [Common shape] in valley.py. If there
+    are too few runs for that, or no common shape fits, plain parabolas are used, with a warning.
 
-    ValueError: fewer than five runs, one budget, too few runs for a parabola, a law that falls, or
-    "minimum", which takes the best run of each budget. ScalingWarning: coarse grids, a minimum at
-    an edge, minima that do not grow with compute, fewer than four budgets.
+    Args:
+        runs: The runs, at least five at two budgets.
+        method: "parabola". "minimum", the best run of each budget, is refused as misleading.
+        nearest: Fit each budget with only this many runs next to its best run.
+        bandwidth: Weight runs by exp(-(distance / bandwidth)^2 / 2), where distance is that in
+            log N from the bottom.
+        degree: Fit each budget with its own polynomial of degree 2, 3 or 4. The default with
+            `nearest` or `bandwidth` is 2.
+        tolerance: The relative difference in compute within one budget.
+        level: The level of the intervals.
+
+    Raises:
+        ValueError: There are fewer than five runs, one budget, or too few runs per budget, or the
+            fitted size does not grow with compute.
+
+    A `ScalingWarning` reports coarse grids, a minimum at the edge of a budget, sizes that do not
+    grow with compute, and fewer than four budgets.
     """
     if method != "parabola":
         raise ValueError(
@@ -121,16 +153,7 @@ def fit_isoflop(
             " chose, not the optimum, and extrapolating multiplies the error: see scaling.bench"
         )
     check_level(level)
-    least = 3 if degree is None else degree + 1
-    for option, given, sound in (
-        ("nearest", nearest, nearest is None or nearest >= least),
-        ("bandwidth", bandwidth, bandwidth is None or bandwidth > 0),
-        ("degree", degree, degree in (None, 2, 3, 4)),
-        ("tolerance", tolerance, tolerance >= 0),
-    ):
-        if not sound:
-            told = f"degree is 2, 3 or 4, nearest {least} or more, the others are positive"
-            raise ValueError(f"{option} = {given}: {told}")
+    _check_options(nearest, bandwidth, degree, tolerance)
     if len(runs) < 5:
         raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")
     budgets = runs.budgets(tolerance)
@@ -138,129 +161,180 @@ def fit_isoflop(
         raise ValueError(
             f"column 'compute' holds one budget, {budgets[0].compute[0]:.3g}: a law needs two"
         )
-    doubts = Doubts()
-    groups = [_look(group, doubts) for group in budgets]
-    local = nearest is not None or bandwidth is not None
-    if degree is None and not local and (shared := _skewed_alike(groups, doubts)):
-        kept, covariance = shared
+    diagnostics = Diagnostics()
+    groups = [_sort_and_check(group, diagnostics) for group in budgets]
+    common = None
+    if degree is None and nearest is None and bandwidth is None:
+        common = _valleys_of_common_shape(groups, diagnostics)
+    if common is None:
+        valleys = []
+        for group in groups:
+            valley = _polynomial_valley(group, nearest, bandwidth, degree or 2, diagnostics)
+            if valley is not None:
+                valleys.append(valley)
+        covariance = np.eye(len(valleys))
     else:
-        found = (_polynomial(g, nearest, bandwidth, degree or 2, doubts) for g in groups)
-        kept = [v for v in found if v is not None]
-        covariance = np.eye(len(kept))
-    if len(kept) < 2:
-        raise ValueError("fewer than two budgets have a valley:\n" + "\n".join(doubts))
-    for before, after in itertools.pairwise(kept):
+        valleys, covariance = common
+    if len(valleys) < 2:
+        raise ValueError("fewer than two budgets have a valley:\n" + "\n".join(diagnostics))
+    _check_valleys(valleys, diagnostics)
+    c = np.array([valley.compute for valley in valleys])
+    n = np.array([valley.parameters for valley in valleys])
+    drift = _drift(c, n, covariance)
+    scale, exponent, covariance = _power_law(c, n, covariance)
+    messages = tuple(diagnostics)
+    for message in messages:
+        warnings.warn(message, ScalingWarning, stacklevel=2)
+    return IsoflopFit(runs, tuple(valleys), scale, exponent, covariance, drift, level, messages)
+
+
+def _check_options(
+    nearest: int | None, bandwidth: float | None, degree: int | None, tolerance: float
+) -> None:
+    """Raise `ValueError` unless the options of a fit are valid."""
+    least = 3 if degree is None else degree + 1
+    if degree not in (None, 2, 3, 4):
+        raise ValueError(f"expected degree to be 2, 3 or 4, got degree = {degree}")
+    if nearest is not None and nearest < least:
+        raise ValueError(f"expected nearest to be {least} or more, got nearest = {nearest}")
+    if bandwidth is not None and not bandwidth > 0:
+        raise ValueError(f"expected a positive bandwidth, got bandwidth = {bandwidth}")
+    if not tolerance >= 0:
+        raise ValueError(f"expected tolerance >= 0, got tolerance = {tolerance}")
+
+
+def _check_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
+    """Add a message for sizes that fall with compute, and for few budgets."""
+    for before, after in itertools.pairwise(valleys):
         if after.parameters <= before.parameters:
-            doubts.add(
+            diagnostics.add(
                 "the budgets are too coarse or too noisy",
                 f"the best size falls from {before.parameters:.3g} at {before.compute:.3g} FLOPs"
                 f" to {after.parameters:.3g} at {after.compute:.3g}",
             )
-    if len(kept) < 4:
-        doubts.add(f"{len(kept)} budgets leave {len(kept) - 2} degrees of freedom for the interval")
-    c, n = np.array([(v.compute, v.parameters) for v in kept]).T
-    moved = _drift(c, n, covariance)
-    scale, exponent, covariance = _power_law(c, n, covariance)
-    for message in doubts:
-        warnings.warn(message, ScalingWarning, stacklevel=2)
-    return IsoflopFit(runs, tuple(kept), scale, exponent, covariance, moved, level, tuple(doubts))
+    if len(valleys) < 4:
+        freedom = len(valleys) - 2
+        diagnostics.add(
+            f"{len(valleys)} budgets leave {freedom} degrees of freedom for the interval"
+        )
 
 
-def _where(group: Runs) -> str:
+def _location(group: Runs) -> str:
     return f"compute = {_budget(group):.3g} (rows {list_some(group.rows)})"
 
 
 def _budget(group: Runs) -> float:
+    """Return the geometric mean of the compute of a group of runs."""
     return float(np.exp(np.log(group.compute).mean()))
 
 
-def _look(group: Runs, doubts: Doubts) -> Runs:
-    """The runs of a budget by size, and what is doubtful about them."""
+def _sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
+    """Return the runs of a budget in order of size, and add messages about their grid."""
     group = group[np.argsort(group.parameters, kind="stable")]
-    x, best, where = np.log(group.parameters), int(np.argmin(group.loss)), _where(group)
+    x = np.log(group.parameters)
+    best = int(np.argmin(group.loss))
+    location = _location(group)
     if (spread := group.compute.max() / group.compute.min()) > 1.2:
-        doubts.add("'compute' spans a factor of {:.2f}: not one budget", where, spread)
+        diagnostics.add("'compute' spans a factor of {:.2f}: not one budget", location, spread)
     if best in (0, len(group) - 1):
-        doubts.add("the least 'loss' is at an edge of 'parameters'; train beyond it", where)
+        diagnostics.add("the least 'loss' is at an edge of 'parameters'; train beyond it", location)
     gap = math.exp(np.diff(x)[max(best - 1, 0) : best + 1].max(initial=0.0))
-    if gap > COARSE:
-        doubts.add("'parameters' {:.2f}x apart leave the best size to the form", where, gap)
+    if gap > COARSE_GRID:
+        diagnostics.add(
+            "'parameters' {:.2f}x apart: the best size depends on the form of the curve",
+            location,
+            gap,
+        )
     return group
 
 
-def _polynomial(
-    group: Runs, nearest: int | None, bandwidth: float | None, degree: int, doubts: Doubts
+def _polynomial_valley(
+    group: Runs,
+    nearest: int | None,
+    bandwidth: float | None,
+    degree: int,
+    diagnostics: Diagnostics,
 ) -> Valley | None:
-    """One budget's bottom by itself; None, and a doubt, where it has none."""
-    where, x = _where(group), np.log(group.parameters)
+    """Fit a polynomial to one budget; return None and add a message if it has no bottom."""
+    location = _location(group)
+    x = np.log(group.parameters)
     if nearest is not None:
         best = int(np.argmin(group.loss))
         near = np.sort(np.argsort(np.abs(x - x[best]), kind="stable")[:nearest])
-        group, x = group[near], x[near]
-    if not _enough(x, degree + 1, where, doubts):
+        group = group[near]
+        x = x[near]
+    if not _has_enough_sizes(x, degree + 1, location, diagnostics):
         return None
-    c, bottom = polynomial_bottom(x, group.loss, degree, bandwidth)
+    coefficients, bottom = polynomial_bottom(x, group.loss, degree, bandwidth)
     if bottom is None:
-        doubts.add("'loss' has no bottom within 'parameters'; left out", where)
+        diagnostics.add("'loss' has no bottom within 'parameters'; left out", location)
         return None
-    loss = float(np.polynomial.polynomial.polyval(bottom - x.mean(), c))
-    return Valley(_budget(group), math.exp(bottom), loss, group, (*map(float, c),))
+    loss = float(np.polynomial.polynomial.polyval(bottom - x.mean(), coefficients))
+    return Valley(_budget(group), math.exp(bottom), loss, group, (*map(float, coefficients),))
 
 
-def _enough(x: Array, needed: int, where: str, doubts: Doubts) -> bool:
-    """Return whether the log sizes of a budget carry `needed` coefficients; add a doubt if not."""
+def _has_enough_sizes(x: Array, needed: int, location: str, diagnostics: Diagnostics) -> bool:
+    """Return True if the log sizes of a budget determine `needed` coefficients."""
     if (sizes := len(np.unique(x))) < needed:
-        doubts.add(f"{sizes} sizes do not fix {needed} coefficients; left out", where)
+        diagnostics.add(f"{sizes} sizes do not fix {needed} coefficients; left out", location)
         return False
     # Repetitions of one size differ by rounding, and a curve through them is noise.
-    if singular_values(np.stack([x, (x - x.mean()) ** 2 / 2])).min() < LEAST_BEND:
-        doubts.add("sizes that hardly differ do not fix a valley; left out", where)
+    columns = np.stack([x, (x - x.mean()) ** 2 / 2])
+    if singular_values(columns).min() < MIN_BUDGET_SINGULAR_VALUE:
+        diagnostics.add("sizes that hardly differ do not fix a valley; left out", location)
         return False
     return True
 
 
-def _skewed_alike(groups: list[Runs], doubts: Doubts) -> tuple[list[Valley], Array] | None:
-    """The budgets that have a bottom, and the covariance of the bottoms up to a factor.
+def _valleys_of_common_shape(
+    groups: list[Runs], diagnostics: Diagnostics
+) -> tuple[list[Valley], Array] | None:
+    """Fit a common shape; return the valleys that have a bottom and the covariance of the bottoms.
 
-    None, and a doubt, where the runs do not carry a shape.
+    Return None and add a message if the runs do not determine a shape.
     """
-    if sum(map(len, groups)) - 3 * len(groups) < FEWEST_BEYOND:
-        doubts.add(
-            f"{sum(map(len, groups))} runs at {len(groups)} budgets are too few for a skew that all"
-            " budgets share, which takes four runs a budget or more: these are plain parabolas"
+    count = sum(map(len, groups))
+    if count - 3 * len(groups) < FEWEST_EXTRA_RUNS:
+        diagnostics.add(
+            f"{count} runs at {len(groups)} budgets are too few for a skew that all budgets share,"
+            " which takes four runs per budget or more: these are plain parabolas"
         )
         return None
-    sizes = [np.log(g.parameters) for g in groups]
-    pairs = zip(groups, sizes, strict=True)
-    groups = [g for g, x in pairs if _enough(x, 3, _where(g), doubts)]
-    if not groups:
+    usable = []
+    for group in groups:
+        if _has_enough_sizes(np.log(group.parameters), 3, _location(group), diagnostics):
+            usable.append(group)
+    if not usable:
         return [], np.empty((0, 0))
-    sizes = [np.log(g.parameters) for g in groups]
-    shape = common_shape([x - x.mean() for x in sizes], [g.loss for g in groups])
-    if shape.steepest:
+    log_sizes = [np.log(group.parameters) for group in usable]
+    shape = fit_common_shape([x - x.mean() for x in log_sizes], [g.loss for g in usable])
+    if shape.is_at_bound:
         p, q = shape.exponents
-        doubts.add(
+        diagnostics.add(
             f"the shape ({p:.3g}, {q:.3g}) that would fit all budgets is at its bound: their skews"
             " differ, or are noise; these are plain parabolas"
         )
         return None
-    valleys, kept = [], []
-    for i, (group, x) in enumerate(zip(groups, sizes, strict=True)):
+    valleys = []
+    indices = []
+    for i, (group, x) in enumerate(zip(usable, log_sizes, strict=True)):
         bottom = float(shape.bottoms[i] + x.mean())
         if not x[0] <= bottom <= x[-1]:
-            doubts.add("'loss' has no bottom within 'parameters'; left out", _where(group))
+            diagnostics.add("'loss' has no bottom within 'parameters'; left out", _location(group))
             continue
-        c, size = shape.coefficients[i], math.exp(bottom)
-        curve = Valley(_budget(group), size, 0.0, group, (*map(float, c),), shape.exponents)
-        valleys.append(replace(curve, loss=float(curve.predict(np.array([size]))[0])))
-        kept.append(i)
-    return valleys, shape.covariance[np.ix_(kept, kept)]
+        size = math.exp(bottom)
+        coefficients = (*map(float, shape.coefficients[i]),)
+        valley = Valley(_budget(group), size, 0.0, group, coefficients, shape.exponents)
+        valleys.append(replace(valley, loss=float(valley.predict(np.array([size]))[0])))
+        indices.append(i)
+    return valleys, shape.covariance[np.ix_(indices, indices)]
 
 
 def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
-    """Scale and exponent, and the covariance of the line in logs from its scatter."""
-    x, weight = np.log(c), np.linalg.inv(covariance / np.trace(covariance))
-    line, inverse, scatter = _line(x - x.mean(), np.log(n), weight)
+    """Return scale and exponent, and the covariance of the line in logs from its scatter."""
+    x = np.log(c)
+    weight = np.linalg.inv(covariance / np.trace(covariance))
+    line, inverse, scatter = _weighted_line(x - x.mean(), np.log(n), weight)
     height, exponent = map(float, line)
     scale = math.exp(height - exponent * float(x.mean()))
     if not exponent > 0:
@@ -271,8 +345,8 @@ def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Arr
     return scale, exponent, scatter * inverse
 
 
-def _line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
-    """Height and slope of least weighted squares, their covariance, and the scatter about it."""
+def _weighted_line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
+    """Return (height, slope) by weighted least squares, their covariance, and the scatter."""
     rows = np.stack([np.ones_like(x), x], axis=1)
     inverse = np.linalg.inv(rows.T @ weight @ rows)
     line = inverse @ rows.T @ weight @ y
@@ -281,19 +355,22 @@ def _line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
 
 
 def _drift(c: Array, n: Array, covariance: Array) -> float:
-    """What lines through all but the largest budgets foretell of the largest, per decade.
+    """Return the drift per decade by which lines through the smaller budgets miss the largest.
 
-    Of nested least squares the variance of the difference is the difference of the variances.
+    For nested least-squares fits, the variance of the difference of two predictions is the
+    difference of their variances.
     """
-    x, y = np.log(c / c[-1]), np.log(n)
-    lines = [
-        _line(x[:count], y[:count], np.linalg.inv(covariance[:count, :count]))
-        for count in range(3, len(c) + 1)
-    ]
+    x = np.log(c / c[-1])
+    y = np.log(n)
+    lines = []
+    for count in range(3, len(c) + 1):
+        weight = np.linalg.inv(covariance[:count, :count])
+        lines.append(_weighted_line(x[:count], y[:count], weight))
     cuts = []
     for i, (line, inverse, _) in enumerate(lines[:-1]):
-        (top, _), whole, scatter = lines[-1]
-        explained = math.sqrt(scatter * (inverse[0, 0] - whole[0, 0])) + 1e-12
-        # Every budget is several runs, so these cuts count fully.
-        cuts.append((math.log10(c[-1] / c[i + 2]), float(line[0] - top), explained, 1.0))
-    return per_decade(cuts)
+        full_line, full_inverse, scatter = lines[-1]
+        deviation = math.sqrt(scatter * (inverse[0, 0] - full_inverse[0, 0])) + 1e-12
+        decades = math.log10(c[-1] / c[i + 2])
+        # Each budget consists of several runs, so every cut counts fully.
+        cuts.append(CutError(decades, float(line[0] - full_line[0]), deviation, 1.0))
+    return drift_per_decade(cuts)

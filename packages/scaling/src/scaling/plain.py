@@ -1,7 +1,7 @@
-"""Scaling laws in a hundred lines of scipy: the two fits of Hoffmann et al. 2022, plainly.
+"""Minimal implementation of the two fits of Hoffmann et al. 2022, in scipy alone.
 
-Start here. N is parameters, D tokens, C = 6 N D floating-point operations, L the loss in nats.
-The rest of the package finds the same answers faster, and says how sure they are.
+Start here. N is parameters, D tokens, C = 6 N D floating-point operations, L the loss in nats. The
+rest of the package finds the same answers faster and adds intervals.
 """
 
 import numpy as np
@@ -13,15 +13,15 @@ Constants = tuple[float, float, float, float, float]
 
 
 def valley_bottom(n: Array, loss: Array) -> float:
-    """The model size at which a parabola through loss over log N is least: one budget's optimum."""
+    """Return the model size at the minimum of a parabola of loss over log N, for one budget."""
     a, b, _ = np.polyfit(np.log(n), loss, 2)
     return float(np.exp(-b / (2 * a)))
 
 
 def isoflop_law(n: Array, loss: Array, compute: Array) -> tuple[float, float]:
-    """(scale, exponent) of N_opt = scale C^exponent, the line through the bottoms ("Approach 2").
+    """Return (scale, exponent) of N_opt = scale C^exponent, a line through the valley bottoms.
 
-    Every run belongs to a budget: `compute` holds the same number for all runs of one.
+    This is "Approach 2". All runs of one budget have the same number in `compute`.
     """
     budgets = np.unique(compute)
     bottoms = [valley_bottom(n[compute == c], loss[compute == c]) for c in budgets]
@@ -30,24 +30,23 @@ def isoflop_law(n: Array, loss: Array, compute: Array) -> tuple[float, float]:
 
 
 def law(constants: Constants, n: Array, d: Array) -> Array:
-    """L(N, D) = E + A / N^alpha + B / D^beta, of log E, log A, log B, alpha and beta."""
-    # Logs keep E, A and B positive; they differ by eight orders of magnitude.
+    """Return E + A / N^alpha + B / D^beta for constants (log E, log A, log B, alpha, beta)."""
+    # Logs keep E, A and B positive; these differ by eight orders of magnitude.
     e, a, b, alpha, beta = constants
     loss: Array = np.exp(e) + np.exp(a - alpha * np.log(n)) + np.exp(b - beta * np.log(d))
     return loss
 
 
 def huber(residual: Array, delta: float = 1e-3) -> Array:
-    """A square near zero, a line beyond: a run that failed pulls no harder than any other."""
+    """Return the Huber loss, quadratic up to delta and linear beyond, which limits outliers."""
     size = np.abs(residual)
     return np.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
 
 
 def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
-    """(E, A, B, alpha, beta) of least Huber loss between logs, from many starts ("Approach 3").
+    """Return (E, A, B, alpha, beta) of least Huber loss between log losses ("Approach 3").
 
-    One start is not enough: the objective is flat along A and alpha together, and has several
-    minima, so that the answer would be where the search began.
+    Many starts are needed: the objective is flat along A and alpha together and has several minima.
     """
 
     def objective(constants: Constants) -> float:
@@ -68,9 +67,10 @@ def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
 
 
 def best_model(constants: Constants, compute: float) -> tuple[float, float]:
-    """(N, D) of least loss for `compute` FLOPs, by setting the derivative along 6 N D = C to zero.
+    """Return (N, D) of least loss for `compute` FLOPs.
 
-    alpha A / N^alpha = beta B / D^beta: the last FLOP gains as much in size as in data.
+    The derivative of the loss along 6 N D = C is zero if alpha A / N^alpha = beta B / D^beta: the
+    last FLOP gains as much from size as from data.
     """
     _, a, b, alpha, beta = constants
     pairs = compute / 6
@@ -82,11 +82,11 @@ def best_model(constants: Constants, compute: float) -> tuple[float, float]:
 def bootstrap_interval(
     n: Array, d: Array, loss: Array, compute: float, resamples: int = 100, seed: int = 0
 ) -> tuple[float, float]:
-    """(low, high): where the middle 95 % of the best N lie if runs are drawn anew from the runs."""
+    """Return the middle 95 % of the best N over runs resampled with replacement."""
     random = np.random.default_rng(seed)
     sizes = []
     for _ in range(resamples):
-        drawn = random.integers(len(loss), size=len(loss))
-        sizes.append(best_model(parametric_law(n[drawn], d[drawn], loss[drawn]), compute)[0])
+        rows = random.integers(len(loss), size=len(loss))
+        sizes.append(best_model(parametric_law(n[rows], d[rows], loss[rows]), compute)[0])
     low, high = np.quantile(sizes, [0.025, 0.975])
     return float(low), float(high)

@@ -1,7 +1,7 @@
-"""From a budget and a serving load to a model: its size, its tokens and its loss, with intervals.
+"""Plans: the size, tokens and loss of a model for a budget and a serving load, with intervals.
 
-Notable: `Law.optimal` answers for a law; a plan answers for runs, so what they leave open (noise,
-and what earlier cuts of them got wrong) is in every number.
+`Law.optimal` answers for a known law. A plan answers for runs, so each of its numbers has an
+interval that includes noise and drift.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,21 @@ from scaling.runs import FLOPS_PER_PARAMETER_TOKEN
 
 @dataclass(frozen=True)
 class Plan:
-    """A model to train; the training and the serving cost what the budget allows."""
+    """A model whose training and serving together cost the budget."""
 
+    #: FLOPs of training and serving.
     budget: float
-    """FLOPs in all."""
     served_tokens: float
     parameters: float
     tokens: float
     loss: float
+    #: 95 % intervals by field name. If the size was given, the interval of the loss is that of a
+    #: single run, its noise included.
     intervals: dict[str, Interval]
-    """95 %, by field name; that of the loss of a given size is for one run, noise included."""
+    #: FLOPs of training, 6 N D.
     training: float
-    """FLOPs, 6 N D."""
+    #: FLOPs of serving, 2 N per served token.
     serving: float
-    """FLOPs, 2 N for each token served."""
 
 
 def plan(
@@ -36,30 +37,45 @@ def plan(
     served_tokens: float = 0.0,
     parameters: float | None = None,
 ) -> Plan:
-    """The model of least loss that `budget` FLOPs train and serve, or the best of a given size.
+    """Return the model of least loss that `budget` FLOPs can train and serve.
 
-    The more is served, the smaller the best model and the longer its training (Sardana et al.
-    2024). ValueError where serving a model of the given size takes the whole budget.
+    With `parameters`, the size is given and only the tokens follow from the budget. The more tokens
+    a model serves, the smaller the best model and the longer its training (Sardana et al. 2024).
+    Raises `ValueError` if serving a model of the given size costs the whole budget.
     """
     if not isinstance(fit, ParametricFit):
-        raise TypeError(f"a plan needs what fit_parametric(runs) returns, not {type(fit).__name__}")
+        raise TypeError(f"expected the result of fit_parametric(runs), got {type(fit).__name__}")
     require_numbers(budget=budget, served_tokens=served_tokens)
     if parameters is None:
         best = fit.optimal(budget, inference_tokens=served_tokens)
-        n, d, loss, intervals = best.parameters, best.tokens, best.loss, best.intervals or {}
+        n = best.parameters
+        d = best.tokens
+        loss = best.loss
+        intervals = best.intervals or {}
     else:
         require_numbers(parameters=parameters)
         n = parameters
-        left = budget - FLOPS_PER_PARAMETER_SERVED_TOKEN * n * served_tokens
-        if not (n > 0 and served_tokens >= 0 and left > 0):
+        training = budget - FLOPS_PER_PARAMETER_SERVED_TOKEN * n * served_tokens
+        if not (n > 0 and served_tokens >= 0 and training > 0):
             raise ValueError(
                 f"parameters = {n:.3g}: {budget:.3g} FLOPs do not train and serve"
-                f" {served_tokens:.3g} tokens; take a smaller model or serve less"
+                f" {served_tokens:.3g} tokens; choose a smaller model or serve less"
             )
-        d = left / (FLOPS_PER_PARAMETER_TOKEN * n)
-        foretold = fit.predict(n, d)
-        loss, given = foretold.loss, {"parameters": Interval(n, n), "tokens": Interval(d, d)}
-        intervals = {"loss": foretold.interval, **given}
-    training = FLOPS_PER_PARAMETER_TOKEN * n * d
-    serving = FLOPS_PER_PARAMETER_SERVED_TOKEN * n * served_tokens
-    return Plan(budget, served_tokens, n, d, loss, intervals, training, serving)
+        d = training / (FLOPS_PER_PARAMETER_TOKEN * n)
+        prediction = fit.predict(n, d)
+        loss = prediction.loss
+        intervals = {
+            "loss": prediction.interval,
+            "parameters": Interval(n, n),
+            "tokens": Interval(d, d),
+        }
+    return Plan(
+        budget=budget,
+        served_tokens=served_tokens,
+        parameters=n,
+        tokens=d,
+        loss=loss,
+        intervals=intervals,
+        training=FLOPS_PER_PARAMETER_TOKEN * n * d,
+        serving=FLOPS_PER_PARAMETER_SERVED_TOKEN * n * served_tokens,
+    )

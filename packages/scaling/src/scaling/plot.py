@@ -1,4 +1,4 @@
-"""Figures of a fit, a backtest or a sweep, intervals drawn as bands; needs matplotlib."""
+"""Figures of fits, backtests and sweeps, with intervals as bands; needs matplotlib."""
 
 import math
 import warnings
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scaling.extras import need
+from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit
 from scaling.isoflop import IsoflopFit
 from scaling.law import Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, ScalingWarning
 from scaling.sweeps.sweep import Sweep
-from scaling.uncertainty.backtest import Foretold
+from scaling.uncertainty.backtest import BacktestRow
 from scaling.uncertainty.profile import profile
 from scaling.uncertainty.quantity import optimum
 
@@ -23,101 +23,110 @@ if TYPE_CHECKING:
 
 
 def plot(
-    result: ParametricFit | IsoflopFit | Sweep | Sequence[Foretold], *, up_to: float = 1e24
+    result: ParametricFit | IsoflopFit | Sweep | Sequence[BacktestRow], *, up_to: float = 1e24
 ) -> "Figure":
-    """One figure; `up_to` is the compute in FLOPs to which a fit is extrapolated.
+    """Return a figure of a fit, a sweep or a backtest.
 
-    A parametric fit: N and D against C with their band, contours of the loss with the efficient
-    frontier, residuals, and the interval of `optimal` at `up_to` beside those of noise alone, by
-    bootstrap and by profile. An IsoFLOP fit:
-    the valleys, N and D against C. A sweep: loss against rate, best rate against batch size. A
-    backtest: what each cut foretold beside what all runs say.
+    `up_to` is the compute in FLOPs to which a fit is extrapolated. The panels are:
+
+    - for a parametric fit, N and D over C with their bands, contours of the loss with the efficient
+      frontier, residuals, and the interval of `optimal` at `up_to` next to those of noise alone;
+    - for an IsoFLOP fit, the valleys, and N and D over C;
+    - for a sweep, loss over rate, and best rate over batch size;
+    - for a backtest, the best size that each cut predicts, relative to a fit of all runs.
     """
-    need("matplotlib", "plot")
+    require_module("matplotlib", "plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8) if isinstance(result, ParametricFit) else (14, 4.5))
     figure.set_layout_engine("constrained")
     with warnings.catch_warnings():
-        # The fit has said so already; the band shows it.
+        # The fit has issued these warnings already, and the bands show the uncertainty.
         warnings.simplefilter("ignore", ScalingWarning)
         if isinstance(result, ParametricFit):
             axes = figure.subplots(2, 2).flat
-            _growth(axes[0], result, up_to)
-            _contours(axes[1], result, up_to)
-            _residuals(axes[2], result)
-            _interval(axes[3], result, up_to)
+            _plot_optima(axes[0], result, up_to)
+            _plot_contours(axes[1], result, up_to)
+            _plot_residuals(axes[2], result)
+            _plot_interval(axes[3], result, up_to)
         elif isinstance(result, IsoflopFit):
             axes = figure.subplots(1, 2).flat
-            _valleys(axes[0], result)
-            _growth(axes[1], result, up_to)
+            _plot_valleys(axes[0], result)
+            _plot_optima(axes[1], result, up_to)
         elif isinstance(result, Sweep):
             axes = figure.subplots(1, 2).flat
-            _curves(axes[0], result)
-            _best_rates(axes[1], result)
+            _plot_losses(axes[0], result)
+            _plot_best_rates(axes[1], result)
         else:
-            _foretold(figure.subplots(), result)
+            _plot_backtest(figure.subplots(), result)
     return figure
 
 
-def _growth(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) -> None:
-    """N and D of the optimum against compute, each in its band."""
+def _plot_optima(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) -> None:
+    """Draw N and D of the optimum over compute, with their bands."""
     compute = np.geomspace(fit.runs.compute.min(), up_to, 60)
     best: list[Optimum] = [fit.optimal(float(c)) for c in compute]
     for name, color in (("parameters", "C0"), ("tokens", "C1")):
         axes.plot(compute, [getattr(b, name) for b in best], color, label=f"{name}, 95 %")
-        bands = [b.intervals[name] for b in best if b.intervals]
-        low = [max(i.low, 1.0) for i in bands]
-        high = [min(i.high, 1e30) for i in bands]
+        intervals = [b.intervals[name] for b in best if b.intervals]
+        low = [max(interval.low, 1.0) for interval in intervals]
+        high = [min(interval.high, 1e30) for interval in intervals]
         axes.fill_between(compute, low, high, color=color, alpha=0.25, lw=0)
     if isinstance(fit, IsoflopFit):
-        c = np.array([v.compute for v in fit.valleys])
-        axes.plot(c, [v.parameters for v in fit.valleys], "C0o", ms=4)
-        axes.plot(c, [v.tokens for v in fit.valleys], "C1o", ms=4)
+        c = np.array([valley.compute for valley in fit.valleys])
+        axes.plot(c, [valley.parameters for valley in fit.valleys], "C0o", ms=4)
+        axes.plot(c, [valley.tokens for valley in fit.valleys], "C1o", ms=4)
     axes.axvline(fit.runs.compute.max(), color="0.6", ls=":", label="largest run")
     axes.set(xscale="log", yscale="log", xlabel="compute (FLOPs)", title="Compute-optimal N and D")
     axes.legend(fontsize=8)
 
 
-def _valleys(axes: "Axes", fit: IsoflopFit) -> None:
-    """In one scale of color by compute, since budgets are many and near to each other."""
+def _plot_valleys(axes: "Axes", fit: IsoflopFit) -> None:
+    """Draw the runs and the curve of each budget, colored by compute on one scale."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
-    c = [v.compute for v in fit.valleys]
-    shades = ScalarMappable(LogNorm(min(c), max(c)), colormaps["viridis"])
+    compute = [valley.compute for valley in fit.valleys]
+    shades = ScalarMappable(LogNorm(min(compute), max(compute)), colormaps["viridis"])
     for valley in fit.valleys:
         n = valley.runs.parameters
         color = shades.to_rgba(np.array(valley.compute))
         axes.plot(n, valley.runs.loss, "o", color=color, ms=3)
-        fine = np.geomspace(n.min(), n.max(), 100)
-        axes.plot(fine, valley.predict(fine), color=color)
+        grid = np.geomspace(n.min(), n.max(), 100)
+        axes.plot(grid, valley.predict(grid), color=color)
         axes.plot(valley.parameters, valley.loss, "k*", ms=7)
     axes.figure.colorbar(shades, ax=axes, label="FLOPs")
     axes.set(xscale="log", xlabel="parameters", ylabel="loss (nats)", title="IsoFLOP valleys")
 
 
-def _foretold(axes: "Axes", rows: Sequence[Foretold]) -> None:
-    """Best sizes at the top over what all runs say, by the compute of the cut; 1 is right."""
+def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
+    """Draw predicted best sizes relative to a fit of all runs; a cross marks a missed one."""
+    missed_cuts = []
+    missed_ratios = []
     for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
-        mine = [row for row in rows if row.method == method]
-        # Beside each other where two methods have one cut.
-        cuts = np.array([row.cut for row in mine]) * 1.06**i
-        ratio, low, high = np.array(
-            [[r.size, r.size_interval.low, r.size_interval.high] for r in mine]
-        ).T / np.array([r.size_by_all for r in mine])
-        low, high = np.maximum(low, 1e-3), np.minimum(high, 1e3)
+        of_method = [row for row in rows if row.method == method]
+        # Methods with the same cuts are shifted against each other.
+        cuts = np.array([row.cut for row in of_method]) * 1.06**i
+        full = np.array([row.full_fit_size for row in of_method])
+        ratio = np.array([row.size for row in of_method]) / full
+        low = np.maximum([row.size_interval.low for row in of_method] / full, 1e-3)
+        high = np.minimum([row.size_interval.high for row in of_method] / full, 1e3)
         bars = np.abs([ratio - low, high - ratio])
         axes.errorbar(cuts, ratio, bars, fmt="os^"[i], color=f"C{i}", capsize=3, label=method)
+        missed = [k for k, row in enumerate(of_method) if not row.size_covered]
+        missed_cuts += cuts[missed].tolist()
+        missed_ratios += ratio[missed].tolist()
+    if missed_cuts:
+        axes.plot(missed_cuts, missed_ratios, "x", color="C3", ms=13, mew=2.5, label="missed")
     axes.axhline(1, color="0.6", lw=1)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs of the largest run fitted")
-    axes.set(ylabel="foretold best size / that by all runs", title="Backtest, 95 % intervals")
+    axes.set(ylabel="predicted best size / that by all runs", title="Backtest, 95 % intervals")
     axes.legend(fontsize=8)
 
 
-def _contours(axes: "Axes", fit: ParametricFit, up_to: float) -> None:
-    """Equal loss over compute and size; the frontier runs through the leftmost point of each."""
+def _plot_contours(axes: "Axes", fit: ParametricFit, up_to: float) -> None:
+    """Draw contours of equal loss; the efficient frontier passes through their leftmost points."""
     frontier_c = np.geomspace(fit.runs.compute.min(), up_to, 60)
     frontier_n = np.array([fit.law.optimal(float(c)).parameters for c in frontier_c])
     c = np.geomspace(fit.runs.compute.min() / 3, up_to * 3, 120)
@@ -133,69 +142,74 @@ def _contours(axes: "Axes", fit: ParametricFit, up_to: float) -> None:
     axes.legend(fontsize=8)
 
 
-def _residuals(axes: "Axes", fit: ParametricFit) -> None:
-    shown = axes.scatter(
+def _plot_residuals(axes: "Axes", fit: ParametricFit) -> None:
+    """Draw the residuals over compute, colored by model size."""
+    points = axes.scatter(
         fit.runs.compute, -fit.residuals, c=np.log10(fit.runs.parameters), s=12, cmap="viridis"
     )
-    axes.figure.colorbar(shown, ax=axes, label="log10 parameters")
+    axes.figure.colorbar(points, ax=axes, label="log10 parameters")
     axes.axhline(0, color="0.6", lw=1)
     axes.set(xscale="log", xlabel="compute (FLOPs)", ylabel="log observed - log predicted")
     axes.set_title("Residuals")
 
 
-def _interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
-    """Draw the interval of `optimal`, and what noise alone makes of it: resamples and profile."""
-    asked = optimum("parameters", compute)
-    values: Array = np.log10(asked.of(fit.resampled.constants))
+def _plot_interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
+    """Draw the interval of `optimal`, and the intervals of noise alone."""
+    target = optimum("parameters", compute)
+    values: Array = np.log10(target.evaluate(fit.resampled.constants))
     values = values[np.isfinite(values)]
-    # Of runs without noise all resamples agree, to rounding.
-    low, high = values.min(), max(values.max(), values.min() + 1e-6)
+    # Without noise all resamples agree to rounding, and a histogram needs a width.
+    low = values.min()
+    high = max(values.max(), low + 1e-6)
     axes.hist(values, np.linspace(low, high, 51).tolist(), color="0.8")
     top = axes.get_ylim()[1]
     answer = fit.optimal(compute).intervals or {}
-    opinions = {
+    intervals = {
         "answer": answer["parameters"],
-        "noise alone, bootstrap": fit.resampled.interval(asked),
+        "noise alone, bootstrap": fit.resampled.interval(target),
     }
     if len(fit.runs) > 5:
-        opinions["noise alone, profile"] = profile(fit, asked).interval
-    for i, (name, interval) in enumerate(opinions.items()):
+        intervals["noise alone, profile"] = profile(fit, target).interval
+    for i, (name, interval) in enumerate(intervals.items()):
         ends = [math.log10(max(interval.low, 1.0)), math.log10(min(interval.high, 1e30))]
         height = top * (1.06 + 0.06 * i)
         axes.plot(ends, [height, height], f"C{i}|-", ms=10, label=f"{name}, 95 %")
     axes.axvline(math.log10(fit.law.optimal(compute).parameters), color="k", lw=1)
     axes.set(xlabel=f"log10 best parameters at {compute:.3g} FLOPs", ylabel="resamples")
-    axes.set_title("How sure")
+    axes.set_title("Uncertainty of the best size")
     axes.legend(fontsize=8)
 
 
-def _curves(axes: "Axes", sweep: Sweep) -> None:
+def _plot_losses(axes: "Axes", sweep: Sweep) -> None:
+    """Draw the loss over the rate for each batch size."""
     from matplotlib import colormaps
 
     colors = colormaps["viridis"](np.linspace(0, 0.9, len(sweep.batch_sizes)))
     for size, curve, best, color in zip(
         sweep.batch_sizes, sweep.loss, sweep.best_rates, colors, strict=True
     ):
-        kept = (curve > 0) & (curve < 1e3 * np.nanmin(curve) + 1e-30)
-        axes.plot(sweep.rates[kept], curve[kept], color=color, label=f"{size:.0f}")
+        visible = (curve > 0) & (curve < 1e3 * np.nanmin(curve) + 1e-30)
+        axes.plot(sweep.rates[visible], curve[visible], color=color, label=f"{size:.0f}")
         axes.axvline(best, color=color, lw=0.5, ls=":")
     axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="final loss")
     axes.set_title(f"{sweep.task}, {sweep.optimizer}")
     axes.legend(title="batch size", fontsize=7)
 
 
-def _best_rates(axes: "Axes", sweep: Sweep) -> None:
-    known = np.array([math.isfinite(i.high) for i in sweep.intervals])
-    ends = np.array([[i.low, i.high] for i in sweep.intervals])[known].T
-    bars = np.abs(ends - sweep.best_rates[known])
-    axes.plot(sweep.batch_sizes, sweep.best_rates, "C0o", label="swept")
-    axes.errorbar(sweep.batch_sizes[known], sweep.best_rates[known], bars, fmt="none", capsize=2)
-    b = np.geomspace(sweep.batch_sizes[0], sweep.batch_sizes[-1], 200)
+def _plot_best_rates(axes: "Axes", sweep: Sweep) -> None:
+    """Draw the best rate over the batch size, with its law and the noise scale."""
+    bounded = np.array([math.isfinite(interval.high) for interval in sweep.intervals])
+    ends = np.array([[interval.low, interval.high] for interval in sweep.intervals])[bounded].T
+    bars = np.abs(ends - sweep.best_rates[bounded])
+    sizes = sweep.batch_sizes
+    axes.plot(sizes, sweep.best_rates, "C0o", label="swept")
+    axes.errorbar(sizes[bounded], sweep.best_rates[bounded], bars, fmt="none", capsize=2)
     if np.isfinite(sweep.best_rates).sum() >= 5:
-        axes.plot(b, sweep.law.predict(b), label=f"{sweep.law.shape} law")
+        grid = np.geomspace(sizes[0], sizes[-1], 200)
+        axes.plot(grid, sweep.law.predict(grid), label=f"{sweep.law.shape} law")
     if sweep.exact_rates is not None:
-        axes.plot(sweep.batch_sizes, sweep.exact_rates, "k--", lw=1, label="exact")
-    if len(sweep.batch_sizes) >= 2 and math.isfinite(sweep.critical_batch_size):
+        axes.plot(sizes, sweep.exact_rates, "k--", lw=1, label="exact")
+    if len(sizes) >= 2 and math.isfinite(sweep.critical_batch_size):
         axes.axvline(sweep.critical_batch_size, color="0.6", ls=":", label="gradient noise scale")
     axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="best learning rate")
     axes.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""Runs drawn from a known law, to check a fit against the truth."""
+"""Synthetic runs of a known law, to compare fits with the truth."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ import numpy as np
 from scaling.law import Law
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Runs, load_runs
 
+#: The constants as printed, rounded, in Hoffmann et al. 2022, appendix D.3.
 CHINCHILLA = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
-"""The constants printed in Hoffmann et al. 2022, appendix D.3, rounded as there."""
 
+#: FLOPs of the IsoFLOP curves in Hoffmann et al. 2022, figure 3.
 BUDGETS = (6e18, 1e19, 3e19, 6e19, 1e20, 3e20, 6e20, 1e21, 3e21)
-"""FLOPs of the IsoFLOP curves in Hoffmann et al. 2022, figure 3."""
 
 
 def isoflop_runs(
@@ -24,10 +24,10 @@ def isoflop_runs(
     noise: float = 0.0,
     seed: int = 0,
 ) -> Runs:
-    """IsoFLOP runs that `law` would give: `per_budget` sizes a factor of `span` apart, end to end.
+    """Return synthetic IsoFLOP runs of a law, with `per_budget` sizes at each budget.
 
-    The sizes of a budget lie evenly in log N about `shift` times its optimum. `noise` is the
-    standard deviation of log loss.
+    The sizes of a budget are evenly spaced in log N about `shift` times its optimum, and the
+    largest is `span` times the smallest. `noise` is the standard deviation of log loss.
     """
     rng = np.random.default_rng(seed)
     steps = np.linspace(-0.5, 0.5, per_budget)
@@ -35,22 +35,23 @@ def isoflop_runs(
     c = np.repeat(budgets, per_budget)
     d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
     loss = law.predict(n, d) * np.exp(noise * rng.standard_normal(n.size))
-    # Counted one by one, however few tokens a parameter a law of any exponents may ask for.
+    # Units of 1 confirm the scale, since some laws are optimal at unusual tokens per parameter.
     units = {"parameters": 1.0, "tokens": 1.0, "loss": 1.0}
     return load_runs({"parameters": n, "tokens": d, "compute": c, "loss": loss}, units=units)
 
 
 def planned_runs(law: Law = CHINCHILLA, *, budgets: Sequence[float] = BUDGETS) -> Runs:
-    """Noiseless IsoFLOP runs as people plan them, who do not know the optimum yet.
+    """Return noiseless IsoFLOP runs on a grid that was planned without knowing the optimum.
 
-    Eight sizes a budget, so that the tokens span 0.8e9 to 20e9 up to 1e20 FLOPs and 5e9 to 200e9
-    above: the sizes are the same fixed distance apart, and the optimum lies where it will.
+    Each budget has eight sizes. Their tokens span 0.8e9 to 20e9 up to 1e20 FLOPs, and 5e9 to 200e9
+    above, so the optimum is not centered.
     """
-    n, d = [], []
-    for c in budgets:
-        least, most = (0.8e9, 20e9) if c <= 1e20 else (5e9, 200e9)
-        tokens = np.geomspace(most, least, 8)
-        n.append(c / (FLOPS_PER_PARAMETER_TOKEN * tokens))
-        d.append(tokens)
-    sizes, tokens = np.concatenate(n), np.concatenate(d)
-    return load_runs({"parameters": sizes, "tokens": tokens, "loss": law.predict(sizes, tokens)})
+    sizes = []
+    tokens = []
+    for compute in budgets:
+        fewest, most = (0.8e9, 20e9) if compute <= 1e20 else (5e9, 200e9)
+        tokens.append(np.geomspace(most, fewest, 8))
+        sizes.append(compute / (FLOPS_PER_PARAMETER_TOKEN * tokens[-1]))
+    n = np.concatenate(sizes)
+    d = np.concatenate(tokens)
+    return load_runs({"parameters": n, "tokens": d, "loss": law.predict(n, d)})

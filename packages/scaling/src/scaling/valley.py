@@ -1,9 +1,24 @@
-"""Where a budget's valley of loss over log N has its bottom: a polynomial, or one shape for all.
+"""Valleys of loss over log N at fixed compute, and the model size at the bottom of each.
 
-Notable: a parabola's bottom is off by the valley's skew, and a polynomial that follows the skew of
-every budget by itself pays in noise. But the valleys of a law are one curve, moved and scaled:
-E + A / N^alpha + B / D^beta at C = 6 N D is c0 + c1 exp(-alpha u) + c2 exp(beta u) in u = log N,
-whatever C is. So the skew of all budgets is two numbers; a parabola is the limit of both at zero.
+Note [Common shape]
+The bottom of a parabola is biased by the skew of a valley, and a polynomial that follows the skew
+of each budget separately is noisy. But under a law E + A / N^alpha + B / D^beta at C = 6 N D, the
+valleys of all budgets are one curve, shifted and scaled:
+
+    loss = c0 + c1 exp(-p u) / p + c2 exp(q u) / q,   u = log N - mean(log N),
+
+with p = alpha and q = beta for every budget. So two numbers (p, q) describe the skew of all
+budgets; a parabola is the limit of both at zero. The coefficients c0, c1 and c2 of each budget
+follow from (p, q) by linear least squares, so the search is over two numbers (variable projection,
+Golub and Pereyra 1973; the Jacobian is Kaufman's approximation).
+
+Note [Prior of the shape]
+Noise may leave (p, q) almost undetermined. log p and log q therefore have a normal prior: their
+mean is log(1/3) with standard deviation 0.6, and their difference is zero, a symmetric valley, with
+standard deviation 0.5. In published laws and tables p and q differ by a factor of about e^0.5. The
+weight of the prior is the variance of the noise, which is estimated in turn until it settles. The
+first search has no prior: without noise its result is exact, and the prior may have a basin of its
+own in between.
 """
 
 import itertools
@@ -12,180 +27,252 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from scaling.equality import ComparesArrays
 from scaling.runs import Array, Runs
 
-# Where the search for the shape starts, in each of its two numbers.
-EXPONENTS = np.geomspace(0.06, 1.5, 5)
-# Of the two numbers' prior: what both are about, and the mean and the difference of their logs in
-# deviations. They are equal in a valley as symmetric as a parabola; of published laws and tables
-# they differ by a factor of e^0.5 or so.
-USUAL, PRIOR = 1 / 3, np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0.5]])
-# Bounds of the two numbers; at 0.01 a valley is a parabola for all that runs can tell.
-FLATTEST, STEEPEST = 0.01, 4.0
+#: Grid of starts for p and for q.
+START_EXPONENTS = np.geomspace(0.06, 1.5, 5)
+
+#: Prior mean of p and q: see Note [Prior of the shape].
+PRIOR_MEAN = 1 / 3
+
+#: Maps the deviations of (log p, log q) from the prior mean to standard deviations: the first row
+#: is their average, the second their difference.
+PRIOR_PRECISION_ROOT = np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0.5]])
+
+#: Bounds of p and q. At 0.01 a valley cannot be distinguished from a parabola.
+MIN_EXPONENT = 0.01
+MAX_EXPONENT = 4.0
 
 
 @dataclass(frozen=True, eq=False)
 class Valley(ComparesArrays):
-    """One budget: where its loss is least, from which runs."""
+    """The fitted valley of one budget."""
 
     compute: float
+    #: The model size at the bottom.
     parameters: float
-    """The size at the bottom."""
+    #: The loss at the bottom.
     loss: float
     runs: Runs
+    #: Coefficients in u = log N - mean(log N): of a polynomial, or with a shape (p, q) of the curve
+    #: in Note [Common shape].
     coefficients: tuple[float, ...]
-    """With u = log N less its mean over the runs: c of
-    c0 + c1 u + c2 u^2 + …, or, with a shape (p, q), of c0 + c1 exp(-p u) / p + c2 exp(q u) / q."""
     shape: tuple[float, float] | None = None
 
     @property
     def tokens(self) -> float:
-        """What a model of the best size is trained on, by the runs' own tokens about that size."""
-        # In logs between neighbors, so that D = C / (k N) comes back exactly for any k.
+        """Training tokens of the best model, interpolated between the runs of the budget."""
+        # Interpolation in logs reproduces D = C / (k N) exactly for any k.
         order = np.argsort(self.runs.parameters, kind="stable")
-        sizes, tokens = np.log(self.runs.parameters)[order], np.log(self.runs.tokens)[order]
-        return math.exp(np.interp(math.log(self.parameters), sizes, tokens))
+        log_sizes = np.log(self.runs.parameters)[order]
+        log_tokens = np.log(self.runs.tokens)[order]
+        return math.exp(np.interp(math.log(self.parameters), log_sizes, log_tokens))
 
     def predict(self, parameters: Array) -> Array:
-        """The fitted loss of models of these sizes."""
+        """Return the fitted loss of models of these sizes."""
         u = np.log(parameters) - np.log(self.runs.parameters).mean()
-        c = np.array(self.coefficients)
-        of = np.polynomial.polynomial.polyval
-        curve: Array = of(u, c) if self.shape is None else _terms(u, *self.shape) @ c
+        coefficients = np.array(self.coefficients)
+        if self.shape is None:
+            polynomial: Array = np.polynomial.polynomial.polyval(u, coefficients)
+            return polynomial
+        curve: Array = _curve_terms(u, *self.shape) @ coefficients
         return curve
 
 
 def polynomial_bottom(
     x: Array, loss: Array, degree: int, bandwidth: float | None
 ) -> tuple[Array, float | None]:
-    """Coefficients in x - mean, and the lowest bottom inside; the weights follow the bottom."""
+    """Fit a polynomial of loss over x = log N and return its coefficients and its lowest bottom.
+
+    The coefficients are those in x - mean(x). The bottom is None if the curve has none within the
+    runs. With a bandwidth, runs are weighted by their distance from the bottom, iteratively.
+    """
     u = x - x.mean()
     bottom = float(u[np.argmin(loss)])
-    fine = np.linspace(u[0], u[-1], 1001)
+    grid = np.linspace(u[0], u[-1], 1001)
     for _ in range(20 if bandwidth else 1):
-        # polyfit squares its weights.
+        # polyfit squares its weights, so these are the roots of the Gaussian weights.
         weights = np.exp(-0.25 * ((u - bottom) / bandwidth) ** 2) if bandwidth else None
-        c = np.polynomial.polynomial.polyfit(u, loss, degree, w=weights)
-        curve = np.polynomial.Polynomial(c)
-        slope, bend = curve.deriv(), curve.deriv(2)
-        # Not by the roots of the slope: of a leading coefficient near zero they are noise.
-        rising = np.flatnonzero((slope(fine[:-1]) < 0) & (slope(fine[1:]) >= 0))
+        coefficients = np.polynomial.polynomial.polyfit(u, loss, degree, w=weights)
+        curve = np.polynomial.Polynomial(coefficients)
+        slope = curve.deriv()
+        curvature = curve.deriv(2)
+        # The roots of the slope would be noise if its leading coefficient is nearly zero.
+        rising = np.flatnonzero((slope(grid[:-1]) < 0) & (slope(grid[1:]) >= 0))
         if not rising.size:
-            return c, None
-        low = rising[np.argmin(curve(fine[rising]))]
-        bottom = float(fine[low])
+            return coefficients, None
+        cell = rising[np.argmin(curve(grid[rising]))]
+        bottom = float(grid[cell])
         for _ in range(8):
-            step = float(slope(bottom) / bend(bottom)) if bend(bottom) else 0.0
-            bottom = float(np.clip(bottom - step, fine[low], fine[low + 1]))
-    return c, bottom + float(x.mean())
+            step = float(slope(bottom) / curvature(bottom)) if curvature(bottom) else 0.0
+            bottom = float(np.clip(bottom - step, grid[cell], grid[cell + 1]))
+    return coefficients, bottom + float(x.mean())
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The shape (p, q) of all valleys, and what it makes of each budget."""
+class CommonShape:
+    """The shape (p, q) of all valleys, with the curve of each budget."""
 
     exponents: tuple[float, float]
+    #: c0, c1 and c2 of each budget, (budgets, 3).
     coefficients: Array
-    """(budgets, 3)"""
+    #: The bottom of each curve in u, (budgets,); nan if a curve has none.
     bottoms: Array
-    """(budgets,) of u; nan where a curve has none."""
+    #: Covariance of the bottoms at unit variance of log loss, (budgets, budgets).
     covariance: Array
-    """(budgets, budgets) of the bottoms, for a unit variance of log loss."""
 
     @property
-    def steepest(self) -> bool:
-        """Whether the search ended at its steepest: the runs have no such shape."""
-        return max(self.exponents) > 0.99 * STEEPEST
+    def is_at_bound(self) -> bool:
+        """True if the search ended at its upper bound, so the runs do not have such a shape."""
+        return max(self.exponents) > 0.99 * MAX_EXPONENT
 
 
-def common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> Shape:
-    """Least squares in log loss over p, q > 0 and three coefficients for every budget.
+@dataclass(frozen=True)
+class _Budgets:
+    """The runs of all budgets, padded to the same length with runs of zero weight."""
 
-    `sizes` are u = log N less its mean in each budget. The coefficients follow linearly from p and
-    q, so the search is over two numbers (variable projection). The covariance is that of all
-    coefficients and both numbers together.
+    #: Centered log sizes, (budgets, n).
+    u: Array
+    #: 1 / loss, so that weighted residuals are relative; 0 for padding. (budgets, n).
+    weights: Array
+    #: True for runs, False for padding, (budgets, n).
+    mask: NDArray[np.bool_]
+
+    @staticmethod
+    def of(sizes: Sequence[Array], losses: Sequence[Array]) -> "_Budgets":
+        shape = (len(sizes), max(map(len, sizes)))
+        u = np.zeros(shape)
+        weights = np.zeros(shape)
+        for i, (size, loss) in enumerate(zip(sizes, losses, strict=True)):
+            u[i, : len(size)] = size
+            weights[i, : len(size)] = 1 / loss
+        return _Budgets(u, weights, weights > 0)
+
+    @property
+    def freedom(self) -> int:
+        """Number of runs beyond three per budget."""
+        return int(self.mask.sum()) - 3 * len(self.u)
+
+    def terms(self, p: float, q: float) -> Array:
+        """Return the weighted terms of the curves, (budgets, n, 3)."""
+        return _curve_terms(self.u, p, q) * self.weights[..., None]
+
+    def solve(self, p: float, q: float) -> tuple[Array, Array]:
+        """Return an orthonormal basis of the weighted terms, and the best coefficients."""
+        basis, triangle = np.linalg.qr(self.terms(p, q))
+        ones = self.mask.astype(np.float64)[..., None]
+        coefficients: Array = np.linalg.solve(triangle, basis.transpose(0, 2, 1) @ ones)[..., 0]
+        return basis, coefficients
+
+    def slopes(self, p: float, q: float, coefficients: Array) -> Array:
+        """Return the weighted derivatives of the curves in p and q, (budgets, n, 2)."""
+        falling = np.exp(-p * self.u) / p
+        rising = np.exp(q * self.u) / q
+        by_p = -coefficients[:, 1:2] * falling * (self.u + 1 / p)
+        by_q = coefficients[:, 2:3] * rising * (self.u - 1 / q)
+        return np.stack([by_p, by_q], axis=-1) * self.weights[..., None]
+
+    def residuals(self, log_exponents: Array) -> Array:
+        """Return the relative residuals of all runs with the best coefficients."""
+        basis, _ = np.linalg.qr(self.terms(*np.exp(log_exponents)))
+        ones = self.mask[..., None]
+        fitted: Array = basis @ (basis.transpose(0, 2, 1) @ ones)
+        return (fitted - ones)[..., 0][self.mask]
+
+    def jacobian(self, log_exponents: Array) -> Array:
+        """Return the derivatives of the residuals in log p and log q (Kaufman's approximation)."""
+        p, q = np.exp(log_exponents)
+        basis, coefficients = self.solve(p, q)
+        slopes = self.slopes(p, q, coefficients) * (p, q)
+        # The part of a slope that the coefficients absorb does not change the residuals.
+        remaining: Array = slopes - basis @ (basis.transpose(0, 2, 1) @ slopes)
+        return remaining[self.mask]
+
+
+def fit_common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> CommonShape:
+    """Fit the shape that the valleys of all budgets share: see Note [Common shape].
+
+    `sizes` are log N minus its mean in each budget. The covariance includes the uncertainty of the
+    coefficients and of the shape.
     """
-    # Budgets of fewer runs are filled up with runs of no weight.
-    count, longest = len(sizes), max(map(len, sizes))
-    u, w = np.zeros((count, longest)), np.zeros((count, longest))
-    for i, (x, loss) in enumerate(zip(sizes, losses, strict=True)):
-        u[i, : len(x)], w[i, : len(x)] = x, 1 / loss
-    seen = w > 0
+    budgets = _Budgets.of(sizes, losses)
+    log_exponents, noise = _search_shape(budgets)
+    p, q = map(float, np.exp(log_exponents))
+    _, coefficients = budgets.solve(p, q)
+    bottoms, gradients = _bottoms(coefficients, p, q)
+    count = len(sizes)
+    columns = 3 * count + 2
+    jacobian = np.zeros((*budgets.u.shape, columns))
+    terms = budgets.terms(p, q)
+    for i in range(count):
+        jacobian[i, :, 3 * i : 3 * i + 3] = terms[i]
+    jacobian[..., -2:] = budgets.slopes(p, q, coefficients)
+    prior = np.zeros((2, columns))
+    prior[:, -2:] = noise * PRIOR_PRECISION_ROOT / (p, q)
+    rows = np.concatenate([jacobian[budgets.mask], prior])
+    # The columns differ by many orders of magnitude, so they are scaled before the inversion.
+    scale = np.linalg.norm(rows, axis=0) + 1e-300
+    inverse = np.linalg.pinv(rows / scale, rcond=1e-13)
+    changes = (gradients / scale) @ inverse
+    return CommonShape((p, q), coefficients, bottoms, changes @ changes.T)
 
-    def residuals(logs: Array) -> Array:
-        basis, _ = np.linalg.qr(_terms(u, *np.exp(logs)) * w[..., None])
-        left: Array = basis @ (basis.transpose(0, 2, 1) @ seen[..., None]) - seen[..., None]
-        return left[..., 0][seen]
 
-    def jacobian(logs: Array) -> Array:
-        """Kaufman's: the slopes of the terms, less what the coefficients would take up."""
-        p, q = np.exp(logs)
-        basis, c = _solve(u, w, p, q)
-        slope = _slopes(u, p, q, c) * w[..., None] * (p, q)
-        free: Array = slope - basis @ (basis.transpose(0, 2, 1) @ slope)
-        return free[seen]
+def _search_shape(budgets: _Budgets) -> tuple[Array, float]:
+    """Return (log p, log q) and the standard deviation of log loss.
 
-    usual, freedom = np.log([USUAL, USUAL]), int(seen.sum()) - 3 * count
-    starts = [np.array(logs) for logs in itertools.product(np.log(EXPONENTS), repeat=2)]
-    logs, noise = min(starts, key=lambda logs: float((residuals(logs) ** 2).sum())), 0.0
-    # Shrunk towards a symmetric valley by as much as noise leaves the shape open: the posterior of
-    # a normal prior and a noise that is not known. From the unshrunk shape upwards, since without
-    # noise that is the answer, and the prior's own basin may lie between.
+    See Note [Prior of the shape].
+    """
+    prior_mean = np.log([PRIOR_MEAN, PRIOR_MEAN])
+    starts = [np.array(pair) for pair in itertools.product(np.log(START_EXPONENTS), repeat=2)]
+    log_exponents = min(starts, key=lambda pair: float((budgets.residuals(pair) ** 2).sum()))
+    noise = 0.0
     for _ in range(30):
-        pull, before = noise * PRIOR, noise
-        found = least_squares(
-            lambda z, pull=pull: np.concatenate([residuals(z), pull @ (z - usual)]),
-            logs,
-            lambda z, pull=pull: np.concatenate([jacobian(z), pull]),
-            bounds=(math.log(FLATTEST), math.log(STEEPEST)),
+        prior = noise * PRIOR_PRECISION_ROOT
+
+        def residuals(pair: Array, prior: Array = prior) -> Array:
+            return np.concatenate([budgets.residuals(pair), prior @ (pair - prior_mean)])
+
+        def jacobian(pair: Array, prior: Array = prior) -> Array:
+            return np.concatenate([budgets.jacobian(pair), prior])
+
+        log_exponents = least_squares(
+            residuals,
+            log_exponents,
+            jacobian,
+            bounds=(math.log(MIN_EXPONENT), math.log(MAX_EXPONENT)),
             xtol=1e-14,
             ftol=1e-14,
             gtol=None,
-        )
-        logs = found.x
-        noise = math.sqrt(float((residuals(logs) ** 2).sum()) / freedom) + 1e-15
-        if abs(noise - before) < 1e-3 * noise:
+        ).x
+        previous = noise
+        squares = float((budgets.residuals(log_exponents) ** 2).sum())
+        noise = math.sqrt(squares / budgets.freedom) + 1e-15
+        if abs(noise - previous) < 1e-3 * noise:
             break
-    p, q = map(float, np.exp(found.x))
-    _, coefficients = _solve(u, w, p, q)
-    terms, slopes = _terms(u, p, q) * w[..., None], _slopes(u, p, q, coefficients) * w[..., None]
-    total = np.zeros((count, longest, 3 * count + 2))
-    shrunk = np.zeros((2, 3 * count + 2))
-    shrunk[:, -2:] = noise * PRIOR / (p, q)
-    moves, bottoms = np.zeros((count, 3 * count + 2)), np.full(count, math.nan)
-    total[..., -2:] = slopes
-    for i, c in enumerate(coefficients):
-        total[i, :, 3 * i : 3 * i + 3] = terms[i]
-        if c[1] > 0 and c[2] > 0:
-            bottoms[i] = bottom = math.log(c[1] / c[2]) / (p + q)
-            moves[i, 3 * i + 1 : 3 * i + 3] = np.array([1 / c[1], -1 / c[2]]) / (p + q)
-            moves[i, -2:] = -bottom / (p + q)
-    # The columns differ by many orders, so they are scaled before they are inverted.
-    rows = np.concatenate([total[seen], shrunk])
-    scale = np.linalg.norm(rows, axis=0) + 1e-300
-    inverse = np.linalg.pinv(rows / scale, rcond=1e-13)
-    moves = (moves / scale) @ inverse
-    return Shape((p, q), coefficients, bottoms, moves @ moves.T)
+    return log_exponents, noise
 
 
-def _terms(u: Array, p: float, q: float) -> Array:
-    """(…, 3): 1, exp(-p u) / p, exp(q u) / q; their sum is level at u = 0."""
+def _bottoms(coefficients: Array, p: float, q: float) -> tuple[Array, Array]:
+    """Return the bottom of each curve and its gradient in all coefficients, p and q.
+
+    The slope of a curve is zero at u = log(c1 / c2) / (p + q), if c1 and c2 are positive.
+    """
+    count = len(coefficients)
+    bottoms = np.full(count, math.nan)
+    gradients = np.zeros((count, 3 * count + 2))
+    for i, (_, c1, c2) in enumerate(coefficients):
+        if c1 > 0 and c2 > 0:
+            bottoms[i] = math.log(c1 / c2) / (p + q)
+            gradients[i, 3 * i + 1] = 1 / c1 / (p + q)
+            gradients[i, 3 * i + 2] = -1 / c2 / (p + q)
+            gradients[i, -2:] = -bottoms[i] / (p + q)
+    return bottoms, gradients
+
+
+def _curve_terms(u: Array, p: float, q: float) -> Array:
+    """Return 1, exp(-p u) / p and exp(q u) / q, stacked along the last axis."""
     return np.stack([np.ones_like(u), np.exp(-p * u) / p, np.exp(q * u) / q], axis=-1)
-
-
-def _slopes(u: Array, p: float, q: float, c: Array) -> Array:
-    """(budgets, n, 2) slopes of the curves in p and q."""
-    falling, rising = np.exp(-p * u) / p, np.exp(q * u) / q
-    c1, c2 = c[:, 1:2], c[:, 2:3]
-    return np.stack([-c1 * falling * (u + 1 / p), c2 * rising * (u - 1 / q)], axis=-1)
-
-
-def _solve(u: Array, w: Array, p: float, q: float) -> tuple[Array, Array]:
-    """An orthonormal basis of the weighted terms, and the coefficients, for each budget."""
-    basis, triangle = np.linalg.qr(_terms(u, p, q) * w[..., None])
-    ones = (w > 0).astype(np.float64)[..., None]
-    c: Array = np.linalg.solve(triangle, basis.transpose(0, 2, 1) @ ones)[..., 0]
-    return basis, c

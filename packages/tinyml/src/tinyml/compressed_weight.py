@@ -69,7 +69,7 @@ class CompressedWeight(nn.Module):
 
 
 def install_parametrization(layer: nn.Module, name: str, stored: nn.Module) -> nn.Module:
-    """Register a parametrization and make the layer picklable, which torch's own are not."""
+    """Register a parametrization and keep the layer picklable, unlike torch's function."""
     parametrize.register_parametrization(layer, name, stored, unsafe=True)
     cast(Any, type(layer)).__reduce_ex__ = _reduced
     return layer

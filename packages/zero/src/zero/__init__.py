@@ -1,21 +1,21 @@
-"""Shard what data parallelism replicates: optimizer state, gradients, parameters."""
+"""ZeRO: optimizer state, gradients and parameters sharded over data-parallel ranks."""
 
 from zero.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from zero.checkpoint.weights import save_safetensors
-from zero.direct import direct_all_gather, direct_reduce_scatter
 from zero.fsdp.fsdp import FSDP
+from zero.gloo_collectives import direct_all_gather, direct_reduce_scatter
 from zero.memory import MemoryReport, Moment, memory_report, zero_stage_bytes
-from zero.optimizer.optimizer import ShardedOptimizer
-from zero.wire import DryRun, Wire, wire_bytes
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.process_groups import Communicator, DryRun, wire_bytes
 
 __all__ = [
     "FSDP",
+    "Communicator",
     "DryRun",
     "MemoryReport",
     "Moment",
     "Saving",
     "ShardedOptimizer",
-    "Wire",
     "direct_all_gather",
     "direct_reduce_scatter",
     "load_checkpoint",

@@ -1,7 +1,8 @@
-"""The most bytes that torch's own allocator held in a step, whoever allocated them and from where.
+"""The peak bytes of torch's allocator in a training step, from any code.
 
-Unlike `memory_report`, which sees what operators make, this sees every call to the allocator, so
-that torch's DDP and FSDP2, whose buckets are made in C++, are counted as ours are.
+`memory_report` sees what operators allocate. This module sees every call to the allocator, so
+that torch's DDP and FSDP2, whose buckets are allocated in C++, are counted in the same way as
+this package.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero.memory import held_tensors
+from zero.memory import tensors_by_kind
 
 STEPS = 2
 
@@ -25,30 +26,31 @@ STEPS = 2
 def peak_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor]
 ) -> int:
-    """The most bytes held at any time of a training step after the first.
+    """Return the peak bytes of a training step after the first.
 
-    What lasts between steps is added up, each storage once. A step's own allocations are, on a GPU,
-    the CUDA allocator's peak; on a CPU the profiler's record of every allocation and release by
-    this thread, not of resident pages. A tensor that a thread of the backend lets go of last counts
-    until its address is used again; the least of two steps leaves out most of those.
+    The result is the bytes that persist between steps, each storage once, plus the peak of a
+    step's allocations. On a GPU the latter is the CUDA allocator's peak. On a CPU it is the
+    profiler's record of every allocation and release by this thread, not of resident pages. A
+    tensor whose last reference is dropped by a backend's thread counts until its address is
+    reused; the minimum of two steps excludes most of those.
     """
     loss(model).backward()
     optimizer.step()
-    kept = {StorageWeakRef(s): s.nbytes() for s in _storages(model, optimizer)}
+    storages = {StorageWeakRef(s): s.nbytes() for s in _storages(model, optimizer)}
     optimizer.zero_grad()
-    # Gradients go, but for those that lie in buckets.
-    lasting = sum(nbytes for storage, nbytes in kept.items() if not storage.expired())
+    # Gradients are freed now, except those that are views of buckets.
+    persistent = sum(nbytes for storage, nbytes in storages.items() if not storage.expired())
 
     def step() -> None:
         loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    cuda = next(model.parameters()).is_cuda
-    return lasting + min((_cuda if cuda else _cpu)(step) for _ in range(STEPS))
+    measure = _cuda_peak if next(model.parameters()).is_cuda else _cpu_peak
+    return persistent + min(measure(step) for _ in range(STEPS))
 
 
-def _cpu(step: Callable[[], None]) -> int:
+def _cpu_peak(step: Callable[[], None]) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     options: dict[str, Any] = {"activities": activities, "acc_events": True}
     with torch.profiler.profile(**options, profile_memory=True) as profile:
@@ -58,24 +60,28 @@ def _cpu(step: Callable[[], None]) -> int:
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
-    return most_at_once((e["args"]["Addr"], e["args"]["Bytes"]) for e in memory)
+    return peak_of_events((e["args"]["Addr"], e["args"]["Bytes"]) for e in memory)
 
 
-def most_at_once(events: Iterable[tuple[int, int]]) -> int:
-    """The most bytes live at once, of (address, bytes) in order; a release has negative bytes."""
+def peak_of_events(events: Iterable[tuple[int, int]]) -> int:
+    """Return the peak of live bytes in a sequence of (address, bytes).
+
+    A release has negative bytes.
+    """
     live: dict[int, int] = {}
-    now = most = 0
+    total = 0
+    peak = 0
     for address, size in events:
-        # An address that is given out again was released unseen.
-        now -= live.pop(address, 0)
+        # An address that is allocated twice was released by another thread in between.
+        total -= live.pop(address, 0)
         if size > 0:
             live[address] = size
-            now += size
-        most = max(most, now)
-    return most
+            total += size
+        peak = max(peak, total)
+    return peak
 
 
-def _cuda(step: Callable[[], None]) -> int:
+def _cuda_peak(step: Callable[[], None]) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -85,11 +91,12 @@ def _cuda(step: Callable[[], None]) -> int:
 
 
 def _storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.UntypedStorage]:
-    """Of everything that model and optimizer keep, and of gradients."""
-    held = [t for tensors in held_tensors(model, optimizer).values() for t in tensors]
-    # ZeroRedundancyOptimizer's state is in the optimizer that it wraps.
+    """Return the storages of model, gradients and optimizer state, each once."""
+    tensors = [t for kind in tensors_by_kind(model, optimizer).values() for t in kind]
+    # ZeroRedundancyOptimizer keeps its state in the optimizer that it wraps.
     wrapped = getattr(optimizer, "optim", optimizer)
     state = [v for values in wrapped.state.values() for v in values.values()]
-    held += [value for value in state if isinstance(value, Tensor)]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in held]
-    return [*{id(s): s for s in (t.untyped_storage() for t in local)}.values()]
+    tensors += [value for value in state if isinstance(value, Tensor)]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    storages = {id(storage): storage for storage in (t.untyped_storage() for t in local)}
+    return list(storages.values())

@@ -1,20 +1,29 @@
-"""What `.grad` is once gradients have been averaged: this rank's elements, which act as the whole.
+"""The tensors in `.grad` after gradients have been averaged: each rank's elements act as the whole.
 
-torch's own tools read and change `.grad`: GradScaler, `clip_grad_norm_`, `clip_grad_value_`, a
-loop that scales or logs. Each rank holds 1/n of the average only, so on a plain tensor some of
-these would be right (an element-wise change), some wrong without a word (a norm: every rank has
-another).
+Note [Operations on a sharded gradient]
+GradScaler, `clip_grad_norm_`, `clip_grad_value_` and training loops read and change `.grad`. Each
+rank stores 1/n of the average only. On a plain tensor of these elements, an element-wise change
+would be right and a norm would silently be wrong, because every rank would compute another one.
+Therefore:
+- an element-wise operation acts on this rank's elements, which is exact;
+- a norm, sum, mean, maximum or minimum over all elements is reduced over ranks, so every rank must
+  call it, and every rank gets the same value;
+- GradScaler's check for infinities is reduced too, so that either all ranks step or no rank does;
+- any other operation raises, and names `full_tensor()` as the remedy.
 
-Notable:
-- an element-wise operation acts on the elements that are here, which is exact;
-- a norm, a sum, a maximum over all elements is taken over all ranks: every rank must call it;
-- GradScaler's look for infinities is agreed on, so that all ranks step or none does;
-- what needs elements that are elsewhere raises.
+Note [Two classes of sharded gradients]
+At stages 1 and 2 parameters are whole, so `.grad` must have the parameter's shape, although this
+rank's elements of it are somewhere in buckets. `AveragedGradient` is a wrapper subclass without
+memory. It is intercepted in `__torch_dispatch__`, because autograd itself adds later gradients to
+it. At stage 3 a parameter is a shard with the same elements as its gradient, on which an
+optimizer's fused kernels must run directly. `ShardGradient` is a tensor with memory that
+intercepts Python calls only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 from typing import Any, ClassVar, Protocol
@@ -24,39 +33,78 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from zero.wire import Wire
+from zero.process_groups import Communicator
 
 aten = torch.ops.aten
 
-# Element-wise as well, though torch does not tag them so.
-ELEMENTWISE = {"zero_", "zeros_like", "ones_like", "copy_", "fill_", "clone", "_to_copy"}
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+NORMS = {"norm", "linalg_vector_norm"}
+#: Each reduction of all elements to one number: its function and its neutral element.
+REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "sum": (torch.sum, 0.0),
+    "mean": (torch.sum, 0.0),
+    "max": (torch.max, -inf),
+    "amax": (torch.max, -inf),
+    "min": (torch.min, inf),
+    "amin": (torch.min, inf),
+    "any": (torch.any, 0.0),
+    "all": (torch.all, 1.0),
+}
+#: Operators of aten that are element-wise without torch's tag `pointwise`.
+ELEMENTWISE_OPERATORS = {
+    "zero_", "zeros_like", "ones_like", "copy_", "fill_", "clone", "_to_copy",
+}  # fmt: skip
+#: Python functions and methods that are element-wise and are not operators tagged `pointwise`.
+ELEMENTWISE_FUNCTIONS = {
+    "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
+    "data", "real", "__deepcopy__", "empty_like", "full_like", "fill_", "nan_to_num", "clip",
+    "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
+    "true_divide", "square", "clamp", "masked_fill",
+}  # fmt: skip
+#: Methods that end with an underscore and do not change elements.
+NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
+#: Methods that return values of elements as Python or NumPy objects, or assign to elements.
+READS_ELEMENTS = {
+    "item", "tolist", "numpy", "equal", "allclose", "__array__", "__bool__", "__float__", "__int__",
+    "is_nonzero", "__contains__", "__iter__", "__setitem__",
+}  # fmt: skip
+#: Python operators whose operators in aten have other names.
+OPERATOR_NAMES = {
+    "truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide", "mod": "remainder",
+    "and": "bitwise_and", "or": "bitwise_or",
+}  # fmt: skip
+
+REMEDY = (
+    "element-wise operations, norms, sums, means, maxima and minima work; p.grad.full_tensor(), "
+    "called by every rank, gathers the gradient"
+)
 
 
 class Source(Protocol):
-    """Where an AveragedGradient's elements are: a reducer."""
+    """The object that stores an AveragedGradient's elements: a reducer or a unit."""
 
-    wire: Wire
+    communicator: Communicator
 
-    def fetch(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
-        """This rank's runs of elements (start, stop, values), when they have arrived."""
+    def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
+        """Return this rank's runs of elements (start, stop, values) after they were averaged."""
 
 
 class AveragedGradient(Tensor):
-    """`.grad` after backward at stages 1 and 2, in the parameter's shape; see this module.
+    """`.grad` after backward at stages 1 and 2, in the parameter's shape.
 
-    It holds no elements of its own: they lie in the reducer's buckets.
+    The elements are stored in the reducer's buckets. See Note [Operations on a sharded gradient]
+    and Note [Two classes of sharded gradients].
     """
 
     source: Source
-    # What finds this gradient's elements, whatever it was sliced from; see Reducer.fetch.
+    #: The identity by which the source finds this gradient's elements.
     key: Any
-    # Concrete elements, for the result of an operation.
-    parts: list[tuple[int, int, Tensor]] | None
-    # This rank's gradient of a later backward, not averaged yet.
-    local: Tensor | None
-    # Whether this rank's backward reached the parameter.
-    used: bool
+    #: The elements themselves, if the gradient is the result of an operation.
+    runs: list[tuple[int, int, Tensor]] | None
+    #: This rank's gradient of a later backward, which has not been averaged yet.
+    unreduced: Tensor | None
+    #: True if this rank's backward reached the parameter.
+    is_used: bool
 
     @staticmethod
     def __new__(
@@ -66,35 +114,39 @@ class AveragedGradient(Tensor):
         key: Any,
         *,
         dtype: torch.dtype | None = None,
-        parts: list[tuple[int, int, Tensor]] | None = None,
-        used: bool = True,
+        runs: list[tuple[int, int, Tensor]] | None = None,
+        is_used: bool = True,
     ) -> AveragedGradient:
-        """Stand for the average of `like`'s gradient."""
-        made: AveragedGradient = torch.Tensor._make_wrapper_subclass(
+        """Create the averaged gradient of `like`."""
+        gradient: AveragedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
-        made.source, made.key, made.parts = source, key, parts
-        made.local, made.used = None, used
-        return made
+        gradient.source = source
+        gradient.key = key
+        gradient.runs = runs
+        gradient.unreduced = None
+        gradient.is_used = is_used
+        return gradient
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def held(self) -> list[tuple[int, int, Tensor]]:
-        """This rank's runs of the flattened average: (start, stop, values); never empty."""
-        if self.parts is not None:
-            return self.parts
-        if self.local is not None:
+    def local_runs(self) -> list[tuple[int, int, Tensor]]:
+        """Return this rank's runs of the flattened average: (start, stop, values), at least one."""
+        if self.runs is not None:
+            return self.runs
+        if self.unreduced is not None:
             raise RuntimeError(
-                "this gradient is an average plus what a later backward under no_sync() added on "
-                "this rank: run the last backward of a step outside no_sync(), then look at .grad"
+                "this gradient is an average plus a local gradient that a later backward under "
+                "no_sync() added on this rank: run the last backward of a step outside no_sync(), "
+                "then read .grad"
             )
-        found = self.source.fetch(self)
-        return found or [(0, 0, torch.empty(0, dtype=self.dtype, device=self.device))]
+        runs = self.source.fetch_runs(self)
+        return runs or [(0, 0, torch.empty(0, dtype=self.dtype, device=self.device))]
 
     def full_tensor(self) -> Tensor:
-        """The whole average, on every rank; every rank calls it."""
-        return _whole(self.held(), self.shape, self.source.wire)
+        """Return the whole average on every rank; every rank must call it."""
+        return _gather_runs(self.local_runs(), self.shape, self.source.communicator)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AveragedGradient({tuple(self.shape)}, {self.dtype}; full_tensor() gathers it)"
@@ -110,7 +162,7 @@ class AveragedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Do `func` on the elements that are here, or over all ranks, or refuse."""
+        """Run `func` on this rank's elements or over all ranks, or raise."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name == "detach":
@@ -118,348 +170,361 @@ class AveragedGradient(Tensor):
         if name in ("add_", "add") and torch._C._current_graph_task_id() != -1:
             return _accumulate(name, *args)
         if name == UNSCALE:
-            return _unscale(*args)
+            gradients, found_inf, inv_scale = args
+            return unscale(gradients, found_inf, inv_scale)
         if name.startswith("_foreach_"):
-            return _each(name.removeprefix("_foreach_"), args, kwargs)
-        if name in REDUCTIONS and _over_everything(name, args, kwargs):
+            return _apply_foreach(name.removeprefix("_foreach_"), args, kwargs)
+        if _reduces_all_elements(name, args, kwargs):
             return _reduce(name, args, kwargs)
-        if torch.Tag.pointwise in func.tags or name in ELEMENTWISE:
-            return _elementwise(func, args, kwargs)
+        if torch.Tag.pointwise in func.tags or name in ELEMENTWISE_OPERATORS:
+            return _apply_elementwise(func, args, kwargs)
         raise RuntimeError(
-            f"{name} needs all elements of an averaged gradient, of which this rank holds its "
-            "share only: element-wise operations, norms, sums, means and extremes work; "
-            "p.grad.full_tensor(), called by every rank, gathers it"
+            f"{name} needs all elements of an averaged gradient, of which this rank has its shard "
+            f"only: {REMEDY}"
         )
-
-
-def _whole(runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, wire: Wire) -> Tensor:
-    first = runs[0][2]
-    whole = torch.zeros(shape.numel(), dtype=first.dtype, device=wire.device)
-    for start, stop, values in runs:
-        whole[start:stop] = values.reshape(-1)
-    # Adding zeros changes nothing, whatever the order.
-    wire.all_reduce(whole).wait()
-    return whole.to(first.device).view(shape)
 
 
 def _alias(gradient: AveragedGradient) -> AveragedGradient:
-    same = AveragedGradient(
-        gradient, gradient.source, gradient.key, parts=gradient.parts, used=gradient.used
+    alias = AveragedGradient(
+        gradient, gradient.source, gradient.key, runs=gradient.runs, is_used=gradient.is_used
     )
-    same.local = gradient.local
-    return same
+    alias.unreduced = gradient.unreduced
+    return alias
 
 
 def _accumulate(name: str, gradient: Any, added: Any) -> Any:
-    """Autograd adds this rank's gradient of one more backward: it is averaged in its turn."""
+    """Add the local gradient of another backward, which will be averaged later."""
     if not isinstance(gradient, AveragedGradient) or isinstance(added, AveragedGradient):
         raise RuntimeError("an averaged gradient cannot take part in a backward")
     gradient = gradient if name == "add_" else _alias(gradient)
-    gradient.local = added.clone() if gradient.local is None else gradient.local.add_(added)
+    if gradient.unreduced is None:
+        gradient.unreduced = added.clone()
+    else:
+        gradient.unreduced.add_(added)
     return gradient
 
 
-def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+    """Apply an element-wise operator to each run of this rank's elements."""
     leaves, spec = tree_flatten((args, kwargs))
-    ours = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
-    held = [gradient.held() for gradient in ours]
-    runs = [(start, stop) for start, stop, _ in held[0]]
-    in_place = func._schema.is_mutable
-    if any([(a, b) for a, b, _ in other] != runs for other in held) or (
-        in_place and not isinstance(args[0], AveragedGradient)
-    ):
+    gradients = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
+    runs_of = [gradient.local_runs() for gradient in gradients]
+    ranges = [(start, stop) for start, stop, _ in runs_of[0]]
+    have_same_ranges = all([(a, b) for a, b, _ in runs] == ranges for runs in runs_of)
+    is_in_place = func._schema.is_mutable
+    if not have_same_ranges or (is_in_place and not isinstance(args[0], AveragedGradient)):
         raise RuntimeError(
-            f"{func} mixes an averaged gradient, of which this rank holds its share, with a tensor "
-            "that is held otherwise: p.grad.full_tensor(), called by every rank, gathers it"
+            f"{func} combines an averaged gradient, of which this rank has its shard only, with a "
+            f"tensor of other elements: {REMEDY}"
         )
+    shape = gradients[0].shape
     results = []
-    for number, (start, stop) in enumerate(runs):
-        mine = iter(held)
-        here = [
-            next(mine)[number][2]
+    for index, (start, stop) in enumerate(ranges):
+        values = iter([runs[index][2] for runs in runs_of])
+        local_leaves = [
+            next(values)
             if isinstance(leaf, AveragedGradient)
-            else _part(leaf, ours[0].shape, start, stop)
+            else _slice_argument(leaf, shape, start, stop)
             for leaf in leaves
         ]
-        some_args, some_kwargs = tree_unflatten(here, spec)
-        results.append((start, stop, func(*some_args, **some_kwargs)))
-    if in_place:
+        local_args, local_kwargs = tree_unflatten(local_leaves, spec)
+        results.append((start, stop, func(*local_args, **local_kwargs)))
+    if is_in_place:
         return args[0]
-    first = ours[0]
     dtype = results[0][2].dtype
-    return AveragedGradient(first, first.source, None, dtype=dtype, parts=results)
+    return AveragedGradient(gradients[0], gradients[0].source, None, dtype=dtype, runs=results)
 
 
-def _part(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
-    if not isinstance(value, Tensor) or value.numel() == 1:
-        return value.reshape(()) if isinstance(value, Tensor) else value
+def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
+    """Return the elements of another argument that belong to a run; numbers stay as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.reshape(())
     return value.expand(shape).reshape(-1)[start:stop]
 
 
-def _each(name: str, args: Any, kwargs: Any) -> Any:
-    """A `_foreach_` operation, tensor by tensor."""
-    count = len(args[0])
+def _apply_foreach(name: str, args: Any, kwargs: Any) -> Any:
+    """Apply a `_foreach_` operation tensor by tensor."""
     if name == "norm":
         return norms(args[0], *args[1:], **kwargs)
-    each = [
-        getattr(aten, name)(*(a[i] if isinstance(a, list | tuple) else a for a in args), **kwargs)
-        for i in range(count)
-    ]
-    return None if name.endswith("_") else each
+    operator = getattr(aten, name)
+    results = []
+    for index in range(len(args[0])):
+        row = [arg[index] if isinstance(arg, list | tuple) else arg for arg in args]
+        results.append(operator(*row, **kwargs))
+    return None if name.endswith("_") else results
 
 
-def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    unscale(pieces_of(gradients), wire_of(gradients), found_inf, inv_scale)
+def _gather_runs(
+    runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, communicator: Communicator
+) -> Tensor:
+    """Return the whole tensor, of which each rank passes its runs of elements."""
+    first = runs[0][2]
+    whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)
+    for start, stop, values in runs:
+        whole[start:stop] = values.reshape(-1)
+    # Every element is nonzero on one rank only, so the order of the sum does not matter.
+    communicator.all_reduce(whole).wait()
+    return whole.to(first.device).view(shape)
 
 
-def unscale(pieces: list[Tensor], wire: Wire, found_inf: Tensor, inv_scale: Tensor) -> None:
-    """GradScaler's: divide by the scale; set `found_inf` on every rank if any has found one."""
+def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Divide gradients by GradScaler's scale; set `found_inf` if any rank has an infinity."""
+    pieces = [plain(piece) for piece in _local_pieces(gradients)]
     if pieces:
         getattr(torch, UNSCALE)(pieces, found_inf, inv_scale)
-    agreed = found_inf.to(wire.device)
-    wire.all_reduce(agreed, op=dist.ReduceOp.MAX).wait()
-    found_inf.copy_(agreed)
+    communicator = communicator_of(gradients)
+    found_anywhere = found_inf.to(communicator.device)
+    communicator.all_reduce(found_anywhere, op=dist.ReduceOp.MAX).wait()
+    found_inf.copy_(found_anywhere)
 
 
-def pieces_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The elements that are here."""
+def _local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's elements of the gradients."""
     pieces = []
     for gradient in gradients:
         if isinstance(gradient, AveragedGradient):
-            pieces += [values for start, stop, values in gradient.held() if start < stop]
+            pieces += [values for start, stop, values in gradient.local_runs() if start < stop]
         else:
             pieces.append(gradient)
     return pieces
 
 
-def wire_of(gradients: Sequence[Any]) -> Wire:
-    """The wire of the ranks that hold the rest."""
+def communicator_of(gradients: Sequence[Any]) -> Communicator:
+    """Return the communicator of the ranks that share the first sharded gradient."""
     for gradient in gradients:
         if isinstance(gradient, AveragedGradient):
-            return gradient.source.wire
+            return gradient.source.communicator
         if isinstance(gradient, ShardGradient):
-            return gradient.wire
-    raise AssertionError("no sharded gradient among them")
-
-
-def _sharded(gradient: Tensor) -> bool:
-    return isinstance(gradient, AveragedGradient | ShardGradient)
+            return gradient.communicator
+    raise AssertionError("expected at least one sharded gradient")
 
 
 def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
-    """Each gradient's vector norm over all ranks, in one all-reduce; every rank calls it."""
+    """Return each gradient's vector norm over all ranks, in one all-reduce.
+
+    Every rank must call it.
+    """
     if ord <= 0:
-        raise ValueError(f"the norm of order {ord} of a sharded gradient: use one above 0")
+        raise ValueError(f"expected a norm of order > 0 of a sharded gradient, got order {ord}")
+    # The sum of |x|^ord, or the maximum of |x|.
     powers = torch.zeros(len(gradients), dtype=torch.float64, device=gradients[0].device)
-    for i, gradient in enumerate(gradients):
-        for piece in pieces_of([gradient]):
+    for index, gradient in enumerate(gradients):
+        for piece in _local_pieces([gradient]):
             if not piece.numel():
                 continue
             values = plain(piece)
             wide = torch.complex128 if values.is_complex() else torch.float64
             norm = torch.linalg.vector_norm(values.to(wide), ord)
-            powers[i] = torch.maximum(powers[i], norm) if ord == inf else powers[i] + norm**ord
-    everyone = _everyones(powers, wire_of(gradients))
-    total = everyone.amax(0) if ord == inf else everyone.sum(0) ** (1 / ord)
-    # What is replicated is counted once.
-    alone = powers if ord == inf else powers ** (1 / ord)
-    here = torch.tensor([_sharded(g) for g in gradients], device=powers.device)
-    roots = torch.where(here, total, alone).unbind()
-    kinds = (dtype or g.dtype for g in gradients)
-    return [root.to(kind.to_real()) for root, kind in zip(roots, kinds, strict=True)]
+            if ord == inf:
+                powers[index] = torch.maximum(powers[index], norm)
+            else:
+                powers[index] += norm**ord
+    everyone = _all_gather_rows(powers, communicator_of(gradients))
+    if ord == inf:
+        sharded = everyone.amax(0)
+        replicated = powers
+    else:
+        sharded = everyone.sum(0) ** (1 / ord)
+        replicated = powers ** (1 / ord)
+    results = []
+    for index, gradient in enumerate(gradients):
+        is_sharded = isinstance(gradient, AveragedGradient | ShardGradient)
+        norm = sharded[index] if is_sharded else replicated[index]
+        results.append(norm.to((dtype or gradient.dtype).to_real()))
+    return results
 
 
-def _everyones(values: Tensor, wire: Wire) -> Tensor:
-    """Each rank's `values`, in rank order: what comes of them is alike on all ranks, NaNs too."""
-    rows = values.new_zeros(wire.world, values.numel(), device=wire.device)
-    rows[wire.rank] = values
-    wire.all_reduce(rows).wait()
+def _all_gather_rows(values: Tensor, communicator: Communicator) -> Tensor:
+    """Return every rank's `values` as rows, so that all ranks compute equal results."""
+    rows = values.new_zeros(communicator.world, values.numel(), device=communicator.device)
+    rows[communicator.rank] = values
+    communicator.all_reduce(rows).wait()
     return rows.to(values.device)
 
 
-# Over all elements, to one number.
-REDUCTIONS = {
-    "norm",
-    "linalg_vector_norm",
-    "sum",
-    "mean",
-    "max",
-    "amax",
-    "min",
-    "amin",
-    "any",
-    "all",
-}
-
-
-def _over_everything(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether the whole tensor is reduced, to one number."""
-    given = dict(zip(("self", "ord", "dim") if "norm" in name else ("self", "dim"), args,
-                     strict=False), **kwargs)  # fmt: skip
-    dim = given.get("dim")
+def _reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
+    """Return True if an operation reduces the whole tensor to one number."""
+    names: tuple[str, ...]
+    if name in NORMS:
+        names = ("self", "ord", "dim")
+    elif name in REDUCTIONS:
+        names = ("self", "dim")
+    else:
+        return False
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    dim = arguments.get("dim")
     return dim is None or (isinstance(dim, list | tuple) and not dim)
 
 
 def _reduce(name: str, args: Any, kwargs: Any) -> Tensor:
     gradient = args[0]
     dtype = kwargs.get("dtype")
-    if "norm" in name:
-        order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-        return norms([gradient], 2 if order is None or order == "fro" else order, dtype)[0]
-    return reduce_elements(name, pieces_of([gradient]), gradient, dtype)
+    if name in REDUCTIONS:
+        return _reduce_elements(name, gradient, dtype)
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    if order is None or order == "fro":
+        order = 2
+    return norms([gradient], order, dtype)[0]
 
 
-def reduce_elements(
-    name: str, pieces: Sequence[Tensor], gradient: Any, dtype: torch.dtype | None
-) -> Tensor:
-    """A sum, mean, extreme, any or all over the elements of all ranks."""
+def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Tensor:
+    """Return a sum, mean, maximum, minimum, any or all over the elements of all ranks."""
     if gradient.dtype.is_complex:
         raise RuntimeError(
-            f"{name} of a sharded complex gradient: p.grad.full_tensor(), called by every rank, "
-            "gathers it; norms, and sums of its abs(), work"
+            f"{name} of a sharded complex gradient is not supported: p.grad.full_tensor(), called "
+            "by every rank, gathers it; norms, and sums of its abs(), work"
         )
-    lowest = {"max": -inf, "amax": -inf, "min": inf, "amin": inf, "all": 1.0}.get(name, 0.0)
-    kind = {"mean": "sum", "amax": "max", "amin": "min"}.get(name, name)
-    here = torch.tensor([lowest, 0.0], dtype=torch.float64, device=gradient.device)
-    flat = torch.cat([plain(piece).reshape(-1).double() for piece in pieces] or [here[:0]])
+    function, neutral = REDUCTIONS[name]
+    local = torch.tensor([neutral, 0.0], dtype=torch.float64, device=gradient.device)
+    pieces = [plain(piece).reshape(-1).double() for piece in _local_pieces([gradient])]
+    flat = torch.cat([local[:0], *pieces])
     if flat.numel():
-        one = getattr(flat.bool() if kind in ("any", "all") else flat, kind)()
-        here = torch.stack([one.double(), one.new_tensor(flat.numel()).double()])
-    values, counts = _everyones(here, wire_of([gradient])).unbind(1)
-    total: Tensor = getattr(values.bool() if kind in ("any", "all") else values, kind)()
+        local[0] = function(flat)
+        local[1] = flat.numel()
+    values, counts = _all_gather_rows(local, communicator_of([gradient])).unbind(1)
+    result: Tensor = function(values)
+    if name in ("any", "all"):
+        return result
     if name == "mean":
-        total = total / counts.sum()
-    return total if kind in ("any", "all") else total.to(dtype or gradient.dtype)
+        result = result / counts.sum()
+    return result.to(dtype or gradient.dtype)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """Return this rank's elements of a ShardGradient as a tensor that is nothing but them."""
-    return tensor.as_subclass(Tensor) if isinstance(tensor, ShardGradient) else tensor
+@dataclass(frozen=True)
+class ElementRange:
+    """Elements `start` to `stop` of a flattened tensor of shape `shape`."""
+
+    start: int
+    stop: int
+    shape: torch.Size
 
 
 class ShardGradient(Tensor):
-    """`.grad` of one of FSDP's shards: its elements, and norms, sums and extremes over all ranks.
+    """`.grad` of one of FSDP's shards: this rank's elements of the average.
 
-    While an optimizer steps it is the plain tensor of this rank's elements for everything else,
-    which a trial has shown to be right; at other times what needs elements of others raises.
+    See Note [Operations on a sharded gradient]. While an optimizer steps, operations that would
+    raise act on this rank's elements instead, because the optimizer is known or verified to be
+    element-wise.
     """
 
-    # Whether an optimizer of shards steps.
-    stepping: ClassVar[bool] = False
-    wire: Wire
-    # Which elements of what they are.
-    place: tuple[int, int, torch.Size]
+    #: True while an optimizer of shards steps.
+    is_stepping: ClassVar[bool] = False
+    communicator: Communicator
+    elements: ElementRange
 
     def full_tensor(self) -> Tensor:
-        """The whole average, on every rank; every rank calls it."""
-        start, stop, shape = self.place
-        return _whole([(start, stop, plain(self))], shape, self.wire)
+        """Return the whole average on every rank; every rank must call it."""
+        runs = [(self.elements.start, self.elements.stop, plain(self))]
+        return _gather_runs(runs, self.elements.shape, self.communicator)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do `func` on this rank's elements, or over all ranks, or refuse."""
+        """Run `func` on this rank's elements or over all ranks, or raise."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = func.__self__.__name__
+        name = _python_name(func)
         with torch._C.DisableTorchFunctionSubclass():
             if name == UNSCALE:
-                return unscale([plain(g) for g in args[0]], wire_of(args[0]), *args[1:])
+                return unscale(*args)
             if name == "_foreach_norm":
                 return norms(*args, **kwargs)
-            name = {"vector_norm": "linalg_vector_norm", "linalg_norm": "norm"}.get(name, name)
-            if (
-                name in REDUCTIONS
-                and isinstance(args[0], ShardGradient)
-                and _over_everything(name, args, kwargs)
-            ):
-                if "norm" in name:
-                    return _reduce(name, args, kwargs)
-                return reduce_elements(name, [plain(args[0])], args[0], kwargs.get("dtype"))
             if name.startswith("_foreach_"):
-                _check_alike(name, _is_elementwise(name[9:]), ())
-                return _kept_each(func(*args, **kwargs), args[0])
-            kept = _is_elementwise(name) or (
-                name == "__setitem__" and isinstance(args[1], ShardGradient)
-            )
-            changes = name.rstrip("_") + "_" == name and name not in UNCHANGED
-            leaves = tree_leaves((args, kwargs))
-            if kept:
-                _check_alike(name, True, leaves)
-            elif changes or name in LOOKS:
-                _check_alike(name, False, leaves)
-            result = func(*args, **kwargs)
-            if type(result) is Tensor and kept:
-                given = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
-                _check_alike(name, given.shape == result.shape, ())
-                return shard_gradient(result, given.wire, given.place)
-            several = result if isinstance(result, list | tuple) else [result]
-            if any(type(each) is Tensor for each in several) and not name.startswith("new_"):
-                _check_alike(name, False, ())
-            return result
+                _check_is_local(name, _is_elementwise(name.removeprefix("_foreach_")), ())
+                return _wrap_results(func(*args, **kwargs), args[0])
+            if _reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
+                return _reduce(name, args, kwargs)
+            return _apply_to_shards(func, name, args, kwargs)
 
 
-def _check_alike(name: str, right: bool, leaves: Sequence[Any]) -> None:
-    """Raise unless `name` is right on each rank's elements of these alone."""
-    if ShardGradient.stepping:
+def shard_gradient(
+    values: Tensor, communicator: Communicator, elements: ElementRange
+) -> ShardGradient:
+    """Return `values` as the gradient of this rank's shard of a parameter."""
+    gradient = values.as_subclass(ShardGradient)
+    gradient.communicator = communicator
+    gradient.elements = elements
+    return gradient
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a ShardGradient's elements as a plain tensor."""
+    return tensor.as_subclass(Tensor) if isinstance(tensor, ShardGradient) else tensor
+
+
+def _python_name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = func.__self__.__name__
+    return {"vector_norm": "linalg_vector_norm", "linalg_norm": "norm"}.get(name, name)
+
+
+def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a function on this rank's elements, or raise if the whole gradient is needed."""
+    leaves = tree_leaves((args, kwargs))
+    is_assignment = name == "__setitem__" and isinstance(args[1], ShardGradient)
+    is_elementwise = _is_elementwise(name) or is_assignment
+    is_in_place = name.rstrip("_") + "_" == name and name not in NOT_IN_PLACE
+    if is_elementwise or is_in_place or name in READS_ELEMENTS:
+        _check_is_local(name, is_elementwise, leaves)
+    result = func(*args, **kwargs)
+    if is_elementwise and type(result) is Tensor:
+        gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
+        _check_is_local(name, gradient.shape == result.shape, ())
+        return shard_gradient(result, gradient.communicator, gradient.elements)
+    results = result if isinstance(result, list | tuple) else [result]
+    if any(type(entry) is Tensor for entry in results) and not name.startswith("new_"):
+        _check_is_local(name, False, ())
+    return result
+
+
+def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
+    """Raise unless `name` is right on each rank's elements of the arguments alone."""
+    if ShardGradient.is_stepping:
         return
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    ours = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
+    gradients = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
     others = [tensor for tensor in tensors if tensor.numel() != 1 or tensor.dim()]
     if (
-        not right
-        or any(tensor.shape != ours[0].shape for tensor in others)
-        or any(tensor.place != ours[0].place for tensor in ours)
+        not is_local
+        or any(tensor.shape != gradients[0].shape for tensor in others)
+        or any(gradient.elements != gradients[0].elements for gradient in gradients)
     ):
         raise RuntimeError(
-            f"{name} needs other elements of a gradient than this rank's, or mixes those with a "
-            "tensor that is held otherwise: element-wise operations, norms, sums, means and "
-            "extremes work; p.grad.full_tensor(), called by every rank, gathers it"
+            f"{name} needs elements of a gradient that other ranks have, or combines a gradient "
+            f"with a tensor of other elements: {REMEDY}"
         )
 
 
-def _kept_each(results: Any, given: Sequence[Tensor]) -> Any:
+def _wrap_results(results: Any, gradients: Sequence[Tensor]) -> Any:
+    """Return the results of a `_foreach_` operation as gradients of the same shards."""
     if not isinstance(results, list | tuple):
         return results
-    return [
-        shard_gradient(result, g.wire, g.place)
-        if isinstance(g, ShardGradient) and type(result) is Tensor
-        else result
-        for result, g in zip(results, given, strict=True)
-    ]
-
-
-# Element-wise as well, though torch does not tag them so.
-KEPT = {
-    "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
-    "data", "real", "__deepcopy__", "empty_like", "full_like", "fill_", "nan_to_num", "clip",
-    "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
-    "true_divide", "square", "clamp", "masked_fill",
-}  # fmt: skip
-# What ends like a change of elements and is none.
-UNCHANGED = {"requires_grad_", "detach_", "share_memory_"}
-# Numbers out of elements.
-LOOKS = {"item", "tolist", "numpy", "equal", "allclose", "__array__", "__bool__", "__float__",
-         "__int__", "is_nonzero", "__contains__", "__iter__", "__setitem__"}  # fmt: skip
-OPERATORS = {"truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide",
-             "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or"}  # fmt: skip
+    wrapped = []
+    for result, gradient in zip(results, gradients, strict=True):
+        if isinstance(gradient, ShardGradient) and type(result) is Tensor:
+            result = shard_gradient(result, gradient.communicator, gradient.elements)
+        wrapped.append(result)
+    return wrapped
 
 
 @cache
 def _is_elementwise(name: str) -> bool:
-    core = name.strip("_")
-    cores = [core, core[1:]] if name.startswith("__") else [core]
-    for bare in (OPERATORS.get(core, core) for core in cores):
-        packet = getattr(aten, bare, None) if bare else None
-        overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
-        tagged = any(torch.Tag.pointwise in overload.tags for overload in overloads)
-        if tagged or not {bare, name, bare + "_"}.isdisjoint(KEPT | ELEMENTWISE):
+    """Return True if a function or method of torch is element-wise, in place or not."""
+    known = ELEMENTWISE_FUNCTIONS | ELEMENTWISE_OPERATORS
+    stripped = name.strip("_")
+    candidates = [stripped]
+    if name.startswith("__"):
+        # The method `__iadd__` is `add` in place.
+        candidates.append(stripped[1:])
+    for candidate in candidates:
+        operator = OPERATOR_NAMES.get(candidate, candidate)
+        if {operator, name, operator + "_"} & known:
+            return True
+        packet = getattr(aten, operator, None) if operator else None
+        if packet is None:
+            continue
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        if any(torch.Tag.pointwise in overload.tags for overload in overloads):
             return True
     return False
-
-
-def shard_gradient(values: Tensor, wire: Wire, place: tuple[int, int, torch.Size]) -> ShardGradient:
-    """`values` as the gradient of this rank's shard, elements `place` of a parameter."""
-    gradient = values.as_subclass(ShardGradient)
-    gradient.wire, gradient.place = wire, place
-    return gradient

@@ -1,14 +1,13 @@
-"""Where the bytes of a training step are, predicted before and measured while it runs.
+"""The memory of a training step by kind, predicted before the step and measured while it runs.
 
-Notable:
-- the prediction runs the same code on the meta device, with collectives that do nothing, so it
-  needs neither the memory nor the other ranks;
-- the measurement is the allocator's on a GPU, and on a CPU a count of what operators allocate;
-- `zero_stage_bytes` is the paper's closed formula, to hold both against.
+The prediction runs the same code on the meta device with collectives that do nothing, so it needs
+neither memory nor other ranks. The measurement reads the CUDA allocator, or counts the
+allocations of operators on a CPU. `zero_stage_bytes` is the paper's formula, an independent
+reference for both.
 
-What differs from ZeRO's published stage 1 (Rajbhandari et al. 2020, section 5.1): its 12 bytes of
-state an element are a float32 master copy and two moments beside 2-byte parameters; ours steps the
-parameters in their own dtype, so float32 AdamW holds 4 + 4 + 8/n. Both send 2 S.
+The paper's stage 1 (Rajbhandari et al. 2020, section 5.1) has 12 bytes of state per element: a
+float32 master copy and two moments beside 2-byte parameters. This package steps parameters in
+their own dtype, so float32 AdamW has 4 + 4 + 8/n bytes per element. Both send 2 S.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero.cpu_offload import is_offloaded
 from zero.fsdp.fsdp import FSDP
 from zero.gradients import AveragedGradient
-from zero.host import on_host
-from zero.optimizer.optimizer import ShardedOptimizer
-from zero.wire import DryRun
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.process_groups import DryRun
 
 Group = dist.ProcessGroup | DryRun | None
 Build = Callable[[Group], tuple[nn.Module, torch.optim.Optimizer]]
@@ -39,9 +38,9 @@ Loss = Callable[[nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes held at one moment of a step, and the peak since the moment before.
+    """Bytes by kind at one moment of a step, and the peak since the previous moment.
 
-    `host` is what cpu_offload keeps off the device: neither in the other kinds nor in the peak.
+    `host` is the memory that cpu_offload moves to the CPU. It is not part of any other number.
     """
 
     name: str
@@ -55,38 +54,38 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All bytes that the device holds at this moment."""
+        """All bytes on the device at this moment."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one rank when initialized, after forward, before and after the optimizer's step."""
+    """Bytes of one rank: initialized, after forward, and before and after the optimizer's step."""
 
     predicted: tuple[Moment, ...]
     measured: tuple[Moment, ...]
-    #: Bytes of parameters that stage 3 keeps whole on every rank, by the class of their module.
-    whole: dict[str, int] = field(default_factory=dict)
+    #: Bytes of parameters that stage 3 does not shard, by the class of their module.
+    replicated: dict[str, int] = field(default_factory=dict)
 
     @property
     def predicted_peak(self) -> int:
-        """The most bytes at any time, predicted."""
+        """The predicted peak of the step."""
         return max(moment.peak for moment in self.predicted)
 
     @property
     def measured_peak(self) -> int:
-        """The most bytes at any time, measured; 0 if nothing was measured."""
+        """The measured peak of the step; 0 if nothing was measured."""
         return max((moment.peak for moment in self.measured), default=0)
 
     def __str__(self) -> str:
         columns = ("parameters", "gradients", "optimizer", "buffers", "activations", "peak", "host")
-        lines = ["".join(c.rjust(20 if i == 0 else 13) for i, c in enumerate(("MiB", *columns)))]
+        lines = ["MiB".rjust(20) + "".join(column.rjust(13) for column in columns)]
         for kind, moments in (("predicted", self.predicted), ("measured", self.measured)):
             for moment in moments:
                 cells = (f"{getattr(moment, c) / 2**20:13.3f}" for c in columns)
                 lines.append(f"{kind[:4]} {moment.name:>15}" + "".join(cells))
-        for name, count in self.whole.items():
-            lines.append(f"whole on every rank: {count / 2**20:.3f} MiB of {name}, not in shard=")
+        for name, nbytes in self.replicated.items():
+            lines.append(f"whole on every rank: {nbytes / 2**20:.3f} MiB of {name}, not in shard=")
         return "\n".join(lines)
 
 
@@ -100,21 +99,24 @@ def memory_report(
 ) -> MemoryReport:
     """Predict, and measure unless `world` is given, one rank's memory over a training step.
 
-    `build(group)` makes model and optimizer and `loss(model)` runs forward, both on the default
-    device, which is set for them: meta for the prediction, `device` for the measurement. `group`
-    goes to ShardedOptimizer or FSDP, if there is one. `world` asks for a prediction alone, for a
-    number of ranks that need not exist. Two steps are run and the second is reported.
+    Two steps are run, and the second is reported.
+
+    build: returns model and optimizer for a group, which it passes to ShardedOptimizer or FSDP.
+    loss: runs the forward of the model. Both functions must use the default device, which is meta
+        for the prediction and `device` for the measurement.
+    world: predict only, for this number of ranks, which need not exist.
     """
     ranks = DryRun(world or (dist.get_world_size(group) if dist.is_initialized() else 1))
     if world is None and dist.is_initialized():
         ranks = DryRun(ranks.world, dist.get_rank(group))
     with torch.device("meta"):
-        predicted, whole = _run(build, loss, ranks, _LiveBytes)
+        predicted, replicated = _run(build, loss, ranks, _OperatorCounter)
     if world is not None:
-        return MemoryReport(predicted, (), whole)
-    count = _CudaBytes if torch.device(device).type == "cuda" else _LiveBytes
+        return MemoryReport(predicted, (), replicated)
+    counter_cls = _CudaCounter if torch.device(device).type == "cuda" else _OperatorCounter
     with torch.device(device):
-        return MemoryReport(predicted, _run(build, loss, group, count)[0], whole)
+        measured, _ = _run(build, loss, group, counter_cls)
+    return MemoryReport(predicted, measured, replicated)
 
 
 def zero_stage_bytes(
@@ -126,33 +128,33 @@ def zero_stage_bytes(
     gradient_bytes: float = 4,
     state_bytes: float = 8,
 ) -> float:
-    """Bytes of parameters, gradients and optimizer state of one rank, by ZeRO's formula.
+    """Return the bytes of parameters, gradients and optimizer state of one rank, by ZeRO's formula.
 
-    P (b_p + b_g + b_s), with b_s divided by the world from stage 1 on, b_g from 2, b_p from 3.
-    The paper's mixed-precision Adam is 2, 2 and 12 bytes: 7.5e9 parameters on 64 ranks take 120,
-    31.4, 16.6 and 1.88 GB. Source: ZeRO, figure 1.
+    The formula is P (b_p + b_g + b_s). b_s is divided by the world size from stage 1 on, b_g from
+    stage 2 on, b_p at stage 3. With the paper's mixed-precision Adam (2, 2 and 12 bytes), 7.5e9
+    parameters on 64 ranks take 120, 31.4, 16.6 and 1.88 GB. Source: ZeRO, figure 1.
     """
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"ZeRO has stages 0 to 3; got {stage}")
-    share = [parameter_bytes, gradient_bytes, state_bytes]
+        raise ValueError(f"expected a stage from 0 to 3, got {stage}")
+    bytes_per_element = [parameter_bytes, gradient_bytes, state_bytes]
     for index in range(3 - stage, 3):
-        share[index] /= world
-    return parameters * sum(share)
+        bytes_per_element[index] /= world
+    return parameters * sum(bytes_per_element)
 
 
 def _run(
-    build: Build, loss: Loss, group: Group, count: type[_Count]
+    build: Build, loss: Loss, group: Group, counter_cls: type[_Counter]
 ) -> tuple[tuple[Moment, ...], dict[str, int]]:
-    """Return the moments of a step, and what the model keeps whole."""
+    """Return the moments of the second step, and the bytes of replicated parameters."""
     model, optimizer = build(group)
-    held = _held(model, optimizer)
-    moments = [Moment("initialized", **held, activations=0, peak=_on_device(held))]
-    # The first step makes the state and learns the order of the layers.
+    sizes = _sizes(model, optimizer)
+    moments = [Moment("initialized", **sizes, activations=0, peak=_device_bytes(sizes))]
+    # The first step creates the state and determines the order of the layers.
     loss(model).backward()
     _step(optimizer)
     optimizer.zero_grad()
-    counter = count(_on_device(_held(model, optimizer)), model)
-    counter.host.update(t.untyped_storage() for t in held_tensors(model, optimizer)["host"])
+    counter = counter_cls(_device_bytes(_sizes(model, optimizer)), model)
+    counter.host.update(t.untyped_storage() for t in tensors_by_kind(model, optimizer)["host"])
     with counter.phase():
         value = loss(model)
     moments.append(_moment("forward", model, optimizer, counter))
@@ -164,34 +166,34 @@ def _run(
         _step(optimizer)
     moments.append(_moment("after step", model, optimizer, counter))
     optimizer.zero_grad()
-    return tuple(moments), model.whole_bytes if isinstance(model, FSDP) else {}
+    return tuple(moments), model.replicated_bytes if isinstance(model, FSDP) else {}
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    # Optimizers count their steps on the default device, and read the count.
+    # Optimizers read their step counts, so these must not be on the meta device.
     with torch.device("cpu"):
         optimizer.step()
 
 
 def _moment(
-    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, counter: _Count
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, counter: _Counter
 ) -> Moment:
-    held = _held(model, optimizer)
-    activations = max(0, counter.live - _on_device(held)) if name == "forward" else 0
-    return Moment(name, **held, activations=activations, peak=counter.peak)
+    sizes = _sizes(model, optimizer)
+    activations = max(0, counter.live - _device_bytes(sizes)) if name == "forward" else 0
+    return Moment(name, **sizes, activations=activations, peak=counter.peak)
 
 
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes by kind, each storage once."""
-    return {kind: _bytes(tensors) for kind, tensors in held_tensors(model, optimizer).items()}
+def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes of each kind of tensors, each storage once."""
+    return {kind: _bytes(tensors) for kind, tensors in tensors_by_kind(model, optimizer).items()}
 
 
-def _on_device(held: dict[str, int]) -> int:
-    return sum(held.values()) - held["host"]
+def _device_bytes(sizes: dict[str, int]) -> int:
+    return sum(sizes.values()) - sizes["host"]
 
 
-def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """What a rank keeps from one moment to the next, by kind."""
+def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """Return the tensors that a rank stores between operators, by kind."""
     units = model.units if isinstance(model, FSDP) else []
     parameters: list[Tensor] = [*model.parameters()]
     parameters += [tensor for unit in units for tensor in (unit.shard, unit.full)]
@@ -199,17 +201,17 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     gradients = [g for g in grads if not isinstance(g, AveragedGradient)]
     inner = optimizer
     if isinstance(optimizer, ShardedOptimizer):
-        gradients += optimizer.reducer.held()
+        gradients += optimizer.reducer.tensors()
         inner = optimizer.inner
         parameters += [p for group in inner.param_groups for p in group["params"]]
     kinds: dict[str, list[Tensor]] = {"parameters": parameters, "gradients": gradients}
-    host = [t for tensors in kinds.values() for t in tensors if on_host(t.untyped_storage())]
+    host = [t for tensors in kinds.values() for t in tensors if is_offloaded(t.untyped_storage())]
     for kind, tensors in kinds.items():
-        kinds[kind] = [t for t in tensors if not on_host(t.untyped_storage())]
+        kinds[kind] = [t for t in tensors if not is_offloaded(t.untyped_storage())]
     kinds["optimizer"] = []
     for parameter, values in inner.state.items():
-        there = host if on_host(parameter.untyped_storage()) else kinds["optimizer"]
-        there += [value for value in values.values() if isinstance(value, Tensor)]
+        target = host if is_offloaded(parameter.untyped_storage()) else kinds["optimizer"]
+        target += [value for value in values.values() if isinstance(value, Tensor)]
     return {**kinds, "buffers": list(model.buffers()), "host": host}
 
 
@@ -218,13 +220,14 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-class _Count:
-    """Live bytes from `start` on, and the peak within the latest phase."""
+class _Counter:
+    """The live bytes, starting with `start`, and their peak within the latest phase."""
 
     def __init__(self, start: int, model: nn.Module) -> None:
-        self.live = self.peak = start
+        self.live = start
+        self.peak = start
         self.model = model
-        # What is on the host, and so not counted.
+        #: The storages in CPU memory, which are not counted.
         self.host: WeakSet[torch.UntypedStorage] = WeakSet()
 
     @contextmanager
@@ -232,50 +235,50 @@ class _Count:
         raise NotImplementedError
 
 
-class _LiveBytes(_Count):
-    """Counts storages from the operator that makes them until the last tensor lets go of them."""
+class _OperatorCounter(_Counter):
+    """Counts storages from the operator that allocates them until their last tensor is deleted."""
 
     @contextmanager
     def phase(self) -> Iterator[None]:
         self.peak = self.live
-        with _Watch(self):
+        with _AllocationMode(self):
             yield
 
 
-class _Watch(TorchDispatchMode):
-    def __init__(self, count: _LiveBytes) -> None:
+class _AllocationMode(TorchDispatchMode):
+    def __init__(self, counter: _OperatorCounter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = count
-        # A sharded layer's storage is emptied and refilled without an operator.
-        self.units = count.model.units if isinstance(count.model, FSDP) else []
+        self.counter = counter
+        # A unit's storage is resized without an operator.
+        self.units = counter.model.units if isinstance(counter.model, FSDP) else []
         self.unsharded = sum(unit.unsharded_bytes for unit in self.units)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage() for t in _tensors((args, kwargs))}
-        for storage in {t.untyped_storage() for t in _tensors(result)} - given:
-            # Views and in-place results lie in a storage that was given; what is made of the
-            # host's tensors alone is the host's.
-            if given and all(on_host(some) or some in self.count.host for some in given):
-                self.count.host.add(storage)
+        inputs = {t.untyped_storage() for t in _tensors((args, kwargs))}
+        # Views and in-place results have the storage of an input.
+        for storage in {t.untyped_storage() for t in _tensors(result)} - inputs:
+            # The result of an operator on offloaded tensors only is in CPU memory too.
+            if inputs and all(is_offloaded(s) or s in self.counter.host for s in inputs):
+                self.counter.host.add(storage)
                 continue
-            self.count.live += storage.nbytes()
+            self.counter.live += storage.nbytes()
             weakref.finalize(storage, self._free, storage.nbytes())
-        now = sum(unit.unsharded_bytes for unit in self.units)
-        self.count.live += now - self.unsharded
-        self.unsharded = now
-        self.count.peak = max(self.count.peak, self.count.live)
+        unsharded = sum(unit.unsharded_bytes for unit in self.units)
+        self.counter.live += unsharded - self.unsharded
+        self.unsharded = unsharded
+        self.counter.peak = max(self.counter.peak, self.counter.live)
         return result
 
     def _free(self, nbytes: int) -> None:
-        self.count.live -= nbytes
+        self.counter.live -= nbytes
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class _CudaBytes(_Count):
+class _CudaCounter(_Counter):
     """Reads the CUDA allocator."""
 
     @contextmanager

@@ -1,10 +1,9 @@
-"""Who owns which elements: the split of parameters over ranks.
+"""The assignment of elements to ranks.
 
-Notable:
-- parameters are laid end to end in one flat tensor, cut into buckets, and each bucket into one
-  slice a rank, wherever that falls: no rank holds more than its share rounded up;
-- optimizers that must see whole tensors get the other split, one owner a parameter, largest first
-  (Graham's greedy rule), whose balance depends on the shapes.
+Parameters are laid end to end in one flat tensor, which is cut into buckets. Each bucket is cut
+into one slice per rank, also in the middle of a parameter, so all ranks have the same number of
+elements. Optimizers that need whole tensors use another partition: one owner per parameter,
+assigned in descending order of size (Graham's greedy rule). Its balance depends on the shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of parameter `index`, at `offset` of the flat tensor."""
+    """Elements `start` to `stop` of parameter `index`, stored at `offset` of the flat tensor."""
 
     index: int
     start: int
@@ -28,7 +27,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -36,7 +35,7 @@ class Piece:
 class Span:
     """Flat elements `start` to `stop`, reduced and gathered as one bucket.
 
-    `owner` is the rank that holds all of it, or None where every rank holds one equal slice.
+    `owner` is the rank that has all of them, or None if every rank has a slice of the same size.
     """
 
     start: int
@@ -44,7 +43,7 @@ class Span:
     owner: int | None = None
 
     def shard(self, rank: int, world: int) -> tuple[int, int]:
-        """The flat range that `rank` holds."""
+        """Return the flat range of `rank`'s shard."""
         if self.owner is not None:
             return (self.start, self.stop) if rank == self.owner else (self.start, self.start)
         size = (self.stop - self.start) // world
@@ -53,9 +52,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Partition:
-    """The layout of one flat tensor: where parameters lie in it and how it is cut.
+    """The layout of one flat tensor: the offset of each parameter, and the spans of all buckets.
 
-    `offsets[i]` is where parameter i begins; `numel` includes the padding at the end.
+    `numel` includes the padding at the end.
     """
 
     numels: tuple[int, ...]
@@ -65,17 +64,21 @@ class Partition:
     world: int
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """The parameters' parts within flat elements `start` to `stop`, in flat order."""
-        found = []
+        """Return the parts of parameters within flat elements `start` to `stop`, in flat order."""
+        pieces = []
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
-            low, high = max(start, offset), min(stop, offset + numel)
+            low = max(start, offset)
+            high = min(stop, offset + numel)
             if low < high:
-                found.append(Piece(index, low - offset, high - offset, low))
-        return sorted(found, key=lambda piece: piece.offset)
+                pieces.append(Piece(index, low - offset, high - offset, low))
+        return sorted(pieces, key=lambda piece: piece.offset)
 
     def shard_pieces(self, rank: int) -> list[Piece]:
-        """Everything that `rank` holds."""
-        return [p for span in self.spans for p in self.pieces(*span.shard(rank, self.world))]
+        """Return the parts of parameters in `rank`'s shards of all spans."""
+        pieces = []
+        for span in self.spans:
+            pieces += self.pieces(*span.shard(rank, self.world))
+        return pieces
 
 
 def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
@@ -89,14 +92,16 @@ def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partitio
 
 
 def by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Give each parameter one owner: the largest first, always to the least loaded rank."""
+    """Assign each parameter to one owner: in descending order of size, to the least loaded rank."""
     owned: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world
     for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
         owner = load.index(min(load))
         owned[owner].append(index)
         load[owner] += numels[index]
-    offsets, spans, end = [0] * len(numels), [], 0
+    offsets = [0] * len(numels)
+    spans = []
+    end = 0
     for owner, indices in enumerate(owned):
         start = end
         for index in sorted(indices):
@@ -111,6 +116,6 @@ def by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partit
 
 
 def alias(flat: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """A part of `flat` in its own shape, and with a version counter of its own."""
+    """Return a part of `flat` with shape `shape` and a separate version counter."""
     strides = torch.empty(shape, device="meta").stride()
     return flat.new_empty(0).set_(flat.untyped_storage(), offset, shape, strides)

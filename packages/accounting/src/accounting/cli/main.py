@@ -1,13 +1,13 @@
-"""What a model costs, before it runs.
+"""The cost of a language model before it runs.
 
-    python -m accounting plan MODEL --gpus 8 --hardware H100 --tokens 1T  the best plan for it
-    python -m accounting MODEL --gpus 64 --tp 8                      what one plan costs
-    python -m accounting serve MODEL --hardware H100 --seq 8192      what a device can serve
-    python -m accounting diff MODEL MODEL                            two models, side by side
-    python -m accounting measure this.toml                           a --hardware of this machine
+    python -m accounting plan MODEL --gpus 8 --hardware H100 --tokens 1T  search for the best plan
+    python -m accounting MODEL --gpus 64 --tp 8                           cost of one plan
+    python -m accounting serve MODEL --hardware H100 --seq 8192           capacity for inference
+    python -m accounting diff MODEL MODEL                                 compare two models
+    python -m accounting measure this.toml                                measure this machine
 
-MODEL is a config.json, the folder it is in, or sizes such as
-`layers=32,d_model=4096,heads=32,vocab_size=32000`.
+MODEL is a config.json, its folder, or sizes such as
+`layers=32,d_model=4096,heads=32,vocab_size=32000`. `--hardware` takes a name or a measured file.
 """
 
 import argparse
@@ -22,41 +22,45 @@ from accounting.breakdown import binary_size
 from accounting.cli.questions import amount, differences, read_model, serving
 from accounting.cli.report import as_html, as_text, report
 from accounting.hardware import HARDWARE, find
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS
 from accounting.search.answer import no_room, plan_for
 from accounting.search.plans import plans_that_fit, smallest_machine
 from accounting.workload import Workload
 
+#: Options that set fields of a plan.
 AXES = {
     "tp": ("tensor", int, "tensor parallel"),
     "pp": ("pipeline", int, "pipeline stages"),
     "cp": ("context", int, "context parallel"),
     "ep": ("expert", int, "expert parallel"),
     "zero": ("zero", int, "ZeRO stage; 3 is FSDP"),
-    "microbatches": ("microbatches", int, "pieces of a data rank's batch"),
+    "microbatches": ("microbatches", int, "micro-batches per data rank"),
     "schedule": ("schedule", str, "gpipe, 1f1b or interleaved"),
-    "virtual-stages": ("virtual_stages", int, "chunks of an interleaved stage"),
+    "virtual-stages": ("virtual_stages", int, "chunks per interleaved stage"),
     "recompute": ("recompute", str, "none, selective or full"),
     "offload": ("offload", str, "none, optimizer or activations"),
 }
-"""The options that give a plan's fields."""
 _QUESTIONS = ("plan", "serve", "diff", "measure")
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "gpus": {"type": int, "help": "devices in all"},
+    "gpus": {"type": int, "help": "total number of devices"},
     "hardware": {"default": "H100", "help": ", ".join(HARDWARE)},
     "tokens": {"type": amount, "default": 1e12, "help": "1T, 300B or 1e12"},
     "seq": {"type": int, "default": 4096},
-    "batch": {"type": int, "help": "sequences a step, in all"},
-    "memory": {"type": float, "help": "GB a device, in place of its own"},
-    "price": {"type": float, "help": "USD a device and hour"},
+    "batch": {"type": int, "help": "sequences per step"},
+    "memory": {"type": float, "help": "memory per device in GB"},
+    "price": {"type": float, "help": "USD per device-hour"},
     "precision": {"help": ", ".join(PRECISIONS)},
-    "efficiency": {"type": float, "help": "one share of the peak for all arithmetic"},
-    "search": {"action": "store_true", "help": "choose what is not given; the fewest GPUs"},
+    "efficiency": {"type": float, "help": "one fraction of the peak for all arithmetic"},
+    "search": {
+        "action": "store_true",
+        "help": "search unset fields; without --gpus, the fewest GPUs",
+    },
     "explain": {"action": "store_true", "help": "print every derivation"},
-    "compiled": {"action": "store_true", "help": "by torch.compile"},
-    "loss-chunks": {"type": int, "default": 1, "help": "pieces of head and cross-entropy"},
-    "html": {"type": Path, "help": "write one page with pictures"},
+    "compiled": {"action": "store_true", "help": "use torch.compile"},
+    "loss-chunks": {"type": int, "default": 1, "help": "chunks of head and cross-entropy"},
+    "html": {"type": Path, "help": "write an HTML page with charts"},
     "weights": {"default": "bf16", "help": "dtype of the weights"},
     "cache": {"default": "bf16", "help": "dtype of the cache"},
     "json": {"action": "store_true"},
@@ -64,7 +68,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print an answer; 1 if the model does not fit, 2 if the question makes no sense."""
+    """Print an answer; return 1 if the model does not fit, and 2 for an invalid question."""
     words = list(sys.argv[1:] if argv is None else argv)
     questions = dict(zip(_QUESTIONS, (_plan, _serve, _diff, _measure), strict=True))
     verb = words.pop(0) if words and words[0] in questions else ""
@@ -73,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "/" not in first and "=" not in first and not Path(first).exists():
             near = checks.nearest(first, _QUESTIONS)
             if near:
-                raise ValueError(f"{first!r} is neither a question nor a model{near}")
+                raise ValueError(f"expected a question or a model, got {first!r}{near}")
         return questions[verb](words) if verb else _report(words)
     except BrokenPipeError:
         return 0
@@ -98,27 +102,27 @@ def _parser(verb: str, about: str | None, options: str, *, axes: bool = False) -
 
 
 def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """What was asked for; an option that there is none of is answered with the nearest."""
+    """Parse the options; an unknown option raises `ValueError` with the nearest known one."""
     options, unknown = parser.parse_known_args(words)
     if unknown:
         known = [name for action in parser._actions for name in action.option_strings]
         near = checks.nearest(unknown[0].split("=")[0], [*known, *_QUESTIONS])
-        raise ValueError(f"{unknown[0]} is no option of {parser.prog}{near}; --help lists them")
+        raise ValueError(f"expected an option of {parser.prog}, got {unknown[0]}{near}; see --help")
     return options
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a plan that were asked for."""
+def _fixed_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a plan that were passed as options."""
     fields = {field: getattr(options, field) for field, *_ in AXES.values()}
     return {field: value for field, value in fields.items() if value is not None}
 
 
 def _plan(words: Sequence[str]) -> int:
-    """The fastest plan over all axes, what it holds, how long and for how much."""
+    """Search all axes for the fastest plan, and print its memory, duration and price."""
     names = "gpus hardware tokens seq batch memory price precision json"
     options = _options(_parser("plan", _plan.__doc__, names, axes=True), words)
     if options.gpus is None:
-        raise ValueError("gpus is None; say how many devices there are with --gpus")
+        raise ValueError("expected the number of devices, got none; pass --gpus")
     answer = plan_for(
         read_model(options.model),
         gpus=options.gpus,
@@ -129,46 +133,46 @@ def _plan(words: Sequence[str]) -> int:
         memory_bytes=None if options.memory is None else options.memory * 1e9,
         usd_per_hour=options.price,
         precision=options.precision,
-        **_given(options),
+        **_fixed_fields(options),
     )
     print(json.dumps(answer.to_dict(), indent=1) if options.json else answer)
     return 0
 
 
 def _serve(words: Sequence[str]) -> int:
-    """What devices hold and do to serve a model: cache, sequences at once, time a token."""
+    """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
     names = "gpus hardware seq weights cache json"
     parser = _parser("serve", _serve.__doc__, names)
     parser.set_defaults(gpus=1, seq=8192)
     options = vars(_options(parser, words))
     as_json = options.pop("json")
-    found = serving(read_model(options.pop("model")), **options)
-    rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in found.items()]
-    if not found["sequences_at_once"]:
-        needed = found["devices_needed"]
+    result = serving(read_model(options.pop("model")), **options)
+    rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in result.items()]
+    if not result["sequences_at_once"]:
+        needed = result["devices_needed"]
         remedy = (
             f"{needed:,.0f} of them have room"
             if needed
             else "no number that divides the heads has room; give smaller dtypes, or fewer tokens"
         )
         rows.append(
-            f"DOES NOT FIT: {binary_size(found['weights_bytes'])} of weights and "
-            f"{binary_size(found['cache_bytes_a_sequence'])} of one sequence's cache in "
-            f"{binary_size(found['memory_bytes'])}, nine tenths of {options['gpus']} "
+            f"DOES NOT FIT: {binary_size(result['weights_bytes'])} of weights and "
+            f"{binary_size(result['cache_bytes_per_sequence'])} of one sequence's cache in "
+            f"{binary_size(result['memory_bytes'])}, nine tenths of {options['gpus']} "
             f"{options['hardware']}; {remedy}"
         )
-    print(json.dumps(found, indent=1) if as_json else "\n".join(rows))
-    return 0 if found["sequences_at_once"] else 1
+    print(json.dumps(result, indent=1) if as_json else "\n".join(rows))
+    return 0 if result["sequences_at_once"] else 1
 
 
 def _diff(words: Sequence[str]) -> int:
-    """Two models, side by side."""
+    """Compare two models."""
     options = _options(_parser("diff", _diff.__doc__, "seq json"), words)
     first, second = (read_model(text) for text in options.model)
     rows = [*differences(first, second, seq=options.seq)]
     if options.json:
-        found = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
-        print(json.dumps(found, indent=1))
+        result = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
+        print(json.dumps(result, indent=1))
         return 0
     print(f"{'':<34}{first.name:>24}{second.name:>24}{'ratio':>9}")
     for row in rows:
@@ -178,7 +182,7 @@ def _diff(words: Sequence[str]) -> int:
 
 
 def _measure(words: Sequence[str]) -> int:
-    """What this machine's products and memory reach, into a file that --hardware takes."""
+    """Measure the products and the memory of this machine, and write a file for --hardware."""
     parser = argparse.ArgumentParser(
         prog="python -m accounting measure", description=_measure.__doc__
     )
@@ -186,7 +190,7 @@ def _measure(words: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = _options(parser, words)
     if options.file.suffix != ".toml":
-        raise ValueError(f"file is {options.file}; its name must end in .toml")
+        raise ValueError(f"expected a file name that ends in .toml, got {options.file}")
     from accounting.time.measure import measured
 
     _write(options.file, measured(device=options.device))
@@ -194,8 +198,38 @@ def _measure(words: Sequence[str]) -> int:
     return 0
 
 
+def _searched_plan(
+    options: argparse.Namespace, model: Transformer, about: dict[str, Any]
+) -> tuple[Plan, int]:
+    """Return the fastest plan and its batch; without `--gpus`, on the fewest devices."""
+    fixed = _fixed_fields(options)
+    batch = (options.gpus or 1) if options.batch is None else options.batch
+    question = about | {"batch": batch, "seq": options.seq} | fixed
+    if options.gpus is None:
+        return smallest_machine(model, **question)[0].plan, batch
+    fitting = plans_that_fit(model, devices=options.gpus, **question)
+    if not fitting:
+        work = Workload(batch=batch, seq=options.seq, precision=about["precision"])
+        raise ValueError(no_room(model, about["hardware"], options.gpus, work, fixed))
+    return fitting[0].plan, batch
+
+
+def _plan_of_options(options: argparse.Namespace) -> tuple[Plan, int]:
+    """Return the plan that the options describe, and its batch."""
+    fixed = _fixed_fields(options)
+    if fixed.get("schedule") == "interleaved":
+        fixed.setdefault("virtual_stages", 2)
+    # Without a batch or a number of micro-batches, each stage has one micro-batch.
+    if options.batch is None:
+        fixed.setdefault("microbatches", fixed.get("pipeline", 1))
+    sequence_parallel = fixed.get("tensor", 1) > 1
+    plan = Plan(devices=options.gpus or 0, sequence_parallel=sequence_parallel, **fixed)
+    batch = plan.data * plan.microbatches if options.batch is None else options.batch
+    return plan, batch
+
+
 def _write(path: Path, text: str) -> None:
-    """Written beside and renamed, so that no half file is left behind."""
+    """Write a file next to its path and rename it, so that no partial file remains."""
     beside = path.with_name(path.name + ".part")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
@@ -206,37 +240,19 @@ def _report(words: Sequence[str]) -> int:
         "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json html"
     )
     options = _options(_parser("", __doc__, names, axes=True), words)
-    model, device, given = read_model(options.model), find(options.hardware), _given(options)
-    precision = (
-        options.precision
-        if options.precision is not None
-        else ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
-    )
-    if options.batch is not None:
-        checks.whole("batch", options.batch)
     for name in ("gpus", "batch"):
         if getattr(options, name) is not None:
             checks.whole(name, getattr(options, name))
-    about = {"hardware": device, "efficiency": options.efficiency}
+    model = read_model(options.model)
+    device = find(options.hardware)
+    precision = options.precision
+    if precision is None:
+        precision = "mixed_bf16" if "bf16" in device.peaks else "mixed_fp16"
+    about: dict[str, Any] = {"hardware": device, "efficiency": options.efficiency}
     if options.search:
-        batch = (options.gpus or 1) if options.batch is None else options.batch
-        question = about | {"batch": batch, "seq": options.seq, "precision": precision} | given
-        if options.gpus is None:
-            found = smallest_machine(model, **question)
-        else:
-            found = plans_that_fit(model, devices=options.gpus, **question)
-        if not found:
-            raise ValueError(no_room(model, device, options.gpus, batch, options.seq, given))
-        plan = found[0].plan
+        plan, batch = _searched_plan(options, model, about | {"precision": precision})
     else:
-        if given.get("schedule") == "interleaved":
-            given.setdefault("virtual_stages", 2)
-        # Where neither they nor a batch are given, a micro-batch for each stage.
-        if options.batch is None:
-            given.setdefault("microbatches", given.get("pipeline", 1))
-        split = given.get("tensor", 1) > 1
-        plan = Plan(devices=options.gpus or 0, sequence_parallel=split, **given)
-        batch = plan.data * plan.microbatches if options.batch is None else options.batch
+        plan, batch = _plan_of_options(options)
     fused = {"compiled": options.compiled, "loss_chunks": options.loss_chunks}
     work = Workload(batch=batch, seq=options.seq, precision=precision, **fused)
     result = report(model, plan, work, **about)

@@ -1,4 +1,4 @@
-"""The other questions of the command line: what a device serves, what differs; reading a model."""
+"""The other questions of the command line: inference, differences, and models as text."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -29,40 +29,40 @@ def serving(
     weights: str = "bf16",
     cache: str = "bf16",
 ) -> dict[str, float]:
-    """Bytes and operations of decoding on `gpus` devices, by tensor parallelism over all of them.
+    """Return bytes and operations of inference with tensor parallelism over all `gpus` devices.
 
-    Weights and cache follow this one plan: what tensor parallelism copies (norms, routers, latents,
-    key heads of which there are fewer than devices) is on every device. Bytes are those of all
-    devices. A token alone takes at least the time in which a device's weights and cache pass
-    through its memory; a tenth of the memory is left free. `devices_needed` is the smallest number
-    that has room for one sequence, 0 if none has. Raises `ValueError` if `gpus` does not divide the
-    model.
+    Weights and cache follow the same plan: tensors that tensor parallelism copies (norms, routers,
+    latents, key heads if there are fewer than devices) are on every device. Bytes are summed over
+    all devices. A single token takes at least the time to read a device's weights and cache from
+    its memory. A tenth of the memory is left free. `devices_needed` is the smallest number of
+    devices with room for one sequence, or 0 if there is none. Raises `ValueError` if `gpus` does
+    not divide the model.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
 
     def on_each(ranks: int) -> tuple[float, float]:
-        """Return the bytes on each of so many devices: weights, and the cache of a sequence."""
+        """Return the bytes on each of `ranks` devices: weights, and the cache of one sequence."""
         plan = Plan(tensor=ranks)
         plan.check(model)
-        held = sum(device_parameters(model, plan)) * size
-        return held, float(kv_cache(model, seq=seq, dtype=cache, tensor=ranks).total)
+        weight_bytes = sum(device_parameters(model, plan)) * size
+        return weight_bytes, float(kv_cache(model, seq=seq, dtype=cache, tensor=ranks).total)
 
-    held, one = on_each(gpus)
-    if not one:
-        raise ValueError(f"{model.name} keeps no cache, so it does not decode; give a decoder")
+    weight_bytes, cache_bytes = on_each(gpus)
+    if not cache_bytes:
+        raise ValueError(f"expected a decoder, got {model.name}, which keeps no cache")
     usable = 0.9 * device.memory_bytes
     work = float(flops(model, seq=seq, phase="decode").total)
-    read = _read_parameters(model, gpus) * size + one
+    read = _read_parameters(model, gpus) * size + cache_bytes
     return {
         "memory_bytes": usable * gpus,
-        "weights_bytes": held * gpus,
-        "cache_bytes_a_sequence": one * gpus,
-        "cache_bytes_a_token": one * gpus / seq,
-        "sequences_at_once": max(0, int((usable - held) // one)),
+        "weights_bytes": weight_bytes * gpus,
+        "cache_bytes_per_sequence": cache_bytes * gpus,
+        "cache_bytes_per_token": cache_bytes * gpus / seq,
+        "sequences_at_once": max(0, int((usable - weight_bytes) // cache_bytes)),
         "devices_needed": _devices_needed(model, usable, on_each),
-        "flops_a_token": work,
-        "bytes_a_token": read * gpus,
+        "flops_per_token": work,
+        "bytes_per_token": read * gpus,
         "tokens_per_second_alone_at_most": device.memory_bandwidth / read,
         "prefill_flops": float(flops(model, seq=seq, phase="prefill").total),
     }
@@ -83,22 +83,22 @@ def _devices_needed(
 
 
 def _read_parameters(model: Transformer, ranks: int) -> int:
-    """Parameters that a device reads for one token: all but tables and experts not chosen."""
+    """Return the parameters that a device reads per token, without tables and unused experts."""
     read = 0
     for matrix in all_matrices(model):
         if matrix.kind == "table":
             continue
         copies = matrix.chosen if matrix.routed else matrix.copies
         cut = matrix.tensor_ranks(ranks, model.kv_heads)
-        read += split(matrix.times * copies * matrix.one, cut)
-    # Of a table one row is read; of a tied one, all that the head multiplies with.
+        read += split(matrix.times * copies * matrix.entries, cut)
+    # A lookup reads one row of a table; a tied head reads the whole table.
     tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0
     return read + split(tied, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One cost of two models, and how it is written."""
+    """One cost of two models, and the format of its numbers."""
 
     name: str
     first: float
@@ -110,33 +110,33 @@ class Difference:
 def differences(
     first: Transformer, second: Transformer, *, seq: int = 4096
 ) -> Iterator[Difference]:
-    """What two models cost, and each part that either of them has."""
+    """Yield each cost of two models, and each part that either of them has."""
     costs: tuple[tuple[str, Callable[[Transformer], Breakdown], Callable[[float], str]], ...] = (
         ("parameters", parameters, readable),
         ("active", lambda model: parameters(model, active=True), readable),
-        ("FLOPs a token", lambda model: flops(model, seq=seq), lambda x: f"{x:.4g}"),
+        ("FLOPs per token", lambda model: flops(model, seq=seq), lambda x: f"{x:.4g}"),
         ("cache", lambda model: kv_cache(model, seq=seq), binary_size),
     )
     for name, cost, show in costs:
-        found = cost(first), cost(second)
-        per = seq if name == "FLOPs a token" else 1
-        left, right = (float(whole.total) / per for whole in found)
+        both = cost(first), cost(second)
+        per = seq if name == "FLOPs per token" else 1
+        left, right = (float(whole.total) / per for whole in both)
         yield Difference(name=name, first=left, second=right, show=show)
-        for part in dict.fromkeys(part.name for whole in found for part in whole):
-            left, right = (float(w[part].total) / per if part in w else 0.0 for w in found)
+        for part in dict.fromkeys(part.name for whole in both for part in whole):
+            left, right = (float(w[part].total) / per if part in w else 0.0 for w in both)
             yield Difference(name=f"  {part}", first=left, second=right, show=show)
 
 
 @checks.entry()
 def amount(text: str) -> float:
-    """`1T`, `300B`, `4M` or a plain number."""
+    """Parse `1T`, `300B`, `4M` or a plain number."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 0.0)
     return float(text[:-1]) * scale if scale else float(text)
 
 
 @checks.entry()
 def read_model(text: str) -> Transformer:
-    """A path to a config.json, or `name=value` sizes with commas between them."""
+    """Read a model from the path of a config.json, or from `name=value` sizes with commas."""
     if Path(text).exists() or "=" not in text:
         return Transformer.from_hf(text)
     sizes: dict[str, Any] = {}
@@ -150,33 +150,35 @@ def read_model(text: str) -> Transformer:
             checks.choice(f"a field of {name}", inner, _RECORDS[name].__dataclass_fields__)
             nested.setdefault(name, {})[inner] = _read(value.strip())
         elif name in sizes:
-            raise ValueError(f"{name} is given twice")
+            raise ValueError(f"expected {name} once, got it twice")
         elif name in known:
             sizes[name] = _read(value.strip())
         else:
             raise ValueError(
-                f"{name!r} is no field of a model; the fields are {', '.join(known)}"
+                f"expected a field of a model ({', '.join(known)}), got {name!r}"
                 f"{checks.nearest(name, known)}"
             )
-    records = {name: _made(_RECORDS[name], given, f"{name}.") for name, given in nested.items()}
-    made: Transformer = _made(Transformer, sizes | records)
-    return made
+    records = {name: _build(_RECORDS[name], values, f"{name}.") for name, values in nested.items()}
+    model: Transformer = _build(Transformer, sizes | records)
+    return model
 
 
-def _made(kind: Any, given: dict[str, Any], prefix: str = "") -> Any:
-    """A record of these fields, or the names of those that it lacks."""
-    needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
+def _build(kind: Any, values: dict[str, Any], prefix: str = "") -> Any:
+    """Return a record of these fields; raise `ValueError` if a required field is missing."""
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]
     if needed:
         example = ",".join(f"{prefix}{name}=..." for name in needed)
-        raise ValueError(f"{', '.join(prefix + name for name in needed)} missing; add {example}")
-    return kind(**given)
+        raise ValueError(
+            f"expected the fields {', '.join(prefix + name for name in needed)}; add {example}"
+        )
+    return kind(**values)
 
 
 _RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}
 
 
 def _read(value: str) -> object:
-    """True and False however they are written, whole numbers, `1+3+5` as layers, else a name."""
+    """Parse a bool, an integer, layers such as `1+3+5`, or a name."""
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     try:

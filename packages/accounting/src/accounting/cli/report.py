@@ -1,4 +1,4 @@
-"""What a plan costs, on one screen: as text, as JSON, or as one page with pictures."""
+"""The cost of one plan, as text, as JSON, or as an HTML page with charts."""
 
 import html
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Show = Callable[[float], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Every cost of training a model by a plan, and of its cache."""
+    """All costs of training a model with a plan, and of its cache."""
 
     model: Shape
     plan: Plan
@@ -38,32 +38,32 @@ class Report:
     timeline: Timeline
     cache: Breakdown
     traffic: Communication
+    #: Seconds of a step as modeled, by part.
     step: Breakdown
-    """As modeled, part by part."""
+    #: Predicted seconds of a step; with a user's efficiency, the modeled seconds.
     seconds: Interval
-    """Of a step, as predicted; with one's own efficiency, as modeled."""
 
     @property
     def fits(self) -> bool:
-        """The fullest device has room for it."""
+        """Return True if the fullest device has room for the plan."""
         return self.memory.total <= self.hardware.memory_bytes
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Return the tokens per second of all devices."""
         return self.work.batch * self.work.seq / self.seconds.middle
 
     @property
     def mfu(self) -> Interval:
-        """Useful operations a second, as a share of the peak of all devices."""
+        """Return the useful operations per second as a fraction of the peak of all devices."""
         peak = self.plan.devices * self.hardware.peak(self.work.kind.compute)
         return self.seconds.rate(float(self.flops.total) / peak)
 
     def costs(self) -> tuple[tuple[str, str, Breakdown, Show], ...]:
-        """A key, a heading, the cost, and how its numbers are written."""
+        """Return a key, a heading, the breakdown and the number format of each cost."""
         return (
             ("parameters", "Parameters", self.parameters, readable),
-            ("flops", "FLOPs a step", self.flops, lambda value: f"{value:.3g}"),
+            ("flops", "FLOPs per step", self.flops, lambda value: f"{value:.3g}"),
             ("memory", "Memory of the fullest device", self.memory, binary_size),
             ("kv_cache", "KV cache", self.cache, binary_size),
             ("communication", "Bytes sent by a device", self.traffic.wire, binary_size),
@@ -99,7 +99,7 @@ def report(
     hardware: Hardware,
     efficiency: float | None = None,
 ) -> Report:
-    """Work out everything for one plan."""
+    """Compute all costs of one plan."""
     run: dict[str, Any] = {"batch": work.batch, "seq": work.seq}
     step = step_time(model, plan, work, hardware=hardware, efficiency=efficiency)
     modeled = float(step.total)
@@ -115,7 +115,7 @@ def report(
         memory=training_memory(model, plan, work),
         timeline=memory_timeline(model, plan, work),
         cache=kv_cache(model, seq=work.seq),
-        traffic=communication(model, plan, **run | work.kind.travels),
+        traffic=communication(model, plan, **run | work.kind.wire_dtypes),
         step=step,
         seconds=seconds
         if efficiency is not None
@@ -124,8 +124,10 @@ def report(
 
 
 def as_text(result: Report) -> str:
-    """The table for a terminal."""
-    plan, device, work = result.plan, result.hardware, result.work
+    """Return the report as text for a terminal."""
+    plan = result.plan
+    device = result.hardware
+    work = result.work
     verdict = "fits" if result.fits else "DOES NOT FIT"
     active, all_of_them = result.active.total, result.parameters.total
     some = f", {active:,} active" if active < all_of_them else ""
@@ -133,10 +135,10 @@ def as_text(result: Report) -> str:
     peak = result.timeline.peak
     heads = {
         "parameters": f"parameters      {all_of_them:,}{some}",
-        "flops": f"FLOPs a step    {float(result.flops.total):.4g}, forward and backward, causal",
-        "memory": f"memory a device {memory}: {verdict}",
+        "flops": f"FLOPs per step  {float(result.flops.total):.4g}, forward and backward, causal",
+        "memory": f"device memory   {memory}: {verdict}",
         "kv_cache": f"KV cache        {binary_size(result.cache.total)} for {work.seq} tokens",
-        "communication": f"sent a device   {binary_size(result.traffic.wire.total)} a step",
+        "communication": f"sent per device {binary_size(result.traffic.wire.total)} per step",
         "step_time": f"step            {result.seconds} s, MFU {result.mfu}, "
         f"{result.tokens_per_second:,.0f} tokens/s",
     }
@@ -145,7 +147,7 @@ def as_text(result: Report) -> str:
         f"tensor {plan.tensor}, pipeline {plan.pipeline}, context {plan.context}, "
         f"expert {plan.expert}, ZeRO {plan.zero}",
         f"batch {work.batch} x {work.seq} tokens in {plan.microbatches} micro-batches, "
-        f"{plan.schedule} with {plan.virtual_stages} chunks a stage, "
+        f"{plan.schedule} with {plan.virtual_stages} chunks per stage, "
         f"recompute {plan.recompute}, offload {plan.offload}, {work.kind.name}",
         "",
     ]
@@ -160,7 +162,7 @@ def as_text(result: Report) -> str:
 
 
 def _shares(whole: Breakdown, show: Show) -> list[str]:
-    """A line for each part, the largest first, with its share as a bar of blocks."""
+    """Return a line with a bar for each part, the largest first."""
     total = float(whole.total) or 1.0
     parts = sorted(whole.parts, key=lambda part: -float(part.total))
     return [
@@ -171,8 +173,7 @@ def _shares(whole: Breakdown, show: Show) -> list[str]:
 
 
 def as_html(result: Report) -> str:
-    """One page without scripts or other files: memory in time, and a stacked bar with its
-    derivation for every cost."""
+    """Return one HTML page without scripts: memory over time, and a stacked bar for every cost."""
     title = html.escape(f"{result.model.name} on {result.plan.devices} x {result.hardware.name}")
     bars = (_bar(heading, cost, show) for _, heading, cost, show in result.costs() if cost.total)
     body = "\n".join([_timeline(result.timeline, result.hardware.memory_bytes), *bars])
@@ -189,11 +190,11 @@ def _bar(name: str, whole: Breakdown, show: Show) -> str:
     whole_size = float(whole.total)
     shares = [(part.name, show(part.total), float(part.total) / whole_size) for part in whole.parts]
     pieces = "".join(
-        f'<i style="width:{100 * share:.3f}%;background:{_color(index)}" '
+        f'<i style="width:{100 * fraction:.3f}%;background:{_color(index)}" '
         f'title="{html.escape(part)}"></i>'
-        for index, (part, _, share) in enumerate(shares)
+        for index, (part, _, fraction) in enumerate(shares)
     )
-    legend = _legend([f"{part} {size} ({share:.1%})" for part, size, share in shares])
+    legend = _legend([f"{part} {size} ({fraction:.1%})" for part, size, fraction in shares])
     return (
         f"<section><h2>{name}: {html.escape(show(whole.total))}</h2>"
         f'<div class="bar">{pieces}</div>{legend}'
@@ -203,9 +204,9 @@ def _bar(name: str, whole: Breakdown, show: Show) -> str:
 
 
 def _timeline(timeline: Timeline, room: int, width: int = 960, height: int = 240) -> str:
-    """Bytes over the moments of a step, stacked by kind, under the line of what the device has."""
+    """Return a chart of bytes during a step, with a line at the memory of the device."""
     peak, moments = timeline.peak, timeline.moments
-    # A picture needs no more steps than it has room for; the peak is always among them.
+    # At most about 400 moments are drawn; the peak is always one of them.
     every = -(-len(moments) // 400)
     shown = [m for i, m in enumerate(moments) if i % every == 0 or m is peak]
     top, step = 1.05 * max(peak.total, float(room)), width / len(shown)

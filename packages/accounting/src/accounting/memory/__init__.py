@@ -1,1 +1,1 @@
-"""What a device holds while a model trains."""
+"""Memory of a device during training."""

@@ -1,10 +1,10 @@
-"""What a forward pass keeps for the backward, tensor by tensor, as eager torch keeps it.
+"""The tensors that a forward pass saves for the backward in eager torch.
 
-A linear layer saves its input, a norm its input and a number or two a token, an activation its
-input (ReLU its output), a product both its factors, softmax its output, flash attention q, k, v,
-output and log-sum-exp. Tensors that two operations save are counted once: activations.toml lists
-them. With dropout, GELU and plain attention in 16 bits this is the `sbh(34 + 5as/h)` of Korthikanti
-et al. 2022, "Reducing Activation Recomputation", equation 1.
+A linear layer saves its input, a norm its input and one or two statistics per token, an activation
+its input (ReLU its output), a product both factors, softmax its output, and flash attention q, k,
+v, the output and the log-sum-exp. A tensor that two operations save counts once; activations.toml
+lists all of them. With dropout, GELU and plain attention in 16 bits, the sum is the `sbh(34 +
+5as/h)` of Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1.
 """
 
 from dataclasses import replace
@@ -31,36 +31,38 @@ def activations(
     stage: int = 0,
     **run: Any,
 ) -> Breakdown:
-    """Bytes that one device keeps of one micro-batch of the layers of its stage, without the head.
+    """Return the bytes that one device saves of one micro-batch for its stage, without the head.
 
-    `run` are the fields of a `Workload`: `batch` is the whole batch, of which a device sees
-    `batch / (data x microbatches)` sequences at a time, each of `seq / context` tokens.
-    `plan.recompute` says what is kept: everything, everything but the attention's core, or only the
-    input of each block.
+    `run` are the fields of a `Workload`. `batch` is the whole batch; a device processes `batch /
+    (data x microbatches)` sequences at a time, each with `seq / context` tokens. `plan.recompute`
+    selects the saved tensors: all, all except the core of attention, or only the input of each
+    block.
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
-    here = plan.stage_model(model, stage)
-    names = _of_layers(here, plan, work)
+    stage_model = plan.stage_model(model, stage)
+    names = _of_layers(stage_model, plan, work)
     if plan.recompute == "full":
         parts = _rows("block inputs", names)
     else:
-        # Norms around the attention, and around the MLP.
-        around = (here.norms_per_layer + 1) // 2
-        before = {"attention": around, "mlp": here.norms_per_layer - around}
+        # Norms before or after attention, and before or after the MLP.
+        around = (stage_model.norms_per_layer + 1) // 2
+        before = {"attention": around, "mlp": stage_model.norms_per_layer - around}
         parts = []
         for part, norms in before.items():
             if part == "mlp" or names["n"]:
-                kept = here.layers * norms if here.norm != "none" else 0
-                leaves = (*_rows("norms", names | {"norms": kept}), *_rows(part, names))
+                norms_on_stage = stage_model.layers * norms if stage_model.norm != "none" else 0
+                leaves = (*_rows("norms", names | {"norms": norms_on_stage}), *_rows(part, names))
                 parts.append(total(part, "B", *leaves))
-        parts.append(total("experts", "B", *_rows("experts", names)) if here.experts else None)
-        parts.append(total("mixers", "B", *_mixers(here, names)))
-    if here.encoder:
-        # It sees as many tokens as its table of positions has rows, else as many as the decoder.
-        source = replace(work, seq=here.encoder.positions or work.seq)
-        parts.append(total("encoder", "B", *activations(here.encoder, plan, source).parts))
+        parts.append(
+            total("experts", "B", *_rows("experts", names)) if stage_model.experts else None
+        )
+        parts.append(total("mixers", "B", *_mixers(stage_model, names)))
+    if stage_model.encoder:
+        # The encoder reads one token per row of its position table, or else as many as the decoder.
+        source = replace(work, seq=stage_model.encoder.positions or work.seq)
+        parts.append(total("encoder", "B", *activations(stage_model.encoder, plan, source).parts))
     return total(f"activations of {model.name}", "B", *parts)
 
 
@@ -75,15 +77,17 @@ def head_activations(
     compiled: bool = False,
     loss_chunks: int = 1,
 ) -> Breakdown:
-    """The end of the model: final norm, logits, and the loss with its gradient.
+    """Return the bytes of the end of the model: final norm, logits, and the loss with its gradient.
 
-    The cross-entropy keeps the log-softmax in fp32; at the start of the backward its gradient and
-    that of the logits are there as well, which is where many training steps peak. In `loss_chunks`
-    this holds of one chunk at a time.
+    The cross-entropy saves the log-softmax in fp32. Its gradient and that of the logits are
+    allocated at the start of the backward, where many training steps peak. `loss_chunks` divides
+    these tensors.
     """
     kind = recipe(precision)
     if loss_chunks > tokens:
-        raise ValueError(f"loss_chunks is {loss_chunks}; a micro-batch here has {tokens} tokens")
+        raise ValueError(
+            f"expected loss_chunks <= {tokens} tokens of a micro-batch, got {loss_chunks}"
+        )
     if not model.vocab_size or not model.lm_head:
         return total("head and loss", "B")
     names = _sizes(model, kind, fused_norm) | {"t": tokens, "logit": bytes_of(kind.logits)}
@@ -94,9 +98,12 @@ def head_activations(
 
 
 def flying_gradients(model: Shape, *, tokens: int, tensor: int = 1, keys: int | None) -> list[int]:
-    """Numbers that the backward of one block holds for a while beside what is saved: in its MLP the
-    gradients of two hidden tensors, in its attention those of two score matrices (of `keys` a row;
-    with None, flash attention, of queries, keys and values), and that of the stream."""
+    """Return the gradient values that the backward of one block allocates temporarily.
+
+    The first number is for the MLP: the gradients of two hidden tensors. The second is for
+    attention: the gradients of two score matrices with `keys` per row, or of q, k and v for flash
+    attention (`keys=None`). Both include the gradient of the residual stream.
+    """
     hidden = model.d_ff
     if model.experts:
         hidden = model.experts.per_token * model.experts.width + model.experts.shared
@@ -107,37 +114,51 @@ def flying_gradients(model: Shape, *, tokens: int, tensor: int = 1, keys: int | 
 
 
 def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:
-    """Bytes of an element, and what belongs to every norm."""
+    """Return the bytes per element, and the sizes that all norms use."""
     size = bytes_of(kind.activations)
     wide = bytes_of(kind.stream) if kind.stream else size
     return {
-        # A norm of several operators works in fp32, and keeps its input and its result so.
-        **{"size": size, "wide": wide, "normed": wide if fused_norm else max(wide, Fraction(4))},
-        **{"d": model.d_model, "fused_norm": fused_norm},
+        # A norm of several operators works in fp32, and saves its input and its result in fp32.
+        "size": size,
+        "wide": wide,
+        "normed": wide if fused_norm else max(wide, Fraction(4)),
+        "d": model.d_model,
+        "fused_norm": fused_norm,
         "statistics": {"rmsnorm": 1, "layernorm": 2, "none": 0}[model.norm],
     }
 
 
 def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
-    """The names that the table's formulas of layers speak of."""
-    tokens, kind, experts = work.tokens(plan), work.kind, model.experts
+    """Return the names in the formulas of activations.toml for layers."""
+    tokens = work.tokens(plan)
+    kind = work.kind
+    experts = model.experts
     dense = len(model.mlp_layers or ())
-    # ReLU's output is one of the two factors already; a fused gate keeps gate and up alone.
+    # ReLU's output is also a factor of the product; a fused gate saves gate and up only.
     hidden = 1 if model.activation == "relu" else 2
     if model.gated_mlp:
         hidden = 3 if model.activation == "relu" or work.fused_gate else 4
     return _sizes(model, kind, work.fused_norm) | {
-        **{"m": model, "mla": model.mla, "experts": experts, "t": tokens, "seq": work.seq},
+        "m": model,
+        "mla": model.mla,
+        "experts": experts,
+        "t": tokens,
+        "seq": work.seq,
         "r": Fraction(tokens, plan.tensor if plan.sequence_parallel else 1),
         "share": lambda width: Fraction(width) / plan.tensor,
-        **{"n": len(model.attention_layers or ()), "h": model.heads},
-        # Fewer key heads than devices: each device keeps one of its own.
+        "n": len(model.attention_layers or ()),
+        "h": model.heads,
+        # If there are fewer key heads than devices, each device stores one copy.
         "g": model.heads if model.mla else max(model.kv_heads, plan.tensor),
-        **{"qk": model.qk_dim, "v": model.v_head_dim, "hidden": hidden, "dense": dense},
+        "qk": model.qk_dim,
+        "v": model.v_head_dim,
+        "hidden": hidden,
+        "dense": dense,
         "casts": kind.stream is not None and not work.fused_projections,
         "fed": 0 if model.parallel_block and model.norms_per_layer == 1 else dense,
         "x": len(model.expert_layers),
-        **{"flash": work.flash, "dropout": work.dropout},
+        "flash": work.flash,
+        "dropout": work.dropout,
         "scores": not work.flash and plan.recompute == "none",
     }
 
@@ -152,12 +173,12 @@ def _rows(part: str, names: Table) -> list[Breakdown | None]:
 
 
 def _mixers(model: Shape, names: Table) -> list[Breakdown]:
-    """What recurrent layers keep: their input and the numbers that their records say."""
+    """Return the saved bytes of recurrent layers: their input and the values in their records."""
     parts = []
     for mixer in model.mixers:
         layers = {"layers": len(mixer.layers)}
         stream = {"tokens": names["r"], "d_model": model.d_model, "bytes": names["size"]}
-        kept = {"tokens": names["t"], "width": names["share"](mixer.kept), "bytes": names["size"]}
+        saved = {"tokens": names["t"], "width": names["share"](mixer.saved), "bytes": names["size"]}
         parts.append(product(f"input of {mixer.name}", "B", **layers | stream))
-        parts.append(product(mixer.name, "B", **layers | kept))
+        parts.append(product(mixer.name, "B", **layers | saved))
     return parts

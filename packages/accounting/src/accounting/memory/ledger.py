@@ -1,7 +1,7 @@
-"""Every tensor that is alive, operator by operator: what held the memory, and when it was most.
+"""A ledger of all live tensors by operator, and the peak memory of any module.
 
-On fake tensors nothing is allocated, so that any module can be followed through a step of training
-anywhere; around a real step it says what held the memory when there was none left.
+On fake tensors nothing is allocated, so a training step of any module can be traced on any machine.
+Around a real step, the ledger adds the largest live tensors to an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accounting.memory.live import Allocation, LiveMemory, plain_tensors
 
 
 class Ledger(LiveMemory):
-    """Use as a context; `table()` is what is alive, and what goes out of memory is told of it."""
+    """A context whose `table()` lists live tensors and is added to out-of-memory errors."""
 
     def __init__(self, *, rounding: int = 1) -> None:
         super().__init__(rounding=rounding)
@@ -38,7 +38,7 @@ class Ledger(LiveMemory):
             error.add_note(f"alive when it came, {binary_size(self.live_bytes)}:\n{self.table()}")
 
     def table(self, blocks: list[Allocation] | None = None, rows: int = 12) -> str:
-        """What is alive, the largest first, by kind, module and operator."""
+        """Return the live blocks as text, the largest first, by kind, module and operator."""
         sizes: Counter[tuple[str, str, str]] = Counter()
         for block in self._alive.values() if blocks is None else blocks:
             where = "/".join(block.module.split(".")[-2:])
@@ -53,13 +53,13 @@ class Ledger(LiveMemory):
         return "\n".join(listed)
 
     def hold(self, kind: str, *tensors: Tensor) -> None:
-        """Count tensors that are there already, as what they are."""
+        """Count existing tensors under a kind."""
         phase, self.phase = self.phase, kind
         self.add(tensors, "")
         self.phase = phase
 
     def name_gradient(self, parameter: Tensor) -> None:
-        """What stays on a parameter is a gradient; what else the backward makes goes again."""
+        """Relabel the gradient that remains on a parameter as `gradients`."""
         for inner in plain_tensors(parameter.grad) if parameter.grad is not None else ():
             key = inner.untyped_storage()._cdata
             if key in self._alive:
@@ -68,26 +68,26 @@ class Ledger(LiveMemory):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Whether a step of training has room, and what fills it at the worst moment."""
+    """Result of `fits`: the peak of a training step, and the tensors at the peak."""
 
     peak: Breakdown
+    #: Phase and operator of the peak.
     when: str
-    """The phase and the operator of the peak."""
     memory_bytes: int
     table: str
+    #: Phase and live bytes after each operator.
     timeline: tuple[tuple[str, int], ...]
-    """Bytes after each operator, with the phase."""
 
     @property
     def fits(self) -> bool:
-        """The peak is below what the device has."""
+        """Return True if the peak is at most the memory of the device."""
         return self.peak.total <= self.memory_bytes
 
     def __bool__(self) -> bool:
         return self.fits
 
     def explain(self) -> str:
-        """The verdict, the parts of the peak, and the largest blocks."""
+        """Return the verdict, the parts of the peak, and the largest blocks."""
         verdict = "fits" if self.fits else "DOES NOT FIT"
         head = f"{binary_size(self.peak.total)} of {binary_size(self.memory_bytes)}: {verdict}"
         return f"{head}, most at {self.when}\n{self.peak.explain()}\n{self.table}"
@@ -106,31 +106,34 @@ def fits(
     autocast: Any = None,
     rounding: int = 512,
 ) -> Fit:
-    """Follow two steps of training on fake tensors; nothing is allocated and nothing changed.
+    """Trace two training steps on fake tensors and return their peak memory; nothing is allocated.
 
-    `sample` is what the module is called with: a tensor, a tuple of arguments or a dictionary of
-    them. `optimizer` is a class (or a partial of one, for its options) or an instance, whose class
-    and options are taken; None runs forward and backward alone. `loss` makes a scalar of the
-    output: its `.loss` or its sum if not given. `autocast` is the dtype of mixed precision.
-    `rounding` is the allocator's: 512 bytes on CUDA. Tensors that the module stores as plain
-    attributes are counted as `attributes`.
+    `sample` is the input of the module: a tensor, a tuple of arguments or a dictionary of them.
+    `optimizer` is a class (or a partial of one, for its options), or an instance, whose class and
+    options are copied; None traces forward and backward only. `loss` computes a scalar from the
+    output; the default is its `.loss` or its sum. `autocast` is the dtype of mixed precision.
+    `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that the module
+    stores as plain attributes count as `attributes`.
 
-    Raises `ValueError` if a step depends on the values of tensors, which fake ones do not have, and
-    if the module cannot be followed as it is: sharded parameters, sparse tensors, hooks on
-    parameters, hooks that close over tensors, modules or containers, parameters of another module.
+    Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
+    and if a copy of the module would behave differently: sharded parameters, sparse tensors, hooks
+    on parameters, hooks that close over tensors, modules or containers, parameters of another
+    module.
     """
     from torch._subclasses import fake_tensor
 
     hardware = find(device)
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(sample)):
-        raise TypeError(f"sample is {sample!r:.60}; it must be a tensor, or arguments with one")
+        raise TypeError(f"expected sample to be a tensor or arguments with one, got {sample!r:.60}")
     checks.instance("module", module, nn.Module, "an nn.Module")
     if autocast is not None:
         checks.instance("autocast", autocast, torch.dtype, "a torch.dtype or None")
     if any(map(nn.parameter.is_lazy, module.parameters())):
-        raise ValueError("module has lazy parameters; call it once, so that they have their shapes")
-    # Autograd's threads are made by the first backward, one for each device; fake tensors bring
-    # fake GPUs, whose threads can abort a process when it ends.
+        raise ValueError(
+            "expected a module without lazy parameters; call it once to materialize them"
+        )
+    # The first backward creates autograd's threads, one per device. Fake tensors create fake GPUs,
+    # whose threads can abort a process at exit.
     torch.ones(1, requires_grad=True).backward()
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     _refuse_hooks(module)
@@ -138,7 +141,7 @@ def fits(
     shadow = _copy_with(fakes, module)
     with mode:
         inputs = tree_map(lambda x: fakes.of(x) if isinstance(x, Tensor) else x, sample)
-        made = _optimizer(optimizer, shadow, fakes)
+        optimizer_copy = _optimizer(optimizer, shadow, fakes)
     ledger = _FakeLedger(rounding=rounding)
     for parameter in shadow.parameters():
         if parameter.requires_grad:
@@ -146,8 +149,8 @@ def fits(
     mixed = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     ledger.hold("weights", *shadow.parameters(), *shadow.buffers())
     ledger.hold("inputs", *(x for x in tree_leaves(inputs) if isinstance(x, Tensor)))
-    ledger.hold("attributes", *fakes.made)
-    # What the module replaces by something else goes, as it does in a real step.
+    ledger.hold("attributes", *fakes.copies)
+    # Tensors that the module replaces during the step are freed, as in a real step.
     fakes.forget()
     try:
         with mode, ledger:
@@ -158,10 +161,10 @@ def fits(
                 ledger.phase = "backward"
                 result.backward()
                 del result
-                if made is not None:
+                if optimizer_copy is not None:
                     ledger.phase = "optimizer"
-                    made.step()
-                    made.zero_grad()
+                    optimizer_copy.step()
+                    optimizer_copy.zero_grad()
                 else:
                     shadow.zero_grad()
     except (
@@ -186,25 +189,25 @@ def fits(
 
 
 class _FakeTensors:
-    """Fake copies of real tensors, which share storages where the real tensors do."""
+    """Fake copies of real tensors, which share storages if the real tensors do."""
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
-        self.made: list[Tensor] = []
+        self.copies: list[Tensor] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._storages: dict[int, Tensor] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake copy of a tensor, the same one for the same tensor."""
+        """Return the fake copy of a tensor; the same tensor has the same copy."""
         if id(tensor) not in self._copies:
-            # The real tensor is kept too: another one could get its id.
+            # The real tensor is stored too, because another tensor could get its id.
             self._copies[id(tensor)] = tensor, self._fake(tensor)
-            self.made.append(self._copies[id(tensor)][1])
+            self.copies.append(self._copies[id(tensor)][1])
         return self._copies[id(tensor)][1]
 
     def forget(self) -> None:
-        """Drop the copies, so that each lives only as long as the module holds it."""
-        self.made.clear()
+        """Drop references to the copies, so that the module alone keeps them alive."""
+        self.copies.clear()
         self._copies.clear()
         self._storages.clear()
 
@@ -218,16 +221,17 @@ class _FakeTensors:
         with self.mode:
             flat = self._storage(tensor)
             elements = flat[: flat.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
-            made = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            copy_of_tensor = elements.as_strided(
+                tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
             if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(made, requires_grad=tensor.requires_grad)
-            return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+                return nn.Parameter(copy_of_tensor, requires_grad=tensor.requires_grad)
+            return copy_of_tensor.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     def _storage(self, tensor: Tensor) -> Tensor:
         key = tensor.untyped_storage()._cdata
         if key not in self._storages:
-            # A fake tensor of the meta device has kernels of its own; that of the CPU has the
-            # CPU's.
+            # A fake tensor on the meta device runs other kernels than one on the CPU.
             device = "cpu" if tensor.device.type == "meta" else str(tensor.device)
             nbytes = tensor.untyped_storage().nbytes()
             self._storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -235,7 +239,7 @@ class _FakeTensors:
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Let `copy.deepcopy` copy every tensor that it comes across into a fake one."""
+    """A mode in which `copy.deepcopy` replaces each tensor by its fake copy."""
 
     def __init__(self, fakes: _FakeTensors) -> None:
         super().__init__()
@@ -256,7 +260,7 @@ class _FakeCopies(TorchFunctionMode):
 
 
 class _FakeLedger(Ledger):
-    """A ledger that counts the real tensors that a step reads, and refuses foreign parameters."""
+    """A ledger that counts real tensors that a step reads, and refuses foreign parameters."""
 
     def __torch_dispatch__(
         self,
@@ -287,7 +291,7 @@ class _FakeLedger(Ledger):
 
 
 def _refuse_hooks(module: nn.Module) -> None:
-    """Raise `ValueError` for hooks that a copy of the module would not have, or would share."""
+    """Raise `ValueError` for hooks that a copy of the module would lose or share."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
@@ -326,8 +330,8 @@ def _optimizer(optimizer: Any, module: nn.Module, fakes: _FakeTensors) -> optim.
         return None
     trained = [p for p in module.parameters() if p.requires_grad]
     if not isinstance(optimizer, optim.Optimizer):
-        made: optim.Optimizer = optimizer(trained)
-        return made
+        optimizer_copy: optim.Optimizer = optimizer(trained)
+        return optimizer_copy
     owned = set(map(id, module.parameters()))
     groups = []
     for group in optimizer.param_groups:
@@ -335,7 +339,7 @@ def _optimizer(optimizer: Any, module: nn.Module, fakes: _FakeTensors) -> optim.
         if not all(id(parameter) in owned for parameter in copies):
             raise ValueError("optimizer has parameters that module does not own; give its class")
         groups.append(group | {"params": copies})
-    # Some classes list more defaults than they take: AdamW does not take `decoupled_weight_decay`.
+    # Some classes list more defaults than their arguments: AdamW has `decoupled_weight_decay`.
     taken = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     try:
@@ -354,9 +358,9 @@ def _call(module: nn.Module, sample: Any) -> Any:
 
 
 def _loss(output: Any) -> Tensor:
-    found = getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
+    output_loss = getattr(output, "loss", None)
+    if isinstance(output_loss, Tensor):
+        return output_loss
     first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     return first.float().sum() if first.is_floating_point() else first.sum()
 

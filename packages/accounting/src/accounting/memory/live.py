@@ -1,7 +1,7 @@
-"""Count the bytes that are alive, operator by operator, on any device.
+"""The live bytes of a computation after each operator, on any device.
 
-A dispatch mode sees every tensor that an operator makes and a weak reference sees it go. On the
-meta device nothing is allocated, so the memory of a 2.7B model can be drawn on a laptop.
+A dispatch mode intercepts every tensor that an operator creates, and a weak reference its deletion.
+On the meta device nothing is allocated, so a 2.7B model can be traced on a laptop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 @dataclass(frozen=True)
 class Allocation:
-    """One block of memory: its bytes, the operator that made it and the module
-    classes it was made in, outermost first."""
+    """One block of memory: its size, operator, and enclosing module classes, outermost first."""
 
     nbytes: int
     operator: str
@@ -34,11 +33,11 @@ class Allocation:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Use as a context; `timeline` then holds the live bytes after each operator.
+    """A context that records the live bytes after each operator in `timeline`.
 
-    Tensors made before are counted by `add`. `phase` is free text that labels what follows. Each
-    storage takes a multiple of `rounding` bytes. A storage has the size that it has at the moment:
-    FSDP frees gathered weights by resizing their storages to 0 bytes.
+    `add` counts tensors that existed before. `phase` labels the following allocations. Each storage
+    takes a multiple of `rounding` bytes. The size of a storage is its current size: FSDP frees
+    gathered weights by resizing their storages to 0 bytes.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
@@ -54,7 +53,7 @@ class LiveMemory(TorchDispatchMode):
         self._restore_resize: Callable[[], None] = _nothing_to_restore
 
     def add(self, tensors: Iterable[Tensor], operator: str) -> None:
-        """Count tensors that exist already, such as a model's parameters."""
+        """Count existing tensors, such as the parameters of a model."""
         for tensor in tensors:
             self._count(tensor, operator)
         self._note("start")
@@ -81,7 +80,7 @@ class LiveMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, then count what it made."""
+        """Run the operator, then count the tensors that it created."""
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -109,9 +108,9 @@ class LiveMemory(TorchDispatchMode):
             self.live_bytes += size
             weakref.finalize(owner, self._free, key)
         elif known.nbytes != size:
-            # Memory that is allocated again belongs to the phase and the module that need it.
-            again = {"module": ".".join(self._modules), "phase": self.phase}
-            self._alive[key] = replace(known, nbytes=size, **({} if known.nbytes else again))
+            # A storage that is allocated again belongs to the phase and the module that resize it.
+            owner_labels = {"module": ".".join(self._modules), "phase": self.phase}
+            self._alive[key] = replace(known, nbytes=size, **({} if known.nbytes else owner_labels))
             self.live_bytes += size - known.nbytes
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -136,7 +135,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _nothing_to_restore() -> None:
-    """Stand in until a context is entered."""
+    """Do nothing; used until the context is entered."""
 
 
 def _call_after_resize(then: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
@@ -162,6 +161,7 @@ def _call_after_resize(then: Callable[[torch.UntypedStorage], None]) -> Callable
     return restore
 
 
+#: Methods that return the dense tensors inside a sparse tensor, by layout.
 _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys(
@@ -171,7 +171,6 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
         (torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")
     ),
 }
-"""The methods that return the dense tensors of a sparse tensor."""
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
@@ -184,13 +183,13 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     names = getattr(tensor, "__tensor_flatten__", None)
     if names is None or type(tensor).__name__ == "FakeTensor":
         return [tensor]
-    # A DTensor lists its mesh among its parts.
+    # A DTensor lists its mesh among its attributes.
     inside = (getattr(tensor, name) for name in names()[0])
     return [x for part in inside if isinstance(part, Tensor) for x in plain_tensors(part)]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """What the optimizer keeps from its first step on, without a backward pass to get there."""
+    """Create the optimizer state by one step with zero gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -201,7 +200,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def training_step_memory(
     model: torch.nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer
 ) -> LiveMemory:
-    """The live bytes of one training step, parameters and what the optimizer holds included."""
+    """Return the live bytes of one training step, with parameters and optimizer state."""
     memory = LiveMemory()
     memory.add(model.parameters(), "parameter")
     memory.add(model.buffers(), "buffer")

@@ -1,4 +1,4 @@
-"""What a stage holds over a step, micro-batch by micro-batch, as its schedule runs them."""
+"""The memory of a pipeline stage during a step, micro-batch by micro-batch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,14 @@ _BACKWARD = ("one block recomputed", "head and loss", "gradients in flight")
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A moment of a step, and the bytes that are alive then, by kind."""
+    """A moment of a step, and its live bytes by kind."""
 
     when: str
     parts: dict[str, float]
 
     @property
     def total(self) -> float:
-        """Bytes in all."""
+        """Return the live bytes of all kinds."""
         return sum(self.parts.values())
 
 
@@ -35,11 +35,11 @@ class Timeline:
 
     @property
     def peak(self) -> Moment:
-        """The fullest moment, the first where there are several."""
+        """Return the moment with the most live bytes, the first of several."""
         return max(self.moments, key=lambda moment: moment.total)
 
     def explain(self) -> str:
-        """The peak and its parts, and how many moments there are."""
+        """Return the peak, its parts, and the number of moments."""
         peak = self.peak
         rows = [f"  {name:<24}{binary_size(size):>12}" for name, size in peak.parts.items() if size]
         head = f"{self.name}: {binary_size(peak.total)} at {peak.when}"
@@ -57,16 +57,15 @@ def memory_timeline(
     stage: int | None = None,
     **run: Any,
 ) -> Timeline:
-    """What a device of `stage` (the fullest, if not given) holds over a step; `run` are the fields
-    of a `Workload`.
+    """Return the memory of a device of `stage` during a step; the default is the fullest stage.
 
-    A forward adds a micro-batch's activations, or those of one chunk of the stage's layers, a
-    backward frees them: all forwards first (`gpipe`), or one for one as soon as the warm-up is done
-    (`1f1b`, `interleaved`). Gradients are set to None between steps, so they come with the first
-    backward; what is recomputed, and the loss with the gradient of the logits, are there in a
-    backward alone. Of more than a thousand micro-batches the first are shown. With more of them
-    than are in flight at once the peak is `training_memory`, which has everything alive at once;
-    with fewer it lies below.
+    `run` are the fields of a `Workload`. A forward allocates the activations of a micro-batch, or
+    of one chunk of the stage, and a backward frees them. All forwards run first (`gpipe`), or
+    forwards and backwards alternate after the warm-up (`1f1b`, `interleaved`). Gradients are None
+    between steps, so the first backward allocates them. Recomputed tensors, and the loss with the
+    gradient of the logits, exist only during a backward. A timeline shows at most about a thousand
+    micro-batches. The peak is that of `training_memory` if there are more micro-batches than in
+    flight, and otherwise lower.
     """
     work = workload(work, run)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
@@ -80,20 +79,20 @@ def memory_timeline(
         return Timeline(
             name=f"{whole.name}, in time", moments=_fsdp_moments(model, plan, work, stage)
         )
-    held = {part.name: float(part.total) for part in whole}
+    states = {part.name: float(part.total) for part in whole}
     flight = plan.in_flight(stage)
-    each = held.pop("activations", 0.0) / flight
-    gathered, gradients = held.pop("gathered", 0.0), held.pop("gradients", 0.0)
-    backward = {name: held.pop(name, 0.0) for name in _BACKWARD}
+    activation_bytes = states.pop("activations", 0.0) / flight
+    gathered, gradients = states.pop("gathered", 0.0), states.pop("gradients", 0.0)
+    backward = {name: states.pop(name, 0.0) for name in _BACKWARD}
     moments: list[Moment] = []
 
     def moment(when: str, alive: int, working: bool, grown: bool, back: bool = False) -> None:
-        parts = held | {"gradients": gradients * grown, "activations": each * alive}
+        parts = states | {"gradients": gradients * grown, "activations": activation_bytes * alive}
         parts["gathered"] = gathered * working
         parts |= {name: size * back for name, size in backward.items()}
         moments.append(Moment(when=when, parts=parts))
 
-    # The middle of a long step is the same over and over.
+    # The middle of a long step repeats itself, so it is cut.
     chunks = min(plan.microbatches * plan.virtual_stages, flight + 1000)
     what = "micro-batch" if plan.virtual_stages == 1 else "chunk"
     ahead = done = 0
@@ -103,7 +102,7 @@ def memory_timeline(
             ahead += 1
             moment(f"the forward of {what} {ahead}", ahead - done, True, done > 0)
         else:
-            # A backward begins with all that its micro-batch has kept.
+            # All saved tensors of the micro-batch are alive at the start of its backward.
             done += 1
             moment(f"the backward of {what} {done}", ahead - done + 1, True, done > 1, True)
     moment("the optimizer", 0, False, True)
@@ -111,34 +110,34 @@ def memory_timeline(
 
 
 def _fsdp_moments(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[Moment, ...]:
-    """The moments of a stage of FSDP2 modules.
+    """Return the moments of a stage of FSDP2 modules.
 
     See Note [FSDP2 under torch's pipeline schedules] in training.py.
     """
     device, flight = FsdpStage(model, plan, work, stage), plan.in_flight(stage)
-    found: list[tuple[str, Breakdown]] = []
+    moments: list[tuple[str, Breakdown]] = []
     chunks = min(plan.microbatches, flight + 1000)
     ahead = done = 0
     whole = False
-    found.append(("the start of the step", device.between_steps(reduced=False)))
+    moments.append(("the start of the step", device.between_steps(reduced=False)))
     while done < chunks:
         if ahead < chunks and ahead - done < flight:
             ahead += 1
             moment = device.forward(ahead - done, accumulated=done > 0, whole=whole)
             whole = not plan.reshard_after_forward
-            found.append((f"the forward of micro-batch {ahead}", moment))
+            moments.append((f"the forward of micro-batch {ahead}", moment))
             continue
         moment = device.backward(ahead - done, accumulated=done > 0, whole=whole)
         done, whole = done + 1, True
         if done == chunks:
             moment = max(moment, *device.reduction(), key=lambda moment: moment.total)
-        found.append((f"the backward of micro-batch {done}", moment))
-    found.append(("the optimizer", device.between_steps(reduced=True)))
-    names = dict.fromkeys(part.name for _, moment in found for part in moment)
+        moments.append((f"the backward of micro-batch {done}", moment))
+    moments.append(("the optimizer", device.between_steps(reduced=True)))
+    names = dict.fromkeys(part.name for _, moment in moments for part in moment)
     return tuple(
         Moment(
             when=when,
             parts={n: float(moment[n].total) if n in moment else 0.0 for n in names},
         )
-        for when, moment in found
+        for when, moment in moments
     )

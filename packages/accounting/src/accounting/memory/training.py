@@ -1,4 +1,4 @@
-"""What training keeps on each device: weights, gradients, optimizer, activations, logits."""
+"""Memory of training per device: weights, gradients, optimizer, activations and logits."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,21 +27,21 @@ def training_memory(
     lora_targets: Sequence[str] | None = None,
     **run: Any,
 ) -> Breakdown:
-    """Bytes on one device with everything alive at once, of the fullest pipeline stage or of
-    `stage`.
+    """Return the bytes on one device if all tensors are alive at once, for the fullest stage.
 
-    `run` are the fields of a `Workload`; `batch` is the whole batch, in sequences; 0 asks for the
-    model's states alone, as they lie between two steps. With ZeRO-3 a step also holds what it
-    gathers and reduces. `lora_rank` freezes the weights and trains low-rank updates of all matrices
-    named in `lora_targets` (query and value), by the names that `parameters` prints.
+    `stage` selects one pipeline stage. `run` are the fields of a `Workload`; `batch` is the whole
+    batch in sequences, and 0 selects the model states between two steps. With ZeRO-3 the result
+    includes the weights and gradients that are gathered and reduced during a step. `lora_rank`
+    freezes the weights and trains low-rank updates of all matrices in `lora_targets` (the default
+    is query and value); `parameters` prints their names.
     """
     work = workload(work, run)
     if lora_targets is not None and not lora_rank:
-        raise ValueError(f"lora_targets is {lora_targets!r} with lora_rank=0; give a rank")
+        raise ValueError(f"expected lora_rank >= 1 with lora_targets={lora_targets!r}, got 0")
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     stages = range(plan.pipeline) if stage is None else (stage,)
     lora = lora_rank, ("query", "value") if lora_targets is None else lora_targets
-    every = (_stage_memory(model, plan, work, each, lora) for each in stages)
+    every = (_stage_memory(model, plan, work, index, lora) for index in stages)
     return max(every, key=lambda memory: memory.total)
 
 
@@ -54,30 +54,30 @@ def model_states(
     precision: str | Precision = "mixed_bf16",
     offload: bool = False,
 ) -> Breakdown:
-    """Weights, gradients and optimizer of `count` parameters over `data` ranks, by ZeRO stage.
+    """Return weights, gradients and optimizer of `count` parameters over `data` ranks.
 
-    Per rank: (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for stages 0 to 3, each
-    share rounded up to a whole parameter (Rajbhandari et al. 2020, section 5).
+    Per rank: (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for ZeRO stages 0 to 3,
+    with each shard rounded up to an integer (Rajbhandari et al. 2020, section 5).
     """
     kind = recipe(precision)
-    share = split(count, data)
+    shard = split(count, data)
 
-    def held(name: str, sharded_from: int, size: Fraction) -> Breakdown:
-        return product(name, "B", parameters=share if zero >= sharded_from else count, bytes=size)
+    def state(name: str, sharded_from: int, size: Fraction) -> Breakdown:
+        return product(name, "B", parameters=shard if zero >= sharded_from else count, bytes=size)
 
     master = bytes_of(kind.master) if kind.master else Fraction(0)
-    kept = (held("master weights", 1, master), held("moments", 1, kind.moment_bytes))
+    optimizer_states = (state("master weights", 1, master), state("moments", 1, kind.moment_bytes))
     return total(
         "model states",
         "B",
-        held("weights", 3, bytes_of(kind.weights)),
-        held("gradients", 2, bytes_of(kind.gradients)),
-        total("optimizer", "B", *(() if offload else kept)),
+        state("weights", 3, bytes_of(kind.weights)),
+        state("gradients", 2, bytes_of(kind.gradients)),
+        total("optimizer", "B", *(() if offload else optimizer_states)),
     )
 
 
 def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, int]:
-    """Parameters on one device before ZeRO shards them: all but the experts, and the experts."""
+    """Return the parameters per device before ZeRO: all except experts, and the experts."""
     dense = routed = 0
     for matrix in all_matrices(plan.stage_model(model, stage)):
         cut = matrix.tensor_ranks(plan.tensor, model.kv_heads)
@@ -89,8 +89,8 @@ def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, in
 
 
 def one_layer(model: Shape) -> Shape:
-    """A single layer of `model`, of the kind that holds most, without a window."""
-    # A layer of each kind that there is.
+    """Return the largest kind of layer of `model` as a model of one layer without a window."""
+    # The first layer of each kind.
     kinds: dict[tuple[object, ...], int] = {}
     for i in range(model.layers):
         mixed = tuple(i in mixer.layers for mixer in model.mixers)
@@ -98,7 +98,7 @@ def one_layer(model: Shape) -> Shape:
         kinds.setdefault((*has, i in model.expert_layers, mixed), i)
     return max(
         (_layer(model, layer) for layer in kinds.values()),
-        key=lambda one: sum(matrix.size for matrix in matrices(one)),
+        key=lambda layer_model: sum(matrix.size for matrix in matrices(layer_model)),
     )
 
 
@@ -131,20 +131,20 @@ def _stage_memory(
     if plan.keeps_weights_whole():
         if lora[0]:
             raise ValueError(
-                f"lora_rank is {lora[0]} with zero=3 and pipeline={plan.pipeline}, which is not "
-                "modeled; give zero=1, or pipeline=1"
+                f"LoRA with zero=3 and pipeline={plan.pipeline} is not modeled, got "
+                f"lora_rank={lora[0]}; pass zero=1 or pipeline=1"
             )
         fullest = FsdpStage(model, plan, work, stage).fullest(plan.in_flight(stage))
         return replace(fullest, name=name)
-    held = Fraction(plan.in_flight(stage), plan.virtual_stages)
+    in_flight = Fraction(plan.in_flight(stage), plan.virtual_stages)
     if plan.offload == "activations":
-        held = Fraction(0)
+        in_flight = Fraction(0)
     head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head
     return total(
         name,
         "B",
         *states,
-        times("activations", activations(model, plan, work, stage=stage), in_flight=held),
+        times("activations", activations(model, plan, work, stage=stage), in_flight=in_flight),
         one_block(model, plan, work) if plan.recompute == "full" else None,
         _gathered(model, plan, kind, stage),
         _head(model, plan, head) if stage == plan.pipeline - 1 else _flying(model, plan, work),
@@ -152,7 +152,7 @@ def _stage_memory(
 
 
 def _head(model: Shape, plan: Plan, head: dict[str, Any]) -> Breakdown:
-    """The end of the model; where all forwards come first, its logits are kept of each of them."""
+    """Return the end of the model; GPipe saves the logits of every micro-batch."""
     end = head_activations(model, **head)
     often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
     parts = (
@@ -163,8 +163,11 @@ def _head(model: Shape, plan: Plan, head: dict[str, Any]) -> Breakdown:
 
 
 def _flying(model: Shape, plan: Plan, work: Workload) -> Breakdown:
-    """Before the last stage a backward is fullest inside a block, where gradients of what it works
-    on are there, and the one that came from the next stage."""
+    """Return the gradients in flight before the last stage.
+
+    A backward peaks inside a block, where the gradients of the tensors in use are alive together
+    with the gradient that the next stage sent.
+    """
     tokens, size = work.tokens(plan), bytes_of(work.kind.activations)
     keys = None if work.flash else work.seq
     inside = max(flying_gradients(model, tokens=tokens, tensor=plan.tensor, keys=keys))
@@ -177,7 +180,7 @@ def _flying(model: Shape, plan: Plan, work: Workload) -> Breakdown:
 
 
 def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
-    """While a block is recomputed, what it saves is there as well."""
+    """Return the saved tensors of a block, which are alive while the block is recomputed."""
     block = activations(
         one_layer(model),
         replace(alone(plan), recompute="none", offload="none"),
@@ -187,15 +190,15 @@ def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
 
 
 def alone(plan: Plan) -> Plan:
-    """The plan of a single layer: one stage."""
+    """Return the plan for a single layer, with one stage."""
     return replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
 
 
 def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
-    """What ZeRO-3 holds whole for a while: weights in use and the next block's, and gradients.
+    """Return the unsharded tensors of ZeRO-3: weights in use and of the next block, and gradients.
 
-    FSDP2 keeps the root's weights (embedding, final norm, head) gathered, works on one block while
-    it prefetches the next, and has one block's gradients whole, beside the copy that it reduces.
+    FSDP2 keeps the root's weights (embedding, final norm, head) gathered, computes one block while
+    it prefetches the next, and has the gradients of one block besides the copy that it reduces.
     """
     if plan.zero < 3 or plan.replicas == 1:
         return None
@@ -216,12 +219,14 @@ def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdow
 def _groups(model: Shape, plan: Plan, stage: int) -> tuple[int, int]:
     """Return the parameters of FSDP's groups before sharding: the ends, and one block.
 
-    A block's dense weights are gathered over all replicas, its experts over theirs.
+    All replicas shard a block's dense weights; the ranks with the same experts shard its experts.
     """
-    here = plan.stage_model(model, stage)
-    inside = replace(one_layer(here), vocab_size=0, positions=0, final_norm=False, encoder=None)
+    stage_model = plan.stage_model(model, stage)
+    inside = replace(
+        one_layer(stage_model), vocab_size=0, positions=0, final_norm=False, encoder=None
+    )
     block = sum(device_parameters(inside, alone(plan)))
-    return max(0, sum(device_parameters(model, plan, stage)) - block * here.layers), block
+    return max(0, sum(device_parameters(model, plan, stage)) - block * stage_model.layers), block
 
 
 # Note [FSDP2 under torch's pipeline schedules]
@@ -237,23 +242,23 @@ def _groups(model: Shape, plan: Plan, stage: int) -> tuple[int, int]:
 
 
 class FsdpStage:
-    """What a pipeline stage of FSDP2 modules stores at the moments of a step.
+    """The memory of a pipeline stage of FSDP2 modules at the moments of a step.
 
     See Note [FSDP2 under torch's pipeline schedules].
     """
 
     def __init__(self, model: Shape, plan: Plan, work: Workload, stage: int) -> None:
         self.plan, self.kind = plan, work.kind
-        here = plan.stage_model(model, stage)
-        self.layers = here.layers
+        stage_model = plan.stage_model(model, stage)
+        self.layers = stage_model.layers
         self.ends, self.block = _groups(model, plan, stage)
         self.states = _states(model, plan, work.kind, stage, 0, ())
-        self.kept = activations(model, plan, work, stage=stage)
+        self.saved = activations(model, plan, work, stage=stage)
         self.recomputed = one_block(model, plan, work) if plan.recompute == "full" else None
         self.flying = _flying(model, plan, work)
-        table = split(here.vocab_size * here.embedding_dim, plan.tensor)
+        table = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
         self.table = table if stage == 0 else 0
-        self.head_matrix = table if here.lm_head else 0
+        self.head_matrix = table if stage_model.lm_head else 0
         head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head
         last = stage == plan.pipeline - 1
         self.head = _head(model, plan, head) if last else None
@@ -289,9 +294,9 @@ class FsdpStage:
         block = self._gathered(self.layers if whole else 2)
         moments = [self._moment(alive, block, grown, self.recomputed, self.flying)]
         if self.head:
-            # At the head no block is gathered yet. Its gradient is computed in full before it is
-            # added to the accumulated one; then the gradient of the logits is there, and their
-            # log-softmax is not any more.
+            # At the head no block is gathered yet. The head's gradient is computed as a whole
+            # before it is added to the accumulated one. At that moment the gradient of the logits
+            # exists, and their log-softmax is freed.
             ends = self._gathered(self.layers if whole else 0)
             fresh = self._fresh(self.head_matrix, accumulated)
             without = replace(self.head, parts=self.head.parts[:-1])
@@ -314,7 +319,7 @@ class FsdpStage:
         ]
 
     def reduction(self) -> list[Breakdown]:
-        """Return the reductions of the last block, which is the first, and of the ends."""
+        """Return the reductions of the first block, which is reduced last, and of the ends."""
         grown, size = self._gradients(True), bytes_of(self.kind.gradients)
         block = product("gradients being reduced", "B", parameters=self.block, bytes=size)
         ends = product(
@@ -339,7 +344,7 @@ class FsdpStage:
         return product("gradients", "B", parameters=count, bytes=bytes_of(self.kind.gradients))
 
     def _fresh(self, count: int, accumulated: bool) -> Breakdown:
-        # Under mixed precision the first gradient is cast, so that it is there twice as well.
+        # Under mixed precision the first gradient is cast, so two copies exist.
         there = accumulated or self.kind.cast_weights is not None
         return product("fresh gradient", "B", parameters=count * there, bytes=self._size)
 
@@ -362,8 +367,8 @@ class FsdpStage:
         if self.plan.offload == "activations":
             alive = min(Fraction(alive), Fraction(1, self.layers))
         states = (s for s in self.states if s.name != "gradients")
-        kept = times("activations", self.kept, in_flight=Fraction(alive))
-        return total("moment", "B", *states, kept, *more)
+        saved = times("activations", self.saved, in_flight=Fraction(alive))
+        return total("moment", "B", *states, saved, *more)
 
 
 def _states(
@@ -376,8 +381,8 @@ def _states(
         return model_states(count, data=ranks, zero=plan.zero, precision=kind, offload=offload)
 
     if rank:
-        held = [split(dense, plan.replicas), split(routed, plan.expert_replicas)]
-        frozen = sum(held) if plan.zero == 3 else dense + routed
+        shards = [split(dense, plan.replicas), split(routed, plan.expert_replicas)]
+        frozen = sum(shards) if plan.zero == 3 else dense + routed
         update = split(_lora(plan.stage_model(model, stage), rank, targets), plan.tensor)
         return [
             product("frozen weights", "B", parameters=frozen, bytes=bytes_of(kind.weights)),
@@ -385,7 +390,7 @@ def _states(
         ]
     if not routed:
         return list(states(dense, plan.replicas).parts)
-    # Dense weights and experts are sharded over groups of their own.
+    # Dense weights and experts are sharded over different groups.
     both = {
         "dense": states(dense, plan.replicas),
         "experts": states(routed, plan.expert_replicas),
@@ -398,23 +403,23 @@ def _states(
 
 def _lora(model: Shape, rank: int, targets: Sequence[str]) -> int:
     if not isinstance(targets, list | tuple) or not targets:
-        raise TypeError(f"lora_targets is {targets!r}; it must list names, such as ('query',)")
-    found = [m for m in matrices(model) if m.kind == "matrix" and m.layers is not None]
+        raise TypeError(f"expected lora_targets to list names such as ('query',), got {targets!r}")
+    candidates = [m for m in matrices(model) if m.kind == "matrix" and m.layers is not None]
     for target in targets:
-        checks.choice("one of lora_targets", target, dict.fromkeys(m.name for m in found))
+        checks.choice("one of lora_targets", target, dict.fromkeys(m.name for m in candidates))
     count = 0
-    for m in (m for m in found if m.name in targets):
+    for m in (m for m in candidates if m.name in targets):
         if rank > min(m.rows, m.columns):
             raise ValueError(
-                f"lora_rank is {rank}; {m.name} of {m.part} is {m.rows} x {m.columns}, and an "
-                "update of that rank is not low"
+                f"expected lora_rank <= {min(m.rows, m.columns)} for {m.name} of {m.part} "
+                f"({m.rows} x {m.columns}), got {rank}"
             )
         count += m.times * m.copies * lora_parameters(m.rows, m.columns, rank)
     return count
 
 
 def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
-    """A part that is there several times, each of its leaves multiplied by a named factor."""
+    """Return a part that exists several times; each leaf is multiplied by a named factor."""
     ((label, count),) = factor.items()
     if not count:
         return None

@@ -1,1 +1,1 @@
-"""What a model is: its sizes, its matrices, and the families that are known."""
+"""The description of a model: sizes, matrices, and known families."""

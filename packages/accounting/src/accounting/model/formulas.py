@@ -1,4 +1,4 @@
-"""Tables that stand beside the code: TOML files whose entries may be formulas over named things."""
+"""TOML tables whose entries may be formulas over named values."""
 
 import math
 import tomllib
@@ -16,12 +16,15 @@ FUNCTIONS: Table = {
 
 
 def tables(name: str) -> Table:
-    """The content of a file of this package."""
+    """Return the content of a TOML file of this package."""
     return tomllib.loads((Path(__file__).parents[1] / name).read_text(encoding="utf-8"))
 
 
 def value(entry: Any, names: Mapping[str, Any]) -> Any:
-    """A number or a switch as it is, a formula worked out; `names` come before the functions."""
+    """Evaluate a formula; a number or a bool is returned as it is.
+
+    Names in `names` take precedence over the functions.
+    """
     return eval(_compiled(entry), _GLOBALS, names) if isinstance(entry, str) else entry
 
 

@@ -1,5 +1,4 @@
-"""Every matrix of a model, as records: what all counts are derived from. The rows are in
-matrices.toml."""
+"""The matrices of a model, from which all counts are derived; the rows are in matrices.toml."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,20 +14,20 @@ _PARTS = tables("model/matrices.toml")
 
 @lru_cache(maxsize=4096)
 def matrices(model: Shape) -> tuple[Matrix, ...]:
-    """The parameters of a model without its encoder, one record for each kind that has entries."""
+    """Return the nonempty matrices of a model without its encoder, one record per kind."""
     mixers = (
         replace(matrix, part=mixer.name, layers=mixer.layers)
         for mixer in model.mixers
         for matrix in mixer.matrices
     )
-    found = [matrix for part in _PARTS for matrix in _part(model, part)]
-    after = next((i for i, m in enumerate(found) if m.part in ("norms", "head")), len(found))
-    found = [*found[:after], *mixers, *found[after:], *model.extra]
-    return tuple(matrix for matrix in found if matrix.size)
+    ordered = [matrix for part in _PARTS for matrix in _part(model, part)]
+    after = next((i for i, m in enumerate(ordered) if m.part in ("norms", "head")), len(ordered))
+    ordered = [*ordered[:after], *mixers, *ordered[after:], *model.extra]
+    return tuple(matrix for matrix in ordered if matrix.size)
 
 
 def all_matrices(model: Shape) -> tuple[Matrix, ...]:
-    """Those of the encoder too."""
+    """Return the matrices of a model and of its encoder."""
     return matrices(model) + (matrices(model.encoder) if model.encoder else ())
 
 

@@ -1,4 +1,4 @@
-"""Parameters of an `nn.Module`, and the sizes that its shapes tell."""
+"""Parameters of an `nn.Module`, and the sizes that can be read from their shapes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HEAD_ATTRIBUTES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "he
 
 
 def count_module(module: nn.Module) -> Breakdown:
-    """Parameters by direct child, a shared one with the first child that holds it."""
+    """Count parameters by direct child; a shared parameter counts for the first child."""
     _check(module)
     seen: set[int] = set()
 
-    def own(name: str, child: nn.Module) -> Breakdown:
+    def child_parameters(name: str, child: nn.Module) -> Breakdown:
         fresh = {n: p for n, p in child.named_parameters() if id(p) not in seen}
         seen.update(map(id, fresh.values()))
         shapes = Counter(tuple(p.shape) for p in fresh.values())
@@ -33,7 +33,7 @@ def count_module(module: nn.Module) -> Breakdown:
         )
         return total(name, UNIT, *leaves)
 
-    children = [own(name, child) for name, child in module.named_children()]
+    children = [child_parameters(name, child) for name, child in module.named_children()]
     direct = [
         product(name, UNIT, entries=parameter.numel())
         for name, parameter in module.named_parameters(recurse=False)
@@ -43,7 +43,10 @@ def count_module(module: nn.Module) -> Breakdown:
 
 
 def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
-    """The sizes that the shapes of a module's parameters tell; `ValueError` if they tell none."""
+    """Return the sizes that the shapes of a module's parameters determine.
+
+    Raises `ValueError` if they do not determine the model.
+    """
     _check(module)
     from torch import nn
 
@@ -62,7 +65,7 @@ def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
     attention = {n: p for n, p in matrices.items() if _is_attention(n)}
     mlp = [p for n, p in matrices.items() if n not in attention]
     if not mlp or not attention:
-        raise ValueError(f"no attention or no MLP was recognized among {', '.join(matrices)}")
+        raise ValueError(f"expected matrices of attention and MLP, got {', '.join(matrices)}")
     d_ff = max(size for p in mlp for size in p.shape if size != d_model or p.shape[0] == p.shape[1])
     gated = sum(p.numel() for p in mlp) == 3 * d_model * d_ff
     out = next((p for n, p in attention.items() if _is_output(n)), None)
@@ -76,8 +79,11 @@ def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
     untied = any(p.shape == table.shape and p is not table for p in outside)
     vectors = [(n, p) for n, p in block.items() if p.ndim == 1]
     normed = [(n, p) for n, p in vectors if _has_word(n, _NORMS)]
-    layernorm = any(n.endswith("bias") for n, _ in normed)
-    found: dict[str, Any] = {
+    norm = "none"
+    if normed:
+        has_bias = any(n.endswith("bias") for n, _ in normed)
+        norm = "layernorm" if has_bias else "rmsnorm"
+    sizes: dict[str, Any] = {
         "layers": len(blocks),
         "d_model": d_model,
         "heads": heads,
@@ -89,13 +95,13 @@ def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
         "tied": not untied,
         "gated_mlp": gated,
         "activation": "silu" if gated else "gelu",
-        "norm": "layernorm" if layernorm else "rmsnorm" if normed else "none",
+        "norm": norm,
         "norms_per_layer": sum(n.endswith("weight") for n, _ in normed),
         "name": type(module).__name__,
     }
     biases = [n for n, p in vectors if n.endswith("bias") and (n, p) not in normed]
     is_out = [n for n in biases if _is_output(n) and _is_attention(n)]
-    return found | {
+    return sizes | {
         "qkv_bias": any(_is_attention(n) and n not in is_out for n in biases),
         "out_bias": bool(is_out),
         "mlp_bias": any(not _is_attention(n) for n in biases),
@@ -110,7 +116,7 @@ def _heads(block: nn.Module) -> int:
                 return value
     raise ValueError(
         f"no submodule of {type(block).__name__} says how many heads it has "
-        f"({', '.join(_HEAD_ATTRIBUTES)}); give heads="
+        f"({', '.join(_HEAD_ATTRIBUTES)}); pass heads="
     )
 
 
@@ -120,7 +126,7 @@ _OUTPUTS = ("out", "out_proj", "o_proj", "o", "wo", "c_proj", "proj")
 
 
 def _has_word(name: str, word: re.Pattern[str]) -> bool:
-    """Return True if a whole word of a parameter's name, between dots and underscores, matches."""
+    """Return True if a whole word of a parameter name matches, between dots and underscores."""
     return any(word.fullmatch(part) for part in re.split(r"[._]", name.lower()))
 
 

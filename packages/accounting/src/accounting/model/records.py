@@ -1,4 +1,4 @@
-"""The small records that a model is described with: what is in a matrix, a latent, an expert."""
+"""Records that describe a model: matrices, latents, experts, windows and mixers."""
 
 from dataclasses import dataclass
 
@@ -7,58 +7,59 @@ from accounting import checks
 
 @dataclass(frozen=True)
 class Matrix:
-    """One kind of parameter: how large it is, who holds how much of it, which tokens meet it.
+    """One kind of parameter: its size, how it is sharded, and which tokens it applies to.
 
-    Parameters, FLOPs, shards, activations and low-rank updates are all derived from these records;
-    `part` and `name` are for reading alone.
+    Parameters, FLOPs, shards, activations and low-rank updates are all derived from these records.
+    `part` and `name` are for display only.
     """
 
     part: str
     name: str
+    #: Input features; 1 for a vector.
     rows: int
-    """Inputs; 1 for a vector."""
+    #: Output features.
     columns: int
-    """Outputs."""
+    #: Dimension that tensor parallelism splits: `columns`, `rows`, `heads` (key and value heads,
+    #: which are copied if there are fewer heads than devices), or `none` if each device stores the
+    #: whole matrix.
     split: str = "none"
-    """What tensor parallelism cuts: `columns`, `rows`, `heads` (of keys and values, which are
-    copied where there are fewer than devices), or `none`: every device has all of it."""
+    #: A `matrix` multiplies tokens, a `table` is indexed, and a `vector` is added or scales.
     kind: str = "matrix"
-    """A `matrix` multiplies every token that meets it; a `table` is looked up; a `vector` is added
-    or scales."""
+    #: Layers that contain the matrix; None if it is outside the blocks.
     layers: tuple[int, ...] | None = None
-    """Which layers have one; None: it stands outside the blocks."""
+    #: Number of experts, each of which has its own copy.
     copies: int = 1
-    """Experts, each with one of its own."""
+    #: Number of copies that a token uses.
     chosen: int = 1
-    """Of those, how many a token meets."""
+    #: True if expert parallelism distributes the copies.
     routed: bool = False
-    """The copies are dealt out by expert parallelism."""
+    #: Pipeline stage of a matrix outside the blocks: `first` or `last`.
     where: str = "first"
-    """Outside the blocks: on the `first` or the `last` pipeline stage."""
-    meets: str = "tokens"
-    """What a matrix multiplies: all `tokens`; the `last` one alone where only that is asked for; a
-    `sequence` once; or the tokens of the `source` that cross-attention looks at."""
+    #: Tokens that the matrix multiplies: all `tokens`; only the `last` token if one prediction is
+    #: needed; one vector per `sequence`; or the `source` tokens of cross-attention.
+    applies_to: str = "tokens"
 
+    #: Tokens per sequence that the matrix does not apply to; a class token, for example, is not a
+    #: patch.
     skips: int = 0
-    """Tokens of a sequence that do not meet it: a class token is no patch."""
 
     @property
     def times(self) -> int:
-        """Layers that have one, or 1."""
+        """Return the number of layers with this matrix, or 1 outside the blocks."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
-    def one(self) -> int:
-        """Entries of one copy in one layer."""
+    def entries(self) -> int:
+        """Return the entries of one copy in one layer."""
         return self.rows * self.columns
 
     @property
     def size(self) -> int:
-        """Entries in all."""
-        return self.times * self.copies * self.one
+        """Return the entries of all copies in all layers."""
+        return self.times * self.copies * self.entries
 
     def tensor_ranks(self, tensor: int, kv_heads: int) -> int:
-        """Return over how many of `tensor` devices this is cut; the others have copies."""
+        """Return the number of shards over `tensor` devices; the other devices store copies."""
         if self.split == "none":
             return 1
         return min(tensor, kv_heads) if self.split == "heads" else tensor
@@ -67,58 +68,58 @@ class Matrix:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class MLA:
-    """Multi-head latent attention: keys and values live in a latent (DeepSeek-V2)."""
+    """Multi-head latent attention, which compresses keys and values to a latent (DeepSeek-V2)."""
 
+    #: Width of the latent from which keys and values are computed.
     kv_rank: int
-    """Width of the latent that stands for keys and values."""
+    #: Width of the rotary part of each query and of the single shared key.
     rope_head_dim: int
-    """The part of a query, and of the one shared key, that carries the position."""
+    #: Width of compressed queries; 0 if queries are not compressed.
     q_rank: int = 0
-    """Width that queries are compressed to; 0: they are not."""
+    #: Heads of the index that selects keys per query (DeepSeek-V3.2, DSA); 0 for dense attention.
     index_heads: int = 0
-    """Small heads that choose the keys of a query (DeepSeek-V3.2, DSA); 0: it sees all of them."""
     index_head_dim: int = 0
+    #: Number of selected keys per query.
     index_top: int = 0
-    """Keys that are chosen."""
 
     def __post_init__(self) -> None:
         checks.fields(MLA, vars(self), "mla.")
         index = (self.index_heads, self.index_head_dim, self.index_top)
         if any(index) and not (all(index) and self.q_rank):
             raise ValueError(
-                f"mla.index_heads, index_head_dim and index_top are {index} with q_rank="
-                f"{self.q_rank}; an index needs all four"
+                "expected mla.index_heads, index_head_dim, index_top and q_rank together, got "
+                f"{index} and q_rank={self.q_rank}"
             )
 
 
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of the MLP."""
+    """A mixture of experts that replaces the MLP."""
 
     count: int
     per_token: int
+    #: Hidden width of one expert; the default is the model's `d_ff`.
     width: int = 0
-    """Width of one expert; the model's `d_ff` if not given."""
+    #: Total hidden width of the shared experts, which process every token.
     shared: int = 0
-    """Width of the expert that every token visits: all shared experts together."""
+    #: A gate scales the output of the shared experts (Qwen2-MoE).
     shared_gate: bool = False
-    """A gate in front of the shared expert (Qwen2-MoE)."""
     router_bias: bool = False
+    #: Biases inside the experts; the default is the model's `mlp_bias`.
     bias: bool | None = None
-    """Biases inside the experts; as the model's `mlp_bias` if not given."""
+    #: Layers with experts also have the dense MLP (Arctic, HRM).
     beside_mlp: bool = False
-    """The layers keep their dense MLP as well (Arctic, HRM)."""
+    #: Layers with experts; the default is all layers.
     layers: tuple[int, ...] | None = None
-    """Which layers hold experts: all if not given."""
 
     def __post_init__(self) -> None:
         checks.fields(Experts, vars(self), "experts.")
         _some_layers("experts", self.layers)
         if self.per_token > self.count:
             raise ValueError(
-                f"experts.per_token is {self.per_token}; it must lie between 1 and "
-                f"experts.count={self.count}"
+                f"expected 1 <= experts.per_token <= experts.count={self.count}, "
+                f"got {self.per_token}"
             )
 
 
@@ -127,10 +128,10 @@ class Experts:
 class Window:
     """Attention to the nearest tokens only."""
 
+    #: Number of keys that a query attends to, including its own token.
     size: int
-    """Keys that a token sees, itself among them."""
+    #: Layers with a window; the default is all layers.
     layers: tuple[int, ...] | None = None
-    """Which layers are windowed: all if not given."""
 
     def __post_init__(self) -> None:
         checks.fields(Window, vars(self), "window.")
@@ -138,23 +139,25 @@ class Window:
 
 
 def _some_layers(record: str, layers: object) -> None:
-    """All of them (None), or at least one."""
+    """Raise `ValueError` if the list of layers is empty; None stands for all layers."""
     if layers is not None and not checks.layers(f"{record}.layers", layers):
-        raise ValueError(f"{record}.layers is {layers!r}; give {record}=None for none at all")
+        raise ValueError(
+            f"expected {record}.layers with at least one layer, got {layers!r}; "
+            f"pass {record}=None for no layer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixer:
-    """What mixes tokens in some layers by a recurrence: a state of one size, however long the
-    sequence."""
+    """A recurrent layer, whose state has the same size for every sequence length."""
 
     name: str
     layers: tuple[int, ...]
+    #: Matrices of one layer; `layers` says which layers have them.
     matrices: tuple[Matrix, ...]
-    """Of one layer; `layers` above says how many of each there are."""
+    #: Values of the state per sequence and layer.
     state: int
-    """Numbers that decoding keeps for a sequence, in one layer."""
+    #: Operations per token and layer outside the matrices, to write and read the state.
     scan: int
-    """Operations a token outside the matrices, in one layer: writing the state and reading it."""
-    kept: int
-    """Numbers a token that the forward keeps for the backward, beside the input."""
+    #: Values per token and layer that the forward saves for the backward, besides the input.
+    saved: int

@@ -1,8 +1,8 @@
-"""Hugging Face families, read from tables: `families/*.toml` say what becomes of each config.json.
+"""Hugging Face model families, described by the tables in `families/*.toml`.
 
-A table's values are numbers, switches, or formulas over the fields of a configuration, whose
-defaults stand beside them; `families/decoders.toml` says how to write one. A family that is not
-there is refused by name.
+A table maps each size of a `Shape` to a number, a bool, or a formula over the fields of the
+configuration. Defaults of these fields are part of the table. `families/decoders.toml` documents
+the format. A family without a table is refused by name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,9 @@ from accounting.model.formulas import FUNCTIONS, Table, tables, value
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 from accounting.model.shape import Shape
 
-# What stands in a table beside the fields of a Transformer.
+# Keys of a table that are not fields of a `Transformer`.
 _ABOUT = ("like", "fields", "let", "refuse", "heads_known", "classes", "extra", "more")
-# Files of models with several modalities: the language model inside is what is described.
+# Multimodal configurations nest that of their language model, which is described here.
 _NESTED = ("text_config", "llm_config", "language_config")
 _INHERITED = ("tie_word_embeddings", "_name_or_path")
 _ATTENTION = ("attention", "full_attention", "indexed_attention", "*")
@@ -24,7 +24,8 @@ _KINDS = (
     *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
     *("mamba", "recurrent", "conv", "moe", "mlp", "hybrid", "M", "E", "-", "sparse", "dense"),
 )
-# What keeps the same for the backward counts as one: GELU in its variants, and xIELU, their input.
+# Activations that save the same tensors count as one kind; variants of GELU and xIELU save the
+# input.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu": (
@@ -36,10 +37,10 @@ _ACTIVATIONS = {
 
 
 def transformer_arguments(content: Mapping[str, Any]) -> Table:
-    """The keyword arguments of the `Transformer` that this configuration describes."""
+    """Return the keyword arguments of the `Transformer` that a configuration describes."""
     family = content.get("model_type")
     if not isinstance(family, str | None):
-        raise ValueError(f"model_type is {family!r}; it must be a name")
+        raise ValueError(f"expected model_type to be a name, got {family!r}")
     if family not in FAMILIES:
         for field in _NESTED:
             inner = content.get(field)
@@ -48,18 +49,18 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
                 whole = shared | {"model_type": f"{family}_text"} | dict(inner)
                 return transformer_arguments(whole)
     if family is None:
-        raise ValueError("model_type is missing: this is not a model's config.json")
+        raise ValueError("expected a config.json with model_type, got one without it")
     why = REFUSED.get(family.removesuffix("_text"))
     if why:
         raise ValueError(
-            f"model_type is {family!r}, not described here: {why}. parameters(module) counts its "
-            "module, on the meta device too, and fits(module, sample) follows a step of it"
+            f"model_type {family!r} is not supported: {why}. parameters(module) counts its module, "
+            "also on the meta device, and fits(module, sample) traces a step"
         )
     if family not in FAMILIES:
         raise ValueError(
-            f"model_type is {family!r}, a family not known here; known are "
-            f"{', '.join(sorted(FAMILIES))}{checks.nearest(family, FAMILIES)}; any other can be "
-            "described with Transformer(layers=..., d_model=..., ...)"
+            f"expected model_type to be one of {', '.join(sorted(FAMILIES))}, got {family!r}"
+            f"{checks.nearest(family, FAMILIES)}; describe another family with "
+            "Transformer(layers=..., d_model=..., ...)"
         )
     table = _table(family)
     config = Config(content, family, table)
@@ -72,10 +73,10 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
 
 
 def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
-    """What the class that `architectures` names builds beside the blocks."""
+    """Return the table entries for the head that the class in `architectures` builds."""
     named = content.get("architectures")
     if not isinstance(named, list | tuple | None):
-        raise ValueError(f"architectures is {named!r}; it must be a list of names")
+        raise ValueError(f"expected architectures to be a list of names, got {named!r}")
     name = str(named[0]) if named else ""
     known: dict[str, Table] = {}
     for endings, more in table["heads_known"].items():
@@ -83,16 +84,16 @@ def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
             known |= dict.fromkeys(_class_names(table, family, ending), more)
     if _spelled(name) not in known:
         raise ValueError(
-            f"architectures is {name!r}, whose head is not known for {family}; leave it out for "
-            "the model that the family stands for"
+            f"expected architectures to name a known class of {family}, got {name!r}; omit it for "
+            "the base model of the family"
         )
     return dict(known[_spelled(name)])
 
 
 def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
-    """The classes of a family with that ending; without one, the file names no class at all.
+    """Yield the class names of a family with an ending; without an ending, yield an empty name.
 
-    A class has the name of its family, or one of those that the table lists.
+    A class has the name of its family, or one of the names that the table lists.
     """
     if not ending:
         yield ""
@@ -103,23 +104,28 @@ def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
 
 
 def _spelled(name: str) -> str:
-    """A name without underscores and case: MPTForCausalLM in a file is MptForCausalLM."""
+    """Return a name in lower case without separators, so that MPTForCausalLM is MptForCausalLM."""
     return name.replace("_", "").replace("-", "").lower()
 
 
 class Config:
-    """The names of a formula: functions, `let`, and fields; it names the field that is missing."""
+    """The names in a formula: functions, `let` definitions and fields of the configuration.
+
+    A missing field raises a `ValueError` that names it.
+    """
 
     def __init__(self, content: Mapping[str, Any], family: str, table: Table) -> None:
-        self.content, self.family, self.table = content, family, table
+        self.content = content
+        self.family = family
+        self.table = table
         self.let: Table = table.get("let", {})
         self.fields: Table = table.get("fields", {})
         self.layers, self.layer = 0, -1
         listed = self.get("layer_types", self.get("layers_block_type"))
         self.types: Any = () if listed is None else listed
         self.typed = listed is not None
-        own = (self.get, self.given, self.some, self.first_of, self.sliding, self.attends)
-        self.functions = _FUNCTIONS | {function.__name__: function for function in own}
+        methods = (self.get, self.raw, self.some, self.first_of, self.sliding, self.attends)
+        self.functions = _FUNCTIONS | {function.__name__: function for function in methods}
 
     def __getitem__(self, name: str) -> Any:
         if name in self.functions:
@@ -138,40 +144,40 @@ class Config:
             raise ValueError(f"{name} is missing from this {self.family} config.json")
         if name in self.content and default:
             raise ValueError(
-                f"{name} is null in this {self.family} config.json; leave it out for the default "
-                f"of its class, {default!r}, or give a value"
+                f"{name} is null in this {self.family} config.json; omit it for the default of "
+                f"its class, {default!r}, or pass a value"
             )
-        # The empty text stands for None, which TOML does not have: the class derives the value.
+        # An empty string stands for None, which TOML does not have: the class derives the value.
         return None if default == "" else default
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field where the file has it and it is not null."""
+        """Return a field, or `default` if it is missing or null."""
         value = self.content.get(name)
         return default if value is None else value
 
-    def given(self, name: str, default: Any = None) -> Any:
-        """The field where the file has it, null or not."""
+    def raw(self, name: str, default: Any = None) -> Any:
+        """Return a field even if it is null, or `default` if it is missing."""
         return self.content.get(name, default)
 
     def some(self, name: str, default: Any) -> Any:
-        """The field where the file has it and it is not null; `ValueError` where it is 0."""
+        """Return a field, or `default` if it is missing or null; raise `ValueError` if it is 0."""
         value = self.content.get(name)
         return default if value is None else self.positive(name, value)
 
     def first_of(self, *names: str) -> Any:
-        """The first of these fields that the file has, else the first with a default."""
+        """Return the first field that the file has, or else the first that has a default."""
         for name in names:
             if self.content.get(name) is not None:
                 return self.content[name]
         return self[next((name for name in names if self.fields.get(name)), names[-1])]
 
     def sliding(self, default: bool) -> bool:
-        """Whether a layer has a window: its entry of layer_types, or the family's pattern."""
+        """Return True if a layer has a window, by `layer_types` or else by `default`."""
         kind = self._kind()
         return default if kind is None else bool(kind == "sliding_attention")
 
     def attends(self, default: bool) -> bool:
-        """Whether a layer has attention, likewise."""
+        """Return True if a layer has attention, by `layer_types` or else by `default`."""
         kind = self._kind()
         return default if kind is None else kind in _ATTENTION
 
@@ -179,7 +185,7 @@ class Config:
         return self.types[self.layer] if self.types else None
 
     def value(self, entry: Any) -> Any:
-        """A number or a switch as it is, a formula worked out."""
+        """Evaluate a formula; a number or a bool is returned as it is."""
         if not isinstance(entry, str):
             return entry
         try:
@@ -190,54 +196,64 @@ class Config:
             ) from None
 
     def size(self, name: str, entry: Any) -> int:
-        """A whole number, or a switch that counts as one or none."""
+        """Return an integer size; a bool counts as 1 or 0."""
         value = self.value(entry)
         return checks.whole(name, int(value) if isinstance(value, bool) else value, least=0)
 
     def where(self, entry: Any) -> tuple[int, ...]:
-        """The layers for which a formula holds."""
-        found = []
+        """Return the layers for which a formula is true."""
+        indices = []
         for layer in range(self.layers):
             self.layer = layer
             if self.value(entry):
-                found.append(layer)
-        return tuple(found)
+                indices.append(layer)
+        return tuple(indices)
 
     def arguments(self, table: Table) -> Table:
-        """The sizes that a table of formulas gives."""
+        """Return the arguments of `Shape` that a table of formulas describes."""
         self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
         if self.typed and len(self.types) != self.layers:
-            raise ValueError(f"layer_types has {len(self.types)} entries for {self.layers} layers")
+            raise ValueError(
+                f"expected one entry of layer_types per layer ({self.layers}), got "
+                f"{len(self.types)}"
+            )
         for kind in self.types:
             checks.choice("a kind in layer_types", kind, _KINDS)
-        found: Table = {}
+        arguments: Table = {}
         for key, entry in table.items():
-            if key in _ABOUT:
-                continue
-            if key in ("attention_layers", "mlp_layers"):
-                found[key] = self.where(entry)
-            elif key in _RECORDS:
-                found[key] = self.record(_RECORDS[key], entry)
-            elif key == "mixers":
-                found[key] = tuple(m for m in map(self.mixer, entry) if m.layers)
-            elif key == "encoder":
-                # With the formulas of its family, and as many layers as it has itself.
-                side = Config(self.content, self.family, self.table)
-                found[key] = Shape(**side.arguments(_table(entry)), name=key) if entry else None
-            elif key in _DERIVED:
-                # The number 0 in a table and a field that is None leave the size to `Shape`.
-                size = self.value(entry)
-                if entry != 0 and size is not None:
-                    found[key] = self.positive(entry, size)
-                elif key == "heads":
-                    found[key] = size
-            else:
-                found[key] = self.value(entry)
+            if key in _DERIVED:
+                arguments |= self._derived_size(key, entry)
+            elif key not in _ABOUT:
+                arguments[key] = self._argument(key, entry)
         rows = (*table.get("extra", ()), *table.get("more", ()))
-        return found | {"extra": tuple(m for row in rows for m in self.matrices(row) if m.one)}
+        extra = (matrix for row in rows for matrix in self.matrices(row))
+        return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
+
+    def _argument(self, key: str, entry: Any) -> Any:
+        """Return one argument of `Shape`."""
+        if key in ("attention_layers", "mlp_layers"):
+            return self.where(entry)
+        if key in _RECORDS:
+            return self.record(_RECORDS[key], entry)
+        if key == "mixers":
+            mixers = [self.mixer(row) for row in entry]
+            return tuple(mixer for mixer in mixers if mixer.layers)
+        if key == "encoder":
+            # The encoder uses the formulas of the family with its own number of layers.
+            side = Config(self.content, self.family, self.table)
+            return Shape(**side.arguments(_table(entry)), name=key) if entry else None
+        return self.value(entry)
+
+    def _derived_size(self, key: str, entry: Any) -> Table:
+        """Return a size that `Shape` can derive, or nothing if it should."""
+        # A table entry of 0, and a field that is None, let `Shape` derive the size.
+        size = self.value(entry)
+        if entry != 0 and size is not None:
+            return {key: self.positive(entry, size)}
+        return {key: size} if key == "heads" else {}
 
     def record(self, kind: type, entry: Table) -> Any:
-        """Experts, a window or a latent; None where its `if`, its size or its layers are none."""
+        """Return experts, a window or a latent, or None if the model does not have it."""
         if not self.value(entry.get("if", True)):
             return None
         layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
@@ -252,22 +268,22 @@ class Config:
         return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
 
     def positive(self, entry: Any, value: Any) -> Any:
-        """A size, and `ValueError` for a 0, which would be taken for a size not given."""
+        """Return a size, and raise `ValueError` for 0, which `Shape` would take as missing."""
         if not value:
             raise ValueError(
-                f"{entry} is {value!r} in this {self.family} config.json; leave it out, or make it "
-                "null, for what its class derives"
+                f"{entry} is {value!r} in this {self.family} config.json; omit it or set it to "
+                "null to let its class derive it"
             )
         return value
 
     def mixer(self, entry: Table) -> Mixer:
-        """A recurrent mixer of `mixers.toml`, with the sizes that the family gives it."""
+        """Return a recurrent mixer of `mixers.toml` with the sizes of the family."""
         name, layers = entry["like"], self.where(entry["where"])
         about = _mixers()[name]
         sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
         sizes = about.get("sizes", {}) | sizes | {"d_model": self.value(self.table["d_model"])}
         inner = Config(sizes, self.family, about)
-        found = (
+        listed = (
             Matrix(
                 "mixer",
                 label,
@@ -278,17 +294,19 @@ class Config:
             )
             for label, rows, columns, split in about["matrices"]
         )
-        numbers = {key: inner.value(about[key]) for key in ("state", "scan", "kept")}
-        return Mixer(name=name, layers=layers, matrices=tuple(m for m in found if m.one), **numbers)
+        numbers = {key: inner.value(about[key]) for key in ("state", "scan", "saved")}
+        return Mixer(
+            name=name, layers=layers, matrices=tuple(m for m in listed if m.entries), **numbers
+        )
 
     def matrices(self, row: Table) -> Iterator[Matrix]:
-        """A matrix, table or vector that a family has beside all else, and its bias."""
+        """Yield an additional matrix, table or vector of a family, and its bias."""
         if not self.value(row.get("if", True)):
             return
         once = row.get("once", False)
         kind = row.get("kind", "matrix" if row.get("bias") else "vector")
         about: Table = {"part": "pooler" if once else row.get("part", "ends")}
-        about |= {"meets": "sequence"} if once else {}
+        about |= {"applies_to": "sequence"} if once else {}
         about |= {"layers": self.where(row["where"])} if "where" in row else {}
         rows, columns = (self.size(row["name"], row.get(key, 1)) for key in ("rows", "columns"))
         more: Table = {"split": row.get("split", "none"), "chosen": row.get("chosen", 1)}
@@ -301,12 +319,15 @@ class Config:
 
 
 def activation(name: str) -> str:
-    """Which of the three kinds an activation is, by what it keeps for the backward."""
+    """Return the kind of an activation function: `silu`, `gelu` or `relu`.
+
+    Functions of one kind save the same tensors for the backward.
+    """
     for known, names in _ACTIVATIONS.items():
         if name in names:
             return known
     listed = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
-    raise ValueError(f"hidden_act is {name!r}; known are {listed}")
+    raise ValueError(f"expected hidden_act to be one of {listed}, got {name!r}")
 
 
 def _most(value: Any) -> int:
@@ -317,8 +338,8 @@ def _pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, list | tuple) else (value, value)
 
 
+#: Sizes that `Shape` derives if they are missing, and the number of heads; 0 is not a valid size.
 _DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
-"""What `Shape` derives from other sizes where it is not given, and the heads: 0 is no size."""
 _FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair}
 _RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}
 
@@ -330,32 +351,36 @@ def _mixers() -> Table:
 
 @cache
 def _table(name: str, base: bool = False) -> Table:
-    """A family's table with those that it is like, its own entries last."""
-    own: Table = _BASE[name] if base or name not in FAMILIES else FAMILIES[name]
+    """Return the table of a family merged with its base tables; its own entries take precedence."""
+    entries: Table = _BASE[name] if base or name not in FAMILIES else FAMILIES[name]
     merged: Table = {}
-    for each in own.get("like", ()):
-        above = _table(each, base=each in _BASE)
+    for base_name in entries.get("like", ()):
+        above = _table(base_name, base=base_name in _BASE)
         merged = _joined(merged, above)
-    return _joined(merged, own)
+    return _joined(merged, entries)
 
 
-def _joined(above: Table, own: Table) -> Table:
-    both = {key: above[key] | own[key] for key in ("fields", "let") if key in above and key in own}
-    return above | own | both
+def _joined(above: Table, entries: Table) -> Table:
+    both = {
+        key: above[key] | entries[key]
+        for key in ("fields", "let")
+        if key in above and key in entries
+    }
+    return above | entries | both
 
 
 _FILES = {
     name: tables(f"model/families/{name}.toml") for name in ("decoders", "hybrids", "encoders")
 }
 _BASE: Table = {
-    name: table for each in _FILES.values() for name, table in each.pop("base", {}).items()
+    name: table for file in _FILES.values() for name, table in file.pop("base", {}).items()
 }
+#: Reasons why some families are refused.
 REFUSED: dict[str, str] = {
-    name: why for each in _FILES.values() for name, why in each.pop("refused", {}).items()
+    name: why for file in _FILES.values() for name, why in file.pop("refused", {}).items()
 }
-"""Why some that are asked for are not there."""
+#: One table per known `model_type`.
 FAMILIES: dict[str, Table] = {
-    name: table for each in _FILES.values() for name, table in each.items()
+    name: table for file in _FILES.values() for name, table in file.items()
 }
-"""A table for each `model_type` that is known."""
 ENCODERS = frozenset(_FILES["encoders"])

@@ -1,9 +1,8 @@
-"""The shape of a transformer: every size that its cost depends on, and nothing else.
+"""The shape of a transformer: all sizes that determine its cost.
 
-Notable: attention with grouped queries or with a compressed latent, recurrent mixers in its place
-in some layers, experts in some layers, windows in some layers, biases and norms counted one by one,
-an encoder beside the decoder. The defaults describe a Llama-like decoder: RMSNorm, rotary
-positions, three MLP matrices, no biases and a head of its own.
+A shape covers grouped-query and latent attention, recurrent mixers, experts and windows in some
+layers, individual biases and norms, and an encoder besides the decoder. The defaults describe a
+Llama-like decoder: RMSNorm, rotary positions, a gated MLP, no biases, and an untied head.
 """
 
 from __future__ import annotations
@@ -20,71 +19,72 @@ from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A transformer by its sizes; raises `ValueError` for sizes that cannot be."""
+    """A transformer described by its sizes; raises `ValueError` for inconsistent sizes."""
 
     derived_sizes: ClassVar = ("d_ff", "kv_heads", "head_dim", "v_head_dim", "embedding_dim")
 
     layers: int
     d_model: int
+    #: Query heads; 0 describes blocks without attention.
     heads: int
-    """Query heads; 0 describes blocks without attention."""
+    #: Rows of the embedding; 0 describes the blocks without embedding and head.
     vocab_size: int
-    """Rows of the embedding; 0 describes the blocks alone, without embedding and head."""
+    #: Hidden width of the MLP; the default is four times `d_model`.
     d_ff: int = 0
-    """Width of the MLP; four times `d_model` if not given."""
+    #: Key and value heads; the default is `heads` (MHA), and 1 is MQA.
     kv_heads: int = 0
-    """Key and value heads: as many as `heads` (MHA) unless given; 1 is MQA."""
+    #: Width of a head; the default is `d_model / heads`. With MLA, the part without rotary
+    #: positions.
     head_dim: int = 0
-    """`d_model / heads` if not given. With MLA, the part of a query that carries no position."""
+    #: Width of a value; the default is `head_dim`.
     v_head_dim: int = 0
-    """`head_dim` if not given."""
 
+    #: Three matrices (SwiGLU, GeGLU) if True, otherwise two.
     gated_mlp: bool = True
-    """Three matrices (SwiGLU, GeGLU) or two."""
     activation: str = "silu"
+    #: `rmsnorm` (a weight), `layernorm` (a weight and a bias), or `none`.
     norm: str = "rmsnorm"
-    """`rmsnorm` (a weight), `layernorm` (a weight and a bias), or `none`."""
+    #: False for a LayerNorm without bias (Cohere, MPT).
     norm_bias: bool = True
-    """False for a LayerNorm that has a weight alone (Cohere, MPT)."""
     norms_per_layer: int = 2
+    #: Attention and MLP read the same input, and their outputs are summed (GPT-NeoX, Phi, PaLM).
     parallel_block: bool = False
-    """Attention and MLP read the same input and are added together (GPT-NeoX, Phi, PaLM)."""
     final_norm: bool = True
+    #: Norm of queries and keys: True or `head` has one weight of width `head_dim` for all heads,
+    #: `heads` one weight per head, and `all` one norm over all heads together (OLMo 2).
     qk_norm: bool | str = False
-    """A norm of queries and keys: True or `head` over the head dimension with one weight for all
-    heads, `heads` with a weight for each head, `all` over all heads together (OLMo 2)."""
+    #: Rows of a learned position table; 0 for rotary positions.
     positions: int = 0
-    """Rows of a learned position table; rotary positions have none."""
+    #: Width of the embedding if it differs from `d_model` and is projected (OPT-350M).
     embedding_dim: int = 0
-    """Width of the embedding where it differs from `d_model` and is projected (OPT-350M)."""
+    #: The head uses the embedding matrix.
     tied: bool = False
-    """The head is the embedding."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    #: One learned logit per head that takes part in the softmax (gpt-oss).
     sinks: bool = False
-    """One learned logit a head that takes part in the softmax (gpt-oss)."""
+    #: A gate with the width of the attention output, computed from the same input (Qwen3-Next).
     output_gate: bool = False
-    """A gate as wide as the attention's output, from the same input (Qwen3-Next)."""
 
     mla: MLA | None = None
     experts: Experts | None = None
     window: Window | None = None
+    #: Layers with attention; the default is all layers.
     attention_layers: tuple[int, ...] | None = None
-    """Which layers have attention: all if not given."""
+    #: Layers with a dense MLP; the default is all layers without experts.
     mlp_layers: tuple[int, ...] | None = None
-    """Which layers have a dense MLP: all that have no experts if not given."""
+    #: Recurrent layers.
     mixers: tuple[Mixer, ...] = ()
-    """Recurrent layers."""
+    #: False for encoders, in which each token attends to all tokens.
     causal: bool = True
-    """False where every token sees every other: encoders."""
+    #: False for a model that ends with its final norm, such as an encoder.
     lm_head: bool = True
-    """False for a model that ends with its last norm: encoders again."""
+    #: The encoder that each decoder layer attends to with cross-attention.
     encoder: Shape | None = None
-    """What the decoder's cross-attention looks at; each layer of the decoder has one then."""
+    #: Additional matrices of a family.
     extra: tuple[Matrix, ...] = ()
-    """What a family has beside all this."""
     name: str = "transformer"
 
     def __post_init__(self) -> None:
@@ -95,8 +95,8 @@ class Shape:
             self._record(name, record, listed)
         if self.heads and not self.head_dim and self.d_model % self.heads:
             raise ValueError(
-                f"heads is {self.heads}, which does not divide d_model={self.d_model}; "
-                "give head_dim if the heads are meant to have a width of their own"
+                f"expected heads to divide d_model={self.d_model}, got heads={self.heads}; "
+                "pass head_dim if the width of a head is not d_model / heads"
             )
         self._fill("head_dim", self.d_model // self.heads if self.heads else 0)
         self._fill("v_head_dim", self.head_dim)
@@ -105,8 +105,8 @@ class Shape:
         self._fill("embedding_dim", self.d_model)
         if self.heads and self.heads % self.kv_heads:
             raise ValueError(
-                f"kv_heads is {self.kv_heads}, which does not divide heads={self.heads}; "
-                "each key and value head must serve the same number of query heads"
+                f"expected kv_heads to divide heads={self.heads}, got kv_heads={self.kv_heads}; "
+                "each key and value head serves the same number of query heads"
             )
         everywhere = tuple(range(self.layers))
         if self.experts:
@@ -121,9 +121,11 @@ class Shape:
         )
         object.__setattr__(self, "attention_layers", attention)
         if attention and not self.heads:
-            raise ValueError("heads is 0, and attention_layers names some; give heads or no layers")
+            raise ValueError("expected heads >= 1 with attention_layers, got heads=0")
         if self.window and not {*attention} & {*(self.window.layers or ())}:
-            raise ValueError("window has no layer with attention; give window=None")
+            raise ValueError(
+                "expected window in a layer with attention, got none; pass window=None"
+            )
         sparse = self.expert_layers if not (self.experts and self.experts.beside_mlp) else ()
         dense = tuple(i for i in everywhere if i not in sparse)
         object.__setattr__(self, "mlp_layers", self._layers("mlp_layers", self.mlp_layers, dense))
@@ -132,10 +134,12 @@ class Shape:
 
     def _record(self, name: str, record: type, listed: bool) -> None:
         value = getattr(self, name)
-        entries = value if listed else (value,) if value is not None else ()
+        entries = value
+        if not listed:
+            entries = () if value is None else (value,)
         if not isinstance(entries, tuple) or not all(isinstance(x, record) for x in entries):
             kind = f"a tuple of {record.__name__}" if listed else f"{record.__name__}(...) or None"
-            raise TypeError(f"{name} is {value!r}; it must be {kind}")
+            raise TypeError(f"expected {name} to be {kind}, got {value!r}")
 
     def _fill(self, name: str, value: object) -> None:
         if not getattr(self, name):
@@ -148,37 +152,44 @@ class Shape:
 
     @cached_property
     def expert_layers(self) -> frozenset[int]:
-        """The layers whose MLP is a mixture of experts."""
+        """Return the layers whose MLP is a mixture of experts."""
         return frozenset(self.experts.layers or () if self.experts else ())
 
     @cached_property
     def windowed_layers(self) -> frozenset[int]:
-        """The layers whose attention sees a window only."""
+        """Return the attention layers with a window."""
         layers = self.window.layers or () if self.window else ()
         return frozenset(layers) & frozenset(self.attention_layers or ())
 
-    def source_tokens(self, given: int | None, seq: int) -> int:
-        """What an encoder sees: what is given, else its table of positions, else `seq`."""
+    def source_tokens(self, encoder_seq: int | None, seq: int) -> int:
+        """Return the number of tokens that the encoder reads, 0 without an encoder.
+
+        The default for `encoder_seq` is the size of the encoder's position table, or `seq` without
+        one.
+        """
         if self.encoder:
-            seen = (self.encoder.positions or seq) if given is None else given
+            seen = (self.encoder.positions or seq) if encoder_seq is None else encoder_seq
             return checks.whole("encoder_seq", seen)
-        if given is not None:
-            raise ValueError(f"encoder_seq is {given}; {self.name} has no encoder")
+        if encoder_seq is not None:
+            raise ValueError(
+                f"expected encoder_seq=None for {self.name}, which has no encoder, "
+                f"got {encoder_seq}"
+            )
         return 0
 
     @property
     def qk_dim(self) -> int:
-        """Width of one query or key inside the attention."""
+        """Return the width of a query or key in attention."""
         return self.head_dim + (self.mla.rope_head_dim if self.mla else 0)
 
     @property
     def mlp_matrices(self) -> int:
-        """Three with a gate, two without."""
+        """Return 3 for a gated MLP and 2 otherwise."""
         return 3 if self.gated_mlp else 2
 
     @property
     def norm_vectors(self) -> int:
-        """Weight, and bias where there is one."""
+        """Return the number of vectors per norm: a weight, and a bias if it has one."""
         return {"rmsnorm": 1, "layernorm": 1 + self.norm_bias, "none": 0}[self.norm]
 
 

@@ -1,4 +1,4 @@
-"""A `Transformer`: a shape that can be read from a config, a file, or a module."""
+"""A `Transformer`: a shape that can be read from a configuration, a file or a module."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Transformer(Shape):
-    """A transformer by its sizes; raises `ValueError` for sizes that cannot be."""
+    """A transformer described by its sizes; raises `ValueError` for inconsistent sizes."""
 
     @classmethod
     def from_hf(cls, config: str | PathLike[str] | Mapping[str, Any] | object) -> Transformer:
         """Read a Hugging Face configuration: a folder, a file, its content, or a config object.
 
-        Raises `ValueError` naming the field that is missing or the family that is not known, and
-        `FileNotFoundError` saying what to download where a name of the hub is given.
+        Raises `ValueError` with the name of a missing field or unknown family, and
+        `FileNotFoundError` with the download command if the argument is the name of a model on the
+        hub.
         """
         from accounting.model.registry import transformer_arguments
 
@@ -35,33 +36,32 @@ class Transformer(Shape):
 
     @classmethod
     def from_module(cls, module: nn.Module, *, heads: int | None = None) -> Transformer:
-        """Read the shape off an `nn.Module`, and accept it only if every parameter is explained.
+        """Read the shape of an `nn.Module`, and refuse a shape that misses parameters.
 
-        `heads` is needed where no submodule has an attribute that says it (`num_heads`, `n_head`,
-        ...).
+        `heads` is required if no submodule has an attribute such as `num_heads` or `n_head`.
         """
         from accounting.model.module import shape_arguments
 
         config = getattr(module, "config", None)
         if hasattr(config, "to_dict"):
-            # The class decides what of the file is built: with a head, without, a pooler.
+            # The class decides which parts of the configuration are built: head, no head, pooler.
             content = _content(config) | {"architectures": [type(module).__name__]}
-            found = cls.from_hf(content)
+            model = cls.from_hf(content)
         else:
-            found = cls(**shape_arguments(module, heads))
-        held, described = sum(p.numel() for p in module.parameters()), found.size
-        if held != described:
+            model = cls(**shape_arguments(module, heads))
+        actual, described = sum(p.numel() for p in module.parameters()), model.size
+        if actual != described:
             raise ValueError(
-                f"{type(module).__name__} holds {held:,} parameters and the shape read off it "
+                f"{type(module).__name__} has {actual:,} parameters and the shape read from it "
                 f"describes {described:,}; describe it with Transformer(layers=..., d_model=...)"
             )
-        return found
+        return model
 
     @property
     def size(self) -> int:
-        """Parameters in all."""
-        own = sum(matrix.size for matrix in matrices(self))
-        return own + (sum(m.size for m in matrices(self.encoder)) if self.encoder else 0)
+        """Return the number of all parameters."""
+        count = sum(matrix.size for matrix in matrices(self))
+        return count + (sum(m.size for m in matrices(self.encoder)) if self.encoder else 0)
 
 
 def _content(config: object) -> dict[str, Any]:
@@ -71,26 +71,26 @@ def _content(config: object) -> dict[str, Any]:
         path = Path(config)
         file = path / "config.json" if path.is_dir() and str(config) else path
         if path.is_dir() and not file.exists():
-            raise FileNotFoundError(
-                f"{file} is not there; give a folder with a model's config.json"
-            )
+            raise FileNotFoundError(f"{file} does not exist; pass a folder with a config.json")
         if not file.is_file():
             raise FileNotFoundError(
-                f"{file} is not there; this package does not use the network: download the "
-                f"config.json (`hf download {config} config.json --local-dir FOLDER`) and give "
+                f"{file} does not exist; this package does not use the network: download the "
+                f"config.json (`hf download {config} config.json --local-dir FOLDER`) and pass "
                 "its folder"
             )
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not JSON ({error}); give a config.json") from None
+            raise ValueError(f"{file} is not JSON ({error}); pass a config.json") from None
         if not isinstance(content, dict):
-            raise ValueError(f"a model config is a JSON object, not {type(content).__name__}")
+            raise ValueError(
+                f"expected a JSON object in a model config, got {type(content).__name__}"
+            )
         return content
     to_dict = getattr(config, "to_dict", None)
     if callable(to_dict):
         return dict(to_dict())
     raise TypeError(
-        f"config is {type(config).__name__}; give a folder, a config.json, its content as a "
-        "mapping, or a transformers config"
+        f"expected config to be a folder, a config.json, its content as a mapping, or a "
+        f"transformers config, got {type(config).__name__}"
     )

@@ -1,1 +1,1 @@
-"""Which plan to run."""
+"""Search for the best training plan."""

@@ -1,4 +1,4 @@
-"""One question, one answer: how to train this model on those devices, how long, for how much."""
+"""The answer to one question: the best plan to train a model, its duration and its price."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,20 +12,21 @@ from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
+from accounting.search.estimates import Estimator
 from accounting.search.launch import command_lines
-from accounting.search.plans import AXES, Candidate, plans_that_fit
+from accounting.search.plans import AXES, SHARE_OF_MEMORY, FittingPlan, plans_that_fit
 from accounting.time.goodput import LLAMA3_405B, Goodput, goodput
 from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
-TOKENS_A_STEP = 4 * 2**20
-"""A batch of four million tokens, where none is given and the devices do not ask for more."""
+#: Default batch in tokens, unless the number of devices requires a larger one.
+TOKENS_PER_STEP = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The best plan for a question, and what a run by it takes; others that fit stand behind."""
+    """The best plan for a question with its duration and cost, and alternative plans."""
 
     model: Shape
     hardware: Hardware
@@ -33,14 +34,14 @@ class Answer:
     batch: int
     seq: int
     tokens: float
-    best: Candidate
-    others: tuple[Candidate, ...]
+    best: FittingPlan
+    others: tuple[FittingPlan, ...]
+    #: Bytes of the fullest device.
     memory: Breakdown
-    """Of the fullest device."""
+    #: Seconds of a step as modeled, by part.
     step: Breakdown
-    """As modeled, part by part."""
+    #: Predicted seconds of a step.
     seconds: Interval
-    """Of a step, as predicted."""
     mfu: Interval
     days: Interval
     usd: Interval
@@ -49,12 +50,12 @@ class Answer:
 
     @property
     def precision(self) -> str:
-        """The name of the recipe."""
+        """Return the name of the recipe."""
         return self.recipe.name
 
     @property
     def plan(self) -> Plan:
-        """The layout."""
+        """Return the layout."""
         return self.best.plan
 
     @property
@@ -62,34 +63,39 @@ class Answer:
         return self.hardware.usd_per_hour is not None or self.usd.middle > 0
 
     def commands(self) -> dict[str, str]:
-        """The command lines that run it."""
-        asked: Any = {"batch": self.batch, "seq": self.seq, "dtype": self.recipe.activations}
-        return command_lines(self.model, self.plan, **asked)
+        """Return the command lines that run the plan."""
+        options: Any = {"batch": self.batch, "seq": self.seq, "dtype": self.recipe.activations}
+        return command_lines(self.model, self.plan, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers, ready for `json.dumps`."""
-        ranges = ("seconds", "mfu", "days", "usd", "megawatt_hours")
-        same = ("precision", "batch", "seq", "tokens")
+        """Return plain dictionaries and numbers for `json.dumps`."""
         return {
             "model": self.model.name,
             "hardware": self.hardware.name,
             "devices": self.plan.devices,
-            **{name: getattr(self, name) for name in same},
+            "precision": self.precision,
+            "batch": self.batch,
+            "seq": self.seq,
+            "tokens": self.tokens,
             "plan": asdict(self.plan),
             "memory": self.memory.to_dict(),
             "step_time": self.step.to_dict(),
             "goodput": asdict(self.failures),
             "commands": self.commands(),
             "others": [asdict(other) for other in self.others],
-            **{name: asdict(getattr(self, name)) for name in ranges},
+            "seconds": asdict(self.seconds),
+            "mfu": asdict(self.mfu),
+            "days": asdict(self.days),
+            "usd": asdict(self.usd),
+            "megawatt_hours": asdict(self.megawatt_hours),
         }
 
     def explain(self) -> str:
-        """The answer, on one screen."""
+        """Return the answer as text for one screen."""
         plan, device = self.plan, self.hardware
         rows = [
             f"{self.model.name} on {plan.devices:,} {device.name}, {self.tokens:.4g} tokens, "
-            f"{self.batch:,} x {self.seq:,} a step, {self.precision}",
+            f"{self.batch:,} x {self.seq:,} per step, {self.precision}",
             f"layout     {layout(plan)}",
             f"memory     {binary_size(self.memory.total)} of {binary_size(device.memory_bytes)}",
             *_parts(self.memory, binary_size),
@@ -97,13 +103,15 @@ class Answer:
             *_parts(self.step, lambda value: f"{value:.4g} s"),
             f"MFU        {self.mfu}",
             f"intervals  {self.seconds.basis}",
-            f"days       {self.days}, failures and checkpoints counted in: "
+            f"days       {self.days}, with failures and checkpoints: "
             f"{self.failures.failures:,.0f} failures, goodput {self.failures.goodput:.1%}",
-            f"price      {self.usd} USD" if self._has_price else "price      not known; give it",
-            f"energy     {self.megawatt_hours} MWh, devices alone",
+            f"price      {self.usd} USD"
+            if self._has_price
+            else "price      unknown; pass usd_per_hour",
+            f"energy     {self.megawatt_hours} MWh for the devices",
         ]
         if self.others:
-            rows.append("others that fit, with the step as modeled")
+            rows.append("alternatives with their modeled step")
             rows += [
                 f"  {other.step_seconds:8.4g} s {binary_size(other.memory_bytes):>10}  "
                 f"{layout(other.plan)}"
@@ -126,12 +134,12 @@ def plan_for(
     memory_bytes: float | None = None,
     usd_per_hour: float | None = None,
     precision: str | None = None,
-    **given: Any,
+    **fixed: Any,
 ) -> Answer:
-    """The fastest plan that fits over all axes, and what a run of `tokens` by it takes.
+    """Return the fastest plan that fits, and the cost of a run of `tokens` with it.
 
-    Fields of `Plan` that are `given` are kept. `ValueError` where nothing fits. Failures come as
-    often as in the 54 days of Llama 3 405B, a device and hour.
+    Fields of `Plan` that are passed are fixed. Failures occur at the rate per device-hour of the 54
+    days of Llama 3 405B. Raises `ValueError` if no plan fits.
     """
     device = find(hardware)
     price = (device.usd_per_hour or 0.0) if usd_per_hour is None else usd_per_hour
@@ -139,21 +147,21 @@ def plan_for(
         precision = "megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"
     kind = recipe(precision)
     if batch is None:
-        batch = max(TOKENS_A_STEP // seq, 1)
-        # A multiple of the devices, so that any number of them may share it.
+        batch = max(TOKENS_PER_STEP // seq, 1)
+        # A multiple of the devices, so that any number of devices can divide the batch.
         unit = gpus if batch > gpus else max(1, gpus // 8)
         batch = -(-max(batch, unit) // unit) * unit
+    work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
     question |= {"precision": kind, "memory_bytes": memory_bytes}
-    found = plans_that_fit(model, **question, **given)
-    # What has no room may have it where the host keeps a part.
+    candidates = plans_that_fit(model, **question, **fixed)
+    # If nothing fits, offload a part to the host.
     for offload in ("optimizer", "activations"):
-        if not found and "offload" not in given:
-            found = plans_that_fit(model, **question, **given, offload=offload)
-    if not found:
-        raise ValueError(no_room(model, device, gpus, batch, seq, given))
-    best, *others = found
-    work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
+        if not candidates and "offload" not in fixed:
+            candidates = plans_that_fit(model, **question, **fixed, offload=offload)
+    if not candidates:
+        raise ValueError(no_room(model, device, gpus, work, fixed, memory_bytes))
+    best, *others = candidates
     seconds = predicted(best.step_seconds, model=model, hardware=device, precision=kind)
     useful = float(flops(model, seq=seq, batch=batch).total) / gpus / device.peak(kind.compute)
     hours = seconds.scaled(tokens / (batch * seq) / 3600)
@@ -182,30 +190,57 @@ def plan_for(
 
 
 def no_room(
-    model: Shape, device: Hardware, gpus: int, batch: int, seq: int, given: Mapping[str, Any]
+    model: Shape,
+    device: Hardware,
+    gpus: int,
+    work: Workload,
+    fixed: Mapping[str, Any],
+    memory_bytes: float | None = None,
 ) -> str:
-    """What to say where no plan fits: what is given may contradict itself, or the model."""
-    chunks = given.get("virtual_stages", 1) > 1
-    usual: dict[str, Any] = {"schedule": "interleaved" if chunks else "1f1b"}
-    usual["microbatches"] = given.get("pipeline", 1)
-    if given.get("offload") == "activations":
-        usual["recompute"] = "full"
-    try:
-        plan = Plan(**usual | dict(given))
-        plan.check(model, seq=seq)
-        # The ranks that would share weights are not known here.
-        replace(plan, data=max(2, plan.data), devices=0).keeps_weights_whole()
-    except ValueError as error:
-        return str(error)
-    kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
+    """Return the reason why no plan fits, for an error message.
+
+    Either the fixed fields contradict each other or the model, or no degrees of parallelism divide
+    the devices and the batch, or the memory is too small.
+    """
+    contradiction = _contradiction(model, work.seq, fixed)
+    if contradiction:
+        return contradiction
+    settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
+    head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
+    capacity = SHARE_OF_MEMORY * (device.memory_bytes if memory_bytes is None else memory_bytes)
+    needed = Estimator(model, device, gpus, work, capacity, fixed).least_memory()
+    if needed is None:
+        return (
+            f"{head}: no degrees of parallelism divide both the devices and the batch; change "
+            "the batch or the number of devices"
+        )
     return (
-        f"no plan over {gpus} {device.name} with {kept} divides batch={batch} and has room for it "
-        f"at seq={seq}; give more devices, another batch, or fewer fields of the plan"
+        f"{head}: the plan with the least memory needs about {binary_size(needed)} per device and "
+        f"{binary_size(capacity)} are usable; use more devices, a smaller batch or fewer options"
     )
 
 
+def _contradiction(model: Shape, seq: int, fixed: Mapping[str, Any]) -> str:
+    """Return the error of a plan with the fixed fields, or an empty string if it is valid."""
+    interleaved = fixed.get("virtual_stages", 1) > 1
+    usual: dict[str, Any] = {
+        "schedule": "interleaved" if interleaved else "1f1b",
+        "microbatches": fixed.get("pipeline", 1),
+    }
+    if fixed.get("offload") == "activations":
+        usual["recompute"] = "full"
+    try:
+        plan = Plan(**usual | dict(fixed))
+        plan.check(model, seq=seq)
+        # The number of ranks that share weights is not known here.
+        replace(plan, data=max(2, plan.data), devices=0).keeps_weights_whole()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def layout(plan: Plan) -> str:
-    """A plan on one line."""
+    """Return a plan as one line of text."""
     chunks = f" in {plan.virtual_stages} chunks" if plan.virtual_stages > 1 else ""
     return (
         f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}"

@@ -1,4 +1,4 @@
-"""The command lines that run a plan: torchtitan's and Megatron-LM's own options (launch.toml)."""
+"""The command lines that run a plan with torchtitan or Megatron-LM, from launch.toml."""
 
 import re
 
@@ -12,28 +12,38 @@ _PROGRAMS = tables("search/launch.toml")
 def command_lines(
     model: Shape, plan: Plan, *, batch: int, seq: int, dtype: str = "bf16"
 ) -> dict[str, str]:
-    """A line for each program that can do it, by its name; as many in each node, at most eight."""
-    here = max(n for n in range(1, 9) if plan.devices % n == 0)
-    each, experts = batch // plan.data, model.experts
-    launcher = f"torchrun --nnodes {plan.devices // here} --nproc-per-node {here}"
+    """Return the command line of each program that can run a plan, by program.
+
+    A node has the largest number of processes up to eight that divides the devices.
+    """
+    processes_per_node = max(n for n in range(1, 9) if plan.devices % n == 0)
+    sequences, experts = batch // plan.data, model.experts
+    nodes = plan.devices // processes_per_node
+    launcher = f"torchrun --nnodes {nodes} --nproc-per-node {processes_per_node}"
     layers = experts.layers if experts and experts.layers is not None else range(model.layers)
     chunks = plan.pipeline * plan.virtual_stages
     names: Table = {
-        **{"m": model, "p": plan, "experts": experts, "batch": batch, "seq": seq, "dtype": dtype},
-        **{"micro": each // plan.microbatches, "chunks": chunks},
-        **{"even": even(model.layers, chunks), "ends": 0 < model.layers % chunks == chunks - 2},
+        "m": model,
+        "p": plan,
+        "experts": experts,
+        "batch": batch,
+        "seq": seq,
+        "dtype": dtype,
+        "micro": sequences // plan.microbatches,
+        "chunks": chunks,
+        "even": even(model.layers, chunks),
+        "ends": 0 < model.layers % chunks == chunks - 2,
         "schedule": {"gpipe": "GPipe", "1f1b": "1F1B"}.get(plan.schedule, "Interleaved1F1B"),
         "sparse": [int(layer in layers) for layer in range(model.layers)],
     }
 
     def filled(text: str) -> str:
-        return re.sub(r"{(.+?)}", lambda found: str(value(found[1], names)), text)
+        return re.sub(r"{(.+?)}", lambda match: str(value(match[1], names)), text)
 
-    return {
-        name: " ".join(
-            [launcher, about["program"]]
-            + [filled(text) for text, there in about["options"] if value(there, names)]
-        )
-        for name, about in _PROGRAMS.items()
-        if value(about["if"], names)
-    }
+    lines = {}
+    for name, program in _PROGRAMS.items():
+        if value(program["if"], names):
+            options = [text for text, condition in program["options"] if value(condition, names)]
+            words = [launcher, program["program"], *(filled(text) for text in options)]
+            lines[name] = " ".join(words)
+    return lines

@@ -1,52 +1,49 @@
-"""Which plans fit the memory of a device, which is fastest, and how few devices will do.
+"""Search for the plans that fit the memory of a device, the fastest plan, and the fewest devices.
 
-All axes are tried: tensor, pipeline with its chunks, context, expert, ZeRO, recomputation, the size
-of a micro-batch. Tens of thousands of plans are put in order by an estimate that is arithmetic on a
-few numbers, and only those in front are worked out in full.
+The search varies every axis: tensor, pipeline with its chunks, context, expert, ZeRO,
+recomputation, and the size of a micro-batch. `search/estimates.py` sorts tens of thousands of plans
+by an estimate; only the first ones are computed in full.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from accounting import checks
-from accounting.flops import flops
 from accounting.hardware import Hardware, find
-from accounting.memory.activations import activations
-from accounting.memory.training import (
-    device_parameters,
-    one_layer,
-    training_memory,
-)
+from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
-from accounting.plan import Plan, check_fields, even
-from accounting.precision import Precision, bytes_of, recipe
+from accounting.plan import Plan, check_fields
+from accounting.precision import Precision, recipe
+from accounting.search.estimates import Estimate, Estimator
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
+#: Fields of a plan that a caller may fix; `devices` is a separate argument.
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
-"""What a search may be given; `devices` is an argument of its own."""
-
-
+#: Default fraction of the memory that a plan may use.
+SHARE_OF_MEMORY = 0.9
 _DEGREES = ("data", "tensor", "pipeline", "context")
-
-
 _QUESTION = (
-    *("hardware", "batch", "seq", "precision", "share_of_memory", "memory_bytes", "efficiency"),
+    "hardware",
+    "batch",
+    "seq",
+    "precision",
+    "share_of_memory",
+    "memory_bytes",
+    "efficiency",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan that fits, with what it needs and how long an iteration takes."""
+class FittingPlan:
+    """A plan that fits, with the memory and the step time that it needs."""
 
     plan: Plan
+    #: Bytes on the fullest device.
     memory_bytes: float
-    """Of the fullest device."""
+    #: Seconds of a step as modeled; `accounting.time.published.predicted` adds an interval.
     step_seconds: float
-    """As modeled; `accounting.time.published.predicted` makes an interval of it."""
 
 
 @checks.entry(*AXES)
@@ -58,75 +55,102 @@ def plans_that_fit(
     batch: int,
     seq: int,
     precision: str | Precision = "mixed_bf16",
-    share_of_memory: float = 0.9,
+    share_of_memory: float = SHARE_OF_MEMORY,
     memory_bytes: float | None = None,
     efficiency: float | None = None,
     most: int = 8,
-    **given: Any,
-) -> list[Candidate]:
-    """Plans over all `devices` whose fullest device has room, the fastest first, at most `most`.
+    **fixed: Any,
+) -> list[FittingPlan]:
+    """Return at most `most` plans over all `devices` that fit the memory, the fastest first.
 
-    Fields of `Plan` that are `given` are kept; all others but `offload` are tried. Tensor
-    parallelism stays inside a node. `share_of_memory` leaves the rest to buffers and fragmentation;
-    `memory_bytes` replaces what the device has.
+    Fields of `Plan` that are passed are fixed. The search varies all other fields except `offload`
+    and keeps tensor parallelism inside a node. `share_of_memory` is the fraction of the memory that
+    a plan may use; the remainder is for buffers and fragmentation. `memory_bytes` replaces the
+    memory of the device.
     """
     device, kind = find(hardware), recipe(precision)
     checks.number("share_of_memory", share_of_memory, most=1)
-    check_fields(given)
-    fixed = math.prod(given.get(name) or 1 for name in _DEGREES)
-    if devices % fixed:
-        degrees = " x ".join(name for name in _DEGREES if name in given)
-        raise ValueError(f"devices is {devices}, which {degrees} = {fixed} does not divide")
-    if given.get("expert", 1) > 1 and not model.experts:
-        raise ValueError(f"expert is {given['expert']}; the model has 0 experts")
-    bytes_there = device.memory_bytes if memory_bytes is None else memory_bytes
-    room = bytes_there * share_of_memory
+    check_fields(fixed)
+    _check_degrees(model, devices, fixed)
+    capacity = device.memory_bytes if memory_bytes is None else memory_bytes
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
-    device.peak(kind.compute)
-    order = sorted(
-        _estimates(model, device, devices, work, room, given), key=lambda found: found[0]
-    )
-    found: list[Candidate] = []
-    for _, fields_of_plan in order:
-        try:
-            plan = Plan(**fields_of_plan)
-            plan.check(model, batch=batch, seq=seq)
-            plan.keeps_weights_whole()
-        except ValueError:
-            # This combination cannot be, or its memory is not modeled; the next one may.
+    estimator = Estimator(model, device, devices, work, capacity * share_of_memory, fixed)
+    fitting: list[FittingPlan] = []
+    for estimate in sorted(estimator.estimates(), key=_estimated_seconds):
+        plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
+        if plan is None:
             continue
-        # Alike stages need most at an end or next to it; unlike ones are all worked out.
-        unlike = bool(model.experts or model.mixers or model.extra)
-        ends = {0, min(1, plan.pipeline - 1), plan.pipeline - 1}
-        need = max(
-            float(training_memory(model, plan, work, stage=stage).total)
-            for stage in (range(plan.pipeline) if unlike else ends)
-        )
-        if need > room:
+        needed = _fullest_stage_bytes(model, plan, work)
+        if needed > estimator.memory_bytes:
             continue
-        seconds = step_time(model, plan, work, hardware=device, efficiency=efficiency)
-        found.append(Candidate(plan=plan, memory_bytes=need, step_seconds=float(seconds.total)))
-        if len(found) >= max(2 * most, 40):
+        step = step_time(model, plan, work, hardware=device, efficiency=efficiency)
+        fitting.append(FittingPlan(plan=plan, memory_bytes=needed, step_seconds=float(step.total)))
+        if len(fitting) >= max(2 * most, 40):
             break
-    return sorted(found, key=lambda candidate: candidate.step_seconds)[:most]
+    return sorted(fitting, key=lambda candidate: candidate.step_seconds)[:most]
+
+
+def _estimated_seconds(estimate: Estimate) -> float:
+    return estimate.seconds
+
+
+def _check_degrees(model: Shape, devices: int, fixed: dict[str, Any]) -> None:
+    """Raise `ValueError` if the fixed degrees do not divide the devices or the model."""
+    product = math.prod(fixed.get(name) or 1 for name in _DEGREES)
+    if devices % product:
+        degrees = " x ".join(name for name in _DEGREES if name in fixed)
+        raise ValueError(
+            f"expected {degrees} = {product} to divide devices, got devices={devices}; "
+            "change the number of devices or a degree"
+        )
+    if fixed.get("expert", 1) > 1 and not model.experts:
+        raise ValueError(
+            f"expected expert=1 for a model without experts, got expert={fixed['expert']}"
+        )
+
+
+def _valid_plan(model: Shape, work: Workload, plan_fields: dict[str, Any]) -> Plan | None:
+    """Return the plan, or None if it is inconsistent or its memory is not modeled."""
+    try:
+        plan = Plan(**plan_fields)
+        plan.check(model, batch=work.batch, seq=work.seq)
+        plan.keeps_weights_whole()
+    except ValueError:
+        return None
+    return plan
+
+
+def _fullest_stage_bytes(model: Shape, plan: Plan, work: Workload) -> float:
+    """Return the bytes of the fullest stage.
+
+    If all layers are alike, the fullest stage is the first, the second or the last one.
+    """
+    stages = {0, min(1, plan.pipeline - 1), plan.pipeline - 1}
+    if model.experts or model.mixers or model.extra:
+        stages = set(range(plan.pipeline))
+    return max(
+        float(training_memory(model, plan, work, stage=stage).total) for stage in sorted(stages)
+    )
 
 
 @checks.entry(*AXES, *_QUESTION)
-def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> list[Candidate]:
-    """The plans that fit on the fewest devices, doubled from what is given; `ValueError` if none.
+def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> list[FittingPlan]:
+    """Return the plans that fit on the fewest devices, which are doubled up to `most`.
 
-    `question` are the other arguments of `plans_that_fit`.
+    `question` are the other arguments of `plans_that_fit`. Raises `ValueError` if no plan fits.
     """
     devices = math.prod(question.get(name) or 1 for name in _DEGREES)
     while devices <= most:
-        found = plans_that_fit(model, devices=devices, **question)
-        if found:
-            return found
+        fitting = plans_that_fit(model, devices=devices, **question)
+        if fitting:
+            return fitting
         devices *= 2
-    kept = ", ".join(f"{name}={value}" for name, value in question.items() if name != "hardware")
+    settings = ", ".join(
+        f"{name}={value}" for name, value in question.items() if name != "hardware"
+    )
     raise ValueError(
-        f"{model.name} with {kept} fits no plan on up to {most:,} "
-        f"{find(question['hardware']).name}; give a smaller batch, or a larger `most`"
+        f"no plan of {model.name} with {settings} fits on up to {most:,} "
+        f"{find(question['hardware']).name}; pass a smaller batch or a larger `most`"
     )
 
 
@@ -143,11 +167,12 @@ def fewest_devices(
     activation_bytes: float = 0,
     sharded_activations: float = 0.0,
 ) -> int:
-    """The smallest number of data-parallel devices on which the model trains; `ValueError` if none.
+    """Return the smallest number of data-parallel devices on which the model trains.
 
-    Each device takes `batch` sequences of its own, so adding devices shards states but not
-    activations. `activation_bytes` are added to what a device holds, a share of
-    `sharded_activations` of them divided among all devices.
+    Each device processes `batch` sequences, so more devices shard the model states but not the
+    activations. `activation_bytes` are added to the memory of a device; the fraction
+    `sharded_activations` of them is divided among all devices. Raises `ValueError` if `most`
+    devices do not suffice.
     """
     checks.number("sharded_activations", sharded_activations, most=1, open=False)
 
@@ -159,115 +184,15 @@ def fewest_devices(
 
     if not fits(most):
         raise ValueError(
-            f"{model.name} does not fit {memory_bytes:,.0f} bytes on up to {most:,} devices at "
-            f"zero={zero}; shard more (zero, tensor, pipeline) or give a smaller batch"
+            f"{model.name} does not fit {memory_bytes:,.0f} bytes per device on up to {most:,} "
+            f"devices at zero={zero}; shard more (zero, tensor, pipeline) or pass a smaller batch"
         )
-    low, high = 1, most
+    low = 1
+    high = most
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
     return low
-
-
-def _estimates(
-    model: Shape,
-    device: Hardware,
-    devices: int,
-    work: Workload,
-    room: float,
-    given: Mapping[str, Any],
-) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Every plan with about the seconds that it takes, of those that about fit."""
-
-    def tried(name: str, others: Iterable[Any]) -> list[Any]:
-        return [given[name]] if name in given else list(others)
-
-    kind, layer = work.kind, one_layer(model)
-    operations = float(flops(model, seq=work.seq, batch=work.batch).total) / devices
-    seconds = operations / (0.7 * device.peak(kind.compute))
-    again = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
-    weight, gradient = float(bytes_of(kind.weights)), float(bytes_of(kind.gradients))
-    state = float(kind.bytes_per_parameter) - weight - gradient
-    offload = given.get("offload", "none")
-    state *= offload != "optimizer"
-    token = replace(work, batch=1, seq=1, fused_gate=False)
-    for tensor in tried("tensor", _powers(min(device.devices_per_node, devices))):
-        if "tensor" not in given and (model.heads % tensor or model.d_ff % tensor):
-            continue
-        dense, routed = device_parameters(model, Plan(tensor=tensor))
-        sequence = given.get("sequence_parallel", tensor > 1)
-        kept = {}
-        for how in tried("recompute", again):
-            if offload == "activations":
-                kept["full"] = 0.0
-                continue
-            plan = Plan(tensor=tensor, sequence_parallel=sequence, recompute=how)
-            kept[how] = float(activations(layer, plan, token).total)
-        inside = device.devices_per_node // tensor
-        for pipeline, context in itertools.product(
-            tried("pipeline", _powers(min(model.layers, devices))),
-            tried("context", _powers(min(devices, max(1, work.seq // 1024)))),
-        ):
-            data, rest = divmod(devices, tensor * pipeline * context)
-            if rest or not data or work.batch % data or given.get("data", data) != data:
-                continue
-            each, replicas = work.batch // data, data * context
-            near = tensor * replicas <= device.devices_per_node
-            rate = device.network.bandwidth * max(1, inside)
-            rate = device.node_link.bandwidth if near else rate
-            # Megatron interleaves even chunks alone.
-            chunks = [
-                v
-                for v in (1, 2, 4, 8)
-                if v == 1 or (pipeline > 1 and even(model.layers, pipeline * v))
-            ]
-            sizes = {each // size for size in (1, 2, 4, each) if each % size == 0 and size <= each}
-            for expert, microbatches, virtual, zero in itertools.product(
-                tried("expert", _powers(replicas) if model.experts else [1]),
-                tried("microbatches", sorted(sizes)),
-                tried("virtual_stages", chunks),
-                tried("zero", (0, 1, 2, 3) if replicas > 1 else (0,)),
-            ):
-                if each % microbatches or (virtual > 1 and microbatches % pipeline):
-                    continue
-                schedule = given.get("schedule", "interleaved" if virtual > 1 else "1f1b")
-                whole = (dense + routed / expert) / pipeline
-                shard = (dense + routed) / pipeline / replicas
-                if zero == 2 and pipeline > 1 and "zero" not in given:
-                    # torch's schedules accumulate whole gradients, so that none would be sharded.
-                    continue
-                need = weight * (shard if zero == 3 and pipeline == 1 else whole)
-                apart = zero == 2 or (zero == 3 and pipeline == 1)
-                need += gradient * (shard if apart else whole)
-                need += state * (shard if zero else whole)
-                tokens = each / microbatches * work.seq / context
-                flight = microbatches if schedule == "gpipe" else min(microbatches, pipeline)
-                # What shows of the traffic: tensor parallelism's, the gathers of every micro-batch.
-                moved = 8 * model.layers / pipeline * tokens * microbatches * model.d_model
-                exposed = moved * (tensor > 1) / device.node_link.bandwidth
-                if expert > 1 and model.experts:
-                    link = device.node_link if expert <= inside else device.network
-                    exposed += moved * model.experts.per_token / link.bandwidth
-                gathers = {3: 3 * microbatches, 2: microbatches}.get(zero, 1)
-                if zero == 3 and pipeline > 1:
-                    gathers = microbatches + 2
-                exposed += max(0.0, 4 * whole / rate * gathers - 2 / 3 * seconds)
-                # Every micro-batch reads all weights that the device holds, three times.
-                exposed += 3 * microbatches * 2 * whole / (0.8 * device.memory_bandwidth)
-                bubble = (pipeline - 1) / (microbatches * virtual)
-                fields_of_plan = {
-                    **{"data": data, "tensor": tensor, "pipeline": pipeline, "context": context},
-                    **{"expert": expert, "zero": zero, "microbatches": microbatches},
-                    **{"schedule": schedule, "virtual_stages": virtual},
-                    "sequence_parallel": sequence,
-                    "reshard_after_forward": given.get("reshard_after_forward", True),
-                    "offload": offload,
-                }
-                for how, one in kept.items():
-                    if need + one * tokens * model.layers / pipeline * flight <= 1.1 * room:
-                        about = (seconds * again[how] + exposed) * (1 + bubble)
-                        yield about, fields_of_plan | {"recompute": how}
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]

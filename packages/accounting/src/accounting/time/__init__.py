@@ -1,1 +1,1 @@
-"""How long things take: messages, steps, runs that fail."""
+"""Time of messages, steps, and runs with failures."""

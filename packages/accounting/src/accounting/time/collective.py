@@ -1,9 +1,9 @@
-"""One kind of message, and all that a device takes part in: payload, wire bytes, steps, seconds.
+"""Collectives of a training step: payload, bytes on the wire, steps and seconds.
 
-The payload of a collective is the tensor it is about, counted once; the wire bytes are what one
-device sends. A ring all-reduce over n devices sends 2(n-1)/n of the payload, its two halves
-(reduce-scatter, all-gather) and an all-to-all (n-1)/n each; a double binary tree sends at most
-twice the payload, in log n steps.
+The payload of a collective is the size of its tensor, counted once; wire bytes are the bytes that
+one device sends. A ring all-reduce over n devices sends 2(n-1)/n of the payload. Reduce-scatter,
+all-gather and all-to-all send (n-1)/n. A double binary tree sends at most twice the payload in log
+n steps.
 """
 
 import math
@@ -16,28 +16,28 @@ from accounting.breakdown import Breakdown, plain, product, total
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One kind of message: which devices, how often, how large."""
+    """All calls of one collective in a step: its group, number of calls and payload."""
 
     name: str
+    #: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or `send`.
     operation: str
-    """`all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or `send`."""
+    #: Axis of the plan: `data`, `tensor`, `pipeline`, `expert` or `context`.
     axis: str
-    """The degree of the plan it runs over: `data`, `tensor`, `pipeline`, `expert` or `context`."""
     ranks: int
+    #: Calls per step on one device.
     count: int
-    """Calls in an iteration, on one device."""
-    each: int | Fraction
-    """Payload of one call in bytes, counted once."""
+    #: Payload bytes of one call.
+    call_bytes: int | Fraction
     algorithm: str = "ring"
 
     @property
     def payload(self) -> int | float:
-        """Bytes of all calls, counted once."""
-        return plain(Fraction(self.count) * self.each)
+        """Return the payload bytes of all calls."""
+        return plain(Fraction(self.count) * self.call_bytes)
 
     @property
-    def share(self) -> Fraction:
-        """Bytes that one device sends for a byte of payload."""
+    def wire_fraction(self) -> Fraction:
+        """Return the bytes that one device sends per byte of payload."""
         if self.operation == "send":
             return Fraction(1)
         if self.algorithm == "tree":
@@ -47,20 +47,20 @@ class Collective:
 
     @property
     def wire(self) -> int | float:
-        """Bytes that one device sends."""
-        return plain(self.share * self.count * self.each)
+        """Return the bytes that one device sends."""
+        return plain(self.wire_fraction * self.count * self.call_bytes)
 
     @property
     def wire_total(self) -> int | float:
-        """Bytes that all devices of one group send."""
+        """Return the bytes that all devices of one group send."""
         if self.operation == "send":
             return self.payload
         halves = 2 if self.operation == "all_reduce" else 1
-        return plain(Fraction(halves * (self.ranks - 1)) * self.count * self.each)
+        return plain(Fraction(halves * (self.ranks - 1)) * self.count * self.call_bytes)
 
     @property
     def steps(self) -> int:
-        """Messages that follow each other in one call."""
+        """Return the number of sequential messages per call."""
         if self.operation == "send":
             return 1
         halves = 2 if self.operation == "all_reduce" else 1
@@ -69,18 +69,18 @@ class Collective:
         return halves * (self.ranks - 1)
 
     def seconds(self, *, bandwidth: float, latency: float = 0.0) -> float:
-        """Time of all calls: `count * steps * alpha + wire * beta`, with beta = 1 / bandwidth."""
+        """Return the time of all calls: `count * steps * latency + wire / bandwidth`."""
         return self.count * self.steps * latency + float(self.wire) / bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What one device takes part in during an iteration."""
+    """All collectives of one device in a step."""
 
     name: str
     collectives: tuple[Collective, ...]
+    #: Bytes over each pipeline boundary in each direction, for one replica.
     boundaries: Breakdown
-    """Bytes over each boundary of the pipeline, in each direction, for one replica."""
 
     def __getitem__(self, name: str) -> Collective:
         for collective in self.collectives:
@@ -91,16 +91,16 @@ class Communication:
 
     @property
     def payload(self) -> Breakdown:
-        """Bytes counted once, by collective."""
+        """Return the payload bytes by collective."""
         return total(
             f"payload of {self.name}",
             "B",
-            *(product(c.name, "B", c.operation, calls=c.count, each=c.each) for c in self),
+            *(product(c.name, "B", c.operation, calls=c.count, each=c.call_bytes) for c in self),
         )
 
     @property
     def wire(self) -> Breakdown:
-        """Bytes that one device sends, by collective."""
+        """Return the bytes that one device sends, by collective."""
         return total(
             f"bytes sent by a device for {self.name}",
             "B",
@@ -109,9 +109,9 @@ class Communication:
                     c.name,
                     "B",
                     f"{c.algorithm} {c.operation} over {c.ranks}",
-                    share=c.share,
+                    share=c.wire_fraction,
                     calls=c.count,
-                    each=c.each,
+                    each=c.call_bytes,
                 )
                 for c in self
             ),
@@ -121,7 +121,7 @@ class Communication:
         return iter(self.collectives)
 
     def explain(self) -> str:
-        """The derivation of what a device sends, line by line."""
+        """Return the derivation of the bytes that one device sends."""
         return self.wire.explain()
 
     __str__ = explain

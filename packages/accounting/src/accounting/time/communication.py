@@ -1,4 +1,4 @@
-"""What each parallelism exchanges in one iteration, collective by collective."""
+"""The collectives of each kind of parallelism in one step."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,31 +26,31 @@ def communication(
     algorithm: str = "ring",
     stage: int = 0,
 ) -> Communication:
-    """Everything that a device of `stage` exchanges in one iteration over `batch` sequences.
+    """Return all collectives of a device of `stage` in one step over `batch` sequences.
 
-    `batch=0` leaves out what depends on it, so that only weights and gradients move.
+    `batch=0` selects the collectives that do not depend on the batch: weights and gradients.
     """
     plan = fitted(plan, model, batch=batch, seq=seq)
     checks.choice("algorithm", algorithm, ("ring", "tree"))
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
-    size, here = bytes_of(activations), plan.stage_model(model, stage)
-    found = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage)]
+    size, stage_model = bytes_of(activations), plan.stage_model(model, stage)
+    collectives = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage)]
     boundaries = total("stage boundaries", "B")
     if batch:
         stream = tokens * model.d_model * size
-        # What one device hands to its neighbor: the stream, or its share of the sequence.
+        # A device sends the stream, or its part of the sequence, to the next stage.
         hop = _whole(stream / (plan.tensor if plan.sequence_parallel else 1))
-        found += _tensor(here, model, plan, _whole(stream), stage)
-        found += _experts(here, plan, stream)
-        found += _context(here, model, plan, tokens * size)
-        found += _pipeline(plan, hop, stage)
+        collectives += _tensor(stage_model, model, plan, _whole(stream), stage)
+        collectives += _experts(stage_model, plan, stream)
+        collectives += _context(stage_model, model, plan, tokens * size)
+        collectives += _pipeline(plan, hop, stage)
         boundaries = _boundaries(plan, hop)
-    kept = (c for c in found if c.ranks > 1 and c.count and c.each)
+    nonempty = (c for c in collectives if c.ranks > 1 and c.count and c.call_bytes)
     shaped = (
         replace(c, algorithm=algorithm)
         if c.operation == "all_reduce" and c.axis != "pipeline"
         else c
-        for c in kept
+        for c in nonempty
     )
     return Communication(name=model.name, collectives=tuple(shaped), boundaries=boundaries)
 
@@ -58,22 +58,24 @@ def communication(
 def _states(
     model: Shape, plan: Plan, weight: Fraction, gradient: Fraction, stage: int
 ) -> Iterator[Collective]:
-    """Data parallelism: gradients all-reduced, or with ZeRO sharded and gathered back."""
+    """Yield the collectives of data parallelism: gradients, and with ZeRO also weights."""
     dense, routed = device_parameters(model, plan, stage)
-    # Sharded gradients leave after every micro-batch; replicated ones accumulate first.
-    often = plan.microbatches if plan.zero >= 2 else 1
+    # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
+    calls_per_step = plan.microbatches if plan.zero >= 2 else 1
     reduce = "reduce_scatter" if plan.zero else "all_reduce"
-    gathers = often * (2 if plan.reshard_after_forward else 1)
+    gathers = calls_per_step * (2 if plan.reshard_after_forward else 1)
     if plan.zero == 3 and plan.pipeline > 1:
         # See Note [FSDP2 under torch's pipeline schedules] in memory/training.py: gradients
-        # accumulate, and a backward leaves the weights whole for the forward that follows.
-        often = 1
+        # accumulate, and a backward leaves the weights unsharded for the next forward.
+        calls_per_step = 1
         gathers = plan.microbatches + 1 if plan.reshard_after_forward else 1
     for what, count, ranks in (
         ("", dense, plan.replicas),
         (" of experts", routed, plan.expert_replicas),
     ):
-        rows: list[tuple[str, str, int, Fraction]] = [("gradients", reduce, often, gradient)]
+        rows: list[tuple[str, str, int, Fraction]] = [
+            ("gradients", reduce, calls_per_step, gradient)
+        ]
         if plan.zero in (1, 2):
             rows.append(("updated weights", "all_gather", 1, weight))
         if plan.zero == 3:
@@ -86,55 +88,63 @@ def _states(
 
 
 def _tensor(
-    here: Shape, model: Shape, plan: Plan, each: int | Fraction, stage: int
+    stage_model: Shape, model: Shape, plan: Plan, call_bytes: int | Fraction, stage: int
 ) -> Iterator[Collective]:
-    """Megatron's operators f and g: after the attention and after the MLP, forward and backward."""
-    # Each attention, mixer and MLP ends in a sum over the devices; side by side they share one.
-    mixed = {i for m in here.mixers for i in m.layers} | set(here.attention_layers or ())
-    fed = set(here.mlp_layers or ()) | here.expert_layers
-    blocks = len(mixed | fed) if model.parallel_block else len(mixed) + len(fed)
+    """Yield Megatron's f and g: all-reduces after attention and MLP, forward and backward."""
+    # Each attention, mixer and MLP ends in a sum over the devices; parallel blocks share one sum.
+    mixing_layers = {i for m in stage_model.mixers for i in m.layers} | set(
+        stage_model.attention_layers or ()
+    )
+    mlp_layers = set(stage_model.mlp_layers or ()) | stage_model.expert_layers
+    blocks = (
+        len(mixing_layers | mlp_layers)
+        if model.parallel_block
+        else len(mixing_layers) + len(mlp_layers)
+    )
     ends = int(bool(model.vocab_size))
     first, last = ends * (stage == 0), ends * (stage == plan.pipeline - 1)
-    again = blocks if plan.recompute == "full" else 0
-    forward, backward = blocks + again + first, blocks + last
+    recomputed = blocks if plan.recompute == "full" else 0
+    forward, backward = blocks + recomputed + first, blocks + last
     rows = [
         ("tensor-parallel forward", "all_reduce", forward),
         ("tensor-parallel backward", "all_reduce", backward),
     ]
     if plan.sequence_parallel:
-        # Each all-reduce falls into its halves, and the backward gathers the inputs once more.
+        # Each all-reduce is split into its two phases, and the backward gathers the inputs again.
         rows = [
-            ("sequence-parallel forward gathers", "all_gather", blocks + again + last),
+            ("sequence-parallel forward gathers", "all_gather", blocks + recomputed + last),
             ("sequence-parallel forward scatters", "reduce_scatter", forward),
             ("sequence-parallel backward gathers", "all_gather", 2 * blocks + first + last),
             ("sequence-parallel backward scatters", "reduce_scatter", backward),
         ]
     for name, operation, calls in rows:
-        yield _over("tensor", plan.tensor, name, operation, calls * plan.microbatches, each)
+        yield _over("tensor", plan.tensor, name, operation, calls * plan.microbatches, call_bytes)
 
 
-def _experts(here: Shape, plan: Plan, stream: Fraction) -> Iterator[Collective]:
-    """Every token goes to its experts and comes back, forward and backward."""
-    often = len(here.expert_layers) * plan.microbatches
-    each = stream * (here.experts.per_token if here.experts else 0)
+def _experts(stage_model: Shape, plan: Plan, stream: Fraction) -> Iterator[Collective]:
+    """Yield the all-to-alls that send tokens to their experts and back, forward and backward."""
+    calls_per_pass = len(stage_model.expert_layers) * plan.microbatches
+    call_bytes = stream * (stage_model.experts.per_token if stage_model.experts else 0)
     for when, passes in (("", 2 if plan.recompute == "full" else 1), (", backward", 1)):
-        for way in ("to", "from"):
-            name, calls = f"tokens {way} experts{when}", often * passes
-            yield _over("expert", plan.expert, name, "all_to_all", calls, each)
+        for direction in ("to", "from"):
+            name, calls = f"tokens {direction} experts{when}", calls_per_pass * passes
+            yield _over("expert", plan.expert, name, "all_to_all", calls, call_bytes)
 
 
-def _context(here: Shape, model: Shape, plan: Plan, token: Fraction) -> Iterator[Collective]:
-    """Ring attention: keys and values go once around, and in the backward with their gradients."""
+def _context(stage_model: Shape, model: Shape, plan: Plan, token: Fraction) -> Iterator[Collective]:
+    """Yield the passes of ring attention: keys and values, in the backward with their gradients."""
     heads = max(1, model.kv_heads // plan.tensor) if model.heads else 0
     width = heads * (model.qk_dim + model.v_head_dim)
     if model.mla:
         width = model.mla.kv_rank + model.mla.rope_head_dim
-    # A ring pass hands each device's block to every other: an all-gather of all blocks.
-    whole = token * plan.context * width
-    often = len(here.attention_layers or ()) * plan.microbatches
-    again = 2 if plan.recompute != "none" else 1
-    for name, passes in (("keys and values", again), ("keys, values and gradients", 2)):
-        yield _over("context", plan.context, name, "all_gather", often * passes, whole)
+    # A ring pass sends each device's block to all other devices, like an all-gather of all blocks.
+    all_blocks = token * plan.context * width
+    calls_per_pass = len(stage_model.attention_layers or ()) * plan.microbatches
+    forward_passes = 2 if plan.recompute != "none" else 1
+    for name, passes in (("keys and values", forward_passes), ("keys, values and gradients", 2)):
+        yield _over(
+            "context", plan.context, name, "all_gather", calls_per_pass * passes, all_blocks
+        )
 
 
 def _pipeline(plan: Plan, hop: int | Fraction, stage: int) -> Iterator[Collective]:
@@ -148,23 +158,26 @@ def _pipeline(plan: Plan, hop: int | Fraction, stage: int) -> Iterator[Collectiv
 
 
 def _boundaries(plan: Plan, hop: int | Fraction) -> Breakdown:
-    each = hop * plan.tensor * plan.context
+    boundary_bytes = hop * plan.tensor * plan.context
     if not plan.sequence_parallel:
-        each = each // plan.tensor
+        boundary_bytes = boundary_bytes // plan.tensor
     parts = []
     for left in range(plan.pipeline * plan.virtual_stages - 1 if plan.pipeline > 1 else 0):
-        here, there = left % plan.pipeline, (left + 1) % plan.pipeline
+        stage, next_stage = left % plan.pipeline, (left + 1) % plan.pipeline
         chunk = f", chunk {left // plan.pipeline}" if plan.virtual_stages > 1 else ""
-        for name in (f"forward {here} to {there}{chunk}", f"backward {there} to {here}{chunk}"):
-            parts.append(product(name, "B", microbatches=plan.microbatches, each=each))
+        for name in (
+            f"forward {stage} to {next_stage}{chunk}",
+            f"backward {next_stage} to {stage}{chunk}",
+        ):
+            parts.append(product(name, "B", microbatches=plan.microbatches, each=boundary_bytes))
     return total("stage boundaries", "B", *parts)
 
 
 def _over(
-    axis: str, ranks: int, name: str, operation: str, calls: int, each: int | Fraction
+    axis: str, ranks: int, name: str, operation: str, calls: int, call_bytes: int | Fraction
 ) -> Collective:
-    about = {"axis": axis, "name": name, "operation": operation}
-    return Collective(ranks=ranks, count=calls, each=_whole(each), **about)
+    labels = {"axis": axis, "name": name, "operation": operation}
+    return Collective(ranks=ranks, count=calls, call_bytes=_whole(call_bytes), **labels)
 
 
 def _whole(value: int | Fraction) -> int | Fraction:

@@ -1,14 +1,12 @@
-"""What failures cost a long run: lost work, restarts, checkpoints, and how often to write one.
+"""The cost of failures in a long run: lost work, restarts, and the best checkpoint interval.
 
-Failures come at random, at a constant rate a device-hour, so the whole machine of N devices sees
-one every M = 1 / (N rate) hours. To finish tau hours of work and the checkpoint after it takes on
-average
+Failures are random with a constant rate per device-hour, so a machine of N devices has one every M
+= 1 / (N rate) hours. The expected time for tau hours of work and the checkpoint after it is
 
     M e^(R/M) (e^((tau + C)/M) - 1)
 
 hours (Daly 2006, "A higher order estimate of the optimum checkpoint interval"), for a checkpoint of
-C hours and a restart of R hours that may fail as well. Young's interval is the tau that makes it
-least for C << M.
+C hours and a restart of R hours that may fail too. Young's interval is the optimal tau for C << M.
 """
 
 import math
@@ -22,14 +20,14 @@ from accounting import checks
 class Run:
     """A training run on machines that fail."""
 
+    #: Duration without failures and checkpoints.
     work_hours: float
-    """What it would take if nothing ever failed and nothing were saved."""
     devices: int
     failures_per_device_hour: float
+    #: Time for which a checkpoint stops the training.
     checkpoint_hours: float
-    """Time that training stands still for a checkpoint."""
+    #: Time from a failure until training resumes from the last checkpoint.
     restart_hours: float
-    """From a failure until training goes on from the last checkpoint."""
     usd_per_device_hour: float = 0.0
 
     def __post_init__(self) -> None:
@@ -38,11 +36,13 @@ class Run:
 
     @property
     def hours_between_failures(self) -> float:
-        """M, of the whole machine; infinite if nothing fails."""
+        """Return M for the whole machine; infinite without failures."""
         rate = self.devices * self.failures_per_device_hour
         return 1 / rate if rate else math.inf
 
 
+#: 54 days of Llama 3 405B: 419 unexpected interruptions, over 90 % effective time (Grattafiori et
+#: al. 2024, section 3.3.4). Checkpoint time, restart time and price are assumptions.
 LLAMA3_405B = Run(
     work_hours=0.9 * 54 * 24,
     devices=16_384,
@@ -51,10 +51,10 @@ LLAMA3_405B = Run(
     restart_hours=5 / 60,
     usd_per_device_hour=2.0,
 )
-"""54 days of Llama 3 405B: 419 unexpected interruptions, over 90 % of the time effective
-(Grattafiori et al. 2024, section 3.3.4). The seconds for a checkpoint, the minutes for a restart
-and the price are assumptions."""
 
+#: OPT-175B: 300B tokens with full recomputation (8ND) at 147 TFLOP/s on 992 A100s, at least 35
+#: manual and about 70 automatic restarts in the 56 days of the public logbook (Zhang et al. 2022,
+#: section 2.5). The restart time, mostly to find the bad host by hand, is fitted to these figures.
 OPT_175B = Run(
     work_hours=8 * 175e9 * 300e9 / (992 * 147e12) / 3600,
     devices=992,
@@ -63,26 +63,22 @@ OPT_175B = Run(
     restart_hours=5.7,
     usd_per_device_hour=1.5,
 )
-"""OPT-175B: 300B tokens with full recomputation (8ND) at 147 TFLOP/s on 992 A100s, at least 35
-manual and some 70 automatic restarts over two months, the 56 days of the public logbook (Zhang et
-al. 2022, section 2.5). The hours lost to a restart, mostly to finding the bad host by hand, are
-what makes these figures agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """What to expect of a run."""
+    """Expected duration, failures and cost of a run."""
 
+    #: Hours of work between two checkpoints.
     interval_hours: float
-    """Work between two checkpoints."""
     wall_clock_hours: float
+    #: Useful hours per wall-clock hour.
     goodput: float
-    """Useful hours a wall-clock hour."""
     failures: float
     usd: float
 
     def explain(self) -> str:
-        """The figures, one line each."""
+        """Return the figures, one per line."""
         return (
             f"checkpoint every    {self.interval_hours:.4g} h\n"
             f"expected wall clock {self.wall_clock_hours:.6g} h\n"
@@ -96,16 +92,15 @@ class Goodput:
 
 @checks.entry()
 def young_daly_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
-    """Young's interval: sqrt(2 C M) hours of work between checkpoints."""
+    """Return Young's interval: sqrt(2 C M) hours of work between checkpoints."""
     return math.sqrt(2 * checkpoint_hours * hours_between_failures)
 
 
 @checks.entry()
 def best_interval_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
-    """The exact minimum, which Young's interval approaches for C << M.
+    """Return the exact optimum, which Young's interval approaches for C << M.
 
-    Setting the derivative to zero gives (1 - x) e^x = e^(-C/M) for x = tau / M, solved by
-    bisection.
+    The derivative is zero for (1 - x) e^x = e^(-C/M) with x = tau / M, solved by bisection.
     """
     target = math.exp(-checkpoint_hours / hours_between_failures)
     low, high = 0.0, 1.0
@@ -117,7 +112,7 @@ def best_interval_hours(checkpoint_hours: float, hours_between_failures: float) 
 
 @checks.entry()
 def goodput(run: Run, *, interval_hours: float | None = None) -> Goodput:
-    """Expected wall clock, failures and cost of a run that saves every `interval_hours` of work."""
+    """Return the expected duration, failures and cost with a checkpoint every `interval_hours`."""
     checks.instance("run", run, Run, "a Run")
     mean = run.hours_between_failures
     if interval_hours is None:
@@ -129,15 +124,15 @@ def goodput(run: Run, *, interval_hours: float | None = None) -> Goodput:
     interval_hours = min(interval_hours, run.work_hours)
     segment = interval_hours + run.checkpoint_hours
     if math.isinf(mean):
-        each = segment
+        segment_hours = segment
     else:
         if (run.restart_hours + segment) / mean > 600:
             raise ValueError(
                 f"failures_per_device_hour is {run.failures_per_device_hour:g} on {run.devices:,} "
                 f"devices, one every {mean:.3g} hours; a segment of {segment:.3g} hours never ends"
             )
-        each = mean * math.exp(run.restart_hours / mean) * math.expm1(segment / mean)
-    wall_clock = each * run.work_hours / interval_hours
+        segment_hours = mean * math.exp(run.restart_hours / mean) * math.expm1(segment / mean)
+    wall_clock = segment_hours * run.work_hours / interval_hours
     return Goodput(
         interval_hours=interval_hours,
         wall_clock_hours=wall_clock,

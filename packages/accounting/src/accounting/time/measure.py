@@ -1,7 +1,7 @@
-"""What the machine at hand reaches: its products by shape and dtype, its memory, as a table.
+"""Measured rates of this machine: products by shape and dtype, and memory bandwidth.
 
-`python -m accounting measure FILE` writes it in the form of hardware.toml; `--hardware FILE` reads
-it. A product of a shape in between takes the rate of the nearest one that was measured.
+`python -m accounting measure FILE` writes them in the format of hardware.toml, and `--hardware
+FILE` reads them. Other products use the rate of the nearest measured shape.
 """
 
 import math
@@ -22,22 +22,19 @@ def measured(
     widths: Sequence[int] = (),
     seconds: float = 0.05,
 ) -> str:
-    """The entry of this machine: the median of products of (m, k) by (k, n) over all `widths`
-    (64 to 1,024 on a CPU, 256 to 8,192 on a GPU), each for about that many `seconds`, and of a copy
-    through memory. Its peaks are the best of them."""
+    """Measure this machine and return its entry as TOML text.
+
+    The entry has the median time of (m, k) by (k, n) products over all `widths` (64 to 1,024 on a
+    CPU, 256 to 8,192 on a GPU), each timed for about `seconds`, and of a copy through memory. The
+    peaks are the best rates.
+    """
     import platform
     from statistics import median
 
     import torch
 
-    for name, listed in (("dtypes", dtypes), ("widths", widths)):
-        checks.instance(name, listed, (list, tuple), "a list")
-    checks.choice("device", device.split(":")[0], WIDTHS)
+    _check_arguments(device, dtypes, widths)
     widths = widths or WIDTHS[device.split(":")[0]]
-    for dtype in dtypes:
-        checks.choice("one of dtypes", dtype, _TORCH)
-    for width in widths:
-        checks.whole("one of widths", width)
     cuda = device.startswith("cuda")
 
     def timed(call: Callable[[], object]) -> float:
@@ -63,20 +60,19 @@ def measured(
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / timed(lambda: target.copy_(source))
     if cuda:
-        name, memory = (
-            torch.cuda.get_device_name(),
-            torch.cuda.get_device_properties(0).total_memory,
-        )
+        name = torch.cuda.get_device_name()
+        memory = torch.cuda.get_device_properties(0).total_memory
     else:
         name = f"{platform.machine()}, {torch.get_num_threads()} threads"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     best = ", ".join(f"{d} = {round(max(r for *_, r in rows))}" for d, rows in rates.items())
     link = f'["memory", {bandwidth / 2:.4g}, 1e-6]'
-    rows = "\n".join(
-        f"{dtype} = [\n" + "".join(f"    [{m}, {k}, {n}, {r:.4g}],\n" for m, k, n, r in each) + "]"
-        for dtype, each in rates.items()
-    )
-    return f"""# Rates in operations a second, bandwidths in bytes a second, as they were measured.
+    tables = []
+    for dtype, measurements in rates.items():
+        lines = [f"    [{m}, {k}, {n}, {speed:.4g}],\n" for m, k, n, speed in measurements]
+        tables.append(f"{dtype} = [\n{''.join(lines)}]")
+    rows = "\n".join(tables)
+    return f"""# Measured rates in operations per second and bandwidths in bytes per second.
 ["{name}"]
 published = {{ {best} }}
 memory_bytes = {memory}
@@ -93,8 +89,18 @@ source = "measured {time.strftime("%Y-%m-%d")}, torch {torch.__version__}, {os.c
 """
 
 
+def _check_arguments(device: str, dtypes: Sequence[str], widths: Sequence[int]) -> None:
+    for name, values in (("dtypes", dtypes), ("widths", widths)):
+        checks.instance(name, values, (list, tuple), "a list")
+    checks.choice("device", device.split(":")[0], WIDTHS)
+    for dtype in dtypes:
+        checks.choice("one of dtypes", dtype, _TORCH)
+    for width in widths:
+        checks.whole("one of widths", width)
+
+
 def rate(table: Sequence[tuple[int, int, int, float]], m: float, k: float, n: float) -> float:
-    """Operations a second of the nearest product, in the logarithms of its three sides."""
+    """Return the rate of the nearest product; the distance is logarithmic in the three sides."""
 
     def distance(row: tuple[int, int, int, float]) -> float:
         pairs = zip(row, (m, k, n), strict=False)

@@ -1,18 +1,18 @@
-"""The smallest batch at which a sharded MLP on a mesh computes for longer than it communicates.
+"""The smallest batch for which a sharded MLP on a mesh is compute-bound.
 
-FSDP over X devices gathers weights, tensor parallelism over Y devices gathers activations; each may
-use several axes (M_X, M_Y) of the torus. Per layer, with B tokens, widths D and F, C FLOP/s and W
-bytes/s an axis,
+FSDP over X devices gathers weights, and tensor parallelism over Y devices gathers activations. Each
+may use several axes (M_X, M_Y) of a torus. Per layer, with B tokens, widths D and F, C FLOP/s and W
+bytes/s per axis,
 
     T_math = 4 B D F / (N C),   T_fsdp = 4 D F / (Y W M_X),   T_tp = 4 B D / (X W M_Y)
 
 (Austin et al. 2025, How to Scale Your Model, "Training"). With alpha = C / W the batch per device
 must exceed
 
-    summed      alpha F / (Y M_X (F - alpha Y / M_Y))   where FSDP and TP take turns on the links
-    overlapped  alpha / (Y M_X)                         where both run at once, if Y < F M_Y / alpha
+    summed      alpha F / (Y M_X (F - alpha Y / M_Y))   if FSDP and TP use the links in sequence
+    overlapped  alpha / (Y M_X)                         if both run at once and Y < F M_Y / alpha
 
-The closed form 4 alpha^2 / (M_X M_Y F) is the least of the first over X; it holds at that X alone.
+The closed form 4 alpha^2 / (M_X M_Y F) is the minimum of the first over X and holds only there.
 """
 
 from dataclasses import dataclass
@@ -24,27 +24,27 @@ from accounting.hardware import Hardware, find
 
 @dataclass(frozen=True, kw_only=True)
 class MeshBatch:
-    """The batch from which on a mesh is compute-bound, in tokens."""
+    """The smallest compute-bound batch on a mesh, in tokens."""
 
     comms: Literal["summed", "overlapped"]
+    #: X, which need not be an integer at the optimum.
     fsdp: float
-    """X, which need not be whole at the optimum."""
+    #: Y.
     tensor: float
-    """Y."""
+    #: C / W, in FLOP per byte of link.
     alpha: float
-    """FLOP a byte of link: C / W."""
+    #: Tokens per device.
     per_device: float
-    """Tokens a device."""
+    #: Tokens per FSDP shard, B / X, which is easily confused with the tokens per device.
     per_fsdp_shard: float
-    """Tokens a row of the mesh, B / X: the figure that is easily taken for the one above."""
 
     @property
     def tokens(self) -> float:
-        """The whole batch."""
+        """Return the tokens of the whole batch."""
         return self.per_device * self.fsdp * self.tensor
 
     def explain(self) -> str:
-        """One line that says what was assumed."""
+        """Return the result and its assumptions in one line."""
         return (
             f"X={self.fsdp:g} by Y={self.tensor:g}, comms {self.comms}, "
             f"alpha={self.alpha:.6g}: "
@@ -68,9 +68,10 @@ def compute_bound_batch(
     comms: Literal["summed", "overlapped"] = "summed",
     **speeds: Any,
 ) -> MeshBatch:
-    """The least batch at X = `fsdp` and Y = `tensor`; `ValueError` where no batch suffices.
+    """Return the smallest compute-bound batch for X = `fsdp` and Y = `tensor`.
 
-    `speeds` are `hardware`, or `flops_per_second` and `axis_bytes_per_second`, or both.
+    `speeds` are `hardware`, or `flops_per_second` and `axis_bytes_per_second`, or both. Raises
+    `ValueError` if no batch is compute-bound.
     """
     return _mesh(fsdp, tensor, d_ff, (fsdp_axes, tensor_axes), comms, _alpha(**speeds))
 
@@ -79,9 +80,10 @@ def compute_bound_batch(
 def best_mesh(
     devices: int, *, d_ff: int, fsdp_axes: int = 1, tensor_axes: int = 1, **speeds: Any
 ) -> MeshBatch:
-    """The least batch over all X with X Y = `devices`, comms summed: Y = M_Y F / (2 alpha).
+    """Return the smallest batch over all X with X Y = `devices`, with summed communication.
 
-    There T_fsdp = T_tp, and the batch per device is 4 alpha^2 / (M_X M_Y F). `speeds` as above.
+    At the optimum Y = M_Y F / (2 alpha) and T_fsdp = T_tp, and the batch per device is 4 alpha^2 /
+    (M_X M_Y F). `speeds` are the options of `compute_bound_batch`.
     """
     alpha = _alpha(**speeds)
     tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))
@@ -96,18 +98,19 @@ def _mesh(
     comms: Literal["summed", "overlapped"],
     alpha: float,
 ) -> MeshBatch:
-    # The share of the arithmetic's time that tensor parallelism takes, whatever the batch.
-    share = alpha * tensor / (axes[1] * d_ff)
-    if share >= 1:
+    # Time of tensor parallelism as a fraction of the compute time, which does not depend on the
+    # batch.
+    tensor_fraction = alpha * tensor / (axes[1] * d_ff)
+    if tensor_fraction >= 1:
         raise ValueError(
-            f"tensor is {tensor:g}; at this width no batch is compute-bound from "
-            f"{d_ff * axes[1] / alpha:.4g} on (d_ff * tensor_axes / alpha)"
+            f"expected tensor < {d_ff * axes[1] / alpha:.4g} (d_ff * tensor_axes / alpha), "
+            f"got {tensor:g}; no batch is compute-bound from there on"
         )
     per_device = alpha / (tensor * axes[0])
     if comms == "summed":
-        per_device /= 1 - share
-    found = {"fsdp": fsdp, "tensor": tensor, "alpha": alpha, "per_device": per_device}
-    return MeshBatch(comms=comms, per_fsdp_shard=per_device * tensor, **found)
+        per_device /= 1 - tensor_fraction
+    values = {"fsdp": fsdp, "tensor": tensor, "alpha": alpha, "per_device": per_device}
+    return MeshBatch(comms=comms, per_fsdp_shard=per_device * tensor, **values)
 
 
 def _alpha(
@@ -120,6 +123,8 @@ def _alpha(
         flops_per_second = flops_per_second or device.peak("bf16")
         axis_bytes_per_second = axis_bytes_per_second or device.node_link.bandwidth
     if not flops_per_second or not axis_bytes_per_second:
-        raise ValueError("give hardware, or flops_per_second and axis_bytes_per_second")
+        raise ValueError(
+            "expected hardware, or flops_per_second and axis_bytes_per_second, got neither"
+        )
     rate = checks.number("flops_per_second", flops_per_second)
     return rate / checks.number("axis_bytes_per_second", axis_bytes_per_second)

@@ -1,9 +1,9 @@
-"""Published training runs (published.toml), and how far predictions of their steps are off.
+"""Published training runs (published.toml), and the prediction errors on them.
 
-A prediction is the step's seconds times one factor, the geometric mean of measured over modeled
-seconds of the runs. Its interval comes from sources that are held out whole: the runs of one
-publication are predicted with the factor of all others, and without the constants that were set on
-this publication alone.
+A prediction is the modeled time of a step times one factor, the geometric mean of measured over
+modeled time of the runs. Its interval is measured on sources that are held out whole: the runs of
+one publication are predicted with the factor of all other publications, and without the constants
+that were fitted to this publication alone.
 """
 
 import math
@@ -28,7 +28,7 @@ from accounting.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One run: what was trained how, and how long a step took."""
+    """One published run: model, plan, hardware, and the measured time of a step."""
 
     model: Shape
     plan: Plan
@@ -39,16 +39,16 @@ class Published:
     source: str
     precision: str = "megatron_bf16"
     flash: bool = False
+    #: Overlap of communication and compute, if the publication reports more than the usual.
     overlap: Mapping[str, float] = field(default_factory=lambda: OVERLAP)
-    """What of the traffic hides, where the publication says more than the usual."""
+    #: Information that the publication omits, and the assumption made for it.
     assumed: str = ""
-    """What the publication leaves out, and what stands here for it."""
+    #: True if nothing was learned from this run.
     held_out: bool = False
-    """Nothing was learned from it."""
 
 
 def _read() -> tuple[Published, ...]:
-    """The runs of published.toml."""
+    """Return the runs of published.toml."""
     text = Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
 
@@ -66,7 +66,7 @@ def _published(entry: dict[str, Any]) -> Published:
     numbers = model | {"batch": entry["batch"], "seq": entry["seq"]}
 
     def value(formula: Any) -> float:
-        # The publication's own count, in the file of this package.
+        # The formula of the publication is part of this package's own file.
         return float(eval(formula, {}, numbers) if isinstance(formula, str) else formula)
 
     if "work" in entry:
@@ -90,21 +90,21 @@ HELD_OUT: tuple[Published, ...] = tuple(run for run in _ALL if run.held_out)
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A prediction with its range, and what is known of how often such a range holds."""
+    """A prediction with its range, and the evidence for the width of the range."""
 
     low: float
     middle: float
     high: float
+    #: The published runs on which the range was measured, and how many of them it contained.
     basis: str = ""
-    """The published runs that the range was measured on, and how many of them it held."""
 
     def scaled(self, factor: float) -> "Interval":
-        """The same of something proportional."""
+        """Return the interval of a quantity that is proportional to this one."""
         low, middle, high = (bound * factor for bound in (self.low, self.middle, self.high))
         return replace(self, low=low, middle=middle, high=high)
 
     def rate(self, work: float) -> "Interval":
-        """That much work a second, where this is of seconds."""
+        """Return the interval of `work` per second, if this interval is in seconds."""
         low, middle, high = (work / of for of in (self.high, self.middle, self.low))
         return replace(self, low=low, middle=middle, high=high)
 
@@ -114,27 +114,27 @@ class Interval:
         return f"{self.middle:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 
+#: Device, precision, and `dense` or `MoE`.
 Group = tuple[str, str, str]
-"""Device, precision, and `dense` or `MoE`."""
+#: Fraction of sources that an interval should contain.
 COVERAGE_GOAL = 0.8
-"""The share of sources that an interval is meant to hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Measured over modeled seconds of a run, as logarithms."""
+    """Logarithms of measured over modeled seconds of a run."""
 
     source: str
     group: Group
     usual: float
+    #: Modeled without the constants that were fitted to this run's source alone.
     held_out: float
-    """Modeled without the constants that were set on this run's source alone."""
     learned_from: bool
 
 
 @lru_cache
 def ratios() -> tuple[Ratio, ...]:
-    """The ratios of all runs."""
+    """Return the ratios of all runs."""
     return tuple(
         Ratio(
             source=run.source.split(",")[0],
@@ -148,15 +148,15 @@ def ratios() -> tuple[Ratio, ...]:
 
 
 def group_of(model: Shape, hardware: str, precision: str) -> Group:
-    """What a step's errors may depend on: device, precision, and whether there are experts."""
+    """Return the properties on which errors may depend: device, precision, and dense or MoE."""
     return hardware, precision, "MoE" if model.experts else "dense"
 
 
 def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
-    """What the model of a step says of a run, before any learning.
+    """Return the modeled step of a run, before any learning.
 
-    `held_out` leaves out what was set on the run's source alone: what of its traffic hides, the
-    share of its device's power limit, and the share of the peak that is known for its dtype.
+    `held_out` omits constants that were fitted to the source of the run: its overlap, the power
+    factor of its device, and the matmul efficiency of its dtype.
     """
     work = Workload(batch=run.batch, seq=run.seq, precision=run.precision, flash=run.flash)
     device = find(run.hardware)
@@ -166,34 +166,33 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
 
 
 def _without_constants(device: Hardware) -> Hardware:
-    """The device as if no run on it had been published: no other source is on an H100 or an H800,
-    or in fp8."""
+    """Return a device without fitted constants; no other source has an H100, an H800 or fp8."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
-        # Dividing by the known share and multiplying by the usual one gives the usual one.
+        # This replaces the known fp8 fraction by the usual bf16 fraction.
         usual = MATMUL_SHARE["bf16"] / MATMUL_SHARE["fp8"]
         peaks["fp8"] = Peak(published=round(peaks["fp8"].flops * usual))
     return replace(device, name=f"{device.name}, held out", peaks=peaks)
 
 
 def mean_log_ratio(seen: Iterable[Ratio]) -> float:
-    """The logarithm of the factor that some runs give: the mean of those that are learned from."""
+    """Return the logarithm of the learned factor: the mean over the runs that are learned from."""
     logs = [ratio.usual for ratio in seen if ratio.learned_from]
     return sum(logs) / len(logs)
 
 
 def errors_by_source(seen: Sequence[Ratio]) -> dict[str, float]:
-    """The largest error of each source, predicted from all others."""
-    found: dict[str, float] = {}
+    """Return the largest error per source when it is predicted from all other sources."""
+    errors: dict[str, float] = {}
     for ratio in seen:
         middle = mean_log_ratio(other for other in seen if other.source != ratio.source)
-        off = abs(ratio.held_out - middle)
-        found[ratio.source] = max(off, found.get(ratio.source, 0.0))
-    return found
+        error = abs(ratio.held_out - middle)
+        errors[ratio.source] = max(error, errors.get(ratio.source, 0.0))
+    return errors
 
 
 def half_width(known: Iterable[float]) -> float | None:
-    """Return the error that `COVERAGE_GOAL` of sources stay below, and None for too few of them.
+    """Return the error that `COVERAGE_GOAL` of the sources stay below, or None for too few sources.
 
     This is the conformal quantile, ceil(.8 (n + 1)) of n errors, which needs four sources.
     """
@@ -203,11 +202,14 @@ def half_width(known: Iterable[float]) -> float | None:
 
 
 def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
-    """The factor of some runs with the interval for a group: its own where four sources or more
-    are in it, and the widest error of all sources otherwise."""
+    """Return the factor learned from runs, with the interval for a group.
+
+    The width is that of the group if it has at least four sources, and otherwise the largest error
+    of all sources.
+    """
     by_source = errors_by_source(seen)
-    own = {r.source for r in seen if r.group == group}
-    half = half_width(by_source[source] for source in own)
+    sources = {r.source for r in seen if r.group == group}
+    half = half_width(by_source[source] for source in sources)
     half = max(by_source.values()) if half is None else half
     middle = mean_log_ratio(seen)
     low, high = math.exp(middle - half), math.exp(middle + half)
@@ -216,17 +218,20 @@ def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
 
 @lru_cache
 def coverage() -> tuple[int, int, int, int]:
-    """Sources of which all runs lie in the interval that all other sources give, and all sources;
-    the same of runs."""
+    """Return how many sources and runs are covered when their source is held out.
+
+    The four numbers are covered sources, all sources, covered runs and all runs. A source is
+    covered if the interval learned from the other sources contains all of its runs.
+    """
     seen = ratios()
-    held: dict[str, list[bool]] = {}
+    covered: dict[str, list[bool]] = {}
     for ratio in seen:
         others = tuple(other for other in seen if other.source != ratio.source)
         interval = learned(others, ratio.group)
         inside = interval.low <= math.exp(ratio.held_out) <= interval.high
-        held.setdefault(ratio.source, []).append(inside)
-    runs = [inside for of_source in held.values() for inside in of_source]
-    return sum(map(all, held.values())), len(held), sum(runs), len(runs)
+        covered.setdefault(ratio.source, []).append(inside)
+    runs = [inside for of_source in covered.values() for inside in of_source]
+    return sum(map(all, covered.values())), len(covered), sum(runs), len(runs)
 
 
 @checks.entry()
@@ -237,11 +242,11 @@ def predicted(
     hardware: str | Hardware | None = None,
     precision: str | Precision | None = None,
 ) -> Interval:
-    """Modeled seconds as a prediction: times the factor learned from published runs.
+    """Return the predicted seconds: modeled seconds times the factor learned from published runs.
 
-    The interval is that of the runs with this device, this precision, and experts or none; without
-    these arguments, or where too few sources are known, it is the widest known. Its `basis` says
-    which, and how often such intervals held sources that were left out.
+    The interval is that of runs with this device, this precision, and dense or MoE. Without these
+    arguments, or with too few sources, it is the widest known interval. `basis` says which interval
+    was used and how many held-out sources such intervals contained.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:
@@ -251,31 +256,33 @@ def predicted(
 
 def _basis(group: Group | None) -> str:
     sources, all_sources, runs, all_runs = coverage()
-    held = (
+    coverage_text = (
         f"{sources} of {all_sources} published sources ({runs} of {all_runs} runs) lie in the "
         "interval of the others when held out whole"
     )
     if group is None:
-        return f"{held}; device, precision and model were not given, so this is the widest known"
+        return f"{coverage_text}; without device, precision and model this is the widest known"
     seen = ratios()
-    by_source, own = errors_by_source(seen), [r for r in seen if r.group == group]
+    by_source, group_ratios = errors_by_source(seen), [r for r in seen if r.group == group]
     where = f"{group[0]} in {group[1]}, {group[2]}"
-    names = {r.source for r in own}
+    names = {r.source for r in group_ratios}
     if not names:
-        return f"{held}; nothing is published here for {where}, so this is the widest known"
+        return (
+            f"{coverage_text}; nothing is published here for {where}, so this is the widest known"
+        )
     widest = math.exp(max(by_source[name] for name in names)) - 1
-    known = f"{_count(names, 'source')} ({_count(own, 'run')}) within {widest:.0%}"
+    known = f"{_count(names, 'source')} ({_count(group_ratios, 'run')}) within {widest:.0%}"
     if half_width(by_source[name] for name in names) is None:
-        return f"{held}; for {where}: {known}, too few, so this is the widest known"
-    return f"{held}; for {where}: {known}"
+        return f"{coverage_text}; for {where}: {known}, too few, so this is the widest known"
+    return f"{coverage_text}; for {where}: {known}"
 
 
-def _count(found: Sized, name: str) -> str:
-    return f"{len(found)} {name}" if len(found) == 1 else f"{len(found)} {name}s"
+def _count(items: Sized, name: str) -> str:
+    return f"{len(items)} {name}" if len(items) == 1 else f"{len(items)} {name}s"
 
 
 def left_out() -> list[tuple[Published, float]]:
-    """Each run that was learned from, with the seconds that all others predict of it."""
+    """Return each run that was learned from, with the seconds predicted from all other runs."""
     seen = [ratio for ratio in ratios() if ratio.learned_from]
     return [
         (

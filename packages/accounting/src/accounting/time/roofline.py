@@ -1,7 +1,7 @@
-"""Which of the two ceilings an operation hits: the arithmetic or the memory.
+"""The roofline model: whether an operation is bound by compute or by memory.
 
-Intensity is operations a byte moved; above `peak / bandwidth`, the ridge, an operation can be
-compute-bound.
+The intensity is the number of operations per byte moved. Operations above the ridge, at `peak /
+bandwidth`, can be compute-bound.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """An operation under a device's roof."""
+    """An operation and its limits on a device."""
 
     name: str
     flops: float
     bytes: float | Fraction
+    #: FLOP per byte.
     intensity: float
-    """FLOP a byte."""
+    #: Smallest compute-bound intensity on the device.
     ridge: float
-    """Intensity from which on the device can be compute-bound."""
+    #: `compute` or `memory`.
     bound: str
-    """`compute` or `memory`."""
+    #: The roof at this intensity, in FLOP/s.
     attainable_flops: float
-    """The roof at this intensity, in FLOP/s."""
+    #: Lower bound of the time: the larger of compute and traffic.
     seconds: float
-    """The least time: the larger of arithmetic and traffic."""
 
     def explain(self) -> str:
-        """The derivation, line by line."""
+        """Return the derivation, line by line."""
         return (
             f"{self.name}: {self.flops:,} FLOP / {self.bytes:,} B = {self.intensity:.6g} FLOP/B, "
             f"{self.bound}-bound (ridge {self.ridge:.4g})\n"
@@ -50,14 +50,14 @@ class Roofline:
 
 @checks.entry()
 def matmul(m: int, k: int, n: int, *, dtype: str = "fp16") -> tuple[int, int | Fraction]:
-    """Operations and least traffic of (m, k) @ (k, n): 2mkn, and each matrix moved once."""
+    """Return the operations 2mkn and the minimal traffic in bytes of (m, k) @ (k, n)."""
     moved = bytes_of(dtype) * (m * k + k * n + m * n)
     return 2 * m * k * n, moved.numerator if moved.denominator == 1 else moved
 
 
 @checks.entry()
 def intensity(m: int, k: int, n: int, *, dtype: str = "fp16") -> float:
-    """Arithmetic intensity of (m, k) @ (k, n), in FLOP a byte."""
+    """Return the arithmetic intensity of (m, k) @ (k, n) in FLOP per byte."""
     flops, moved = matmul(m, k, n, dtype=dtype)
     return float(flops / moved)
 
@@ -72,17 +72,17 @@ def roofline(
     dtype: str = "fp16",
     name: str | None = None,
 ) -> Roofline:
-    """Place an operation, given by its counts or as a matmul's `shape` (m, k, n)."""
+    """Return the roofline of an operation, from its counts or from a matmul's `shape` (m, k, n)."""
     device = find(hardware)
     if shape is not None:
         if flops is not None or bytes is not None:
-            raise ValueError("give either shape=(m, k, n), or flops and bytes")
+            raise ValueError("expected either shape=(m, k, n), or flops and bytes, got both")
         if not isinstance(shape, tuple | list) or len(shape) != 3:
-            raise ValueError(f"shape is {shape}; it must be (m, k, n)")
+            raise ValueError(f"expected shape=(m, k, n), got {shape}")
         flops, bytes = matmul(*shape, dtype=dtype)
         name = name or "x".join(map(str, shape))
     if not flops or not bytes:
-        raise ValueError("give shape=(m, k, n), or flops and bytes, all above 0")
+        raise ValueError("expected shape=(m, k, n), or flops > 0 and bytes > 0, got neither")
     checks.number("flops", flops)
     checks.number("bytes", bytes)
     peak, bandwidth = device.peak(dtype), device.memory_bandwidth
@@ -108,12 +108,12 @@ def plot(
     dtype: str = "fp16",
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw the roof of a device and the operations under it; needs matplotlib."""
+    """Plot the roofline of a device with the operations; requires matplotlib."""
     try:
         from matplotlib import pyplot
     except ModuleNotFoundError as error:
-        told = 'this needs matplotlib, which is not installed: pip install "accounting[plot]"'
-        raise ModuleNotFoundError(told, name=error.name) from error
+        message = 'plot needs matplotlib, which is missing: pip install "accounting[plot]"'
+        raise ModuleNotFoundError(message, name=error.name) from error
 
     device = find(hardware)
     checks.instance("operations", operations, (list, tuple), "a list of Roofline")

@@ -1,12 +1,11 @@
-"""How long an iteration takes: arithmetic at a stated efficiency, what of the traffic shows, and
-the bubble.
+"""Time of a training step: compute, exposed communication, pipeline bubble and optimizer.
 
-A message costs alpha + bytes * beta. Devices are numbered tensor first, then context, data,
-pipeline, so that small groups stay inside a node. A group with k members in each node crosses with
-k network ports at once, and its collectives run at min(node link, k ports). What can hide behind
-arithmetic does: gradients behind the backward, FSDP's gathers behind everything, the pipeline's and
-context's passes too; tensor and expert parallelism wait in line. All that hides shares one
-iteration's arithmetic.
+A message costs alpha + bytes * beta. Devices are numbered by tensor, context, data and pipeline
+rank, tensor first, so that small groups stay inside a node. A group with k members per node uses k
+network ports at once, so its collectives run at min(node link, k ports). Communication overlaps
+with compute where frameworks overlap it: gradients with the backward; FSDP's gathers, pipeline and
+context passes with everything. Tensor and expert parallelism are not hidden. All hidden traffic
+shares the compute time of one step.
 """
 
 import math
@@ -28,8 +27,8 @@ from accounting.time.offload import held_parameters, offload_seconds
 from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
+#: Fraction of the compute time of a step behind which the traffic of each axis can be hidden.
 OVERLAP: Mapping[str, float] = {"data": 2 / 3, **_HIDDEN}
-"""The share of an iteration's arithmetic that the traffic of each axis can hide behind."""
 
 
 @checks.entry(*WORKLOAD)
@@ -43,14 +42,14 @@ def step_time(
     overlap: Mapping[str, float] = OVERLAP,
     **run: Any,
 ) -> Breakdown:
-    """Seconds of one iteration over `batch` sequences: arithmetic, what is bound by bandwidth,
-    what of the traffic shows, and the bubble over all that a micro-batch waits for.
+    """Return the seconds of one step: compute, bandwidth-bound operations, communication, bubble.
 
-    `run` are the fields of a `Workload`, in `mixed_bf16` if not given. Its precision says which
-    peak: linear layers multiply in its `compute` dtype, attention in that of its activations; what
-    travels has its dtypes. `ValueError` if the device lists none such. `efficiency` replaces the
-    table of `accounting.time.efficiency` by one share of the peak for all arithmetic, and leaves
-    out what is bound by bandwidth. `flash=False` is for attention that writes its scores to memory.
+    `run` are the fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
+    multiply in the `compute` dtype of the recipe, and attention in that of its activations.
+    Messages have the dtypes of the tensors. Raises `ValueError` if the device does not list such a
+    dtype. `efficiency` replaces the table of `accounting.time.efficiency` by one fraction of the
+    peak for all arithmetic, and omits bandwidth-bound operations. `flash=False` means attention
+    that writes its scores to memory.
     """
     work = workload(work, run, precision="mixed_bf16")
     checks.whole("batch", work.batch)
@@ -66,10 +65,10 @@ def step_time(
         key=lambda parts: sum(float(part.total) for part in parts),
     )
     compute = float(parts[0].total)
-    for axis, share in overlap.items():
+    for axis, fraction in overlap.items():
         checks.choice("an axis of overlap", axis, OVERLAP)
-        checks.number(f"overlap of {axis}", share, most=1, open=False)
-    # Sharded weights are gathered ahead of the forward as well.
+        checks.number(f"overlap of {axis}", fraction, most=1, open=False)
+    # Sharded weights are also gathered ahead of the forward.
     overlap = {**OVERLAP, **overlap}
     can_hide = overlap | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
     free, waits = compute, 0.0
@@ -101,74 +100,77 @@ def _stage_seconds(
 ) -> list[Breakdown]:
     kind = work.kind
     linear, attention = _stage_flops(model, plan, work, stage)
-    share = ATTENTION_SHARE if efficiency is None else efficiency
-    core = 1 / (device.peak(kind.activations) * share)
+    utilization = ATTENTION_SHARE if efficiency is None else efficiency
+    core = 1 / (device.peak(kind.activations) * utilization)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     if efficiency is not None:
-        each = 1 / (device.peak(kind.compute) * efficiency)
-        products = product("matrices", "s", flops=linear, seconds_per_flop=each)
+        seconds_per_flop = 1 / (device.peak(kind.compute) * efficiency)
+        products = product("matrices", "s", flops=linear, seconds_per_flop=seconds_per_flop)
         return [total("compute", "s", products, scores)]
-    here = plan.stage_model(model, stage)
-    busy, thin, rest = stage_seconds(here, plan, work, work.tokens(plan), device)
-    if here.encoder:
-        source = replace(work, seq=here.encoder.positions or work.seq)
-        seen = work.tokens(plan) * source.seq // work.seq
-        more = stage_seconds(here.encoder, plan, source, seen, device)
+    stage_model = plan.stage_model(model, stage)
+    busy, thin, rest = stage_seconds(stage_model, plan, work, work.tokens(plan), device)
+    if stage_model.encoder:
+        source = replace(work, seq=stage_model.encoder.positions or work.seq)
+        tokens = work.tokens(plan) * source.seq // work.seq
+        more = stage_seconds(stage_model.encoder, plan, source, tokens, device)
         busy, thin, rest = (a + b for a, b in zip((busy, thin, rest), more, strict=True))
 
-    def often(name: str, seconds: float) -> Breakdown:
+    def per_microbatch(name: str, seconds: float) -> Breakdown:
         return product(name, "s", microbatches=plan.microbatches, each=seconds)
 
     return [
-        total("compute", "s", often("matrices", busy), scores),
-        total("bandwidth", "s", often("matrices", thin), often("between them", rest)),
+        total("compute", "s", per_microbatch("matrices", busy), scores),
+        total(
+            "bandwidth", "s", per_microbatch("matrices", thin), per_microbatch("between them", rest)
+        ),
     ]
 
 
 def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[float, float]:
-    """Operations of one device, with what it recomputes: of matrices, and of attention.
+    """Return the operations of one device with recomputation: of matrices, and of attention.
 
-    The head is on the last stage alone.
+    Only the last stage has the head.
     """
-    here = plan.stage_model(model, stage)
-    again: Any = {"recompute": plan.recompute, "flash": work.flash}
-    found = flops(here, seq=work.seq, batch=work.batch // plan.data, **again)
-    attention = core = float(found["attention"].total) if "attention" in found else 0.0
-    if "recomputed" in found:
-        attention += sum(part.total for part in found["recomputed"] if part.name != "blocks")
-        # A second forward of the blocks is a third of their training, attention's part included.
+    stage_model = plan.stage_model(model, stage)
+    options: Any = {"recompute": plan.recompute, "flash": work.flash}
+    operations = flops(stage_model, seq=work.seq, batch=work.batch // plan.data, **options)
+    attention = core = float(operations["attention"].total) if "attention" in operations else 0.0
+    if "recomputed" in operations:
+        attention += sum(part.total for part in operations["recomputed"] if part.name != "blocks")
+        # A second forward of the blocks is a third of their training step, including attention.
         attention += core / 3 if plan.recompute == "full" else 0
-    share = plan.tensor * plan.context
-    return (found.total - attention) / share, attention / share
+    ranks = plan.tensor * plan.context
+    return (operations.total - attention) / ranks, attention / ranks
 
 
 def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown | None:
-    """The update reads and writes all that is kept for a parameter, once."""
+    """Return the time to read and write all states of a parameter once."""
     if plan.offload == "optimizer":
         return None
-    each = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
+    seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
     count, moved = held_parameters(model, plan), 2 * kind.bytes_per_parameter
-    return product("optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=each)
+    return product(
+        "optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=seconds_per_byte
+    )
 
 
 def collectives_on(
     model: Shape, plan: Plan, work: Workload, *, hardware: Hardware
 ) -> Iterable[tuple[Collective, Link]]:
-    """Each collective of a device in the middle of the plan, with the link that its group runs
-    over."""
-    found = communication(
+    """Yield each collective of a device in a middle stage, with the link of its group."""
+    collectives = communication(
         model,
         plan,
         batch=work.batch,
         seq=work.seq,
         stage=plan.pipeline // 2,
-        **work.kind.travels,
+        **work.kind.wire_dtypes,
     )
     strides = {"tensor": 1, "pipeline": plan.tensor * plan.replicas}
-    for collective in found:
+    for collective in collectives:
         stride = strides.get(collective.axis, plan.tensor)
         if collective.axis == "data" and collective.ranks == plan.expert_replicas:
-            # Ranks that hold the same experts are that far apart.
+            # Ranks with the same experts are `expert` times farther apart.
             stride *= plan.expert
         ranks, operation = collective.ranks, collective.operation
         yield collective, group_link(hardware, stride=stride, ranks=ranks, operation=operation)
@@ -178,16 +180,16 @@ def collectives_on(
 def group_link(
     hardware: str | Hardware, *, stride: int, ranks: int, operation: str = "all_reduce"
 ) -> Link:
-    """The link of a group whose members are `stride` devices apart.
+    """Return the link of a group whose members are `stride` devices apart.
 
-    A ring passes every byte through each member, so that k members of a node may carry a k-th of it
-    each through k ports. In an all-to-all, and in a send, each device has bytes of its own, and one
-    port to send them through: of an all-to-all only what leaves the node.
+    A ring passes every byte through each member, so k members of a node can send one k-th of it
+    each through k ports. In an all-to-all and in a send, each device sends its own bytes through
+    one port; an all-to-all sends only those bytes that leave the node.
     """
     hardware = find(hardware)
     near, link = hardware.devices_per_node, hardware.node_link
     if hardware.pod:
-        # A torus: rings run along its axes, and a larger group spans all of them.
+        # In a torus, rings run along its axes, and a larger group spans all axes.
         near = hardware.pod
         axes = hardware.torus_axes if ranks > 4 else 1
         link = replace(link, bandwidth=link.bandwidth * axes)
@@ -207,7 +209,7 @@ def group_link(
 
 
 def fastest(collective: Collective, link: Link) -> float:
-    """Seconds by ring or by tree, whichever is faster."""
+    """Return the seconds of a collective by ring or by tree, whichever is faster."""
     return min(
         replace(collective, algorithm=algorithm).seconds(
             bandwidth=link.bandwidth, latency=link.latency
@@ -220,14 +222,15 @@ def fastest(collective: Collective, link: Link) -> float:
 def bucket_overhead_seconds(
     model_bytes: float, *, bandwidth: float, latency: float, num_buckets: int
 ) -> float:
-    """What data parallelism adds after the backward: the last bucket, and a call for each.
+    """Return the time that data parallelism adds after the backward.
 
-    T(n) = s / (n w) + n o, if all but the last bucket hide behind the backward.
+    T(n) = s / (n w) + n o: the last bucket, and one launch per bucket, if the other buckets are
+    hidden.
     """
     return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
 
 
 @checks.entry()
 def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
-    """Where that is least: n = sqrt(s / (w o)), so a bucket holds sqrt(s o w) bytes."""
+    """Return the bucket size sqrt(s o w) that minimizes the overhead, with n = sqrt(s / (w o))."""
     return math.sqrt(model_bytes * latency * bandwidth)

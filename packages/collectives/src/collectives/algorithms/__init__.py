@@ -1,1 +1,1 @@
-"""The textbook algorithms by messages, and which function does which collective."""
+"""Algorithms that send messages, and the table of the function that runs each collective."""

@@ -1,10 +1,10 @@
-"""From a collective and an algorithm's name to the function that does it.
+"""The function that runs a collective with an algorithm.
 
-A call picks its algorithm, compares itself with the other ranks' where that is due, and goes.
+A call chooses its algorithm, is compared with the other ranks' calls if that is due, and runs.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,171 +16,236 @@ from collectives.choice.cost import NATIVE, CostModel, candidates
 from collectives.choice.tuning import tune
 from collectives.communicator import Communicator
 from collectives.errors import PeerError, RankLost
-from collectives.faults import fetch
 from collectives.shared_memory import fingerprint, protocol
 from collectives.shared_memory.engine import Job
 from collectives.shared_memory.fingerprint import Call, Lengths, gather_by_messages
+from collectives.store import fetch
 
-# What was measured, by collective and hosts.
+Function = Callable[..., None]
+
+# The measured models, by collective, the hosts of the ranks and the number of ranks per host.
 _models: dict[tuple[str, tuple[str, ...], tuple[int, ...]], CostModel] = {}
-BY_MESSAGES = {"ring": ring, "halving_doubling": halving_doubling, "tree": tree}
+
+# The function of each collective, by algorithm.
+BY_MESSAGES: dict[str, dict[str, Function]] = {
+    "ring": {
+        "all_reduce": ring.all_reduce,
+        "reduce_scatter": ring.reduce_scatter,
+        "all_gather": ring.all_gather,
+        "broadcast": ring.broadcast,
+    },
+    "halving_doubling": {
+        "all_reduce": halving_doubling.all_reduce,
+        "reduce_scatter": halving_doubling.reduce_scatter,
+        "all_gather": halving_doubling.all_gather,
+        "broadcast": halving_doubling.broadcast,
+    },
+    "tree": {
+        "all_reduce": tree.all_reduce,
+        "broadcast": tree.broadcast,
+    },
+}
+HIERARCHICAL: dict[str, Function] = {
+    "all_reduce": hierarchical.all_reduce,
+    "broadcast": hierarchical.broadcast,
+}
+IN_SHARED_MEMORY: dict[str, Function] = {
+    "all_reduce": protocol.all_reduce,
+    "reduce_scatter": protocol.reduce_scatter,
+    "all_gather": protocol.all_gather,
+    "broadcast": protocol.broadcast,
+}
+
+# The size that an all-to-all is timed by: sizes may differ between ranks, so a choice must not
+# depend on them.
+ALL_TO_ALL_BYTES = 1 << 20
 
 
 def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
-    """Do a reduction, gather or broadcast on flat tensors: one, or (output, input)."""
-    algorithm = start(comm, call, packed, max(each.nbytes for each in tensors))
-    topology, kind = comm.topology, call.steps
-    # What the functions take beside the tensors, all by the collective's name.
-    rest: tuple[Any, ...] = {"all_gather": (), "broadcast": (call.root,)}.get(kind, (call.op,))
+    """Run a reduction, gather or broadcast on flat tensors: one tensor, or (output, input)."""
+    algorithm = prepare(comm, call, packed, max(tensor.nbytes for tensor in tensors))
+    topology = comm.topology
+    kind = call.steps
+    # The argument that follows the tensors.
+    argument: tuple[Any, ...] = (call.op,)
+    if kind == "broadcast":
+        argument = (call.root,)
+    elif kind == "all_gather":
+        argument = ()
     if algorithm == "shared_memory":
         shared = [topology.shared(tensors[0])] if kind == "all_reduce" else []
-        getattr(protocol, kind)(topology.require(), *tensors, *rest, packed, *shared)
+        IN_SHARED_MEMORY[kind](topology.require(), *tensors, *argument, packed, *shared)
     elif algorithm == "hierarchical":
-        hosts, root = topology.hosts, call.root if kind == "broadcast" else None
-        comm.operation.talking = hierarchical.heads(hosts, root)
-        getattr(hierarchical, kind)(topology.arena, comm.wire, hosts, *tensors, *rest, packed)
+        root = call.root if kind == "broadcast" else None
+        # Only the leaders receive messages of other hosts.
+        comm.operation.participants = hierarchical.host_leaders(topology.hosts, root)
+        HIERARCHICAL[kind](topology.arena, comm.wire, topology.hosts, *tensors, *argument, packed)
     elif algorithm == NATIVE:
-        _on_gloo(comm, call, packed, *tensors)
+        _run_gloo(comm, call, packed, *tensors)
     else:
-        getattr(BY_MESSAGES[algorithm], kind)(comm.wire, *tensors, *rest)
+        BY_MESSAGES[algorithm][kind](comm.wire, *tensors, *argument)
 
 
 def all_to_all(
-    comm: Communicator, call: Call, packed: bytes, outputs: Sequence[Tensor],
+    comm: Communicator,
+    call: Call,
+    packed: bytes,
+    outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
-) -> None:  # fmt: skip
-    """outputs[i] on rank j = inputs[j] on rank i."""
-    # Sizes may differ between ranks, so nothing may depend on them.
-    if start(comm, call, packed, 1 << 20) == "shared_memory":
+) -> None:
+    """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
+    if prepare(comm, call, packed, ALL_TO_ALL_BYTES) == "shared_memory":
         protocol.all_to_all(comm.topology.require(), outputs, inputs, packed)
         return
-    own = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
-    comm.operation.lengths = own
-    if comm.operation.comparing or comm.topology.one_host:
-        numbers = torch.tensor(own.sends + own.receives)
-        everyone = gather_by_messages(comm.wire, numbers.numpy().tobytes())
-        told = [torch.frombuffer(bytearray(each), dtype=torch.int64).tolist() for each in everyone]
-        places = range(comm.world)
-        lengths = {i: Lengths(told[i][: comm.world], told[i][comm.world :]) for i in places}
-        fingerprint.compare_lengths(lengths, places)
+    local = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
+    comm.operation.lengths = local
+    if comm.operation.compares_calls or comm.topology.one_host:
+        _compare_lengths(comm, local)
     ring.all_to_all(comm.wire, outputs, inputs)
 
 
-def job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job | None:
-    """What the engine does if it can: a call on tensors as they lie, all in shared memory."""
-    in_memory = comm.topology.one_host and call.algorithm in ("auto", "shared_memory")
-    plain = (t.is_contiguous() and not (t.is_conj() or t.is_neg()) for t in (out, source))
-    if not (in_memory and all(plain)):
+def _compare_lengths(comm: Communicator, local: Lengths) -> None:
+    """Raise Mismatch unless every rank of an all-to-all expects the lengths that it is sent."""
+    world = comm.world
+    numbers = torch.tensor(local.sends + local.receives)
+    lengths = {}
+    for rank, raw in enumerate(gather_by_messages(comm.wire, numbers.numpy().tobytes())):
+        values = torch.frombuffer(bytearray(raw), dtype=torch.int64).tolist()
+        lengths[rank] = Lengths(values[:world], values[world:])
+    fingerprint.compare_lengths(lengths, range(world))
+
+
+def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job | None:
+    """Return the engine's job for a call on contiguous tensors, or None if it cannot run it."""
+    if not (comm.topology.one_host and call.algorithm in ("auto", "shared_memory")):
         return None
-    arena, shared = comm.topology.require(), comm.topology.shared(out)
-    return protocol.job(arena, call.kind, call.packed, out, source, call.op, call.root, shared)
+    for tensor in (out, source):
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+    arena = comm.topology.require()
+    shared = comm.topology.shared(out)
+    return protocol.make_job(arena, call.kind, call.packed, out, source, call.op, call.root, shared)
 
 
 def barrier(comm: Communicator, packed: bytes) -> None:
-    """Return when every rank is here."""
-    agree(comm, packed)
+    """Return when every rank has made this call."""
+    compare_calls(comm, packed)
     if not comm.topology.one_host:
         tree.all_reduce(comm.wire, torch.zeros(1), "SUM")
 
 
-def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
-    """Pick the algorithm for this call, and compare the call with the other ranks'."""
-    algorithm, one_host = call.algorithm, comm.topology.one_host
-    if algorithm == "auto" and one_host:
-        # Nothing to measure: memory costs less than messages at every size.
+def prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
+    """Return the algorithm of a call, after comparing the call with the other ranks' calls."""
+    algorithm = call.algorithm
+    if algorithm == "auto" and comm.topology.one_host:
+        # Shared memory costs less than messages at every size, so there is nothing to measure.
         algorithm = "shared_memory"
     if algorithm != "shared_memory":
-        # Shared memory compares by itself, at a tick that it needs anyway.
-        agree(comm, packed)
-    if algorithm == "auto":
-        if call.steps == "all_to_all":
-            # A shape is told where all parts are equal.
-            return NATIVE if call.shape else "ring"
-        algorithm = _choose(comm, call, packed, size)
-    return algorithm
+        # Shared memory compares calls itself, at a tick that it needs anyway.
+        compare_calls(comm, packed)
+    if algorithm != "auto":
+        return algorithm
+    if call.steps == "all_to_all":
+        # The call has a shape if all parts are equal.
+        return NATIVE if call.shape else "ring"
+    return _choose(comm, call, packed, size)
 
 
-def agree(comm: Communicator, packed: bytes) -> None:
-    """Compare this rank's call with the others', where that is due."""
+def compare_calls(comm: Communicator, packed: bytes) -> None:
+    """Compare this rank's call with the other ranks' calls, if that is due."""
     if comm.topology.one_host:
         protocol.barrier(comm.topology.require(), packed)
-    elif comm.operation.comparing:
+    elif comm.operation.compares_calls:
         fingerprint.compare(gather_by_messages(comm.wire, packed), range(comm.world))
-    comm.wire.speak_of(packed)
+    comm.wire.tag_by(packed)
 
 
 def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
-    native = comm.gloo.can(call.kind, call.dtype, call.op)
-    native = native and size > 0 and comm.gloo.has_room_for(packed)
+    """Return the algorithm with the lowest predicted time; measure the collective if necessary."""
+    native = (
+        size > 0
+        and comm.gloo.can_run(call.kind, call.dtype, call.op)
+        and comm.gloo.has_room_for(packed)
+    )
     if call.steps not in comm.models:
-        comm.models[call.steps] = _measured(comm, call.steps)
-        comm.wire.speak_of(packed)
+        comm.models[call.steps] = _measure(comm, call.steps)
+        comm.wire.tag_by(packed)
     key = call.steps, size, native
     if key not in comm.choices:
-        model, hosts = comm.models[call.steps], comm.topology.ranks_per_host
+        model = comm.models[call.steps]
+        hosts = comm.topology.ranks_per_host
         comm.choices[key] = model.choose(call.steps, size, hosts, native=native)
     return comm.choices[key]
 
 
-def _measured(comm: Communicator, kind: str) -> CostModel:
-    # A group on hosts where an earlier one was measured takes that over, if its rank 0 has it.
-    where = kind, comm.topology.where, comm.topology.ranks_per_host
-    known = _models.get(where)
-    if told := _told_by_rank_0(comm, f"known/{kind}", known.to_json() if known else ""):
-        return CostModel.from_json(told)
-    # The ranks agree on what they do.
+def _measure(comm: Communicator, kind: str) -> CostModel:
+    """Return the model of a collective: rank 0's, if it has measured these hosts, or a new one."""
+    key = kind, comm.topology.where, comm.topology.ranks_per_host
+    known = _models.get(key)
+    text = _broadcast_text(comm, f"known/{kind}", known.to_json() if known else "")
+    if text:
+        return CostModel.from_json(text)
+    # All ranks measure the same calls, so comparing them would only cost time.
     operation = comm.operation
-    comparing, operation.comparing = operation.comparing, False
-    probe = partial(_probe, comm, kind)
-    hosts, native = comm.topology.ranks_per_host, comm.gloo.can(kind, torch.float32, "")
-    # One rank's arithmetic decides, or ranks could choose differently.
-    agree = partial(_told_by_rank_0, comm, f"model/{kind}")
-    model = tune(kind, probe, hosts, comm.wire, agree, native=native)
-    operation.comparing, operation.talking = comparing, range(comm.world)
-    _models[where] = model
+    compares_calls, operation.compares_calls = operation.compares_calls, False
+    model = tune(
+        kind,
+        partial(_run_probe, comm, kind),
+        comm.topology.ranks_per_host,
+        comm.wire,
+        # All ranks use rank 0's model, because rounding could make them choose differently.
+        partial(_broadcast_text, comm, f"model/{kind}"),
+        native=comm.gloo.can_run(kind, torch.float32, ""),
+    )
+    operation.compares_calls = compares_calls
+    operation.participants = range(comm.world)
+    _models[key] = model
     return model
 
 
-def _told_by_rank_0(comm: Communicator, key: str, text: str) -> bytes:
+def _broadcast_text(comm: Communicator, key: str, text: str) -> bytes:
+    """Return rank 0's text, through the store."""
+    publish = {key: text} if comm.rank == 0 else {}
+    deadline = time.monotonic() + comm.wire.seconds_left
     try:
-        tell = {key: text} if comm.rank == 0 else {}
-        until = time.monotonic() + comm.wire.seconds_left
-        return fetch(comm.store, {0: key}, until, tell)[0]
+        return fetch(comm.store, {0: key}, deadline, publish)[0]
     except RankLost as error:
-        # It may have made another call: that is found out as for messages.
+        # Rank 0 may have made another call, which the reports of all ranks show.
         raise PeerError(0, str(error)) from error
 
 
-def _probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
-    """A collective of that kind on `size` bytes of zeros."""
+def _run_probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
+    """Run a collective of that kind on `size` bytes of zeros."""
     op = "SUM" if kind in ("all_reduce", "reduce_scatter") else ""
     call = Call(kind, (), torch.float32, op, algorithm=algorithm)
-    flat = torch.zeros(size // 4 // comm.world * comm.world)
-    part = torch.zeros(size // 4 // comm.world)
-    pairs = {"reduce_scatter": (part, flat), "all_gather": (flat, part)}
-    run(comm, call, call.packed, *pairs.get(kind, (flat,)))
+    count = size // 4 // comm.world
+    whole = torch.zeros(count * comm.world)
+    part = torch.zeros(count)
+    pairs = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}
+    run(comm, call, call.packed, *pairs.get(kind, (whole,)))
 
 
 def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, op: str) -> None:
-    """Raise ValueError if the group cannot run `kind` by `algorithm`."""
+    """Raise ValueError if the group cannot run `kind` with `algorithm`."""
     if algorithm == "auto":
         return
     topology = comm.topology
-    possible = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
-    if kind != "all_to_all" and comm.gloo.can(kind, dtype, op):
-        possible = (*possible, NATIVE)
-    if algorithm not in possible:
+    supported = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
+    if kind != "all_to_all" and comm.gloo.can_run(kind, dtype, op):
+        supported = (*supported, NATIVE)
+    if algorithm not in supported:
         raise ValueError(
-            f"{kind} cannot run by {algorithm!r} here (ranks by host: {topology.hosts}); "
-            f'use one of {", ".join(possible)}, or "auto"'
+            f"{kind} cannot run by {algorithm!r} on this group (ranks by host: {topology.hosts}); "
+            f'use one of {", ".join(supported)}, or "auto"'
         )
 
 
-def _on_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
-    # gloo does not take empty tensors; all ranks know that theirs are.
-    if tensors[0].numel():
-        if packed not in comm.gloo.groups:
-            # Nothing interrupts gloo while it connects, so ranks that disagree must not get there.
-            gather_by_messages(comm.wire, b"connect")
-        left = comm.wire.seconds_left
-        comm.gloo.run(call.kind, packed, tensors, op=call.op, root=call.root, seconds=left)
+def _run_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
+    # gloo rejects empty tensors. All ranks have the same sizes, so all of them return.
+    if not tensors[0].numel():
+        return
+    if packed not in comm.gloo.groups:
+        # gloo cannot be interrupted while it connects, so ranks that make different calls must
+        # time out in these messages instead.
+        gather_by_messages(comm.wire, b"connect")
+    comm.gloo.run(call.kind, packed, tensors, call.op, call.root, comm.wire.seconds_left)

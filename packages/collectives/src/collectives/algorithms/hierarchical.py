@@ -1,7 +1,8 @@
-"""Two levels: shared memory inside a host, a ring between the hosts' first ranks.
+"""Two levels: shared memory inside a host, a ring between one leader rank per host.
 
-The link between hosts carries each tensor once per host, not once per rank: for H hosts a first
-rank sends 2(H-1)/H S and all others nothing. Sums of 16-bit floats are rounded once per level.
+The link between hosts carries each tensor once per host instead of once per rank: with H hosts, a
+leader sends 2(H-1)/H S bytes and all other ranks send nothing. Sums of 16-bit floats are rounded
+once per level.
 """
 
 import time
@@ -16,54 +17,64 @@ from collectives.algorithms.reduction import average
 from collectives.shared_memory import protocol
 from collectives.shared_memory.arena import Arena
 
-# What is left for ranks that come late from other hosts' messages.
-LEAST_SECONDS = 0.5
+# Minimum time for the ranks of a host to synchronize after the messages between hosts.
+MIN_LOCAL_SECONDS = 0.5
 
 
 def all_reduce(
-    arena: Arena | None, wire: PointToPoint, hosts: Sequence[Sequence[int]], flat: Tensor,
-    name: str, call: bytes,
-) -> None:  # fmt: skip
+    arena: Arena | None,
+    wire: PointToPoint,
+    hosts: Sequence[Sequence[int]],
+    flat: Tensor,
+    name: str,
+    call: bytes,
+) -> None:
     """Reduce the flat tensor over all ranks, in place."""
+    # AVG divides once, after the sums of all hosts have been added.
     partial = "SUM" if name == "AVG" else name
-    speakers = heads(hosts)
-    began = time.monotonic()
+    leaders = host_leaders(hosts)
+    start_time = time.monotonic()
     if arena is not None:
         protocol.all_reduce(arena, flat, partial, call)
-    if wire.rank in speakers:
-        ring.all_reduce(wire.among(speakers), flat, partial)
+    if wire.rank in leaders:
+        ring.all_reduce(wire.subgroup(leaders), flat, partial)
         average(name, flat, wire.world)
     if arena is not None:
-        # The others wait for their speaker here, and with it for other hosts.
-        with since(began, arena):
+        # The other ranks wait for their leader, and thereby for the other hosts.
+        with remaining_timeout(start_time, arena):
             protocol.broadcast(arena, flat, 0, call)
 
 
+def broadcast(
+    arena: Arena | None,
+    wire: PointToPoint,
+    hosts: Sequence[Sequence[int]],
+    flat: Tensor,
+    source: int,
+    call: bytes,
+) -> None:
+    """Copy the tensor of rank `source` to every rank."""
+    leaders = host_leaders(hosts, source)
+    start_time = time.monotonic()
+    if wire.rank in leaders:
+        ring.broadcast(wire.subgroup(leaders), flat, leaders.index(source))
+    if arena is not None:
+        leader = next(rank for rank in leaders if rank in arena.names)
+        with remaining_timeout(start_time, arena):
+            protocol.broadcast(arena, flat, arena.names.index(leader), call)
+
+
 @contextmanager
-def since(began: float, arena: Arena) -> Iterator[None]:
-    """Inside, ranks of this host wait for one another for the rest of the timeout, and a little."""
+def remaining_timeout(start_time: float, arena: Arena) -> Iterator[None]:
+    """Limit waits in shared memory to the remainder of the timeout that began at `start_time`."""
     timeout = arena.timeout
-    arena.timeout = max(timeout - (time.monotonic() - began), LEAST_SECONDS)
+    arena.timeout = max(timeout - (time.monotonic() - start_time), MIN_LOCAL_SECONDS)
     try:
         yield
     finally:
         arena.timeout = timeout
 
 
-def broadcast(
-    arena: Arena | None, wire: PointToPoint, hosts: Sequence[Sequence[int]], flat: Tensor,
-    source: int, call: bytes,
-) -> None:  # fmt: skip
-    """Give every rank the tensor of rank `source`."""
-    speakers, began = heads(hosts, source), time.monotonic()
-    if wire.rank in speakers:
-        ring.broadcast(wire.among(speakers), flat, speakers.index(source))
-    if arena is not None:
-        head = next(rank for rank in speakers if rank in arena.names)
-        with since(began, arena):
-            protocol.broadcast(arena, flat, arena.names.index(head), call)
-
-
-def heads(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:
-    """The rank that speaks for each host: the source for its own, else the first."""
+def host_leaders(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:
+    """Return one rank per host: the source on its host, otherwise the first rank."""
     return [source if source is not None and source in host else host[0] for host in hosts]

@@ -1,18 +1,8 @@
-"""Messages between the ranks of a group: the one layer under every algorithm that sends.
-
-Notable:
-- `exchange_reduce` receives in pieces and combines one while the next arrives, so an algorithm
-  needs two pieces of extra memory, whatever the size of the tensor;
-- messages are bytes: any dtype travels, also those that a backend does not know;
-- a message's tag is made from the call it serves and its length. gloo delivers a message only to a
-  receive with the same tag, so ranks that disagree wait for each other until the timeout; without
-  that, a longer message than expected ends the process and one of another dtype is believed;
-- NCCL must be told of sends and receives that happen together, so there they go as one batch.
-"""
+"""Messages between the ranks of a group, which all algorithms that send are built on."""
 
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,161 +15,211 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from collectives.algorithms.reduction import COMBINE, in_pieces
 from collectives.errors import PeerError
 
+# Note [Tags of messages]
+# ~~~~~~~~~~~~~~~~~~~~~~~
+# gloo delivers a message only to a receive with the same tag. A message's tag is computed from the
+# call that it belongs to and from its length, so ranks that make different calls wait for each
+# other until the timeout. Without it, a message that is longer than expected would abort the
+# process, and a message of another dtype would be accepted.
+
 PIECE_BYTES = 512 * 1024
-# gloo takes tags of 31 bits. The odd factor (2^32 over the golden ratio) spreads lengths over them.
-TAG_BITS, SPREAD = 0x7FFFFFFF, 0x9E3779B1
+# gloo's tags have 31 bits.
+TAG_BITS = 0x7FFFFFFF
+# 2^32 divided by the golden ratio, which is odd, spreads lengths over the tags.
+TAG_FACTOR = 0x9E3779B1
+# The number of seconds that a wait without a deadline may last.
+MAX_SECONDS = 1e6
 
 Message = tuple[int, Tensor]
+# A message that has been started: the group's rank of the peer, its work and its buffer.
+Started = tuple[int, Any, Tensor]
 
 
 class PointToPoint:
-    """Sends and receives flat tensors between `ranks` of a process group.
+    """Sends and receives flat tensors between some ranks of a process group.
 
-    Here ranks are places in `ranks`; only errors speak of the group's. `direct` is the group's
-    backend for CPU tensors, if known.
+    Methods number the ranks by their position in `ranks`. Errors name the ranks of the group. All
+    messages are sent as bytes, so any dtype can be sent.
+
+    Args:
+        group: the process group.
+        ranks: the group's ranks, in the order in which this object numbers them.
+        rank: this rank's position in `ranks`.
+        backend: the group's backend for CPU tensors, if known.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int, direct: Any = None) -> None:
-        self._group, self._direct = group, direct or group
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, backend: Any = None) -> None:
+        #: This rank's position in `ranks`.
+        self.rank = rank
+        #: The number of ranks.
+        self.world = len(ranks)
+        self._group = group
+        self._backend = backend or group
         self._ranks = ranks
-        self.rank, self.world = rank, len(ranks)
-        self._deadline = [float("inf"), float("inf")]
-        self._subject = [0]
-        self._peer: list[int | None] = [None]
+        self._state = _State()
 
-    def among(self, places: Sequence[int]) -> "PointToPoint":
-        """The same messages between some of the ranks, in another order."""
-        ranks = [self._ranks[place] for place in places]
-        part = PointToPoint(self._group, ranks, places.index(self.rank), self._direct)
-        part._deadline, part._subject, part._peer = self._deadline, self._subject, self._peer
+    def subgroup(self, positions: Sequence[int]) -> "PointToPoint":
+        """Return an object for messages between the ranks at `positions`, numbered in that order.
+
+        Both objects share their deadline, tag and the peer that is waited for.
+        """
+        ranks = [self._ranks[position] for position in positions]
+        part = PointToPoint(self._group, ranks, positions.index(self.rank), self._backend)
+        part._state = self._state
         return part
 
     @property
     def seconds_left(self) -> float:
-        """How long a wait may last from now on."""
-        return min(self._deadline[0] - time.monotonic(), 1e6)
+        """Return the time until the deadline in seconds."""
+        return min(self._state.deadline - time.monotonic(), MAX_SECONDS)
 
     @property
     def waits_for(self) -> int | None:
-        """The group's rank whose message is waited for now, by any thread; None if none is."""
-        return self._peer[0]
+        """Return the group's rank whose message a thread waits for, or None."""
+        return self._state.peer
 
-    def ended(self) -> list[int]:
-        """The group's ranks to which connections have ended, but not by this rank's own doing."""
-        found = []
-        others = self._ranks if isinstance(self._direct, ProcessGroupGloo) else []
-        for peer in set(others) - {self._ranks[self.rank]}:
+    def disconnected_peers(self) -> list[int]:
+        """Return the group's ranks whose connections were closed, unless this rank closed them."""
+        if not isinstance(self._backend, ProcessGroupGloo):
+            return []
+        # torch's type stubs lack this method.
+        receive: Any = self._backend.recv  # type: ignore[attr-defined]
+        peers = []
+        for peer in set(self._ranks) - {self._ranks[self.rank]}:
             try:
-                self._direct.recv([torch.empty(1, dtype=torch.uint8)], peer, 0)
+                receive([torch.empty(1, dtype=torch.uint8)], peer, 0)
             except RuntimeError as error:
-                # gloo's word for what follows a wait of this rank's that lasted too long.
+                # gloo closes this rank's connections when one of its waits times out.
                 if "timeout" not in first_line(error):
-                    found.append(peer)
-        return found
+                    peers.append(peer)
+        return peers
 
     def finish_within(self, seconds: float) -> None:
-        """From now on, raise PeerError where a wait lasts beyond so many seconds from now."""
-        self._deadline[:] = time.monotonic() + seconds, seconds
+        """Set the deadline after which waits raise PeerError, in seconds from now."""
+        self._state.deadline = time.monotonic() + seconds
+        self._state.seconds = seconds
 
-    def renew(self) -> None:
-        """Let that time begin anew: all ranks have shown that they are there."""
-        self.finish_within(self._deadline[1])
+    def restart_deadline(self) -> None:
+        """Set the deadline again, after all ranks have shown that they respond."""
+        self.finish_within(self._state.seconds)
 
-    def speak_of(self, call: bytes) -> None:
-        """From now on, meet only messages of ranks that speak of the same call."""
-        self._subject[0] = zlib.crc32(call)
+    def tag_by(self, call: bytes) -> None:
+        """Tag the following messages by this call: see Note [Tags of messages]."""
+        self._state.tag = zlib.crc32(call)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Send and receive at once; return when all is done. Empty tensors do not travel."""
+        """Send and receive at the same time; return when all messages have been transferred.
+
+        Empty tensors are not sent.
+        """
         self._wait(self._start(sends, receives))
 
     def exchange_reduce(
         self, send: Message, receive: tuple[int, Tensor, Tensor], name: str
     ) -> None:
-        """Send a tensor; combine what comes in with `own` into `out`: (source, own, out).
+        """Send a tensor; combine the received one with `local` into `out`: (source, local, out).
 
-        `out` may share memory with `own` and with the tensor that is sent. Both ends must use this
-        method, with an empty tensor where there is nothing to send or receive.
+        The tensor is received in pieces, and a piece is combined while the next one is transferred.
+        This needs two pieces of extra memory, independent of the tensor's size. `out` may share
+        memory with `local` and with the sent tensor. Both ranks must call this method, with an
+        empty tensor if there is nothing to send or receive.
         """
-        target, leaving = send
-        source, own, out = receive
-        if out.is_cuda or max(leaving.nbytes, out.nbytes) <= PIECE_BYTES:
-            # Nothing to overlap, and the loop below costs as much as a short message does.
-            arrived = torch.empty_like(out)
-            self.exchange([(target, leaving)], [(source, arrived)])
+        target, outgoing = send
+        source, local, out = receive
+        if out.is_cuda or max(outgoing.nbytes, out.nbytes) <= PIECE_BYTES:
+            # There is nothing to overlap, and the loop below costs as much as a short message.
+            received = torch.empty_like(out)
+            self.exchange([(target, outgoing)], [(source, received)])
             if out.numel():
-                COMBINE[name](own, arrived, out=out)
+                COMBINE[name](local, received, out=out)
             return
         outs = _pieces(out)
-        scratch = [torch.empty_like(outs[0]) for _ in outs[:2]]
-        sends = [(target, piece) for piece in _pieces(leaving)]
-        started = self._start(sends, [(source, room) for room in scratch[:1]])
-        coming, going = started[: len(scratch[:1])], started[len(scratch[:1]) :]
-        for i, (own_piece, out_piece) in enumerate(zip(_pieces(own), outs, strict=True)):
-            waiting, coming = coming, []
+        # Two buffers: one is combined while the other one is received.
+        buffers = [torch.empty_like(outs[0]) for _ in outs[:2]]
+        messages = [(target, piece) for piece in _pieces(outgoing)]
+        started = self._start(messages, [(source, buffer) for buffer in buffers[:1]])
+        receiving, sending = started[: len(buffers[:1])], started[len(buffers[:1]) :]
+        for i, (local_piece, out_piece) in enumerate(zip(_pieces(local), outs, strict=True)):
+            current, receiving = receiving, []
             if i + 1 < len(outs):
-                room = scratch[(i + 1) % 2][: outs[i + 1].numel()]
-                coming = self._start([], [(source, room)])
-            self._wait(waiting)
-            self._wait(going[i : i + 1])
-            COMBINE[name](own_piece, scratch[i % 2][: out_piece.numel()], out=out_piece)
-        self._wait(going[len(outs) :])
+                buffer = buffers[(i + 1) % 2][: outs[i + 1].numel()]
+                receiving = self._start([], [(source, buffer)])
+            self._wait(current)
+            # `out` may be the tensor that is sent, so its piece must have left.
+            self._wait(sending[i : i + 1])
+            COMBINE[name](local_piece, buffers[i % 2][: out_piece.numel()], out=out_piece)
+        self._wait(sending[len(outs) :])
 
-    def hang_up(self) -> None:
-        """Close the connections, so that whoever waits at one of them finds out now."""
-        hang_up(self._group, set(self._ranks) - {self._ranks[self.rank]})
+    def close_connections(self) -> None:
+        """Close the connections, so that ranks that wait for this one fail at once."""
+        close_peers(self._group, set(self._ranks) - {self._ranks[self.rank]})
 
-    def _start(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> list[tuple[int, Any, Tensor]]:
-        works: list[tuple[int, Any, Tensor]] = []
-        batch = []
-        for messages, operation in ((receives, "recv"), (sends, "send")):
-            for place, tensor in messages:
+    def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Started]:
+        started: list[Started] = []
+        on_device: list[dist.P2POp] = []
+        receive = self._backend.recv, dist.irecv, receives
+        send = self._backend.send, dist.isend, sends
+        for start, batched, messages in (receive, send):
+            for position, tensor in messages:
                 if not tensor.numel():
                     continue
-                peer, raw = self._ranks[place], tensor.view(torch.uint8)
+                peer = self._ranks[position]
+                raw = tensor.view(torch.uint8)
                 if raw.is_cuda:
-                    batch.append((operation, raw, peer))
-                    continue
-                try:
-                    tag = (self._subject[0] ^ raw.numel() * SPREAD) & TAG_BITS
-                    works.append((peer, getattr(self._direct, operation)([raw], peer, tag), raw))
-                except RuntimeError as error:
-                    raise PeerError(peer, first_line(error)) from error
-        return works + self._start_batch(batch)
+                    operation = dist.P2POp(batched, raw, group=self._group, group_peer=peer)
+                    on_device.append(operation)
+                else:
+                    started.append((peer, self._start_message(start, raw, peer), raw))
+        return started + _start_batch(on_device)
 
-    def _start_batch(
-        self, batch: Sequence[tuple[str, Tensor, int]]
-    ) -> list[tuple[int, Any, Tensor]]:
-        if not batch:
-            return []
-        group = self._group
-        operations = [
-            dist.P2POp(getattr(dist, f"i{name}"), raw, group=group, group_peer=peer)
-            for name, raw, peer in batch
-        ]
-        works = dist.batch_isend_irecv(operations)
-        return [(batch[0][2], work, batch[0][1]) for work in works]
+    def _start_message(self, start: Callable[..., Any], raw: Tensor, peer: int) -> Any:
+        tag = (self._state.tag ^ raw.numel() * TAG_FACTOR) & TAG_BITS
+        try:
+            return start([raw], peer, tag)
+        except RuntimeError as error:
+            raise PeerError(peer, first_line(error)) from error
 
-    def _wait(self, works: Sequence[tuple[int, Any, Tensor]]) -> None:
-        for peer, work, _ in works:
-            self._peer[0] = peer
-            left = max(1e-3, self.seconds_left)
+    def _wait(self, started: Sequence[Started]) -> None:
+        for peer, work, _ in started:
+            self._state.peer = peer
+            seconds = max(1e-3, self.seconds_left)
             try:
-                work.wait(timedelta(seconds=left))
+                work.wait(timedelta(seconds=seconds))
             except RuntimeError as error:
                 raise PeerError(peer, first_line(error)) from error
             finally:
-                self._peer[0] = None
+                self._state.peer = None
 
 
-def hang_up(group: Any, peers: Iterable[int]) -> None:
+class _State:
+    """The state that a `PointToPoint` shares with its subgroups."""
+
+    def __init__(self) -> None:
+        #: The time at which waits fail, a value of time.monotonic.
+        self.deadline = float("inf")
+        #: The seconds from which the deadline was computed.
+        self.seconds = float("inf")
+        #: The part of the tag that depends on the call.
+        self.tag = 0
+        #: The group's rank whose message is waited for.
+        self.peer: int | None = None
+
+
+def _start_batch(operations: list[dist.P2POp]) -> list[Started]:
+    """Start messages of CUDA tensors. NCCL must know which sends and receives run concurrently."""
+    if not operations:
+        return []
+    first = operations[0]
+    works = dist.batch_isend_irecv(operations)
+    return [(first.group_peer, work, first.tensor) for work in works]
+
+
+def close_peers(group: Any, peers: Iterable[int]) -> None:
     """Close a group's connections: gloo closes all of them when one of its waits times out."""
     for peer in peers:
         with suppress(RuntimeError):
-            nothing = torch.empty(1, dtype=torch.uint8)
-            group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
+            buffer = torch.empty(1, dtype=torch.uint8)
+            group.recv([buffer], peer, 0).wait(timedelta(milliseconds=1))
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:
@@ -187,5 +227,5 @@ def _pieces(flat: Tensor) -> list[Tensor]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the trace of C++ that torch adds."""
+    """Return an error's message without the C++ stack trace that torch adds."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,15 +1,17 @@
-"""Ring: every rank talks to its two neighbors; each byte crosses each link once.
+"""Ring: every rank exchanges messages with its two neighbors; each byte crosses each link once.
 
 For n ranks and S bytes (Patarasuk and Yuan, 2009), a rank sends
+
     reduce-scatter   (n-1)/n S   in n-1 steps
     all-gather       (n-1)/n S   in n-1 steps
-    all-reduce      2(n-1)/n S   in 2(n-1) steps, the two after each other
+    all-reduce      2(n-1)/n S   in 2(n-1) steps: a reduce-scatter, then an all-gather
     broadcast              S     in pieces that follow each other down the chain
-    all-to-all       (n-1)/n S   in n-1 steps: at step k to rank+k and from rank-k
-which is the least that any algorithm can move: the choice for long messages.
+    all-to-all       (n-1)/n S   in n-1 steps: step k sends to rank+k and receives from rank-k
 
-Notable: partial sums travel, so a dtype that accumulates in a wider one would be rounded at every
-hop. Such a reduce-scatter sends each slice straight to its owner instead (`direct`): the same
+No algorithm can send fewer bytes, so the ring is the choice for long messages.
+
+A ring sends partial sums, so a dtype that accumulates in a wider one would be rounded at every
+step. For such a dtype, a reduce-scatter sends each slice to its owner instead (`direct`): the same
 bytes and steps, and one rounding.
 """
 
@@ -30,19 +32,19 @@ def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
 
 
 def reduce_scatter(wire: PointToPoint, out: Tensor, flat: Tensor, name: str) -> None:
-    """out = this rank's slice of the reduction; `flat` stays as it is."""
+    """Reduce this rank's slice of `flat` over all ranks into `out`; `flat` does not change."""
     _reduce(wire, flat.tensor_split(wire.world), out, name)
 
 
-def all_gather(wire: PointToPoint, out: Tensor, own: Tensor) -> None:
-    """out = every rank's `own`, one after the other."""
+def all_gather(wire: PointToPoint, out: Tensor, local: Tensor) -> None:
+    """Write every rank's `local` to `out`, in rank order."""
     slices = out.tensor_split(wire.world)
-    slices[wire.rank].copy_(own)
+    slices[wire.rank].copy_(local)
     _gather(wire, slices)
 
 
 def _reduce(wire: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, name: str) -> None:
-    """Finish slices[rank]: in `out`, or in place, with the other slices as scratch."""
+    """Reduce slices[rank] into `out`, or in place; the latter overwrites the other slices."""
     rank, world = wire.rank, wire.world
     result = slices[rank] if out is None else out
     if accumulation_dtype(result.dtype) != result.dtype:
@@ -52,7 +54,7 @@ def _reduce(wire: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, na
         out.copy_(slices[0])
     right, left = (rank + 1) % world, (rank - 1) % world
     for step in range(1, world):
-        # The sum that rank r finishes starts at rank r+1 and goes around.
+        # The sum that rank r completes starts at rank r+1 and visits all other ranks.
         leaving, arriving = slices[(rank - step) % world], slices[(rank - step - 1) % world]
         if out is not None and step > 1:
             leaving = out
@@ -70,24 +72,24 @@ def _gather(wire: PointToPoint, slices: Sequence[Tensor]) -> None:
 
 
 def direct(wire: PointToPoint, slices: Sequence[Tensor], out: Tensor, name: str) -> None:
-    """Reduce-scatter without neighbors: each slice goes to its owner, which sums them all."""
+    """Reduce-scatter by sending each slice to its owner, which reduces all of them."""
     rank, world = wire.rank, wire.world
     wide = accumulation_dtype(out.dtype)
     length = max(1, PIECE_BYTES // world // wide.itemsize)
     for start in range(0, max(s.numel() for s in slices), length):
         pieces = [s[start : start + length] for s in slices]
-        own = pieces[rank]
-        parts = [own if r == rank else torch.empty_like(own) for r in range(world)]
+        local = pieces[rank]
+        parts = [local if r == rank else torch.empty_like(local) for r in range(world)]
         wire.exchange(
             [(r, pieces[r]) for r in range(world) if r != rank],
             [(r, parts[r]) for r in range(world) if r != rank],
         )
-        scratch = torch.empty(own.numel(), dtype=wide, device=own.device)
+        scratch = torch.empty(local.numel(), dtype=wide, device=local.device)
         reduce_into(name, parts, out[start : start + length], scratch)
 
 
 def broadcast(wire: PointToPoint, flat: Tensor, source: int) -> None:
-    """A pipeline from the source around the ring: a rank passes a piece on as the next arrives."""
+    """Broadcast in a pipeline: a rank forwards a piece while it receives the next one."""
     rank, world = wire.rank, wire.world
     right, left = (rank + 1) % world, (rank - 1) % world
     first, last = rank == source, right == source
@@ -99,7 +101,7 @@ def broadcast(wire: PointToPoint, flat: Tensor, source: int) -> None:
 
 
 def all_to_all(wire: PointToPoint, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """outputs[i] on rank j = inputs[j] on rank i."""
+    """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
     rank, world = wire.rank, wire.world
     outputs[rank].copy_(inputs[rank])
     for step in range(1, world):

@@ -1,10 +1,13 @@
-"""Binomial tree: data goes down from one root, or up to it, in ceil(log2 n) steps.
+"""Binomial tree: data move down from a root, or up to it, in ceil(log2 n) steps.
 
-A range of ranks has its first rank as the root; the middle one is the root of the second half, and
-so on. Broadcast sends from root to middle, from the top; reduce the other way, from the bottom.
-    broadcast, reduce   log n messages of S
-    all-reduce          reduce, broadcast
-Few messages, each of them long: the choice for short tensors.
+The root of a range of ranks is its first rank. The range is halved; its middle rank is the root of
+the second half, and so on. A broadcast sends from each root to the middle rank, starting with the
+whole range. A reduce sends in the opposite direction, starting with the smallest ranges.
+
+    broadcast, reduce   log n messages of S bytes
+    all-reduce          a reduce, then a broadcast
+
+A tree sends few messages, each of full length, so it is the choice for short tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +20,17 @@ from collectives.algorithms.reduction import accumulation_dtype, average, in_pie
 
 
 def levels(rank: int, world: int) -> list[tuple[int, int, int]]:
-    """The ranges [low, high) that hold `rank`, halved at `middle`, the whole one first."""
+    """Return the ranges (low, middle, high) that contain `rank`, from the whole one down.
+
+    A range is [low, high) and is halved at `middle`; its first half may be longer by one.
+    """
     low, high = 0, world
-    found = []
+    ranges = []
     while high - low > 1:
-        # The first half is the longer one.
         middle = (low + high + 1) // 2
-        found.append((low, middle, high))
+        ranges.append((low, middle, high))
         low, high = (low, middle) if rank < middle else (middle, high)
-    return found
+    return ranges
 
 
 def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
@@ -34,31 +39,32 @@ def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
 
 
 def broadcast(wire: PointToPoint, flat: Tensor, source: int) -> None:
-    """Give every rank the tensor of rank `source`."""
+    """Copy the tensor of rank `source` to every rank."""
     world = wire.world
-    place = (wire.rank - source) % world
-    for low, middle, _ in levels(place, world):
+    # Ranks are numbered from the source.
+    position = (wire.rank - source) % world
+    for low, middle, _ in levels(position, world):
         _move(wire, [((low + source) % world, (middle + source) % world, flat)])
 
 
 def reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
-    """Reduce to rank 0, in place; what other ranks hold afterwards is of no use."""
-    nothing = flat[:0]
+    """Reduce to rank 0, in place; the tensors of other ranks are overwritten by partial results."""
+    empty = flat[:0]
     for low, middle, _ in reversed(levels(wire.rank, wire.world)):
         if wire.rank == low:
-            wire.exchange_reduce((middle, nothing), (middle, flat, flat), name)
+            wire.exchange_reduce((middle, empty), (middle, flat, flat), name)
         elif wire.rank == middle:
-            wire.exchange_reduce((low, flat), (low, nothing, nothing), name)
+            wire.exchange_reduce((low, flat), (low, empty, empty), name)
 
 
 def scatter(wire: PointToPoint, slices: Sequence[Tensor]) -> None:
-    """Give rank i slices[i] of rank 0."""
+    """Send slices[i] of rank 0 to rank i."""
     for low, middle, high in levels(wire.rank, wire.world):
         _move(wire, [(low, middle, part) for part in slices[middle:high]])
 
 
 def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
-    """Run `step` on the tensor, or on wide copies of its pieces if its dtype is a narrow one."""
+    """Run `step` on the tensor, or on copies of its pieces in a wider accumulation dtype."""
     wide = accumulation_dtype(flat.dtype)
     if wide == flat.dtype:
         step(flat)
@@ -70,15 +76,23 @@ def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
 
 
 def in_column_blocks(
-    wire: PointToPoint, out: Tensor, flat: Tensor, step: Callable[[Tensor, Sequence[Tensor]], None],
-) -> None:  # fmt: skip
-    """Reduce-scatter by `step`, which works in place, on wide copies of a part of every slice."""
-    wide, slices = accumulation_dtype(flat.dtype), flat.tensor_split(wire.world)
+    wire: PointToPoint,
+    out: Tensor,
+    flat: Tensor,
+    step: Callable[[Tensor, Sequence[Tensor]], None],
+) -> None:
+    """Reduce-scatter by `step(block, slices)`, which reduces in place.
+
+    A block contains a part of every slice, copied in the accumulation dtype.
+    """
+    wide = accumulation_dtype(flat.dtype)
+    slices = flat.tensor_split(wire.world)
     width = max(1, PIECE_BYTES // wire.world // wide.itemsize)
     for start in range(0, out.numel(), width):
         parts = [part[start : start + width] for part in slices]
         block = torch.cat(parts).to(wide)
-        step(block, columns := block.tensor_split(wire.world))
+        columns = block.tensor_split(wire.world)
+        step(block, columns)
         out[start : start + width].copy_(columns[wire.rank])
 
 
@@ -90,7 +104,7 @@ def _all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
 
 
 def _move(wire: PointToPoint, moves: Sequence[tuple[int, int, Tensor]]) -> None:
-    """Do this rank's part of moves (from, to, tensor)."""
+    """Send and receive this rank's part of the moves (source, target, tensor)."""
     wire.exchange(
         [(to, tensor) for source, to, tensor in moves if source == wire.rank],
         [(source, tensor) for source, to, tensor in moves if to == wire.rank],

@@ -1,1 +1,1 @@
-"""Which algorithm is taken: who shares a host, what each costs, what was measured."""
+"""The choice of an algorithm: the topology of the ranks, the cost model and its measurement."""

@@ -1,17 +1,20 @@
-"""What a collective costs: the alpha-beta model, fitted to a measurement, and the choice it makes.
+"""The cost of a collective: the alpha-beta model, fitted to a measurement, and the choice it makes.
 
-Between hosts an algorithm's time is linear in four prices (Thakur, Rabenseifner and Gropp, 2005):
+Between hosts the time of an algorithm is linear in four prices (Thakur, Rabenseifner and Gropp,
+2005):
 
     seconds = messages alpha + operations omega + wire bytes beta + reduced bytes gamma
 
-where alpha is the latency of a message, omega what a rank spends on starting and ending a send or a
-receive (the overhead of LogP: Culler and others, 1993), 1/beta the bandwidth of a link and gamma
-the time to combine a byte. What an algorithm spends of each is counted here from its definition
-(`terms`), so a fit is linear least squares. Without omega a ring of two, which sends and receives
-at once, would cost what a tree does, which sends and then receives; on short messages it takes
-longer. Memory that ranks share costs less than messages at every size, and is not priced.
+Here alpha is the latency of a message, 1/beta is the bandwidth of a link, and gamma is the time to
+combine a byte. Omega is the time that a rank spends on starting and ending a send or a receive (the
+overhead of LogP: Culler and others, 1993). Without omega, a ring of two ranks, which sends and
+receives at the same time, would cost the same as a tree, which sends and then receives. Short
+messages show that the ring takes longer.
 
-Sizes are nccl-tests': the whole array, for reduce-scatter and all-gather too.
+`terms` counts the quantities from the definition of each algorithm, so a fit is linear least
+squares. Shared memory costs less than messages at every size, so it has no prices.
+
+Sizes are defined as in nccl-tests: the whole array, also for reduce-scatter and all-gather.
 """
 
 import json
@@ -24,15 +27,16 @@ import numpy as np
 from collectives.algorithms.halving_doubling import SHORT_BYTES
 from collectives.algorithms.point_to_point import PIECE_BYTES
 
-# gloo's own collective: it has no terms here, only times.
+# gloo's own collective has no terms, only measured times.
 NATIVE = "gloo"
-# In so many of the measured turns another one must take less: one median errs.
-LEAST_WINS = 0.75
+# An algorithm replaces gloo's own if it was faster in at least this fraction of the measured
+# rounds. A comparison of two medians alone is too noisy.
+MIN_WINS = 0.75
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What one rank spends, on the critical path."""
+    """The quantities that one rank spends on the critical path."""
 
     messages: float = 0.0
     wire_bytes: float = 0.0
@@ -42,22 +46,25 @@ class Terms:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement; `wins` is the part of the turns in which it took less than gloo's own."""
+    """One measurement of an algorithm."""
 
     collective: str
     algorithm: str
     size_bytes: int
+    #: The number of ranks per host.
     hosts: tuple[int, ...]
     seconds: float
+    #: The fraction of rounds in which the algorithm was faster than gloo's own collective.
     wins: float = 1.0
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Four prices, those of a loopback by default, and what was measured, which goes before them.
+    """Four prices and the samples of a measurement, which take precedence over the prices.
 
-    Between two measured sizes times lie on the line in logarithms; below the shortest it is
-    latency that counts, beyond the longest bytes.
+    The default prices are those of a loopback interface. Times between two measured sizes are
+    interpolated in logarithms. Times below the smallest size are constant (latency), and times
+    above the largest size are proportional to the size (bandwidth).
     """
 
     message_seconds: float = 1.5e-4
@@ -68,20 +75,21 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> "CostModel":
-        """The prices, none below zero, that make the relative errors smallest (least squares).
+        """Return the nonnegative prices that minimize the relative errors (least squares).
 
-        scipy's active set is that of Lawson and Hanson, 1974, chapter 23.
+        scipy's active-set method is that of Lawson and Hanson, 1974, chapter 23.
         """
-        # Only here: importing the package costs what torch costs.
+        # Imported here, because it is slow and most programs never fit a model.
         from scipy.optimize import nnls
 
         if not samples:
             raise ValueError("no samples to fit; measure at least one size for each algorithm")
         samples = [sample for sample in samples if sample.algorithm != NATIVE]
-        rows = np.array([astuple(terms(s.collective, s.algorithm, s.size_bytes, s.hosts))
-                         for s in samples])  # fmt: skip
-        rows /= np.array([s.seconds for s in samples])[:, None]
-        # To columns of one length, or prices of a nanosecond would be taken for rounding.
+        counts = [terms(s.collective, s.algorithm, s.size_bytes, s.hosts) for s in samples]
+        rows = np.array([astuple(count) for count in counts])
+        rows /= np.array([sample.seconds for sample in samples])[:, None]
+        # Columns are scaled to equal length. Otherwise prices in nanoseconds would be rounded to
+        # zero.
         scale = np.linalg.norm(rows, axis=0)
         scale[scale == 0] = 1.0
         prices, _ = nnls(rows / scale, np.ones(len(samples)))
@@ -90,112 +98,141 @@ class CostModel:
     def predict(
         self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
     ) -> float:
-        """Seconds on hosts with so many ranks each: (4,) is one host, (1, 1) two of one rank."""
-        measured = self._of(collective, algorithm, hosts)
+        """Return the seconds of a call; `hosts` is the number of ranks per host.
+
+        For example, (4,) is one host with four ranks and (1, 1) is two hosts with one rank each.
+        """
+        measured = self._samples_by_size(collective, algorithm, hosts)
         if not measured:
-            spent = astuple(terms(collective, algorithm, size_bytes, tuple(hosts)))
-            return sum(a * b for a, b in zip(spent, self.prices().values(), strict=True))
+            quantities = astuple(terms(collective, algorithm, size_bytes, tuple(hosts)))
+            prices = self.prices().values()
+            return sum(count * price for count, price in zip(quantities, prices, strict=True))
         sizes = sorted(measured)
-        logs = np.log([measured[size].seconds for size in sizes])
-        found = np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), logs))
-        return float(found) * max(1.0, size_bytes / sizes[-1])
+        log_seconds = np.log([measured[size].seconds for size in sizes])
+        seconds = np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), log_seconds))
+        return float(seconds) * max(1.0, size_bytes / sizes[-1])
 
     def choose(
         self, collective: str, size_bytes: int, hosts: Sequence[int], *, native: bool = True
     ) -> str:
-        """The algorithm with the lowest predicted time; gloo's own where none wins often."""
-        possible = candidates(collective, hosts)
-        if native and self._of(collective, NATIVE, hosts):
-            often = (a for a in possible if self._wins(collective, a, size_bytes, hosts))
-            possible = (*often, NATIVE)
-        return min(possible, key=lambda a: self.predict(collective, a, size_bytes, hosts))
+        """Return the algorithm with the lowest predicted time.
 
-    def _wins(self, collective: str, algorithm: str, size: int, hosts: Sequence[int]) -> bool:
-        """Whether it took less than gloo's own often, at both measured sizes beside this one."""
-        measured = self._of(collective, algorithm, hosts)
-        beside = {
-            max((s for s in measured if s <= size), default=min(measured, default=0)),
-            min((s for s in measured if s >= size), default=max(measured, default=0)),
+        If gloo's own collective was measured and can run (`native`), only algorithms that were
+        faster in most rounds compete with it.
+        """
+        algorithms = candidates(collective, hosts)
+        if native and self._samples_by_size(collective, NATIVE, hosts):
+            winners = [a for a in algorithms if self._is_winner(collective, a, size_bytes, hosts)]
+            algorithms = (*winners, NATIVE)
+        return min(algorithms, key=lambda a: self.predict(collective, a, size_bytes, hosts))
+
+    def _is_winner(
+        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+    ) -> bool:
+        """Return True if the algorithm won enough rounds at both adjacent measured sizes."""
+        measured = self._samples_by_size(collective, algorithm, hosts)
+        if not measured:
+            return False
+        smaller = [size for size in measured if size <= size_bytes]
+        larger = [size for size in measured if size >= size_bytes]
+        neighbors = (max(smaller, default=min(measured)), min(larger, default=max(measured)))
+        return all(measured[size].wins >= MIN_WINS for size in neighbors)
+
+    def _samples_by_size(
+        self, collective: str, algorithm: str, hosts: Sequence[int]
+    ) -> dict[int, Sample]:
+        key = collective, algorithm, tuple(hosts)
+        return {
+            sample.size_bytes: sample
+            for sample in self.samples
+            if (sample.collective, sample.algorithm, sample.hosts) == key
         }
-        return all(s in measured and measured[s].wins >= LEAST_WINS for s in beside)
-
-    def _of(self, collective: str, algorithm: str, hosts: Sequence[int]) -> dict[int, Sample]:
-        here = collective, algorithm, tuple(hosts)
-        same = [s for s in self.samples if (s.collective, s.algorithm, s.hosts) == here]
-        return {sample.size_bytes: sample for sample in same}
 
     def prices(self) -> dict[str, float]:
-        """The four numbers by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "samples"}
+        """Return the four prices by name, in the order of `Terms`."""
+        names = [field.name for field in fields(self) if field.name != "samples"]
+        return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> str:
-        """The whole model as text."""
+        """Return the whole model as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "CostModel":
-        """What `to_json` said."""
-        told = json.loads(text)
-        samples = [Sample(**{**s, "hosts": tuple(s["hosts"])}) for s in told.pop("samples")]
-        return cls(**told, samples=tuple(samples))
+        """Return the model that `to_json` wrote."""
+        values = json.loads(text)
+        samples = [Sample(**(s | {"hosts": tuple(s["hosts"])})) for s in values.pop("samples")]
+        return cls(**values, samples=tuple(samples))
 
 
 def candidates(
     collective: str, hosts: Sequence[int], *, shared: bool | None = None
 ) -> tuple[str, ...]:
-    """The algorithms that can run this collective on these hosts.
+    """Return the algorithms that can run this collective with `hosts` ranks per host.
 
-    `shared` says whether all ranks share memory (by default, whether there is one host).
+    `shared` is True if all ranks share memory; by default, if there is one host.
     """
-    names = ["shared_memory"] if (len(hosts) == 1 if shared is None else shared) else []
-    if collective in ("all_reduce", "broadcast") and 1 < len(hosts) < sum(hosts):
+    if shared is None:
+        shared = len(hosts) == 1
+    names = ["shared_memory"] if shared else []
+    is_rooted_or_reduced = collective in ("all_reduce", "broadcast")
+    if is_rooted_or_reduced and 1 < len(hosts) < sum(hosts):
         names.append("hierarchical")
-    # In an all-to-all every pair has data of its own: nobody can pass on what others need too.
-    names += ["ring"] if collective == "all_to_all" else ["ring", "halving_doubling"]
-    # Where parts differ, a tree would move more bytes in as many messages as halving does.
-    names += ["tree"] if collective in ("all_reduce", "broadcast") else []
+    names.append("ring")
+    # In an all-to-all every pair of ranks exchanges different data, so no rank can forward data on
+    # behalf of another.
+    if collective != "all_to_all":
+        names.append("halving_doubling")
+    # If ranks receive different parts, a tree sends more bytes in as many messages as halving.
+    if is_rooted_or_reduced:
+        names.append("tree")
     return tuple(names)
 
 
 def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) -> Terms:
-    """What a rank spends on `size` bytes."""
+    """Return the quantities that a rank spends on `size` bytes."""
     world = sum(hosts)
     if world == 1:
         return Terms()
     if algorithm == "shared_memory":
         return Terms(reduced_bytes=size)
     if algorithm == "hierarchical":
-        return _by_messages(collective, "ring", size, len(hosts), 1)
-    # Ranks of one host send to another one over the same link.
-    return _by_messages(collective, algorithm, size, world, max(hosts) if len(hosts) > 1 else 1)
+        return _message_terms(collective, "ring", size, len(hosts), 1)
+    # The ranks of one host send to another host over the same link.
+    ranks_per_link = max(hosts) if len(hosts) > 1 else 1
+    return _message_terms(collective, algorithm, size, world, ranks_per_link)
 
 
-def _by_messages(collective: str, algorithm: str, size: int, world: int, sharing: int) -> Terms:
-    others, steps = world - 1, math.ceil(math.log2(world))
-    part, pieces = others / world * size, max(1, math.ceil(size / PIECE_BYTES))
+def _message_terms(
+    collective: str, algorithm: str, size: int, world: int, ranks_per_link: int
+) -> Terms:
+    others = world - 1
+    steps = math.ceil(math.log2(world))
+    part = others / world * size
+    link_part = part * ranks_per_link
+    pieces = max(1, math.ceil(size / PIECE_BYTES))
     chain = pieces + others - 1
-    spent = {
-        # A send and a receive at once: two operations a message.
+    # In the middle of the chain a rank forwards one piece while it receives the next.
+    chain_operations = chain + (pieces - 1 if world > 2 else 0)
+    if size <= SHORT_BYTES:
+        doubling = Terms(steps, steps * size * ranks_per_link, steps * size, 2 * steps)
+    else:
+        doubling = Terms(2 * steps, 2 * link_part, part, 4 * steps)
+    table = {
+        # A ring sends and receives in each message: two operations.
         ("all_reduce", "ring"): Terms(2 * others, 2 * part, part, 4 * others),
         ("reduce_scatter", "ring"): Terms(others, part, part, 2 * others),
         ("all_gather", "ring"): Terms(others, part, 0, 2 * others),
-        ("all_to_all", "ring"): Terms(others, part * sharing, 0, 2 * others),
-        ("all_reduce", "halving_doubling"): (
-            Terms(steps, steps * size * sharing, steps * size, 2 * steps)
-            if size <= SHORT_BYTES
-            else Terms(2 * steps, 2 * part * sharing, part, 4 * steps)
-        ),
-        ("reduce_scatter", "halving_doubling"): Terms(steps, part * sharing, part, 2 * steps),
-        ("all_gather", "halving_doubling"): Terms(steps, part * sharing, 0, 2 * steps),
-        # Down a tree, where a rank sends or receives, and then both at once.
-        ("broadcast", "halving_doubling"): Terms(2 * steps, part * (1 + sharing), 0, 3 * steps),
+        ("all_to_all", "ring"): Terms(others, link_part, 0, 2 * others),
+        ("broadcast", "ring"): Terms(chain, size * chain / pieces, 0, chain_operations),
+        ("all_reduce", "halving_doubling"): doubling,
+        ("reduce_scatter", "halving_doubling"): Terms(steps, link_part, part, 2 * steps),
+        ("all_gather", "halving_doubling"): Terms(steps, link_part, 0, 2 * steps),
+        # The scatter either sends or receives; the all-gather does both.
+        ("broadcast", "halving_doubling"): Terms(2 * steps, part + link_part, 0, 3 * steps),
         ("all_reduce", "tree"): Terms(2 * steps, 2 * steps * size, steps * size, 2 * steps),
         ("broadcast", "tree"): Terms(steps, steps * size, 0, steps),
-        # In the middle of the chain a rank passes one piece on as the next comes.
-        ("broadcast", "ring"): Terms(
-            chain, size * chain / pieces, 0, chain + (pieces - 1) * (world > 2)
-        ),
     }
-    if (collective, algorithm) not in spent:
+    if (collective, algorithm) not in table:
         raise ValueError(f"there is no {collective} by {algorithm!r}")
-    return spent[collective, algorithm]
+    return table[collective, algorithm]

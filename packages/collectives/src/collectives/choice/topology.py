@@ -1,7 +1,7 @@
-"""Which ranks share a host, and the memory that they share.
+"""The ranks of a group by host, and the memory that the ranks of a host share.
 
-Every rank makes a segment and tries to open all the others'. Ranks that can all open each other's
-are a host. Nothing is assumed: not LOCAL_RANK, not a host's name.
+Every rank creates a segment and tries to open the segments of all other ranks. Ranks that can all
+open each other's segments are on one host. Neither LOCAL_RANK nor host names are trusted.
 """
 
 import json
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from collectives.faults import fetch
 from collectives.shared_memory import segment as memory
-from collectives.shared_memory.arena import ARENA_BYTES, Arena, available
+from collectives.shared_memory.arena import ARENA_BYTES, Arena, is_available
 from collectives.shared_memory.protocol import Shared
 from collectives.shared_memory.segment import HEADER_BYTES, Address, host_identity
+from collectives.store import fetch
 
-# The peers' parts of an allocation, by offset, size and dtype.
-MOST_VIEWS = 4096
+# Number of views of one allocation that are cached.
+MAX_VIEWS = 4096
+# The other ranks' views of an allocation, by offset, size and dtype.
 Views = dict[tuple[int, int, torch.dtype], list[Tensor]]
 
 
@@ -31,58 +32,64 @@ class Topology:
     """The ranks of a group by host, this host's arena, and the tensors allocated in it."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
-        self._store, self._rank = store, rank
-        # One for all of it, which is several rounds of asking and telling.
+        self._store = store
+        self._rank = rank
+        # All rounds of messages through the store share one deadline.
         self._deadline = time.monotonic() + timeout
-        mappings, addresses = self._offer("arena", ARENA_BYTES, range(world))
-        reach = [rank for rank in range(world) if mappings[rank] is not None]
-        reaches = self._tell("reach", json.dumps(reach), range(world))
-        self.hosts = group_by_host([json.loads(told) for told in reaches])
-        self.here = next(host for host in self.hosts if rank in host)
+        mappings, addresses = self._exchange_segments("arena", ARENA_BYTES, range(world))
+        reachable = [rank for rank in range(world) if mappings[rank] is not None]
+        texts = self._gather_texts("reach", json.dumps(reachable), range(world))
+        #: The ranks of the group by host.
+        self.hosts = group_by_host([json.loads(text) for text in texts])
+        #: The ranks of this rank's host.
+        self.local_ranks = next(host for host in self.hosts if rank in host)
+        #: The memory that the ranks of this host share, or None.
         self.arena: Arena | None = None
         if mappings[rank] is not None:
             self.arena = Arena(
-                [m for r in self.here if (m := mappings[r]) is not None],
-                [addresses[r].pid for r in self.here],
-                self.here.index(rank),
-                names=self.here,
+                [mapping for r in self.local_ranks if (mapping := mappings[r]) is not None],
+                [addresses[r].pid for r in self.local_ranks],
+                self.local_ranks.index(rank),
+                names=self.local_ranks,
                 timeout=timeout,
             )
-        # Why this rank shares no memory with another one.
+        #: The reason for each rank that this rank shares no memory with.
         self.why_not = {
             other: _why_not(addresses[rank], addresses[other])
             for other in range(world)
-            if other not in self.here
+            if other not in self.local_ranks
         }
-        # The kernel and network namespace that each rank runs in: what a measurement belongs to.
+        #: The identity of each rank's host, which a measurement applies to.
         self.where = tuple(address.host for address in addresses)
-        # How many ranks each host has.
+        #: The number of ranks per host.
         self.ranks_per_host = tuple(len(host) for host in self.hosts)
-        # Whether all ranks share memory.
+        #: True if all ranks share memory.
         self.one_host = len(self.hosts) == 1 and self.arena is not None
         if self.arena is not None:
-            self.arena.alone = self.one_host
-        self._allocations = 0
+            self.arena.is_whole_group = self.one_host
+        self._num_allocations = 0
+        # The number, the other ranks' tensors and their views, by address of this rank's tensor.
         self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
 
     def require(self) -> Arena:
-        """The arena, where the caller knows that there is one."""
+        """Return the arena of a group whose ranks are known to share memory."""
         assert self.arena is not None
         return self.arena
 
     def close(self) -> None:
-        """Release what the kernel holds."""
+        """Release system resources."""
         if self.arena is not None:
             self.arena.close()
 
     def allocate(self, numel: int, dtype: torch.dtype, seconds: float) -> Tensor:
-        """`numel` zeros that all ranks of the host map; an ordinary tensor if that cannot be."""
+        """Return zeros that all ranks of the host map, or an ordinary tensor if they cannot."""
         self._deadline = time.monotonic() + seconds
-        self._allocations += 1
+        self._num_allocations += 1
+        key = f"allocation/{self._num_allocations}"
         size = max(1, numel) * dtype.itemsize
-        mappings, _ = self._offer(f"allocation/{self._allocations}", size, self.here)
-        opened = json.dumps(all(mapping is not None for mapping in mappings))
-        answers = self._tell(f"allocated/{self._allocations}", opened, self.here)
+        mappings, _ = self._exchange_segments(key, size, self.local_ranks)
+        all_mapped = json.dumps(all(mapping is not None for mapping in mappings))
+        answers = self._gather_texts(f"{key}/mapped", all_mapped, self.local_ranks)
         if not all(json.loads(answer) for answer in answers):
             return torch.zeros(numel, dtype=dtype)
         tensors = [
@@ -90,74 +97,81 @@ class Topology:
             for mapping in mappings
             if mapping is not None
         ]
-        mine = self.here.index(self._rank)
-        own = tensors.pop(mine)
-        base = own.untyped_storage().data_ptr()
-        self._shared[base] = (self._allocations, tensors, {})
-        # The peers' maps go when this rank's tensor does: its storage holds its map.
-        weakref.finalize(mappings[mine], self._shared.pop, base, None)
-        return own[:numel]
+        position = self.local_ranks.index(self._rank)
+        tensor = tensors.pop(position)
+        base = tensor.untyped_storage().data_ptr()
+        self._shared[base] = (self._num_allocations, tensors, {})
+        # The tensor's storage refers to its mapping. When the tensor is freed, so is the mapping,
+        # and this rank unmaps the other ranks' tensors.
+        weakref.finalize(mappings[position], self._shared.pop, base, None)
+        return tensor[:numel]
 
     def shared(self, flat: Tensor) -> Shared | None:
-        """How to reach all ranks' copies of a tensor, if it lies in `allocate`d memory."""
+        """Return all ranks' copies of a tensor, or None if it is not in `allocate`d memory."""
         storage = flat.untyped_storage().data_ptr()
-        found = self._shared.get(storage)
-        if found is None:
+        entry = self._shared.get(storage)
+        if entry is None:
             return None
-        allocation, peers, views = found
-        offset, size = flat.data_ptr() - storage, flat.numel() * flat.element_size()
-        # The same parts (a bucket, a parameter) come again in every step.
+        allocation, peers, views = entry
+        offset = flat.data_ptr() - storage
+        size = flat.numel() * flat.element_size()
+        # Training steps repeat the same views (a bucket, a parameter).
         copies = views.get((offset, size, flat.dtype))
         if copies is None:
             copies = [t.view(torch.uint8)[offset : offset + size].view(flat.dtype) for t in peers]
-            if len(views) >= MOST_VIEWS:
+            if len(views) >= MAX_VIEWS:
                 views.clear()
             views[offset, size, flat.dtype] = copies
-        mine = self.here.index(self._rank)
-        return Shared([*copies[:mine], flat, *copies[mine:]], allocation, offset)
+        position = self.local_ranks.index(self._rank)
+        return Shared([*copies[:position], flat, *copies[position:]], allocation, offset)
 
-    def _offer(
+    def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]
     ) -> tuple[list[mmap.mmap | None], list[Address]]:
-        """Make a segment, open those of the other ranks; None stands for what could not be had."""
+        """Create a segment and map those of the other ranks; None if one cannot be mapped."""
         segment = None
-        # Where there is no room, this rank will use messages.
+        # A rank without room for a segment uses messages.
         with suppress(OSError):
-            segment = memory.Segment(size) if available() else None
+            segment = memory.Segment(size) if is_available() else None
         address = segment.address if segment else Address(host_identity(), 0, 0, 0, 0, 0, "")
-        told = self._tell(key, json.dumps(asdict(address)), ranks)
-        addresses = [Address(**json.loads(each)) for each in told]
+        texts = self._gather_texts(key, json.dumps(asdict(address)), ranks)
+        addresses = [Address(**json.loads(text)) for text in texts]
         mappings: list[mmap.mmap | None] = [None] * len(addresses)
         if segment is not None:
             mappings = [
                 segment.mapping if rank == self._rank else memory.open_segment(address)
                 for rank, address in zip(ranks, addresses, strict=True)
             ]
-        # Nobody may close its file before all have opened it.
-        self._tell(f"{key}/opened", "", ranks)
+        # A file may only be closed after all ranks have opened it.
+        self._gather_texts(f"{key}/opened", "", ranks)
         if segment:
             segment.seal()
         return mappings, addresses
 
-    def _tell(self, key: str, text: str, ranks: Sequence[int]) -> list[bytes]:
-        """Put a text where the other ranks find it, and get theirs."""
-        keys, tell = {r: f"{key}/{r}" for r in ranks}, {f"{key}/{self._rank}": text}
-        return list(fetch(self._store, keys, self._deadline, tell).values())
+    def _gather_texts(self, key: str, text: str, ranks: Sequence[int]) -> list[bytes]:
+        """Publish a text in the store and return the texts of all ranks."""
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        publish = {f"{key}/{self._rank}": text}
+        return list(fetch(self._store, keys, self._deadline, publish).values())
 
 
-def _why_not(own: Address, other: Address) -> str:
-    for address, whose in ((own, "this rank"), (other, "it")):
+def _why_not(local: Address, other: Address) -> str:
+    """Return the reason why this rank cannot map another rank's segment."""
+    for address, subject in ((local, "this rank"), (other, "it")):
         if not address.token:
-            return f"{whose} could not make a segment: no room, or no Linux on x86-64 or a compiler"
-    if own.host != other.host:
+            return (
+                f"{subject} could not create a segment: no room, or neither Linux on x86-64 nor "
+                "Linux with a C compiler"
+            )
+    if local.host != other.host:
         return "it runs under another kernel or in another network namespace"
     return "its memory could not be opened through /proc (another PID namespace or user?)"
 
 
 def group_by_host(reach: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Ranks by host, where reach[i] are the ranks whose memory rank i has opened.
+    """Return the ranks by host; reach[i] are the ranks whose memory rank i has opened.
 
-    A rank joins the first host all of whose ranks it reaches and is reached by.
+    A rank joins the first host with all of whose ranks it shares memory in both directions.
     """
     hosts: list[list[int]] = []
     for rank, reached in enumerate(reach):

@@ -1,9 +1,9 @@
-"""The short measurement behind algorithm="auto": a collective, timed, fitted, shared.
+"""The short measurement behind algorithm="auto", which fits the cost model of a collective.
 
-It runs once for each collective on the same hosts, in the first automatic call there: later groups
-of the process take it over. The algorithms take turns; the slowest rank's time counts, and the
-median of the turns. Another algorithm than gloo's own is taken only where it won most of the turns,
-so what is neither clearly ahead nor clearly behind is measured for longer.
+It runs once per collective and set of hosts, in the first automatic call. Later groups of the
+process reuse it. The algorithms run in interleaved rounds. A round counts the time of the slowest
+rank, and the result is the median over the rounds. An algorithm replaces gloo's own collective only
+if it was faster in most rounds, so close cases are measured for longer.
 """
 
 import time
@@ -15,79 +15,104 @@ import torch
 
 from collectives.algorithms import tree
 from collectives.algorithms.point_to_point import PointToPoint
-from collectives.choice.cost import LEAST_WINS, NATIVE, CostModel, Sample, candidates
+from collectives.choice.cost import MIN_WINS, NATIVE, CostModel, Sample, candidates
 
-# Of each size: how many calls an algorithm has in a turn.
-SIZES = {1 << 10: 12, 16 << 10: 8, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20: 1}
-MOST_TURNS = 25
-# After so long on a size, the turn that has begun is the last.
-SECONDS = 0.3
-# Who won about as many turns as it must, as near as this, has so many times both.
-CLOSE, LONGER = 0.2, 3
-# A group with a short timeout measures less: for each size the timeout over this.
-LEAST_OF_TIMEOUT = 40
+# Number of calls per algorithm and round, by size in bytes.
+CALLS_PER_ROUND = {1 << 10: 12, 16 << 10: 8, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20: 1}
+MAX_ROUNDS = 25
+# Time per size after which no further round starts.
+SECONDS_PER_SIZE = 0.3
+# If the rounds that an algorithm won are within CLOSE_WINS of the required fraction, the limits of
+# rounds and time are multiplied by CLOSE_FACTOR.
+CLOSE_WINS = 0.2
+CLOSE_FACTOR = 3
+# A group with a short timeout measures each size for at most this fraction of the timeout.
+TIMEOUT_FRACTION = 1 / 40
 
 
 def tune(
-    kind: str, call: Callable[[str, int], object], hosts: Sequence[int], wire: PointToPoint,
-    agree: Callable[[str], bytes], *, native: bool,
-) -> CostModel:  # fmt: skip
-    """Time `call(algorithm, bytes)`, a collective of that kind, and fit a model to it.
+    kind: str,
+    call: Callable[[str, int], object],
+    hosts: Sequence[int],
+    wire: PointToPoint,
+    broadcast: Callable[[str], bytes],
+    *,
+    native: bool,
+) -> CostModel:
+    """Time a collective and return a cost model fitted to the times, identical on all ranks.
 
-    Every rank returns the same one: `agree` gives all of them rank 0's text. `native` says whether
-    gloo's own can be called.
+    Args:
+        kind: the collective.
+        call: runs the collective as call(algorithm, size in bytes).
+        hosts: the number of ranks per host.
+        wire: point-to-point messages among the ranks.
+        broadcast: returns rank 0's text on every rank.
+        native: True if gloo's own collective can run.
     """
-    samples, algorithms = [], candidates(kind, hosts, shared=False)
+    algorithms = candidates(kind, hosts, shared=False)
     if native:
         algorithms = (*algorithms, NATIVE)
-    patience = min(SECONDS, wire.seconds_left / LEAST_OF_TIMEOUT)
-    for size, calls in SIZES.items():
-        begun, seconds = time.perf_counter(), list[list[float]]()
-        over = False
-        while not over:
-            seconds.append([_turn(partial(call, name, size), calls, wire) for name in algorithms])
-            longer = LONGER if native and _any(wire, _is_close(seconds)) else 1
-            late = time.perf_counter() > begun + longer * patience
-            over = _any(wire, late or len(seconds) == longer * MOST_TURNS)
-            # The timeout is for ranks that do not come, not for measuring.
-            wire.renew()
+    samples = []
+    for size, calls in CALLS_PER_ROUND.items():
+        functions = [partial(call, name, size) for name in algorithms]
+        seconds = _time_rounds(functions, calls, wire, native=native)
         slowest = torch.tensor(seconds, dtype=torch.float64)
         tree.all_reduce(wire, slowest.view(-1), "MAX")
-        # The first turn pays for the connections.
-        turns = slowest[min(1, len(slowest) - 1) :]
-        # gloo's own is the last, where it is one.
-        usual, wins = turns.median(0).values.tolist(), _wins(turns)
-        samples += [
-            Sample(kind, algorithm, size, tuple(hosts), times, won if native else 1.0)
-            for algorithm, times, won in zip(algorithms, usual, wins, strict=True)
-        ]
+        # The first round includes the time to connect.
+        rounds = slowest[min(1, len(slowest) - 1) :]
+        medians = rounds.median(0).values.tolist()
+        # The last algorithm is gloo's own if it can run.
+        wins = _wins(rounds) if native else [1.0] * len(algorithms)
+        for algorithm, median, won in zip(algorithms, medians, wins, strict=True):
+            samples.append(Sample(kind, algorithm, size, tuple(hosts), median, won))
     model = replace(CostModel.fit(samples), samples=tuple(samples))
-    return CostModel.from_json(agree(model.to_json() if wire.rank == 0 else ""))
+    return CostModel.from_json(broadcast(model.to_json() if wire.rank == 0 else ""))
 
 
-def _wins(turns: torch.Tensor) -> list[float]:
-    """The part of the turns in which each algorithm took less than the last one: turns[i, j]."""
-    return [float(part) for part in (turns < turns[:, -1:]).double().mean(0)]
+def _time_rounds(
+    functions: Sequence[Callable[[], object]], calls: int, wire: PointToPoint, *, native: bool
+) -> list[list[float]]:
+    """Return the seconds per call of each function, by round: seconds[round][function]."""
+    max_seconds = min(SECONDS_PER_SIZE, wire.seconds_left * TIMEOUT_FRACTION)
+    start_time = time.perf_counter()
+    seconds: list[list[float]] = []
+    is_finished = False
+    while not is_finished:
+        seconds.append([_time_calls(function, calls, wire) for function in functions])
+        factor = CLOSE_FACTOR if native and _any_rank(wire, _is_close(seconds)) else 1
+        is_late = time.perf_counter() > start_time + factor * max_seconds
+        is_finished = _any_rank(wire, is_late or len(seconds) == factor * MAX_ROUNDS)
+        # The timeout detects ranks that do not respond; it does not limit the measurement.
+        wire.restart_deadline()
+    return seconds
+
+
+def _wins(rounds: torch.Tensor) -> list[float]:
+    """Return the fraction of rounds in which each algorithm was faster than the last one.
+
+    rounds[i, j] are the seconds of algorithm j in round i.
+    """
+    return [float(fraction) for fraction in (rounds < rounds[:, -1:]).double().mean(0)]
 
 
 def _is_close(seconds: Sequence[Sequence[float]]) -> bool:
-    """Whether an algorithm may win often enough, or not."""
-    return any(abs(won - LEAST_WINS) < CLOSE for won in _wins(torch.tensor(seconds)))
+    """Return True if an algorithm's wins are close to the required fraction."""
+    return any(abs(won - MIN_WINS) < CLOSE_WINS for won in _wins(torch.tensor(seconds)))
 
 
-def _turn(call: Callable[[], object], calls: int, wire: PointToPoint) -> float:
-    """Seconds a call."""
-    # Not timed: the algorithm before has left the caches and the threads in a state of its own.
-    call()
-    _any(wire, False)
-    start = time.perf_counter()
+def _time_calls(function: Callable[[], object], calls: int, wire: PointToPoint) -> float:
+    """Return the seconds per call."""
+    # The first call is not timed: the previous algorithm has changed caches and threads.
+    function()
+    _any_rank(wire, False)
+    start_time = time.perf_counter()
     for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
+        function()
+    return (time.perf_counter() - start_time) / calls
 
 
-def _any(wire: PointToPoint, flag: bool) -> bool:
-    """Whether any rank says so; no rank knows before all have said."""
+def _any_rank(wire: PointToPoint, flag: bool) -> bool:
+    """Return True if any rank passes True. This synchronizes all ranks."""
     flags = torch.tensor([flag], dtype=torch.uint8)
     tree.all_reduce(wire, flags, "MAX")
     return bool(flags)

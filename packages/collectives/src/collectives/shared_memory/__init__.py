@@ -1,1 +1,1 @@
-"""Memory that the ranks of a host share, and the collectives in it."""
+"""Memory that the ranks of a host share, and the collectives that use it."""

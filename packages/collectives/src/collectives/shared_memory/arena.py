@@ -1,18 +1,21 @@
-"""An arena: the memory that the ranks of one host share, and the clock they move by.
+"""The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
-Each rank owns a segment: a clock, two cells for its call's fingerprint, and two slots of data.
-All ranks' clocks tick together. One rule makes every protocol on it safe without a second wait:
+Each rank owns a segment: a clock, two cells for the fingerprint of its call, and two slots of data.
+A tick increments a rank's clock and waits until the clocks of all ranks have reached the same
+value. One rule makes every protocol safe with a single tick per step:
 
-    what is written before tick t goes to slot t mod 2, and is read between ticks t and t+1.
+    Data written before tick t go to slot t mod 2, and are read between ticks t and t+1.
 
-A writer returns to that slot for tick t+2, after it has seen everyone at t+1, hence done reading.
+A writer reuses that slot for tick t+2. By then it has seen every rank at tick t+1, so all ranks
+have finished reading.
 
-Notable:
-- the tick is the fence, and `engine.c` does it wherever a compiler was found, also between steps
-  that are done in Python. Without one the flags are Python's loads and stores, which is sound where
-  stores become visible in program order (x86-64); elsewhere `available` says no: messages are used;
-- a wait yields the core, then sleeps: ranks may be more than cores;
-- a wait looks at the peers' process handles: a dead peer ends it, a late one does at the deadline.
+A tick is also a memory fence. `engine.c` implements it if a compiler was found, even between steps
+that run in Python. Otherwise clocks are loaded and stored by Python, which is correct only where
+stores become visible in program order (x86-64). Elsewhere `is_available` returns False and messages
+are used.
+
+A wait yields the core and then sleeps, because there may be more ranks than cores. It also checks
+the peers' processes: a dead peer ends the wait at once, a late peer ends it at the deadline.
 """
 
 import mmap
@@ -30,82 +33,123 @@ from torch import Tensor
 from collectives.errors import LEFT_GROUP, UNUSABLE, PeerError, RankLost
 from collectives.shared_memory import engine
 from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
-from collectives.shared_memory.fingerprint import NAN_AT, Lengths, compare, compare_lengths
+from collectives.shared_memory.fingerprint import NAN_OFFSET, Lengths, compare, compare_lengths
 from collectives.shared_memory.process import PeerProcess, yield_core
 from collectives.shared_memory.segment import HEADER_BYTES
 
 CHUNK_BYTES = 512 << 10
 SLOT_BYTES = CHUNK_BYTES // 2
-_CLOCK, _SLEEPERS, _LEFT, _CALLS, _NOTES, _DATA = 0, 8, 64, 128, 640, 4096
+# Offsets in a segment, in bytes.
+_CLOCK = 0
+_SLEEPERS = 8
+_LEFT = 64
+_CALLS = 128
+_NOTES = 640
+_DATA = 4096
 ARENA_BYTES = _DATA + CHUNK_BYTES
-_CALL_ROOM, _NOTE_ROOM = 256, 64
+# Sizes of the two cells for a call and for a note.
+_CALL_ROOM = 256
+_NOTE_ROOM = 64
 _ALIGNMENT = 64
-# What is smaller is summed at once by every rank; a sum in place is done in pieces of this size.
+# Smaller tensors are summed by every rank instead of slice by slice.
 ONE_SHOT_BYTES = 32 * 1024
+# Tensors in shared memory are summed in pieces of this size.
 PIECE_BYTES = 512 * 1024
+# Number of times that a wait yields the core before it sleeps, and the seconds that it sleeps.
 YIELDS = 200
-SHORTEST_NAP, LONGEST_NAP = 2e-5, 1e-3
+MIN_SLEEP_SECONDS = 2e-5
+MAX_SLEEP_SECONDS = 1e-3
 
 
-def available() -> bool:
-    """Whether this machine can share memory in the way that this file does."""
+def is_available() -> bool:
+    """Return True if ranks can share memory on this machine."""
     if sys.platform != "linux":
         return False
     return platform.machine() in ("x86_64", "AMD64") or engine.library() is not None
 
 
 class Arena:
-    """The segments of all ranks of one host. `rank` is the place in `mappings`."""
+    """The segments of all ranks of one host.
+
+    Methods number the ranks by their position on this host. Errors name the ranks of the group.
+
+    Args:
+        mappings: the ranks' segments.
+        pids: the ranks' processes.
+        rank: the position of this rank.
+        names: the ranks in the group.
+        timeout: the time that a rank is waited for, in seconds.
+    """
 
     def __init__(
-        self, mappings: Sequence[mmap.mmap], pids: Sequence[int], rank: int, *,
-        names: Sequence[int], timeout: float,
-    ) -> None:  # fmt: skip
-        self.rank, self.world = rank, len(mappings)
+        self,
+        mappings: Sequence[mmap.mmap],
+        pids: Sequence[int],
+        rank: int,
+        *,
+        names: Sequence[int],
+        timeout: float,
+    ) -> None:
+        self.rank = rank
+        self.world = len(mappings)
         self.timeout = timeout
-        # What to call a rank in an error: its number in the group, not on this host.
         self.names = names
-        # Whether others than these ranks may know who is late.
-        self.alone = True
+        #: False if the group has ranks on other hosts, which may know better which ranks are late.
+        self.is_whole_group = True
         self._pids = pids
         self._memory = [memoryview(mapping)[HEADER_BYTES:] for mapping in mappings]
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
-        # One byte per rank: whether it has left the group in good order.
+        # One byte per rank: 1 if it has left the group in good order.
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
         self._others = [i for i in range(self.world) if i != rank]
         self._bytes = [
             torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES + _DATA)
             for mapping in mappings
         ]
-        cuts = slice(0, SLOT_BYTES), slice(SLOT_BYTES, 2 * SLOT_BYTES)
-        self._slots = [[data[cut] for data in self._bytes] for cut in cuts]
+        self._slots = [
+            [data[:SLOT_BYTES] for data in self._bytes],
+            [data[SLOT_BYTES : 2 * SLOT_BYTES] for data in self._bytes],
+        ]
         self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._processes: dict[int, PeerProcess] = {}
         for i in self._others:
             try:
                 self._processes[i] = PeerProcess(pids[i])
             except ProcessLookupError as error:
-                raise RankLost([names[i]], f"rank {names[i]} (process {pids[i]}) died") from error
+                message = f"rank {names[i]} (process {pids[i]}) died; {UNUSABLE}"
+                raise RankLost([names[i]], message) from error
         self._library = engine.library()
         self._addresses = engine.addresses(
             [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
         )
         self._shared = engine.Memory(
-            rank, self.world, 0, SLOT_BYTES, ONE_SHOT_BYTES, PIECE_BYTES,
-            _SLEEPERS, _CALLS, _CALL_ROOM, CALL_BYTES, NAN_AT, _NOTES, _NOTE_ROOM, _DATA,
-            self._addresses,
-        )  # fmt: skip
-        # Bytes at the start of a slot where a rank says what it brings to an all-to-all.
+            rank=rank,
+            world=self.world,
+            tick=0,
+            slot_bytes=SLOT_BYTES,
+            one_shot_bytes=ONE_SHOT_BYTES,
+            piece_bytes=PIECE_BYTES,
+            sleepers=_SLEEPERS,
+            calls=_CALLS,
+            call_room=_CALL_ROOM,
+            call_bytes=CALL_BYTES,
+            nan_at=NAN_OFFSET,
+            notes=_NOTES,
+            note_room=_NOTE_ROOM,
+            data=_DATA,
+            memory=self._addresses,
+        )
+        #: Bytes at the start of a slot that contain a rank's lengths in an all-to-all.
         self.lengths_room = -(-2 * self.world * torch.int64.itemsize // _ALIGNMENT) * _ALIGNMENT
-        # What is to be announced with the coming tick.
-        self._said: tuple[bytes | None, bytes | None] = None, None
+        # The call and the note to write before the next tick.
+        self._announced: tuple[bytes | None, bytes | None] = None, None
         self._queue = engine.Queue()
-        # The jobs, in order, that the engine's queue has no room for yet.
+        # Jobs that the engine's queue has no room for yet, in order.
         self._backlog: deque[engine.Job | None] = deque()
         self._filling = threading.Lock()
 
     def close(self) -> None:
-        """Give the process handles back."""
+        """Release the process handles."""
         for process in self._processes.values():
             process.close()
         self._processes.clear()
@@ -114,13 +158,13 @@ class Arena:
 
     @property
     def tick(self) -> int:
-        """How many ticks there were."""
+        """Return the number of ticks so far."""
         return self._shared.tick
 
     def sync(self) -> None:
-        """Tick, and return when all ranks have."""
+        """Tick, and return when all ranks have ticked."""
         if self._library is not None:
-            self.do(self.job("meet"))
+            self.do(self.job("tick"))
             return
         tick = self._shared.tick = self.tick + 1
         clocks = self._clocks
@@ -130,69 +174,78 @@ class Arena:
                 self._wait(i, tick)
 
     def _wait(self, other: int, tick: int) -> None:
-        clock, yields = self._clocks[other], YIELDS
+        clock = self._clocks[other]
+        yields = YIELDS
         while yields and 0 <= clock[0] < tick:
             yield_core()
             yields -= 1
-        deadline, nap = time.monotonic() + self.timeout, SHORTEST_NAP
+        deadline = time.monotonic() + self.timeout
+        seconds = MIN_SLEEP_SECONDS
         while clock[0] < tick:
-            time.sleep(nap)
-            nap = min(nap * 1.5, LONGEST_NAP)
+            time.sleep(seconds)
+            seconds = min(seconds * 1.5, MAX_SLEEP_SECONDS)
             self._check_peers(tick, deadline)
 
     def _check_peers(self, tick: int, deadline: float) -> None:
-        """Raise RankLost if a rank that has not come to this tick will not come, or not in time."""
-        # In this order: a rank may arrive and then leave or end in good order.
+        """Raise RankLost if a rank cannot reach this tick, or does not reach it in time."""
+        # Clocks are read last: a rank may reach the tick and then leave or end in good order.
         left = [i for i in self._others if self._left[i][0]]
         dead = self.dead()
         late = [i for i in self._others if self._clocks[i][0] < tick]
         if self._clocks[self.rank][0] < 0:
-            own = self.names[self.rank]
-            raise RankLost([own], f"rank {own}, this one, has given up; {UNUSABLE}")
-        if gone := [i for i in left if i in late]:
-            self._report(gone, LEFT_GROUP)
-        # Before the dead ranks: a rank that reported a reason may have ended after that.
+            name = self.names[self.rank]
+            raise RankLost([name], f"rank {name}, this rank, has left the group; {UNUSABLE}")
+        left_late = [i for i in left if i in late]
+        if left_late:
+            self._report(left_late, LEFT_GROUP)
+        # Checked before dead ranks: a rank may report a cause and then end.
         if any(self._clocks[i][0] < 0 for i in late):
             self._fail_as_reported(late)
-        if lost := [i for i in dead if i in late]:
-            self._fail(lost, "died")
+        dead_late = [i for i in dead if i in late]
+        if dead_late:
+            self._fail(dead_late, "died")
         if late and time.monotonic() > deadline:
-            self._report(late, f"did not arrive within the timeout of {self.timeout:g} s")
+            self._report(late, f"did not make the call within the timeout of {self.timeout:g} s")
 
     def late(self) -> list[int]:
-        """The ranks, by their numbers in the group, that have not come to this rank's tick."""
+        """Return the ranks of the group that have not reached this rank's tick."""
         return [self.names[i] for i in self._others if self._clocks[i][0] < self.tick]
 
-    # ----- by the engine -----
+    # ----- the engine -----
 
     def job(self, kind: str, **fields: Any) -> engine.Job:
-        """A whole collective for the engine, with what was announced; `fields` are engine.Job's."""
-        call, note = self._said
-        self._said = None, None
+        """Return a collective as a job for the engine, with the announced call and note.
+
+        `fields` are the other fields of `engine.Job`.
+        """
+        call, note = self._announced
+        self._announced = None, None
         return engine.Job(engine.KINDS.index(kind), call=call, note=note, **fields)
 
     def do(self, job: engine.Job) -> None:
-        """Do a collective in machine code, or what is left of it; raise what it fails of."""
+        """Run a job in the engine, or the remainder of it; raise an error if it fails."""
         assert self._library is not None
-        tick, deadline = -1, 0.0
-        while (status := self._library.run(self._shared, job)) == engine.AGAIN:
+        tick = -1
+        deadline = 0.0
+        while (status := self._library.run(self._shared, job)) == engine.WAITING:
             if self.tick != tick:
-                tick, deadline = self.tick, time.monotonic() + self.timeout
+                tick = self.tick
+                deadline = time.monotonic() + self.timeout
             self._check_peers(tick, deadline)
         if status == engine.MISMATCH:
-            # If it is not the calls that differ, it is what they bring.
-            self.heard()
-            self.heard_lengths()
+            # Either the calls or the lengths of an all-to-all differ.
+            self.read_notes()
+            self.read_lengths()
 
     def put(self, job: engine.Job | None) -> None:
-        """Queue a job for `serve`; None makes `serve` return. The queue has no limit."""
+        """Queue a job for `serve`; None makes `serve` return. The length is not limited."""
         if self._library is not None:
             with self._filling:
                 self._backlog.append(job)
                 self._fill_queue()
 
     def serve(self) -> None:
-        """Wait for the next job, and run it as far as that is possible without the interpreter."""
+        """Wait for the next job, and run it as far as possible without the interpreter."""
         if self._library is not None:
             self._library.serve(self._shared, self._queue)
             if self._backlog:
@@ -200,54 +253,55 @@ class Arena:
                     self._fill_queue()
 
     def _fill_queue(self) -> None:
-        put = engine.at_once().put
+        put = engine.library_with_interpreter().put
         while self._backlog and put(self._queue, self._backlog[0]):
             self._backlog.popleft()
 
     def dead(self) -> list[int]:
-        """The ranks whose processes have ended."""
+        """Return the positions of ranks whose processes have ended."""
         return [i for i, process in self._processes.items() if process.has_ended()]
 
     def announce_end(self) -> None:
-        """Let the peers know that this rank makes no further calls after its last tick."""
+        """Announce that this rank makes no further calls after its last tick."""
         self._left[self.rank][0] = 1
 
     def leave(self, blamed: int | None = None) -> None:
-        """Tell the peers, those that come later too, that this rank takes no further part.
+        """Announce that this rank has left the group after an error.
 
-        `blamed` is the group's number of the rank that is the reason, this one if not given.
+        Ranks that reach the tick later see the announcement too. `blamed` is the rank of the group
+        that caused the error, by default this rank.
         """
         blamed = self.names[self.rank] if blamed is None else blamed
         self._clocks[self.rank][0] = -1 - blamed
 
     def _fail_as_reported(self, late: Sequence[int]) -> None:
-        left = next(i for i in late if self._clocks[i][0] < 0)
-        blamed, reporter = -1 - self._clocks[left][0], self.names[left]
+        reporting = next(i for i in late if self._clocks[i][0] < 0)
+        blamed = -1 - self._clocks[reporting][0]
+        reporter = self.names[reporting]
         if blamed == reporter:
-            self._fail([left], "left after an error")
+            self._fail([reporting], "left after an error")
         self.leave(blamed)
         raise RankLost([blamed], f"rank {blamed} is lost, says rank {reporter}; {UNUSABLE}")
 
-    def _report(self, places: Sequence[int], what: str) -> None:
-        """Raise RankLost, or PeerError if ranks of other hosts may know more."""
-        if not self.alone:
-            raise PeerError(self.names[places[0]], what)
-        self._fail(places, what)
+    def _report(self, positions: Sequence[int], event: str) -> None:
+        """Raise RankLost, or PeerError if ranks of other hosts may know the cause."""
+        if not self.is_whole_group:
+            raise PeerError(self.names[positions[0]], event)
+        self._fail(positions, event)
 
-    def _fail(self, places: Sequence[int], what: str) -> None:
-        ranks = [self.names[i] for i in places]
+    def _fail(self, positions: Sequence[int], event: str) -> None:
+        """Leave the group and raise RankLost."""
+        ranks = [self.names[i] for i in positions]
         self.leave(ranks[0])
-        who = ", ".join(
-            f"rank {name} (process {self._pids[i]})" for name, i in zip(ranks, places, strict=True)
-        )
-        raise RankLost(ranks, f"{who} {what}; {UNUSABLE}")
+        subject = ", ".join(f"rank {self.names[i]} (process {self._pids[i]})" for i in positions)
+        raise RankLost(ranks, f"{subject} {event}; {UNUSABLE}")
 
-    # ----- what the ranks are about to do -----
+    # ----- fingerprints, notes and slots -----
 
     def announce(self, call: bytes, note: bytes = b"") -> None:
-        """Write this rank's call, and a note that may differ, before the coming tick."""
+        """Write this rank's call before the next tick, and a note that may differ between ranks."""
         if self._library is not None:
-            self._said = call, note or None
+            self._announced = call, note or None
             return
         memory, cell = self._memory[self.rank], (self.tick + 1) & 1
         at = _CALLS + cell * _CALL_ROOM
@@ -255,8 +309,8 @@ class Arena:
         at = _NOTES + cell * _NOTE_ROOM
         memory[at : at + len(note)] = note
 
-    def heard(self, length: int = 0) -> list[bytes]:
-        """After that tick: raise Mismatch if the calls differ; return all ranks' notes."""
+    def read_notes(self, length: int = 0) -> list[bytes]:
+        """Return all ranks' notes after the tick; raise Mismatch if the calls differ."""
         cell = self.tick & 1
         at = _CALLS + cell * _CALL_ROOM
         calls = [bytes(memory[at : at + CALL_BYTES]) for memory in self._memory]
@@ -264,16 +318,16 @@ class Arena:
         at = _NOTES + cell * _NOTE_ROOM
         return [bytes(memory[at : at + length]) for memory in self._memory]
 
-    def heard_lengths(self) -> list[Lengths]:
-        """After that tick: what each rank brings to an all-to-all; raise Mismatch if it differs."""
+    def read_lengths(self) -> list[Lengths]:
+        """Return all ranks' lengths in an all-to-all; raise Mismatch if they do not fit."""
         heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
-        told = [head[: 2 * self.world].tolist() for head in heads]
-        everyone = [Lengths(each[: self.world], each[self.world :]) for each in told]
-        compare_lengths(dict(enumerate(everyone)), self.names)
-        return everyone
+        values = [head[: 2 * self.world].tolist() for head in heads]
+        lengths = [Lengths(row[: self.world], row[self.world :]) for row in values]
+        compare_lengths(dict(enumerate(lengths)), self.names)
+        return lengths
 
     def slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:
-        """All ranks' slots of the last tick (or of one ahead), as flat tensors of `dtype`."""
+        """Return all ranks' slots of the last tick, or `ahead` ticks later, as `dtype`."""
         cell = (self.tick + ahead) & 1
         if (dtype, cell) not in self._views:
             self._views[dtype, cell] = [slot.view(dtype) for slot in self._slots[cell]]

@@ -1,16 +1,17 @@
-/* Collectives in memory that the ranks of a host map: the protocol of arena.py and protocol.py, for
- * whoever may not wait for Python's interpreter between two steps.
+/* Collectives in memory that the ranks of a host map: the protocols of arena.py and protocol.py,
+ * without Python's interpreter between two steps.
  *
- * A function runs until all is done, or until a peer lets it wait for so long that somebody has to
- * look what is wrong: then it returns AGAIN, the caller looks, and calls once more. `phase` and
- * `piece` say where it stands. Faults are Python's.
+ * A function returns DONE when it has finished, or WAITING after a peer has made it wait for a while.
+ * The caller then checks whether the peer is lost, and calls the function again. `phase` and `piece`
+ * record where the function continues.
  *
- * Asynchronous calls come through a queue. A thread of Python's waits in `serve`, without the
- * interpreter, so that data move before it has its turn of that; `done` says so to whoever looks.
+ * Asynchronous calls are submitted through a queue. A Python thread waits in `serve` without the
+ * interpreter, so data move before the thread acquires the interpreter. `done` shows it to threads
+ * that poll.
  *
- * The clock is stored with release and loaded with acquire order, so what was written before a tick
- * is seen after it on every machine, not only where stores become visible in program order. So are
- * the queue's count and `done`.
+ * The clock is stored with release order and loaded with acquire order, so data that were written
+ * before a tick are visible after it on every machine. The same holds for the queue's counts and
+ * `done`.
  */
 
 #define _GNU_SOURCE
@@ -23,15 +24,15 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { DONE, AGAIN, MISMATCH };
+enum { DONE, WAITING, MISMATCH };
 enum { FLOAT32, FLOAT64, BFLOAT16, INT32, INT64, UINT8, FLOAT16 };
 enum { SUM, AVG, PRODUCT, MIN, MAX };
-enum { BLOCK = 1024, LOOKS = 200, FEW_LOOKS = 20, PAUSES = 16, CROWDED_NANOSECONDS = 100000 };
+enum { BLOCK = 1024, POLLS = 200, FEW_POLLS = 20, PAUSES = 16, CROWDED_NANOSECONDS = 100000 };
 enum { NAPS = 40, NAP_NANOSECONDS = 1000000, NOTE_BYTES = 16 };
 
 typedef struct {
     int64_t rank, world, tick, slot_bytes, one_shot_bytes, piece_bytes;
-    /* Where things lie in a rank's memory: see arena.py. */
+    /* Offsets in a rank's memory: see arena.py. */
     int64_t sleepers, calls, call_room, call_bytes, nan_at, notes, note_room, data;
     char **memory;
 } Arena;
@@ -39,20 +40,20 @@ typedef struct {
 typedef struct {
     int64_t kind, count, itemsize, dtype, op, root, phase, piece;
     char *in, *out;
-    char **copies; /* every rank's copy of a shared tensor, or nothing */
-    /* Of an all-to-all: what goes to each rank and comes from each; how many elements, likewise. */
+    char **copies; /* every rank's copy of a shared tensor, or NULL */
+    /* For an all-to-all: the parts to and from each rank, and their numbers of elements. */
     char **ins, **outs;
     int64_t *lengths;
-    const char *call, *note; /* to be announced with its first tick; or nothing, which it then is */
-    int32_t done, later; /* by `serve`, beside what the caller does meanwhile */
-    int32_t crowded;     /* which it does on this core */
+    const char *call, *note; /* written before the first tick and then set to NULL */
+    int32_t done, later; /* `later`: `serve` runs the job while the caller computes */
+    int32_t crowded;     /* another thread, perhaps the caller, uses this core */
 } Job;
 
 enum { ROOM = 1024 };
 
 typedef struct {
-    uint32_t given, taken; /* how many, so far */
-    Job *jobs[ROOM];       /* or nothing, where Python does it */
+    uint32_t submitted, taken; /* number of jobs so far */
+    Job *jobs[ROOM];           /* NULL for a call that Python runs */
 } Queue;
 
 /* ----- the clock ----- */
@@ -63,13 +64,13 @@ static int32_t *sleepers_of(const Arena *a, int64_t rank) {
     return (int32_t *)(a->memory[rank] + a->sleepers);
 }
 
-static int has_come(const Arena *a, int64_t rank) {
+static int has_reached(const Arena *a, int64_t rank) {
     return __atomic_load_n(clock_of(a, rank), __ATOMIC_ACQUIRE) >= a->tick;
 }
 
 static int tick(Arena *a) {
     int64_t *clock = clock_of(a, a->rank), before = a->tick;
-    /* Below zero: another thread has given the group up. */
+    /* The clock is negative if another thread of this process has left the group. */
     if (!__atomic_compare_exchange_n(clock, &before, before + 1, 0, __ATOMIC_SEQ_CST,
                                      __ATOMIC_SEQ_CST))
         return 0;
@@ -93,21 +94,21 @@ static int64_t nanoseconds(void) {
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
-/* Whether `rank` has come to this tick: soon, or after a nap or two. */
+/* Return 1 if `rank` reaches this tick soon: poll its clock, then sleep for a while. */
 static int wait_for(const Arena *a, Job *job, int64_t rank) {
-    /* The low half of the clock, which is what changes. */
+    /* The low half of the clock, which changes with every tick. */
     int32_t *word = (int32_t *)clock_of(a, rank);
     struct timespec nap = {0, NAP_NANOSECONDS};
-    for (int look = 0; look < (job->crowded ? FEW_LOOKS : LOOKS); look++) {
+    for (int poll = 0; poll < (job->crowded ? FEW_POLLS : POLLS); poll++) {
         for (int i = 0; i < PAUSES; i++) {
-            if (has_come(a, rank)) return 1;
+            if (has_reached(a, rank)) return 1;
             relax();
         }
         if (job->crowded) continue;
         const int64_t start = job->later ? nanoseconds() : 0;
         sched_yield();
-        /* Somebody has used this core meanwhile, the caller itself perhaps, for all of its turn. Who
-         * sleeps is let in as soon as it is woken; who yields is not. */
+        /* Another thread has used this core for a whole time slice. The scheduler runs a thread that
+         * sleeps as soon as it is woken, but not a thread that yields. */
         job->crowded = job->later && nanoseconds() - start > CROWDED_NANOSECONDS;
     }
     for (int i = 0; i < NAPS; i++) {
@@ -116,28 +117,28 @@ static int wait_for(const Arena *a, Job *job, int64_t rank) {
         if (seen >= 0 && seen < a->tick)
             syscall(SYS_futex, word, FUTEX_WAIT, (int32_t)seen, &nap, NULL, 0);
         __atomic_sub_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
-        if (seen < 0 || !has_come(a, a->rank)) return 0;
-        if (has_come(a, rank)) return 1;
+        if (seen < 0 || !has_reached(a, a->rank)) return 0;
+        if (has_reached(a, rank)) return 1;
     }
     return 0;
 }
 
-static int all_have_come(const Arena *a, Job *job) {
+static int all_have_reached(const Arena *a, Job *job) {
     for (int64_t rank = 0; rank < a->world; rank++)
-        if (rank != a->rank && !has_come(a, rank) && !wait_for(a, job, rank)) return 0;
-    /* Unless another thread has given the group up: then this clock has gone below zero. */
-    return has_come(a, a->rank);
+        if (rank != a->rank && !has_reached(a, rank) && !wait_for(a, job, rank)) return 0;
+    /* This rank's clock is negative if another thread has left the group. */
+    return has_reached(a, a->rank);
 }
 
 #define TICK(next)                       \
     do {                                 \
-        if (!tick(a)) return AGAIN;      \
+        if (!tick(a)) return WAITING;    \
         job->phase = (next);             \
     } while (0)
 
-#define WAIT()                               \
-    do {                                     \
-        if (!all_have_come(a, job)) return AGAIN; \
+#define WAIT()                                         \
+    do {                                               \
+        if (!all_have_reached(a, job)) return WAITING; \
     } while (0)
 
 /* ----- slots, notes and calls ----- */
@@ -158,16 +159,16 @@ static int calls_agree(const Arena *a) {
     return first[a->nan_at] == 0;
 }
 
-/* Say what this rank is about to do, where the others look after the coming tick. */
+/* Write this rank's call and note, which the other ranks read after the next tick. */
 static void announce(const Arena *a, Job *job) {
     const int64_t cell = (a->tick + 1) & 1;
-    char *own = a->memory[a->rank];
-    if (job->call) memcpy(own + a->calls + cell * a->call_room, job->call, a->call_bytes);
-    if (job->note) memcpy(own + a->notes + cell * a->note_room, job->note, NOTE_BYTES);
+    char *local = a->memory[a->rank];
+    if (job->call) memcpy(local + a->calls + cell * a->call_room, job->call, a->call_bytes);
+    if (job->note) memcpy(local + a->notes + cell * a->note_room, job->note, NOTE_BYTES);
     job->call = job->note = NULL;
 }
 
-/* The part of `count` elements that is `rank`'s: as torch.tensor_split has it. */
+/* Return the length of a rank's slice of `count` elements, as torch.tensor_split does. */
 static int64_t split(const Arena *a, int64_t count, int64_t rank, int64_t *start) {
     int64_t width = count / a->world, longer = count % a->world;
     *start = rank * width + (rank < longer ? rank : longer);
@@ -276,7 +277,7 @@ static void reduce(const Arena *a, const Job *job, char **outs, int64_t copies, 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* out = in, reduced over all ranks; see protocol.py for the three ways. */
+/* out = in, reduced over all ranks; protocol.py describes the three protocols. */
 int all_reduce(Arena *a, Job *job) {
     const int64_t size = job->itemsize, width = a->slot_bytes / size, world = a->world;
     const int small = job->count * size <= a->one_shot_bytes;
@@ -292,14 +293,14 @@ int all_reduce(Arena *a, Job *job) {
         case 1: {
             WAIT();
             if (!calls_agree(a)) return MISMATCH;
-            /* A note is two numbers: the allocation and the place in it, zeros if it is not shared. */
-            int same = 1, nobody = 1;
+            /* A note contains an allocation and an offset, or zeros if the tensor is not shared. */
+            int same = 1, none_shared = 1;
             static const char nothing[NOTE_BYTES];
             for (int64_t rank = 0; rank < world; rank++) {
                 same &= !memcmp(note(a, rank), note(a, a->rank), NOTE_BYTES);
-                nobody &= !memcmp(note(a, rank), nothing, NOTE_BYTES);
+                none_shared &= !memcmp(note(a, rank), nothing, NOTE_BYTES);
             }
-            job->phase = job->copies && same ? 5 : nobody ? 3 : 2;
+            job->phase = job->copies && same ? 5 : none_shared ? 3 : 2;
             break;
         }
         case 2:
@@ -328,7 +329,7 @@ int all_reduce(Arena *a, Job *job) {
             }
             job->phase = 7;
             break;
-        case 5: /* in place: this slice is this rank's alone, in all copies */
+        case 5: /* in place: only this rank writes its slice, in all copies */
             mine = split(a, job->count, a->rank, &at);
             for (int64_t done = 0, step = a->piece_bytes / size; done < mine; done += step) {
                 for (int64_t rank = 0; rank < world; rank++)
@@ -370,7 +371,7 @@ int reduce_scatter(Arena *a, Job *job) {
     }
 }
 
-/* out = every rank's `in`, one after the other; count is that of `in`, itemsize 1. */
+/* out = every rank's `in`, in rank order; count is that of `in`, itemsize 1. */
 int all_gather(Arena *a, Job *job) {
     const int64_t width = a->slot_bytes;
     for (;;) {
@@ -388,7 +389,7 @@ int all_gather(Arena *a, Job *job) {
     }
 }
 
-/* Give every rank the bytes of rank `root`; itemsize 1. */
+/* Copy the bytes of rank `root` to every rank; itemsize 1. */
 int broadcast(Arena *a, Job *job) {
     const int64_t width = a->slot_bytes;
     for (;;) {
@@ -405,13 +406,13 @@ int broadcast(Arena *a, Job *job) {
     }
 }
 
-/* How much of a part of `length` elements is in a piece of `width` from `start` on. */
+/* Return the number of elements of a part in the piece [start, start + width). */
 static int64_t within(int64_t length, int64_t start, int64_t width) {
     return length <= start ? 0 : least(width, length - start);
 }
 
-/* outs[i] on rank j = ins[j] on rank i; lengths may differ. A slot: how much its rank sends and
- * expects, then a part for each other rank; what a rank sends to itself goes there at once. */
+/* outs[i] on rank j = ins[j] on rank i; lengths may differ. A slot contains the lengths that its rank
+ * sends and expects, then a part for each other rank. A rank copies its part to itself directly. */
 int all_to_all(Arena *a, Job *job) {
     const int64_t size = job->itemsize, world = a->world, rank = a->rank;
     const int64_t head = (2 * world * 8 + 63) / 64 * 64;
@@ -420,11 +421,11 @@ int all_to_all(Arena *a, Job *job) {
     for (;;) {
         const int64_t start = job->piece * width;
         if (job->phase == 0) {
-            char *own = slot(a, rank, 1);
-            if (job->piece == 0) memcpy(own, job->lengths, 2 * world * 8);
+            char *local = slot(a, rank, 1);
+            if (job->piece == 0) memcpy(local, job->lengths, 2 * world * 8);
             for (int64_t to = 0; to < world; to++)
                 if (to != rank)
-                    memcpy(own + head + (to - (to > rank)) * width * size,
+                    memcpy(local + head + (to - (to > rank)) * width * size,
                            job->ins[to] + start * size, within(sends[to], start, width) * size);
             TICK(1);
         }
@@ -452,20 +453,20 @@ int all_to_all(Arena *a, Job *job) {
     }
 }
 
-/* Tick, and return when all ranks have: the fences of the steps that Python does. */
-int meet(Arena *a, Job *job) {
+/* Tick, and return when all ranks have ticked: used between steps that run in Python. */
+int synchronize(Arena *a, Job *job) {
     if (job->phase == 0) TICK(1);
     WAIT();
     return DONE;
 }
 
-/* ----- calls, now and later ----- */
+/* ----- synchronous and asynchronous calls ----- */
 
 static int (*const COLLECTIVES[])(Arena *, Job *) = {
-    all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, meet,
+    all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, synchronize,
 };
 
-/* Do a whole call, or go on with it. */
+/* Start or continue a call. */
 int run(Arena *a, Job *job) {
     if (job->done) return DONE;
     announce(a, job);
@@ -474,22 +475,22 @@ int run(Arena *a, Job *job) {
     return status;
 }
 
-/* Put a job into the queue, or nothing for what Python does; 0 if there is no room. */
+/* Submit a job, or NULL for a call that Python runs; return 0 if the queue is full. */
 int put(Queue *queue, Job *job) {
-    const uint32_t count = queue->given;
+    const uint32_t count = queue->submitted;
     if (count - __atomic_load_n(&queue->taken, __ATOMIC_ACQUIRE) == ROOM) return 0;
     queue->jobs[count % ROOM] = job;
-    __atomic_store_n(&queue->given, count + 1, __ATOMIC_RELEASE);
-    syscall(SYS_futex, &queue->given, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    __atomic_store_n(&queue->submitted, count + 1, __ATOMIC_RELEASE);
+    syscall(SYS_futex, &queue->submitted, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
     return 1;
 }
 
-/* Take the next thing from the queue, when it comes, and do it, if that can be done here. Python,
- * which is waited for only then, does the rest: `run` says how it went, or goes on with it. */
+/* Wait for the next job and run it as far as possible. The Python thread then acquires the
+ * interpreter, and `run` returns the result or continues. */
 void serve(Arena *a, Queue *queue) {
     const uint32_t count = queue->taken;
-    while (__atomic_load_n(&queue->given, __ATOMIC_ACQUIRE) == count)
-        syscall(SYS_futex, &queue->given, FUTEX_WAIT_PRIVATE, count, NULL, NULL, 0);
+    while (__atomic_load_n(&queue->submitted, __ATOMIC_ACQUIRE) == count)
+        syscall(SYS_futex, &queue->submitted, FUTEX_WAIT_PRIVATE, count, NULL, NULL, 0);
     Job *job = queue->jobs[count % ROOM];
     __atomic_store_n(&queue->taken, count + 1, __ATOMIC_RELEASE);
     if (!job) return;
@@ -497,5 +498,5 @@ void serve(Arena *a, Queue *queue) {
     run(a, job);
 }
 
-/* Whether a job is done. */
+/* Return 1 if the job has been run. */
 int is_done(const Job *job) { return __atomic_load_n(&job->done, __ATOMIC_ACQUIRE); }

@@ -1,18 +1,18 @@
-"""The protocol of `shared_memory` as machine code, where a C compiler is at hand.
+"""The shared-memory protocols as machine code, if a C compiler is available.
 
-A step of a collective in Python costs microseconds, and the interpreter: an asynchronous one waits
-for its turn of it at every step, behind whatever the caller computes in Python. `engine.c` does all
-steps of a call at once and without the interpreter. It is compiled on first use (seconds, once per
-machine and version, kept in the user's cache folder), and does the same steps in the same order
-as the Python: a rank without a compiler runs that, in the same collective, with the same bits.
+In Python a step of a collective costs microseconds and needs the interpreter. An asynchronous call
+waits for the interpreter at every step while the caller computes in Python. `engine.c` runs all
+steps of a call without the interpreter. It is compiled on first use, which takes seconds, and
+cached in the user's cache folder. It runs the same steps in the same order as the Python
+implementation, so ranks with and without a compiler can take part in the same collective and get
+the same bits.
 
-Notable: a function returns when it is done or when a peer lets it wait. Who is missing, and what is
-said of it, is decided in one place (`Arena._check_peers`).
+A function of the engine returns when it has finished, or when a peer makes it wait. Only
+`Arena._check_peers` decides whether a peer is lost.
 """
 
 import ctypes
 import hashlib
-import itertools
 import os
 import platform
 import shutil
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -31,12 +32,16 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("engine.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 SECONDS_TO_COMPILE = 120
-DONE, AGAIN, MISMATCH = range(3)
+# Results of the engine's `run`: WAITING means that a peer has not reached the tick.
+DONE = 0
+WAITING = 1
+MISMATCH = 2
+# Capacity of the engine's queue.
 ROOM = 1024
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.int32: 3, torch.int64: 4,
           torch.uint8: 5, torch.float16: 6}  # fmt: skip
 OPS = {"SUM": 0, "AVG": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4}
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "meet")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "tick")
 
 
 class Memory(ctypes.Structure):
@@ -69,73 +74,93 @@ class Job(ctypes.Structure):
 
 
 class Queue(ctypes.Structure):
-    """`Queue` of engine.c: what a thread that waits in `serve` is to do."""
+    """`Queue` of engine.c: the jobs of the thread that waits in `serve`."""
 
     _fields_ = (
-        ("given", ctypes.c_uint32),
+        ("submitted", ctypes.c_uint32),
         ("taken", ctypes.c_uint32),
         ("jobs", ctypes.c_void_p * ROOM),
     )
 
 
-# What Python calls, and what it gives it.
+# The functions that Python calls, and the types of their arguments.
 FUNCTIONS = {"run": (Memory, Job), "serve": (Memory, Queue), "put": (Queue, Job), "is_done": (Job,)}
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled engine, or None where it cannot be had; `why_not` tells the reason."""
-    return _compiled()[0]
+    """Return the compiled engine, or None if it is not available; `why_not` returns the reason."""
+    return _compiled().library
 
 
 def why_not() -> str:
-    """Why there is no engine; empty if there is one."""
-    return _compiled()[1]
+    """Return the reason why the engine is not available, or an empty string if it is."""
+    return _compiled().reason
 
 
 def reduces(dtype: torch.dtype, op: str) -> bool:
-    """Whether the engine knows this reduction; AVG is for floats only."""
-    if (found := library()) is None or op not in OPS or dtype not in DTYPES:
+    """Return True if the engine supports this reduction."""
+    compiled = library()
+    if compiled is None or op not in OPS or dtype not in DTYPES:
         return False
-    return bool(found.can_reduce(DTYPES[dtype]))
+    return bool(compiled.can_reduce(DTYPES[dtype]))
 
 
-def at_once() -> ctypes.CDLL:
-    """The engine for what is too short to let other threads of Python's run meanwhile."""
-    return _compiled()[2]  # type: ignore[return-value]
+def library_with_interpreter() -> ctypes.CDLL:
+    """Return the engine for short calls, which do not release the interpreter."""
+    compiled = _compiled().library_with_interpreter
+    assert compiled is not None
+    return compiled
 
 
 def is_done(job: Job | None) -> bool:
-    """Whether the engine has done it, though nobody in Python may know yet."""
-    return job is not None and bool(at_once().is_done(job))
+    """Return True if the engine has run the job, even if no Python thread has noticed yet."""
+    return job is not None and bool(library_with_interpreter().is_done(job))
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """The tensors' addresses as C has them."""
+    """Return the tensors' addresses as a C array."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    """The result of compiling the engine."""
+
+    library: ctypes.CDLL | None = None
+    library_with_interpreter: ctypes.CDLL | None = None
+    #: The reason why the library is missing.
+    reason: str = ""
+
+
 @cache
-def _compiled() -> tuple[ctypes.CDLL | None, str, ctypes.CDLL | None]:
+def _compiled() -> _Compiled:
+    """Compile the engine, or load it from the cache."""
     if sys.platform != "linux":
-        return None, "it is written for Linux", None
+        return _Compiled(reason="it is written for Linux")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
-        return None, "no C compiler", None
+        return _Compiled(reason="no C compiler")
     try:
         path = _folder() / f"engine-{_name(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
-        both = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        library = ctypes.CDLL(str(path))
+        with_interpreter = ctypes.PyDLL(str(path))
     except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", b"") or str(error).encode()
-        return None, f"{compiler} failed: {told.decode(errors='replace').strip()[-300:]}", None
-    for found, (name, takes) in itertools.product(both, FUNCTIONS.items()):
-        getattr(found, name).argtypes = [ctypes.POINTER(kind) for kind in takes]
-    return both[0], "", both[1]
+        output = getattr(error, "stderr", b"") or str(error).encode()
+        message = output.decode(errors="replace").strip()[-300:]
+        return _Compiled(reason=f"{compiler} failed: {message}")
+    for loaded in (library, with_interpreter):
+        for name, types in FUNCTIONS.items():
+            getattr(loaded, name).argtypes = [ctypes.POINTER(kind) for kind in types]
+    return _Compiled(library, with_interpreter)
 
 
 def _folder() -> Path:
-    """A folder of the user's alone: who may write there could make this process load a library."""
+    """Return a folder that only this user can write to.
+
+    Any user with write access could make this process load a library.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     for folder in (
         Path(cache, "collectives"),
@@ -151,7 +176,7 @@ def _folder() -> Path:
 
 
 def _name(compiler: str) -> str:
-    """What the machine code depends on: the source, the flags, the processor, the compiler."""
+    """Return a hash of the source, the flags, the processor and the compiler."""
     processor = platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -162,14 +187,14 @@ def _name(compiler: str) -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    import fcntl  # which Windows has not
+    import fcntl  # missing on Windows
 
-    # The ranks of a host start together: one compiles, the others wait for it.
+    # The ranks of a host start at the same time: one compiles while the others wait.
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return
-        beside = path.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, "-o", str(beside), str(SOURCE)]
+        temporary = path.with_suffix(f".{os.getpid()}")
+        command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS_TO_COMPILE)
-        beside.rename(path)
+        temporary.rename(path)

@@ -1,4 +1,4 @@
-"""Whether another process of this host has ended, and other calls that not every system has."""
+"""System calls about other processes of this host, with replacements where they are missing."""
 
 import os
 import select
@@ -18,10 +18,10 @@ def yield_core() -> None:
 class PeerProcess:
     """Another process, which may end and whose number may then be reused.
 
-    A process handle tells that at once. Older kernels, some builds of Python and some sandboxes
-    lack pidfd_open. Then the process is known by its start time, which /proc shows.
+    A process handle detects both. Without `pidfd_open`, which is missing from older kernels, some
+    builds of Python and some sandboxes, the process is identified by its start time in /proc.
 
-    Raises ProcessLookupError if there is no such process.
+    Raises ProcessLookupError if the process does not exist.
     """
 
     def __init__(self, pid: int) -> None:
@@ -29,7 +29,8 @@ class PeerProcess:
         self._handle: int | None = None
         self._start_time = ""
         try:
-            self._poll, event = select.poll(), select.POLLIN
+            self._poll = select.poll()
+            event = select.POLLIN
             self._handle = os.pidfd_open(pid)
             self._poll.register(self._handle, event)
         except ProcessLookupError:
@@ -41,7 +42,7 @@ class PeerProcess:
             self._start_time = status[1]
 
     def has_ended(self) -> bool:
-        """Return True once the process has ended, also if nobody has waited for it."""
+        """Return True once the process has ended, even if its parent has not waited for it."""
         if self._handle is not None:
             return bool(self._poll.poll(0))
         status = self._read_status()
@@ -54,7 +55,7 @@ class PeerProcess:
             self._handle = None
 
     def _read_status(self) -> tuple[str, str] | None:
-        """Return the state and the start time of the process with this number, if there is one."""
+        """Return the state and the start time of the process with this number, if it exists."""
         with suppress(FileNotFoundError, ProcessLookupError):
             # The name in parentheses may contain spaces and parentheses.
             fields = self._stat.read_text().rpartition(")")[2].split()

@@ -1,18 +1,17 @@
-"""Collectives for ranks that map the same memory: copies and sums, no messages.
+"""Collectives for ranks that map the same memory, by copies and sums without messages.
 
-    one shot   copy in | tick | sum all slots                      small, or two ranks
-    two shot   copy in | tick | sum own slice | tick | copy out    more ranks
-    in place           | tick | sum own slice, write it to all | tick    tensors in `shared_empty`,
-                                                                         by the engine alone
+    one shot   copy in | tick | sum all slots                           small tensors, or two ranks
+    two shot   copy in | tick | sum one slice | tick | copy out         more ranks
+    in place           | tick | sum one slice into all copies | tick    tensors in `shared_empty`,
+                                                                        in the engine only
 
-The rule that makes a tick enough stands in `arena`. A tensor of any size passes through a chunk of
-memory per rank (`CHUNK_BYTES`, two slots), which is small enough to stay in the cache.
+`arena.py` explains why one tick per step is sufficient. A tensor of any size passes through a chunk
+of memory per rank (`CHUNK_BYTES`, two slots), which is small enough to stay in the cache.
 
-Notable:
-- every element is summed once, in rank order: all ranks get the same bits;
-- the first tick also compares what the ranks are about to do, so a mismatch costs nothing to find;
-- a rank cannot know whether its peers' tensors are shared too; they say so at that tick, and all
-  go by the same answer.
+Every element is summed once, in rank order, so all ranks get the same bits. The first tick also
+compares the ranks' calls, so finding a mismatch costs no extra step. A rank does not know whether
+its peers' tensors are shared too. They exchange notes at the first tick, and all ranks make the
+same decision.
 """
 
 import ctypes
@@ -28,16 +27,18 @@ from collectives.algorithms.reduction import accumulation_dtype, in_pieces, redu
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, SLOT_BYTES, Arena
 
-# How many elements of a narrow dtype are widened at a time.
+# Number of elements of a narrow dtype that are converted at a time.
 WIDE_ELEMENTS = 32 * 1024
 _NOTE = struct.Struct("<qq")
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A tensor that all ranks can reach: every rank's copy, and where it lies."""
+    """A tensor in memory that all ranks map."""
 
+    #: Every rank's copy.
     copies: Sequence[Tensor]
+    #: The number of the allocation, and the offset in it.
     allocation: int
     offset: int
 
@@ -46,19 +47,19 @@ def all_reduce(
     arena: Arena, flat: Tensor, name: str, call: bytes, shared: Shared | None = None
 ) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    if _by_engine(arena, "all_reduce", call, flat, flat, name, shared=shared):
+    if _run_in_engine(arena, "all_reduce", call, flat, flat, name, shared=shared):
         return
-    # Offers no shared tensor, so all ranks go through the slots.
+    # Python does not reduce in place, so all ranks use the slots.
     arena.announce(call, _note(None))
     pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
     _copy_in(arena, pieces[0])
     arena.sync()
-    # Ranks that offered theirs have copied nothing yet.
-    again = any(note != _note(None) for note in arena.heard(_NOTE.size))
+    # Ranks with a shared tensor have not copied the first piece yet.
+    must_repeat = any(note != _note(None) for note in arena.read_notes(_NOTE.size))
     small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
     scratch = _scratch(flat)
     for i, piece in enumerate(pieces):
-        if i or again:
+        if i or must_repeat:
             _copy_in(arena, piece)
             arena.sync()
         if small or arena.world <= 2:
@@ -69,8 +70,8 @@ def all_reduce(
 
 
 def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: bytes) -> None:
-    """out = this rank's slice of the reduction of `flat`."""
-    if _by_engine(arena, "reduce_scatter", call, out, flat, name):
+    """Reduce this rank's slice of `flat` over all ranks into `out`."""
+    if _run_in_engine(arena, "reduce_scatter", call, out, flat, name):
         return
     arena.announce(call)
     slices = flat.tensor_split(arena.world)
@@ -84,31 +85,31 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: byt
             slots[arena.rank][i * width :][:size].copy_(part[start : start + width])
         arena.sync()
         if start == 0:
-            arena.heard()
+            arena.read_notes()
         parts = [slot[arena.rank * width :][:size] for slot in slots]
         reduce_into(name, parts, piece, scratch)
 
 
-def all_gather(arena: Arena, out: Tensor, own: Tensor, call: bytes) -> None:
-    """out = every rank's `own`, one after the other."""
-    if _by_engine(arena, "all_gather", call, out, own):
+def all_gather(arena: Arena, out: Tensor, local: Tensor, call: bytes) -> None:
+    """Write every rank's `local` to `out`, in rank order."""
+    if _run_in_engine(arena, "all_gather", call, out, local):
         return
     arena.announce(call)
     slices = out.tensor_split(arena.world)
-    width = SLOT_BYTES // own.element_size()
-    for start in range(0, max(1, own.numel()), width):
-        piece = own[start : start + width]
+    width = SLOT_BYTES // local.element_size()
+    for start in range(0, max(1, local.numel()), width):
+        piece = local[start : start + width]
         _copy_in(arena, piece)
         arena.sync()
         if start == 0:
-            arena.heard()
-        for part, slot in zip(slices, arena.slots(own.dtype), strict=True):
+            arena.read_notes()
+        for part, slot in zip(slices, arena.slots(local.dtype), strict=True):
             part[start : start + width].copy_(slot[: piece.numel()])
 
 
 def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
-    """Give every rank the tensor of rank `source`."""
-    if _by_engine(arena, "broadcast", call, flat, flat, root=source):
+    """Copy the tensor of rank `source` to every rank."""
+    if _run_in_engine(arena, "broadcast", call, flat, flat, root=source):
         return
     arena.announce(call)
     for i, piece in enumerate(in_pieces(flat, SLOT_BYTES // flat.element_size())):
@@ -116,7 +117,7 @@ def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
             _copy_in(arena, piece)
         arena.sync()
         if i == 0:
-            arena.heard()
+            arena.read_notes()
         if arena.rank != source:
             piece.copy_(arena.slots(flat.dtype)[source][: piece.numel()])
 
@@ -124,65 +125,100 @@ def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
 def all_to_all(
     arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes
 ) -> None:
-    """outputs[i] on rank j = inputs[j] on rank i; lengths may differ."""
-    dtype, rank, world = inputs[0].dtype, arena.rank, arena.world
+    """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j; lengths may differ."""
+    dtype = inputs[0].dtype
     lengths = [part.numel() for part in (*inputs, *outputs)]
     arena.announce(call)
     if engine.library() is not None:
-        places = {"inputs": engine.addresses(inputs), "outputs": engine.addresses(outputs)}
-        numbers = (ctypes.c_int64 * len(lengths))(*lengths)
-        arena.do(arena.job("all_to_all", itemsize=dtype.itemsize, lengths=numbers, **places))
+        job = arena.job(
+            "all_to_all",
+            itemsize=dtype.itemsize,
+            lengths=(ctypes.c_int64 * len(lengths))(*lengths),
+            inputs=engine.addresses(inputs),
+            outputs=engine.addresses(outputs),
+        )
+        arena.do(job)
         return
-    # A slot: how much its rank sends and expects, 2 x world numbers; a part for each other rank.
+    _all_to_all_in_python(arena, outputs, inputs, lengths)
+
+
+def _all_to_all_in_python(
+    arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], lengths: Sequence[int]
+) -> None:
+    """Run an all-to-all whose call has been announced.
+
+    A slot contains the 2 * world lengths that its rank sends and expects, and then a part for each
+    other rank.
+    """
+    dtype = inputs[0].dtype
+    rank = arena.rank
+    world = arena.world
     head = arena.lengths_room
     width = (SLOT_BYTES - head) // max(1, world - 1) // dtype.itemsize
     raw = arena.slots(torch.uint8, ahead=1)
     raw[rank][:head].view(torch.int64)[: 2 * world] = torch.tensor(lengths)
-    start, longest = 0, max(lengths[:world])
+    start = 0
+    longest = max(lengths[:world])
     while start == 0 or start < longest:
         slots = [slot[head:].view(dtype) for slot in raw]
-        for to, part in enumerate(inputs):
+        for target, part in enumerate(inputs):
             piece = part[start : start + width]
-            if to != rank:
-                slots[rank][(to - (to > rank)) * width :][: piece.numel()].copy_(piece)
+            if target != rank:
+                offset = _position(target, rank) * width
+                slots[rank][offset:][: piece.numel()].copy_(piece)
         arena.sync()
         if start == 0:
-            arena.heard()
-            longest = max(max(each.sends) for each in arena.heard_lengths())
+            arena.read_notes()
+            longest = max(max(lengths.sends) for lengths in arena.read_lengths())
             outputs[rank].copy_(inputs[rank])
         for source, part in enumerate(outputs):
             piece = part[start : start + width]
             if source != rank:
-                at = (rank - (rank > source)) * width
-                piece.copy_(slots[source][at:][: piece.numel()])
+                offset = _position(rank, source) * width
+                piece.copy_(slots[source][offset:][: piece.numel()])
         raw = arena.slots(torch.uint8, ahead=1)
         start += width
 
 
+def _position(target: int, source: int) -> int:
+    """Return the position of a target's part in the source's slot, which has no part to itself."""
+    return target - 1 if target > source else target
+
+
 def barrier(arena: Arena, call: bytes) -> None:
-    """Return when every rank is here."""
+    """Return when every rank has made this call."""
     arena.announce(call)
     arena.sync()
-    arena.heard()
+    arena.read_notes()
 
 
-def job(
-    arena: Arena, kind: str, call: bytes, out: Tensor, source: Tensor, op: str = "", root: int = 0,
+def make_job(
+    arena: Arena,
+    kind: str,
+    call: bytes,
+    out: Tensor,
+    source: Tensor,
+    op: str = "",
+    root: int = 0,
     shared: Shared | None = None,
-) -> engine.Job | None:  # fmt: skip
-    """What does it without this interpreter, announced; None (and not announced) if nothing can.
+) -> engine.Job | None:
+    """Return a job for the engine and announce its call; return None if the engine cannot run it.
 
-    It reduces, or (without an op) moves bytes whatever they mean. It counts what a rank brings; of
-    a reduce-scatter what it gets.
+    A job without an op copies bytes, whose dtype does not matter. A job's count is the number of
+    elements of the input, or of the output of a reduce-scatter.
     """
-    if not (engine.reduces(source.dtype, op) if op else engine.library()):
+    is_supported = engine.reduces(source.dtype, op) if op else engine.library() is not None
+    if not is_supported:
         return None
-    count, size = (out if kind == "reduce_scatter" else source).numel(), source.element_size()
+    counted = out if kind == "reduce_scatter" else source
+    count = counted.numel()
+    size = source.element_size()
     fields: dict[str, Any] = {"input": source.data_ptr(), "output": out.data_ptr(), "root": root}
     if op:
         fields |= {"dtype": engine.DTYPES[source.dtype], "op": engine.OPS[op]}
     else:
-        count, size = count * size, 1
+        count *= size
+        size = 1
     if kind == "all_reduce":
         if count * size <= ONE_SHOT_BYTES:
             shared = None
@@ -191,21 +227,27 @@ def job(
     return arena.job(kind, count=count, itemsize=size, **fields)
 
 
-def _by_engine(arena: Arena, *call: Any, **more: Any) -> bool:
-    if (found := job(arena, *call, **more)) is not None:
-        arena.do(found)
-    return found is not None
+def _run_in_engine(arena: Arena, *args: Any, **kwargs: Any) -> bool:
+    """Run a call in the engine; return False if the engine cannot run it."""
+    job = make_job(arena, *args, **kwargs)
+    if job is None:
+        return False
+    arena.do(job)
+    return True
 
 
 def _note(shared: Shared | None) -> bytes:
+    """Return the allocation and offset of a shared tensor, or zeros if it is not shared."""
     return _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
 
 
 def _copy_in(arena: Arena, piece: Tensor) -> None:
+    """Copy a piece to this rank's slot of the next tick."""
     arena.slots(piece.dtype, ahead=1)[arena.rank][: piece.numel()].copy_(piece)
 
 
 def _sum_slices(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) -> None:
+    """Reduce this rank's slice of a piece; collect the other slices after the next tick."""
     rank, world = arena.rank, arena.world
     parts = [slot[: piece.numel()].tensor_split(world)[rank] for slot in arena.slots(piece.dtype)]
     result = arena.slots(piece.dtype, ahead=1)[rank][: piece.numel()].tensor_split(world)[rank]
@@ -217,6 +259,7 @@ def _sum_slices(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) 
 
 
 def _scratch(like: Tensor) -> Tensor | None:
+    """Return the scratch tensor of `reduce_into`, or None if it needs none."""
     wide = accumulation_dtype(like.dtype)
     size = max(1, min(like.numel(), WIDE_ELEMENTS))
     return None if wide == like.dtype else torch.empty(size, dtype=wide)

@@ -1,10 +1,11 @@
 """Memory that several processes of one host map.
 
-Notable:
-- a segment is an anonymous file (memfd): it never has a name in /dev/shm, is not limited by the
-  size of that mount, and the kernel frees it with the last process that maps it, however it dies;
-- a peer opens it through /proc/PID/fd/FD. That the two are on one host is proved by the
-  opening: device and inode must be the published ones and the first bytes the published token.
+A segment is an anonymous file (memfd). It never has a name in /dev/shm and is not limited by the
+size of that mount. The kernel frees it with the last process that maps it, however that process
+ends.
+
+A peer opens the file through /proc/PID/fd/FD. Opening it proves that both processes are on one
+host: the device, the inode and a random token in the first bytes must be the published ones.
 """
 
 import errno
@@ -17,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOKEN_BYTES = 16
-# The token has a page to itself, so that the memory after it is aligned to one.
+# The token occupies a whole page, so that the memory after it is aligned to a page.
 HEADER_BYTES = mmap.PAGESIZE
 PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a segment can be opened, and what must be found there."""
+    """The location of a segment, and the properties that prove its identity."""
 
     host: str
     pid: int
@@ -36,7 +37,7 @@ class Address:
 
 
 class Segment:
-    """`size` bytes that this process made and others may open; `memory` maps them."""
+    """Memory of `size` bytes that this process creates and other processes may map."""
 
     def __init__(self, size: int) -> None:
         self._descriptor = _anonymous_file()
@@ -50,17 +51,22 @@ class Segment:
         self.mapping[:TOKEN_BYTES] = token
         status = os.fstat(self._descriptor)
         self.address = Address(
-            host=host_identity(), pid=os.getpid(), descriptor=self._descriptor,
-            device=status.st_dev, inode=status.st_ino, size=size, token=token.hex(),
-        )  # fmt: skip
+            host=host_identity(),
+            pid=os.getpid(),
+            descriptor=self._descriptor,
+            device=status.st_dev,
+            inode=status.st_ino,
+            size=size,
+            token=token.hex(),
+        )
 
     def seal(self) -> None:
-        """Close the file: nobody else can open it; the maps that exist live on."""
+        """Close the file, so that no other process can open it; existing mappings remain valid."""
         os.close(self._descriptor)
 
 
 def open_segment(address: Address) -> mmap.mmap | None:
-    """Map a peer's segment, or None where it cannot be proved to be the same memory."""
+    """Map a peer's segment; return None unless it is proved to be the same memory."""
     if not address.token or address.host != host_identity():
         return None
     path = f"/proc/{address.pid}/fd/{address.descriptor}"
@@ -79,20 +85,23 @@ def open_segment(address: Address) -> mmap.mmap | None:
 
 
 def host_identity() -> str:
-    """The running kernel and the network namespace: what has its own network counts as a host."""
+    """Return an identifier of the running kernel and the network namespace.
+
+    Processes in different network namespaces count as different hosts.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        # No /proc: nothing can be proved, so every process is alone.
+        # Without /proc nothing can be proved, so every process counts as a separate host.
         return secrets.token_hex(TOKEN_BYTES)
 
 
 def _anonymous_file() -> int:
     """Return a descriptor of a file in memory that has no name.
 
-    Older kernels, some builds of Python and some sandboxes lack memfd_create. Then the file is one
-    in /dev/shm that has been unlinked already.
+    Without `memfd_create`, which is missing from older kernels, some builds of Python and some
+    sandboxes, the file is created in /dev/shm and unlinked at once.
     """
     with suppress(AttributeError, OSError):
         return os.memfd_create("collectives")
@@ -101,7 +110,7 @@ def _anonymous_file() -> int:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Reserve the file's pages: a full memory is an OSError here instead of a SIGBUS later."""
+    """Reserve the file's pages; raise OSError if memory is full, instead of a later SIGBUS."""
     try:
         os.posix_fallocate(descriptor, 0, size)
         return
@@ -116,5 +125,5 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _map(descriptor: int, size: int) -> mmap.mmap:
-    # Populated now, if possible: page faults cost more than the sums do on first use.
+    # Pages are populated now if possible, because page faults cost more than a first reduction.
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))

@@ -1,4 +1,4 @@
-"""What this package's designs cost beside torch's own: `python -m ddp.bench`."""
+"""Benchmark of this package's designs and torch's DDP: `python -m ddp.bench`."""
 
 from ddp.bench.measure import bench
 

@@ -1,4 +1,4 @@
-"""`python -m ddp.bench`."""
+"""The command `python -m ddp.bench`."""
 
 from ddp.bench.measure import main
 

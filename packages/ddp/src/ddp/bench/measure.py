@@ -1,10 +1,10 @@
-"""Step time and exposed communication of every design beside torch's own, step by step in turns.
+"""Interleaved measurement of every design: step time and exposed communication.
 
-Alone it starts two processes. Under torchrun, or on emulated hosts, it joins the group there is:
+The command starts two processes. Under torchrun, or on emulated hosts, it joins their group:
 
     python tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python -m ddp.bench
 
-Before the turns it times single all-reduces, and from these alone predicts the best bucket size.
+Before the steps it measures single all-reduces, and predicts the best bucket size from them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from ddp.bench.designs import Design, Timing, Workload, designs
@@ -35,11 +36,13 @@ from ddp.bench.rows import Link, Measured, Row
 from ddp.metering.trace import svg, write
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
+#: Rounds before the measured ones; buckets are rebuilt in the second.
+WARMUP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line chooses; functions are given as module:name."""
+    """Options of the command line. Functions are named as module:name."""
 
     device: str = "cpu"
     quick: bool = False
@@ -52,11 +55,16 @@ class Options:
 
 
 def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]:
-    """Measure; the rows go to rank 0, the other ranks get none. `more`: fields of `Options`."""
+    """Measure the designs; return the rows on rank 0, and an empty list on other ranks.
+
+    `more` contains fields of `Options`.
+    """
     options = Options(device=device, quick=quick, **more)
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
-            start_processes(_start, (2, folder, asdict(options)), nprocs=2, start_method="spawn")
+            start_processes(
+                _run_process, (2, folder, asdict(options)), nprocs=2, start_method="spawn"
+            )
             rows: list[Row] = json.loads(Path(folder, "rows.json").read_text())
             return rows
     if dist.is_initialized():
@@ -70,8 +78,8 @@ def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]
         dist.destroy_process_group()
 
 
-def _start(rank: int, world: int, folder: str, fields: dict[str, Any]) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+def _run_process(rank: int, world_size: int, folder: str, fields: dict[str, Any]) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     options = Options(**fields)
     if options.device == "cuda":
@@ -80,7 +88,7 @@ def _start(rank: int, world: int, folder: str, fields: dict[str, Any]) -> None:
         "nccl" if options.device == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=world,
+        world_size=world_size,
         timeout=timedelta(minutes=5),
     )
     rows = _rows(options)
@@ -92,16 +100,16 @@ def _start(rank: int, world: int, folder: str, fields: dict[str, Any]) -> None:
 
 def _rows(options: Options) -> list[Row]:
     device = torch.device(options.device)
-    link = _time_link(device, options.quick)
+    link = _measure_link(device, options.quick)
     rows: list[Row] = []
-    for path in options.model.split(",") if options.model else _usual_workloads():
-        rows += _measure(options, _named(path), link, device).rows
+    for path in options.model.split(",") if options.model else _default_workloads():
+        rows += _measure(options, _import_name(path), link, device).rows
         gc.collect()
     return rows if dist.get_rank() == 0 else []
 
 
-def _usual_workloads() -> list[str]:
-    """A small batch, and over a network also one with enough computation to hide the wire behind.
+def _default_workloads() -> list[str]:
+    """Return a small batch, and on several hosts also one that hides more communication.
 
     Each network namespace counts as a host.
     """
@@ -111,98 +119,113 @@ def _usual_workloads() -> list[str]:
 
 def _count_hosts() -> int:
     network = Path("/proc/self/ns/net")
-    return len(set(_gathered((socket.gethostname(), network.exists() and os.readlink(network)))))
+    host = (socket.gethostname(), network.exists() and os.readlink(network))
+    return len(set(_gather_objects(host)))
 
 
 def _cores_per_rank() -> float:
-    """Hosts that are emulated on one machine share its cores."""
-    ranks = _gathered(socket.gethostname()).count(socket.gethostname())
+    """Return the cores per rank. Hosts that are emulated on one machine use the same cores."""
+    ranks = _gather_objects(socket.gethostname()).count(socket.gethostname())
     return max(1.0, (os.cpu_count() or 1) / ranks)
 
 
-def _gathered(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+def _gather_objects(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def _measure(options: Options, workload: Workload, link: Link, device: torch.device) -> Measured:
-    """Let all designs take turns on one workload."""
+    """Run one step of each design per round."""
     module, loss = workload(device)
     model_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     predicted_mb = link.best_mb(model_bytes)
-    given = {"all_reduce": options.all_reduce, "allocate": options.allocate}
-    given = {key: _named(path) for key, path in given.items() if path}
-    wanted = [
-        f"{predicted_mb:g} MB" if name == "predicted" else name
-        for name in filter(None, options.designs.split(","))
-    ]
-    asked_mb = (float(name[:-3]) for name in wanted if re.fullmatch(r"[\d.]+ MB", name))
-    contenders = designs(module, sorted({*SIZES_MB, predicted_mb, *asked_mb}), wanted, given)
-    rounds = options.rounds or (2 if options.quick else 12)
-    seconds = torch.zeros(2 + rounds, len(contenders), len(Timing._fields), dtype=torch.float64)
-    for turn in range(2 + rounds):
-        for place, contender in enumerate(contenders):
+    contenders = _select_designs(options, module, predicted_mb)
+    rounds = WARMUP_ROUNDS + (options.rounds or (2 if options.quick else 12))
+    seconds = torch.zeros(rounds, len(contenders), len(Timing._fields), dtype=torch.float64)
+    for number in range(rounds):
+        for column, contender in enumerate(contenders):
             dist.barrier()
-            seconds[turn, place] = torch.tensor(contender.step(loss, device))
+            seconds[number, column] = torch.tensor(contender.step(loss, device))
     if options.picture and dist.get_rank() == 0:
         draw(options.picture, contenders)
     slowest = seconds.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    # Two turns warm up: in the second one the buckets are rebuilt.
-    timings = slowest[2:].cpu().numpy()
-    cores = _cores_per_rank()
-    return Measured(workload.__name__, model_bytes, link, cores, contenders, timings)
+    timings = slowest[WARMUP_ROUNDS:].cpu().numpy()
+    return Measured(workload.__name__, model_bytes, link, _cores_per_rank(), contenders, timings)
+
+
+def _select_designs(options: Options, module: nn.Module, predicted_mb: float) -> list[Design]:
+    custom = {}
+    for name, path in (("all_reduce", options.all_reduce), ("allocate", options.allocate)):
+        if path:
+            custom[name] = _import_name(path)
+    names = []
+    sizes_mb = {*SIZES_MB, predicted_mb}
+    for name in options.designs.split(","):
+        if name == "predicted":
+            names.append(f"{predicted_mb:g} MB")
+        elif name:
+            names.append(name)
+            if re.fullmatch(r"[\d.]+ MB", name):
+                sizes_mb.add(float(name.removesuffix(" MB")))
+    return designs(module, sorted(sizes_mb), names, custom)
 
 
 def draw(path: str, contenders: Sequence[Design]) -> None:
-    """A step of each design as an SVG: of those after the warm-up, the one of median length."""
+    """Draw the step of median duration of each design as an SVG."""
     steps = {}
     for design in contenders:
         if design.meter:
-            taken = sorted(list(design.meter.steps)[2:], key=lambda step: step.seconds)
-            steps[design.name] = taken[len(taken) // 2]
+            measured = list(design.meter.steps)[WARMUP_ROUNDS:]
+            measured.sort(key=lambda step: step.seconds)
+            steps[design.name] = measured[len(measured) // 2]
     write(path, svg(steps))
 
 
-def _time_link(device: torch.device, quick: bool) -> Link:
-    """Time all-reduces of two sizes by themselves; the same on every rank."""
-    small, large = 2**14, 2**24 if not quick else 2**22
-    times = {}
-    for size in (small, large):
-        tensor = torch.ones(size // 4, device=device)
-        taken = []
-        for _ in range(8):
-            dist.barrier()
-            begin = time.perf_counter()
-            dist.all_reduce(tensor)
-            tensor.fill_(1)
-            float(tensor[0])
-            taken.append(time.perf_counter() - begin)
-        times[size] = median(taken[2:])
-    found = torch.tensor([times[small], times[large]], dtype=torch.float64, device=device)
-    dist.broadcast(found, 0)
-    call, whole = found.tolist()
-    bandwidth = (large - small) / max(whole - call, 1e-9)
-    return Link(bandwidth, max(call - small / bandwidth, 1e-6))
+def _measure_link(device: torch.device, quick: bool) -> Link:
+    """Measure all-reduces of two sizes; every rank returns the result of rank 0."""
+    small_bytes = 2**14
+    large_bytes = 2**22 if quick else 2**24
+    small_seconds = _all_reduce_seconds(small_bytes, device)
+    large_seconds = _all_reduce_seconds(large_bytes, device)
+    measured = torch.tensor([small_seconds, large_seconds], dtype=torch.float64, device=device)
+    dist.broadcast(measured, 0)
+    small_seconds, large_seconds = measured.tolist()
+    bandwidth = (large_bytes - small_bytes) / max(large_seconds - small_seconds, 1e-9)
+    return Link(bandwidth, max(small_seconds - small_bytes / bandwidth, 1e-6))
 
 
-def _named(path: str) -> Any:
+def _all_reduce_seconds(num_bytes: int, device: torch.device) -> float:
+    """Return the median duration of an all-reduce, without two warm-up calls."""
+    tensor = torch.ones(num_bytes // 4, device=device)
+    durations = []
+    for _ in range(8):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        tensor.fill_(1)
+        float(tensor[0])
+        durations.append(time.perf_counter() - start)
+    return median(durations[2:])
+
+
+def _import_name(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table; write the rows as JSON if asked."""
+    """Print one table, and write the rows as JSON if requested."""
     parser = argparse.ArgumentParser(prog="python -m ddp.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--model", default="", help="module:name of a Workload, or several")
-    parser.add_argument("--designs", default="", help="only these: none,flat,25 MB,predicted,...")
+    parser.add_argument("--model", default="", help="module:name of one or several workloads")
+    parser.add_argument("--designs", default="", help="names, such as none,flat,25 MB,predicted")
     parser.add_argument("--all-reduce", default="", help="module:name, for the designs 'given'")
     parser.add_argument("--allocate", default="", help="module:name, for the designs 'given'")
-    parser.add_argument("--rounds", type=int, default=0, help="turns of each design")
+    parser.add_argument("--rounds", type=int, default=0, help="number of measured rounds")
     parser.add_argument("--picture", default="", help="draw a step of each design to this SVG")
     arguments = vars(parser.parse_args(argv))
     path = arguments.pop("json")
@@ -215,15 +238,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as aligned text, a block for each set of columns."""
+    """Return the rows as aligned text, one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+        cells = [columns]
+        for row in group:
+            cells.append(tuple(_format_cell(value) for value in row.values()))
+        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+        lines = []
+        for line in cells:
+            padded = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+            lines.append("  ".join(padded))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def _cell(value: float | int | str) -> str:
+def _format_cell(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

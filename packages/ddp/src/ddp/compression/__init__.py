@@ -1,1 +1,1 @@
-"""How buckets are summed: whole, in fewer bits, as low-rank products, by a hook, or sparse."""
+"""Methods to send fewer bytes: lower precision, low-rank products, hooks and sparse gradients."""

@@ -1,4 +1,4 @@
-"""Communication hooks that were written for torch's DDP: fp16, bf16, PowerSGD, your own."""
+"""Communication hooks with the interface of torch's DDP: fp16, bf16, PowerSGD, or user-defined."""
 
 from __future__ import annotations
 
@@ -12,46 +12,51 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket import Bucket
-from ddp.collective import Link
-from ddp.compression.ways import Call, Exchange
+from ddp.communication import Collective, Compression, tensor_bytes
+from ddp.process_group import ReduceGroup
 
-# Called as hook(state, bucket); the tensor of its future replaces the bucket's gradients.
+#: Called as `hook(state, bucket)`; the tensor of its future replaces the bucket's gradients.
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
 class SparseGradBucket:
-    """What a hook is handed for a sparse gradient: it alone."""
+    """The bucket that a hook receives for one sparse gradient."""
 
-    def __init__(self, place: int, parameter: nn.Parameter, gradient: Tensor, last: bool) -> None:
-        self._place, self._parameter, self._gradient, self._last = place, parameter, gradient, last
+    def __init__(
+        self, index: int, parameter: nn.Parameter, gradient: Tensor, is_last: bool
+    ) -> None:
+        self._index = index
+        self._parameter = parameter
+        self._gradient = gradient
+        self._is_last = is_last
 
     def index(self) -> int:
-        """Its place among the sparse ones."""
-        return self._place
+        """Return the index among the sparse gradients."""
+        return self._index
 
     def buffer(self) -> Tensor:
-        """The gradient, coalesced, not divided by the number of ranks."""
+        """Return the coalesced gradient, not divided by the number of ranks."""
         return self._gradient
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Put another tensor in the place of the gradient."""
+        """Replace the gradient."""
         self._gradient = buffer
 
     def gradients(self) -> list[Tensor]:
-        """The one gradient."""
+        """Return the gradient as a list of one element."""
         return [self._gradient]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The one parameter."""
+        """Return the parameter as a list of one element."""
         return [self._parameter]
 
     def is_last(self) -> bool:
-        """Whether nothing follows in this step."""
-        return self._last
+        """Return True for the last sparse gradient of the step."""
+        return self._is_last
 
 
 class GradBucket:
-    """What a hook is handed: `torch.distributed.GradBucket`'s methods (only C++ can make that)."""
+    """A bucket with the methods of `torch.distributed.GradBucket`, which only C++ can construct."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -60,19 +65,19 @@ class GradBucket:
             self._buffer = torch.view_as_complex(bucket.gradients.view(-1, 2))
 
     def index(self) -> int:
-        """Its place among the buckets."""
-        return self._bucket.place
+        """Return the index of the bucket."""
+        return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """All its gradients, flat, not divided by the number of ranks."""
+        """Return all gradients as a flat tensor, not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Put another tensor in the place of the buffer."""
+        """Replace the flat tensor."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Its gradients, each in its parameter's shape."""
+        """Return the gradients in the shapes of their parameters."""
         sizes = [view.numel() for view in self._bucket.views]
         pieces = self._buffer.split(sizes)
         return [
@@ -81,63 +86,63 @@ class GradBucket:
         ]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients it holds."""
+        """Return the parameters whose gradients are in the bucket."""
         return list(self._bucket.parameters)
 
     def is_last(self) -> bool:
-        """Whether no bucket follows in this step."""
+        """Return True for the last bucket of the step."""
         return self._bucket.is_last
 
 
 @dataclass(frozen=True)
-class CommHook:
-    """A way to sum a bucket that calls `hook(state, bucket)`; the hook divides by itself."""
+class CommHook(Compression):
+    """Reduction of a bucket by `hook(state, bucket)`, which divides by the number of ranks."""
 
     state: Any
     hook: Hook
-    carries_flags = False
-    scaled = False
+    uses_scaled_gradients = False
+    reduces_flags = False
 
-    def exchange(self, bucket: Bucket, link: Link) -> Exchange:
-        """Call the hook; what its future holds becomes the gradients."""
-        future = self._called(GradBucket(bucket))
-        yield Call(future, bucket.gradients.numel() * bucket.gradients.element_size(), 0)
-        summed = _only(future.value())
-        gradients = GradBucket(bucket).buffer()
-        if not isinstance(summed, Tensor) or summed.numel() != gradients.numel():
-            found = tuple(summed.shape) if isinstance(summed, Tensor) else type(summed).__name__
+    def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
+        """Call the hook; the value of its future becomes the gradients."""
+        future = self._call(GradBucket(bucket))
+
+        def store() -> None:
+            reduced = _unwrap(future.value())
+            gradients = GradBucket(bucket).buffer()
+            if not isinstance(reduced, Tensor) or reduced.numel() != gradients.numel():
+                raise TypeError(
+                    "expected the future of the communication hook to contain one tensor of "
+                    f"{gradients.numel()} elements, like the bucket's buffer(); got "
+                    f"{_describe_value(reduced)}"
+                )
+            gradients.copy_(reduced.view(-1))
+
+        return Collective(future, tensor_bytes(bucket.gradients), 0, store)
+
+    def reduce_sparse(self, bucket: SparseGradBucket) -> Tensor:
+        """Return the value of the hook's future for a sparse gradient."""
+        reduced = _unwrap(self._call(bucket).wait())
+        if not isinstance(reduced, Tensor) or reduced.shape != bucket.buffer().shape:
             raise TypeError(
-                f"the future of the communication hook holds {found}; it must hold one tensor of "
-                f"{gradients.numel()} elements, like the bucket's buffer()"
+                "expected the future of the communication hook to contain one tensor of shape "
+                f"{tuple(bucket.buffer().shape)}, like the sparse gradient; got "
+                f"{_describe_value(reduced)}"
             )
-        gradients.copy_(summed.view(-1))
+        return reduced.coalesce() if reduced.is_sparse else reduced
 
-    def sum_sparse(self, bucket: SparseGradBucket) -> Tensor:
-        """What the hook makes of a sparse gradient."""
-        summed = _only(self._called(bucket).wait())
-        if not isinstance(summed, Tensor) or summed.shape != bucket.buffer().shape:
-            raise TypeError(
-                "the future of the communication hook must hold one tensor of the shape of the "
-                f"sparse gradient, {tuple(bucket.buffer().shape)}"
-            )
-        return summed.coalesce() if summed.is_sparse else summed
-
-    def _called(self, bucket: GradBucket | SparseGradBucket) -> Any:
+    def _call(self, bucket: GradBucket | SparseGradBucket) -> Any:
         future = self.hook(self.state, bucket)
         if not isinstance(future, torch.futures.Future | torch._C.Future):
             raise RuntimeError(
                 "callback must return a torch.futures.Future object, but got "
-                f"{type(future).__name__}; its future holds the summed gradients, one tensor"
+                f"{type(future).__name__}; the future must contain one tensor, the summed gradients"
             )
         return future
 
 
-def _only(value: Any) -> Any:
-    return value[0] if isinstance(value, list | tuple) else value
-
-
 def check_hook(hook: Any) -> None:
-    """Raise TypeError or ValueError unless `hook` can be called as hook(state, bucket)."""
+    """Raise `TypeError` or `ValueError` unless `hook` can be called as `hook(state, bucket)`."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. It is {type(hook).__name__}")
     signature = inspect.signature(hook)
@@ -150,22 +155,32 @@ def check_hook(hook: Any) -> None:
     second = list(signature.parameters.values())[1:2]
     bucket = signature.parameters.get("bucket", second[0] if second else None)
     annotation = bucket.annotation if bucket else inspect.Signature.empty
-    if not _is_any_of(annotation, dist.GradBucket, GradBucket):
+    if not _is_allowed(annotation, dist.GradBucket, GradBucket):
         raise ValueError(
             f"Communication hook: bucket annotation should be dist.GradBucket, not {annotation}"
         )
     returned = signature.return_annotation
-    if not _is_any_of(returned, torch.futures.Future[Tensor], torch.futures.Future):
+    if not _is_allowed(returned, torch.futures.Future[Tensor], torch.futures.Future):
         raise ValueError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], "
             f"not {returned}"
         )
 
 
-def _is_any_of(annotation: Any, *allowed: Any) -> bool:
-    # Under `from __future__ import annotations` it is text: leave that to the call.
+def _is_allowed(annotation: Any, *allowed: Any) -> bool:
+    # `from __future__ import annotations` turns annotations into text, which is not checked.
     return (
         annotation is inspect.Signature.empty
         or isinstance(annotation, str)
         or annotation in allowed
     )
+
+
+def _unwrap(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__

@@ -1,4 +1,4 @@
-"""Sparse gradients, of embeddings made with `sparse=True`, are averaged one by one."""
+"""Averages of sparse gradients, which layers with `sparse=True` have."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.collective import Link
 from ddp.compression.comm_hook import CommHook, SparseGradBucket
-from ddp.consistency.blame import Blame
+from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.process_group import ReduceGroup
 
 
 def average_sparse(
     parameters: Mapping[str, nn.Parameter],
-    link: Link,
-    blame: Blame,
-    share: float,
+    group: ReduceGroup,
+    failures: FailureAttribution,
+    scale: float,
     hook: CommHook | None = None,
 ) -> None:
-    """Sum each gradient, times `share`, over the ranks; one that is missing counts as zero.
+    """Sum each gradient times `scale` over the ranks; a missing gradient counts as zero.
 
-    A communication hook is handed each as a bucket of its own, as by torch's DDP.
+    As in torch's DDP, a communication hook receives each sparse gradient as a separate bucket.
     """
-    for place, (name, parameter) in enumerate(parameters.items()):
-        doing = f"the sum of the sparse gradient of {name!r}"
-        gradient = _gradient(parameter) * share
+    for index, (name, parameter) in enumerate(parameters.items()):
+        description = f"the sum of the sparse gradient of {name!r}"
+        gradient = _coalesced_gradient(parameter) * scale
         if hook is not None:
-            last = place == len(parameters) - 1
-            gradient = hook.sum_sparse(SparseGradBucket(place, parameter, gradient, last))
+            is_last = index == len(parameters) - 1
+            gradient = hook.reduce_sparse(SparseGradBucket(index, parameter, gradient, is_last))
         else:
-            with blame.naming(doing):
-                handle = dist.all_reduce(gradient, group=link.group, async_op=True)
-            blame.wait(handle, doing, poll=gradient.device.type == "cpu")
+            with failures.attribute(description):
+                work = dist.all_reduce(gradient, group=group.process_group, async_op=True)
+            failures.wait(work, description, poll=gradient.device.type == "cpu")
         if parameter.grad is not None or not gradient.is_sparse or gradient._nnz():
             parameter.grad = gradient
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _coalesced_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.sparse_coo_tensor(
@@ -47,8 +47,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
             parameter.shape,
             check_invariants=True,
         )
-    return (
-        gradient.detach().to_sparse(1).coalesce()
-        if not gradient.is_sparse
-        else gradient.detach().coalesce()
-    )
+    gradient = gradient.detach()
+    if not gradient.is_sparse:
+        gradient = gradient.to_sparse(1)
+    return gradient.coalesce()

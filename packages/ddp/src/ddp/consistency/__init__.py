@@ -1,1 +1,1 @@
-"""What keeps ranks alike: models compared, failures named, parameters watched, buffers equal."""
+"""Checks that keep ranks consistent: models, gradients, parameters, buffers and failures."""

@@ -1,4 +1,4 @@
-"""Buffers, such as BatchNorm's statistics, are those of one rank after every step."""
+"""Synchronization of buffers, such as the running statistics of BatchNorm."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.collective import Link
-from ddp.consistency.blame import Blame
+from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.process_group import ReduceGroup
 
 
 @torch.no_grad()
-def broadcast_buffers(buffers: Sequence[Tensor], link: Link, blame: Blame, source: int = 0) -> None:
-    """Give every rank the `buffers` of rank `source` of the group: one call for each device.
+def broadcast_buffers(
+    buffers: Sequence[Tensor], group: ReduceGroup, failures: FailureAttribution, source: int = 0
+) -> None:
+    """Broadcast `buffers` from rank `source` of the group: one call per device.
 
-    At the end of a backward pass, not at the beginning of a forward pass as in torch's DDP: so that
-    they are equal wherever a checkpoint or an evaluation, maybe on one rank only, comes between.
+    `DDP` calls this at the end of a backward pass, not at the start of a forward pass like torch's
+    DDP. Buffers are then equal if a checkpoint or an evaluation follows on one rank only.
     """
     for device in {buffer.device for buffer in buffers}:
-        here = [buffer for buffer in buffers if buffer.device == device]
-        # As bytes: every dtype travels, bool and float8 included.
-        flat = torch.cat([b.contiguous().reshape(-1).view(torch.uint8) for b in here])
-        doing = "the broadcast of the buffers"
-        with blame.naming(doing):
-            handle = dist.broadcast(flat, group=link.group, group_src=source, async_op=True)
-        blame.wait(handle, doing, poll=device.type == "cpu")
-        if link.rank == source:
+        on_device = [buffer for buffer in buffers if buffer.device == device]
+        # Bytes carry every dtype, including bool and float8.
+        flat = torch.cat([b.contiguous().reshape(-1).view(torch.uint8) for b in on_device])
+        description = "the broadcast of the buffers"
+        with failures.attribute(description):
+            work = dist.broadcast(flat, group=group.process_group, group_src=source, async_op=True)
+        failures.wait(work, description, poll=device.type == "cpu")
+        if group.rank == source:
             continue
-        pieces = flat.split([buffer.numel() * buffer.element_size() for buffer in here])
-        # A graph that is kept for a second backward pass may have saved them: the values that it
-        # was made with are gone either way, as after the next forward pass.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(here)):
-            for buffer, piece in zip(here, pieces, strict=True):
+        pieces = flat.split([buffer.numel() * buffer.element_size() for buffer in on_device])
+        # A graph that is retained for a second backward pass may have saved the buffers. Without
+        # this guard that pass would fail, although torch's DDP changes buffers in the same way.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(on_device)):
+            for buffer, piece in zip(on_device, pieces, strict=True):
                 buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))

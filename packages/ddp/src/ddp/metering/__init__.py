@@ -1,1 +1,1 @@
-"""What was sent, how long it took, what was waited for, and pictures of it."""
+"""Bytes, calls and times of each step, charts of them, and a model of the overhead."""

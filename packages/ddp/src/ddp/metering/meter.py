@@ -1,7 +1,7 @@
-"""What was sent in each step, how long it traveled, and for how much of that somebody waited.
+"""The meter: bytes, calls and times of the last steps.
 
-Seconds are `time.perf_counter()`. On a GPU they are the host's: a wait that only orders streams
-takes none, so look at torch.profiler's timeline there.
+Times are seconds of `time.perf_counter()`. On a GPU they are times of the host, where a wait only
+orders streams and takes almost no time. Use torch.profiler there.
 """
 
 from __future__ import annotations
@@ -12,43 +12,71 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp.metering.records import BucketRecord, Span, StepRecord
 from ddp.metering.trace import chrome_trace, svg, write
+from ddp.observers import FinishedStep, Observer
+
+if TYPE_CHECKING:
+    from ddp.communication import BucketReduction
 
 
-class Meter:
-    """Records of the last steps. A design without a wrapper is handed one: `meter=`."""
+class Meter(Observer):
+    """Records of the last `keep` steps. Pass `meter=Meter()` to functions without a wrapper."""
 
     def __init__(self, keep: int = 100) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=keep)
-        # Forward passes that no backward pass follows, as in evaluation, fall out at the far end.
+        # The limit also drops forward passes without a backward pass, as in evaluation.
         self._forwards: deque[Span] = deque(maxlen=keep)
+        self._bucket_records: list[BucketRecord] = []
 
     @property
     def last(self) -> StepRecord:
-        """The last synchronized step; RuntimeError before the first."""
+        """The last synchronized step; `RuntimeError` before the first."""
         if not self.steps:
             raise RuntimeError("no step was recorded yet; run one and synchronize its gradients")
         return self.steps[-1]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Time a forward pass."""
-        begin = time.perf_counter()
+        """Measure a forward pass."""
+        start_time = time.perf_counter()
         try:
             yield
         finally:
-            self._forwards.append((begin, time.perf_counter()))
+            self._forwards.append((start_time, time.perf_counter()))
+
+    def on_bucket_reduced(self, reduction: BucketReduction) -> None:
+        """Record the bytes, calls and times of a bucket."""
+        collectives = reduction.collectives
+        self._bucket_records.append(
+            BucketRecord(
+                parameters=reduction.bucket.names,
+                calls=len(collectives),
+                gradient_bytes=sum(collective.gradient_bytes for collective in collectives),
+                extra_bytes=sum(collective.extra_bytes for collective in collectives),
+                sent=reduction.launch_time,
+                done=max(reduction.completion_times.values()),
+                exposed_seconds=reduction.exposed_seconds,
+            )
+        )
+
+    def on_step_end(self, step: FinishedStep) -> None:
+        """Record the step."""
+        records = self._bucket_records
+        self._bucket_records = []
+        self.record(records, (step.wait_start, time.perf_counter()))
 
     def record(self, buckets: Sequence[BucketRecord], waiting: Span) -> None:
         """Add a step that ends now."""
-        backward = (self._forwards[-1][1] if self._forwards else waiting[0], waiting[0])
+        backward_start = self._forwards[-1][1] if self._forwards else waiting[0]
+        backward = (backward_start, waiting[0])
         self.steps.append(StepRecord(tuple(self._forwards), backward, waiting, tuple(buckets)))
         self._forwards.clear()
 
     def write_trace(self, path: str | Path, rank: int = 0) -> None:
-        """Write a Chrome trace to `path`, or a picture of the last step if that ends in .svg."""
+        """Write a Chrome trace to `path`, or a chart of the last step if `path` ends in .svg."""
         if str(path).endswith(".svg"):
             write(path, svg({f"rank {rank}": self.last}))
         else:

@@ -1,80 +1,91 @@
-"""What one bucket and one step took, in seconds of `time.perf_counter()`."""
+"""Records of one bucket and of one step. Times are seconds of `time.perf_counter()`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Start time and stop time.
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """One bucket of one step: `sent` is when its first call started, `done` when its last ended."""
+    """The reduction of one bucket in one step."""
 
     parameters: tuple[str, ...]
     calls: int
     gradient_bytes: int
     extra_bytes: int
+    #: Time when the first collective was launched.
     sent: float
+    #: Time when the last collective completed.
     done: float
+    #: Seconds that this rank spent waiting.
     exposed_seconds: float
 
     @property
     def seconds(self) -> float:
-        """Time under way, waiting behind earlier buckets included."""
+        """Duration of the reduction, including the time behind earlier buckets."""
         return self.done - self.sent
 
     @property
     def hidden_seconds(self) -> float:
-        """Time under way while this rank did something else."""
+        """Duration of the reduction while this rank did not wait."""
         return max(0.0, self.seconds - self.exposed_seconds)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One synchronized step: its forward passes, from the last one's end to the wait, the wait."""
+    """One synchronized step."""
 
     forwards: tuple[Span, ...]
+    #: The time from the end of the last forward pass to the start of the wait.
     backward: Span
+    #: The time from the end of the backward pass until every gradient is averaged.
     waiting: Span
     buckets: tuple[BucketRecord, ...]
 
     @property
     def seconds(self) -> float:
-        """From the first forward pass to the end of the wait."""
-        return self.waiting[1] - min(self.backward[0], *(begin for begin, _ in self.forwards), 1e99)
+        """Duration from the start of the first forward pass to the end of the wait."""
+        starts = [self.backward[0], *(start for start, _ in self.forwards)]
+        return self.waiting[1] - min(starts)
 
     @property
     def calls(self) -> int:
-        """Collectives started."""
+        """Number of collectives."""
         return sum(bucket.calls for bucket in self.buckets)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients handed to the collective: of the arrays that were summed."""
+        """Bytes of the arrays of gradients that were reduced."""
         return sum(bucket.gradient_bytes for bucket in self.buckets)
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of flags and padding that went with them."""
+        """Bytes of flags and padding."""
         return sum(bucket.extra_bytes for bucket in self.buckets)
 
     @property
     def exposed_seconds(self) -> float:
-        """From the end of the backward pass until the mean is in every gradient."""
+        """Duration from the end of the backward pass until every gradient is averaged."""
         return self.waiting[1] - self.waiting[0]
 
     @property
     def hidden_seconds(self) -> float:
-        """Time before that in which something was under way."""
-        spans = [(b.sent, min(b.done, self.waiting[0])) for b in self.buckets]
-        return _covered([span for span in spans if span[0] < span[1]])
+        """Duration before the wait in which at least one bucket was being reduced."""
+        spans = []
+        for bucket in self.buckets:
+            stop = min(bucket.done, self.waiting[0])
+            if bucket.sent < stop:
+                spans.append((bucket.sent, stop))
+        return _length_of_union(spans)
 
 
-def _covered(spans: list[Span]) -> float:
-    """Length of the union."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+def _length_of_union(spans: list[Span]) -> float:
+    total = 0.0
+    covered_until = float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, covered_until))
+        covered_until = max(covered_until, stop)
     return total

@@ -1,7 +1,4 @@
-"""The last steps as a picture: when was computed, when sent, and for what did somebody wait.
-
-As a Chrome trace for chrome://tracing or Perfetto, and as an SVG that stands in a report.
-"""
+"""Charts of the last steps: a Chrome trace for Perfetto, or an SVG for a report."""
 
 from __future__ import annotations
 
@@ -12,123 +9,156 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ddp.metering.records import StepRecord
+from ddp.metering.records import BucketRecord, Span, StepRecord
 
 _COLORS = {"forward": "#9ecae1", "loss and backward": "#3182bd", "waiting for gradients": "#de2d26"}
-_BUCKET, _HIDDEN = "#fdae6b", "#74c476"
+_EXPOSED = "#fdae6b"
+_HIDDEN = "#74c476"
 _LEGEND = [
     *((color, name) for name, color in _COLORS.items()),
     (_HIDDEN, "sent, hidden behind the computation"),
-    (_BUCKET, "sent, not hidden"),
+    (_EXPOSED, "sent, not hidden"),
 ]
+
+#: Pixels of the chart.
+_LEFT = 110
+_ROW_HEIGHT = 16
+_GAP = 12
+_MAX_LANES = 6
 
 
 @dataclass(frozen=True)
 class Event:
-    """A bar: seconds from `begin` to `end`, in lane 0 (computation) or in one of the link's."""
+    """A bar of the chart."""
 
+    #: 0 for computation, above 0 for communication.
     lane: int
     name: str
-    begin: float
-    end: float
+    start: float
+    stop: float
     details: Mapping[str, object]
 
 
 def events(steps: Iterable[StepRecord]) -> list[Event]:
-    """What happened in `steps`; bars of one lane do not overlap."""
-    found: list[Event] = []
-    lanes: list[float] = []
+    """Return the events of `steps`; events of one lane do not overlap."""
+    result: list[Event] = []
+    #: Stop time of the last event of each communication lane.
+    lane_stops: list[float] = []
     for step in steps:
-        found += [Event(0, "forward", *span, {}) for span in step.forwards]
-        found.append(Event(0, "loss and backward", *step.backward, {}))
-        found.append(Event(0, "waiting for gradients", *step.waiting, {}))
+        result += [Event(0, "forward", *span, {}) for span in step.forwards]
+        result.append(Event(0, "loss and backward", *step.backward, {}))
+        result.append(Event(0, "waiting for gradients", *step.waiting, {}))
         for number, bucket in enumerate(step.buckets):
-            free = (lane for lane, busy in enumerate(lanes) if busy <= bucket.sent)
-            lane = next(free, len(lanes))
-            lanes[lane : lane + 1] = [bucket.done]
+            lane = _claim_lane(lane_stops, bucket)
             details = {
                 "parameters": ", ".join(bucket.parameters),
                 "gradient_bytes": bucket.gradient_bytes,
                 "exposed_ms": 1e3 * bucket.exposed_seconds,
             }
-            found.append(Event(1 + lane, f"bucket {number}", bucket.sent, bucket.done, details))
-    return found
+            result.append(Event(1 + lane, f"bucket {number}", bucket.sent, bucket.done, details))
+    return result
 
 
 def chrome_trace(steps: Iterable[StepRecord], rank: int = 0) -> dict[str, Any]:
-    """`steps` as a Chrome trace: a process a rank, a thread a lane."""
-    found = events(steps)
-    bars: list[dict[str, Any]] = [
-        {"name": e.name, "ph": "X", "pid": rank, "tid": e.lane, "args": dict(e.details)}
-        | {"ts": 1e6 * e.begin, "dur": 1e6 * (e.end - e.begin)}
-        for e in found
-    ]
-    for lane in range(1 + max((e.lane for e in found), default=0)):
+    """Return `steps` as a Chrome trace: one process per rank, one thread per lane."""
+    step_events = events(steps)
+    bars: list[dict[str, Any]] = []
+    for event in step_events:
+        bars.append(
+            {
+                "name": event.name,
+                "ph": "X",
+                "pid": rank,
+                "tid": event.lane,
+                "args": dict(event.details),
+                "ts": 1e6 * event.start,
+                "dur": 1e6 * (event.stop - event.start),
+            }
+        )
+    num_lanes = 1 + max((event.lane for event in step_events), default=0)
+    for lane in range(num_lanes):
         name = f"communication {lane - 1}" if lane else "computation"
-        named = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
-        bars.append(named | {"args": {"name": name}})
+        thread = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
+        bars.append(thread | {"args": {"name": name}})
     return {"traceEvents": bars, "displayTimeUnit": "ms"}
 
 
 def svg(steps: Mapping[str, StepRecord], *, width: int = 900) -> str:
-    """A step of each design, one above the other, on one scale of time.
+    """Draw one step of each design, all on the same time scale.
 
-    Computation is blue, the wait after it red; what travels is green while it hides behind the
-    computation and orange where it does not.
+    Computation is blue and the wait after it is red. Communication is green while it is hidden
+    behind the computation, and orange otherwise.
     """
-    left, row, gap = 110, 16, 12
-    spans = {name: _span(step) for name, step in steps.items()}
-    longest = max(end - begin for begin, end in spans.values())
-    scale = (width - left - 20) / longest
-    parts, y = [], 24
+    spans = {name: _step_span(step) for name, step in steps.items()}
+    longest = max(stop - start for start, stop in spans.values())
+    scale = (width - _LEFT - 20) / longest
+    parts: list[str] = []
+    y = 24
     for name, step in steps.items():
-        bars, (begin, end) = events([step]), spans[name]
-        parts.append(_text(left - 8, y + 12, name, anchor="end"))
-        for bar in bars:
-            top = y + row * min(bar.lane, 6)
-            cuts = [(bar.begin, bar.end, _COLORS.get(bar.name, _HIDDEN))]
-            if bar.lane:
-                cut = min(max(step.waiting[0], bar.begin), bar.end)
-                cuts = [(bar.begin, cut, _HIDDEN), (cut, bar.end, _BUCKET)]
-            for start, stop, color in cuts:
-                x = left + (start - begin) * scale
-                parts.append(_bar(x, top, (stop - start) * scale, row - 3, color, bar))
-        exposed = f"waits {1e3 * step.exposed_seconds:.0f} ms of {1e3 * (end - begin):.0f}"
-        lanes = 1 + min(6, max(bar.lane for bar in bars))
-        y += row * lanes
-        parts.append(_text(left, y + 9, exposed))
-        y += gap + 12
-    x = float(left)
+        start, stop = spans[name]
+        step_events = events([step])
+        parts.append(_text(_LEFT - 8, y + 12, name, anchor="end"))
+        for event in step_events:
+            top = y + _ROW_HEIGHT * min(event.lane, _MAX_LANES)
+            for piece_start, piece_stop, color in _pieces(event, step):
+                x = _LEFT + (piece_start - start) * scale
+                bar_width = (piece_stop - piece_start) * scale
+                parts.append(_bar(x, top, bar_width, color, event))
+        y += _ROW_HEIGHT * (1 + min(_MAX_LANES, max(event.lane for event in step_events)))
+        label = f"waits {1e3 * step.exposed_seconds:.0f} ms of {1e3 * (stop - start):.0f}"
+        parts.append(_text(_LEFT, y + 9, label))
+        y += 2 * _GAP
+    x = float(_LEFT)
     for color, meaning in _LEGEND:
         parts.append(f'<rect x="{x:g}" y="5" width="10" height="10" fill="{color}"/>')
         parts.append(_text(x + 14, 14, meaning))
         x += 26 + 6.2 * len(meaning)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
     style = 'font-family="sans-serif" font-size="11">'
-    ground = f'<rect width="{width}" height="{y}" fill="white"/>'
-    return head + style + ground + "".join(parts) + "</svg>\n"
+    background = f'<rect width="{width}" height="{y}" fill="white"/>'
+    return head + style + background + "".join(parts) + "</svg>\n"
 
 
 def write(path: str | Path, text: str) -> None:
-    """Write `text` to `path`, whole or not at all."""
-    beside = Path(f"{path}.{os.getpid()}.part")
-    beside.write_text(text)
-    beside.replace(path)
+    """Write `text` to `path` atomically."""
+    temporary = Path(f"{path}.{os.getpid()}.part")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
-def _span(step: StepRecord) -> tuple[float, float]:
-    begins = [step.backward[0], *(begin for begin, _ in step.forwards)]
-    return min(begins), max(step.waiting[1], *(bucket.done for bucket in step.buckets), 0.0)
+def _claim_lane(lane_stops: list[float], bucket: BucketRecord) -> int:
+    """Return the first lane that is free when the bucket is launched, and occupy it."""
+    for lane, stop in enumerate(lane_stops):
+        if stop <= bucket.sent:
+            lane_stops[lane] = bucket.done
+            return lane
+    lane_stops.append(bucket.done)
+    return len(lane_stops) - 1
 
 
-def _bar(x: float, y: float, width: float, height: float, color: str, bar: Event) -> str:
+def _pieces(event: Event, step: StepRecord) -> list[tuple[float, float, str]]:
+    """Return the pieces of an event with their colors; communication is split at the wait."""
+    if not event.lane:
+        return [(event.start, event.stop, _COLORS[event.name])]
+    cut = min(max(step.waiting[0], event.start), event.stop)
+    return [(event.start, cut, _HIDDEN), (cut, event.stop, _EXPOSED)]
+
+
+def _step_span(step: StepRecord) -> Span:
+    starts = [step.backward[0], *(start for start, _ in step.forwards)]
+    stops = [step.waiting[1], *(bucket.done for bucket in step.buckets)]
+    return min(starts), max(stops)
+
+
+def _bar(x: float, y: float, width: float, color: str, event: Event) -> str:
     if width <= 0:
         return ""
-    milliseconds = 1e3 * (bar.end - bar.begin)
-    said = escape(f"{bar.name}: {milliseconds:.3g} ms {bar.details.get('parameters', '')}")
+    milliseconds = 1e3 * (event.stop - event.start)
+    parameters = event.details.get("parameters", "")
+    title = escape(f"{event.name}: {milliseconds:.3g} ms {parameters}")
     return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height}" fill="{color}">'
-        f"<title>{said}</title></rect>"
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{_ROW_HEIGHT - 3}" '
+        f'fill="{color}"><title>{title}</title></rect>'
     )
 
 

@@ -1,8 +1,8 @@
-"""Measurements: `flash` (batch 1), `train` (a full GPU), `decode`, `naive_memory` (its limits).
+"""Measurements: `flash` (batch 1), `train` (a full GPU), `decode` and `naive_memory`.
 
-Notable: one formula for the work, 4 · batch · heads · seq² · dim FLOPs forward, half of it if
-causal, 2.5 times that backward, whatever an implementation really does.  All implementations of a
-shape take turns, and ``ratio_*`` is a row's time by that of ours in the same turn.
+The FLOPs of every implementation are 4 · batch · heads · seq² · dim forward, half of that if
+causal, and 2.5 times that backward.  All implementations of a shape run interleaved, and `ratio_*`
+is a row's time divided by the time of ours in the same round.
 """
 
 import argparse
@@ -24,17 +24,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashattn2.attention import flash_attention
 from flashattn2.bench import record
-from flashattn2.bench.measure import elapsed_ms, held_bytes, memory_bytes, peak_extra_bytes, time_ms
+from flashattn2.bench.measure import (
+    elapsed_ms,
+    memory_bytes,
+    peak_extra_bytes,
+    saved_bytes,
+    time_ms,
+)
 from flashattn2.bench.record import Row
-from flashattn2.decode import flash_attention_with_kvcache
+from flashattn2.kvcache import flash_attention_with_kvcache
 from flashattn2.reference import attention_reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
+#: A function to time for each implementation and pass.
+Runs = dict[tuple[str, str], Callable[[], Any]]
+PASSES = ("forward", "backward", "both")
 OUT_OF_MEMORY = "out of memory"
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Rows of every case; the first says on what they were measured."""
+    """Return the rows of every case; the first row describes the machine."""
     torch.manual_seed(0)
     return [
         machine(device),
@@ -46,7 +55,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def machine(device: str) -> Row:
-    """What was measured on, and when."""
+    """Return the row that describes the machine and the date."""
     name = torch.cuda.get_device_name() if device == "cuda" else record.processor()
     return {
         "case": "machine",
@@ -58,7 +67,7 @@ def machine(device: str) -> Row:
 
 
 def flash(device: str, quick: bool) -> Iterator[Row]:
-    """Batch 1, one head, causal."""
+    """Yield rows for batch 1, one head, causal."""
     if device == "cuda":
         seqs = [2**n for n in range(7, 17)]
         grid = itertools.product((torch.bfloat16, torch.float32), (16, 32, 64, 128), seqs)
@@ -73,7 +82,7 @@ def flash(device: str, quick: bool) -> Iterator[Row]:
 
 
 def train(device: str, quick: bool) -> Iterator[Row]:
-    """Batch and heads that fill the GPU: 16384 tokens of width 2048."""
+    """Yield rows for a batch and heads that fill the GPU: 16384 tokens of width 2048."""
     seqs: tuple[int, ...] = (512, 2048, 8192, 16384) if device == "cuda" else (512,)
     dims = (64, 128) if device == "cuda" else (64,)
     for dim, seq in itertools.product(dims[:1] if quick else dims, seqs[:1] if quick else seqs):
@@ -85,10 +94,10 @@ def train(device: str, quick: bool) -> Iterator[Row]:
 
 
 def decode(device: str, quick: bool) -> Iterator[Row]:
-    """One token: its key and value are written into the caches, and all keys so far attended to.
+    """Yield rows for one decoded token: append its key and value, then attend to all keys.
 
-    SDPA is asked for the same: two copies into the caches, then its call on views of what is filled
-    (``enable_gqa`` where heads are grouped).
+    SDPA does the same work: two copies into the caches, and a call on views of the filled part with
+    `enable_gqa` for grouped heads.
     """
     shapes = [(1, 8, 8, 100), (1, 32, 8, 2000), (4, 32, 32, 2000)]
     for batch, heads, kv_heads, keys in shapes[:1] if quick else shapes:
@@ -101,19 +110,26 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
             ),
             "sdpa": functools.partial(_append_and_attend, q, k, v, new, keys),
         }
-        turns = [
+        rounds = [
             {name: elapsed_ms(run, 10, device) for name, run in runs.items()} for _ in range(31)
         ]
         for name in runs:
+            ratios = [times[name] / times["ours"] for times in rounds]
             yield {
-                "case": "decode", "batch": batch, "heads": heads, "kv_heads": kv_heads,
-                "keys": keys, "dim": 64, "impl": name,
-                "time_ms": statistics.median(turn[name] for turn in turns) / 10,
-                "ratio_p50": statistics.median(turn[name] / turn["ours"] for turn in turns),
-            }  # fmt: skip
+                "case": "decode",
+                "batch": batch,
+                "heads": heads,
+                "kv_heads": kv_heads,
+                "keys": keys,
+                "dim": 64,
+                "impl": name,
+                "time_ms": statistics.median(times[name] for times in rounds) / 10,
+                "ratio_p50": statistics.median(ratios),
+            }
 
 
 def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) -> Tensor:
+    """Append one key and value to the caches and call SDPA."""
     k[:, :, keys : keys + 1] = new
     v[:, :, keys : keys + 1] = new
     filled = k[:, :, : keys + 1], v[:, :, : keys + 1]
@@ -121,16 +137,16 @@ def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) 
 
 
 def naive_memory(device: str, quick: bool) -> Iterator[Row]:
-    """Attention written out, batch 8, one head: time, and memory held before the backward."""
+    """Yield time and saved memory of attention by its definition, for batch 8 and one head."""
     dims = (64,) if quick else (16, 32, 64, 128)
     seqs = (256, 512) if quick else (256, 1024, 4096, 8192, 16384)
     passes = 3 if quick or device == "cpu" else 100
     for dim, seq in itertools.product(dims, seqs):
         row: Row = {"case": "naive_memory", "batch": 8, "dim": dim, "seq": seq, "passes": passes}
-        # P is what softmax and the product after it both keep; q, k, v and the output besides.
+        # Autograd saves P, once for softmax and the product after it, and q, k, v and the output.
         predicted = 4 * (8 * seq * seq + 4 * 8 * seq * dim)
         row["predicted_mib"] = predicted / 2**20
-        # Scores, scaled scores and P stand together for a moment.
+        # Scores, scaled scores and P are allocated at the same time.
         if 3 * 4 * 8 * seq * seq > memory_bytes(device):
             yield {**row, **dict.fromkeys(("held_mib", "forward_ms", "backward_ms"), OUT_OF_MEMORY)}
             continue
@@ -139,7 +155,7 @@ def naive_memory(device: str, quick: bool) -> Iterator[Row]:
             for x in (q, k, v):
                 x.requires_grad_()
             forward = functools.partial(naive, q, k, v)
-            row["held_mib"] = held_bytes(forward) / 2**20
+            row["held_mib"] = saved_bytes(forward) / 2**20
             row["forward_ms"] = elapsed_ms(forward, passes, device)
             both = elapsed_ms(functools.partial(_forward_and_backward, q, k, v), passes, device)
             row["backward_ms"] = max(0.0, both - float(row["forward_ms"]))
@@ -149,17 +165,18 @@ def naive_memory(device: str, quick: bool) -> Iterator[Row]:
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention as it is written in the textbook."""
+    """Compute attention from its definition."""
     p: Tensor = ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1)
     return p @ v
 
 
 def _forward_and_backward(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Run one forward and backward pass of `naive`."""
     torch.autograd.grad(naive(q, k, v).sum(), (q, k, v))
 
 
 def flops(shape: tuple[int, int, int, int], which: str, is_causal: bool = True) -> float:
-    """4 · batch · heads · seq² · dim forward, half if causal; 2.5 times that backward."""
+    """Return the FLOPs of one pass by the formula in the module docstring."""
     batch, heads, seq, dim = shape
     forward = 4.0 * batch * heads * seq * seq * dim * (0.5 if is_causal else 1.0)
     return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[which]
@@ -167,7 +184,7 @@ def flops(shape: tuple[int, int, int, int], which: str, is_causal: bool = True) 
 
 @functools.cache
 def implementations(device: str, quick: bool, dim: int, dtype: torch.dtype) -> dict[str, Attention]:
-    """Causal attention by everyone who can do it here, ours first; compiled ones for this kind."""
+    """Return the available implementations of causal attention, ours first."""
     torch._dynamo.reset()
 
     def sdpa(*backends: SDPBackend) -> Attention:
@@ -205,6 +222,7 @@ def implementations(device: str, quick: bool, dim: int, dtype: torch.dtype) -> d
 
 
 def _flex() -> Attention:
+    """Return compiled FlexAttention with one cached block mask per sequence length."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled: Any = torch.compile(flex_attention)
@@ -221,8 +239,8 @@ def _flex() -> Attention:
     return run
 
 
-def _takes(name: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> bool:
-    """Whether it is worth asking: the half-precision kernels, and Python loops over long inputs."""
+def _is_supported(name: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> bool:
+    """Return True if the implementation supports the input in reasonable time."""
     if name in ("sdpa flash", "sdpa cudnn"):
         return dtype != torch.float32
     if name == "ours gluon":
@@ -236,16 +254,69 @@ def _takes(name: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> b
 def _compare(
     case: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, quick: bool
 ) -> Iterator[Row]:
-    """All implementations of one shape, taking turns."""
-    q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    """Yield the rows of all implementations of one shape, timed in interleaved rounds."""
     batch, heads, seq, dim = shape
     every = implementations(device, quick, dim, dtype)
-    runs: dict[tuple[str, str], Callable[[], Any]] = {}
+    runs, failures, peaks = _prepare_runs(every, shape, dtype, device)
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    for _ in range(3 if quick else 5):
+        for key, run in runs.items():
+            times[key].append(time_ms(run, device))
+    for which, name in itertools.product(PASSES, every):
+        head: Row = {
+            "case": case,
+            "dtype": str(dtype).removeprefix("torch."),
+            "batch": batch,
+            "heads": heads,
+            "seq": seq,
+            "dim": dim,
+            "pass": which,
+            "impl": name,
+        }
+        if name in failures:
+            columns = ("time_ms", "tflops", "ratio_p50", "ratio_p10", "ratio_p90", "peak_mib")
+            yield {**head, **dict.fromkeys(columns, failures[name])}
+        elif (name, which) in times:
+            ours = times["ours", which]
+            yield _row(head, shape, which, times[name, which], ours, peaks[name])
+
+
+def _row(
+    head: Row,
+    shape: tuple[int, int, int, int],
+    which: str,
+    times: list[float],
+    reference_times: list[float],
+    peak_mib: float,
+) -> Row:
+    """Return the row of one implementation and pass."""
+    ratios = sorted(t / r for t, r in zip(times, reference_times, strict=True))
+    milliseconds = statistics.median(times)
+    return {
+        **head,
+        "time_ms": milliseconds,
+        "tflops": flops(shape, which) / milliseconds / 1e9,
+        "ratio_p50": statistics.median(ratios),
+        "ratio_p10": ratios[len(ratios) // 10],
+        "ratio_p90": ratios[math.ceil(0.9 * len(ratios)) - 1],
+        "peak_mib": peak_mib,
+    }
+
+
+def _prepare_runs(
+    every: dict[str, Attention],
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[Runs, dict[str, str], dict[str, float]]:
+    """Return the runs of each implementation, the failures and the peak memory in MiB."""
+    q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    runs: Runs = {}
     failures: dict[str, str] = {}
     peaks: dict[str, float] = {}
     for name, attention in every.items():
-        if not _takes(name, dtype, shape):
+        if not _is_supported(name, dtype, shape):
             continue
         try:
             runs.update(_passes(name, attention, leaves, grad))
@@ -254,41 +325,16 @@ def _compare(
             failures[name] = OUT_OF_MEMORY
         except RuntimeError as error:
             failures[name] = str(error).splitlines()[0][:60]
-        for which in ("forward", "backward", "both"):
-            if name in failures:
-                runs.pop((name, which), None)
-    turns: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for _ in range(3 if quick else 5):
-        for key, run in runs.items():
-            turns[key].append(time_ms(run, device))
-    head: Row = {
-        "case": case, "dtype": str(dtype).removeprefix("torch."), "batch": batch, "heads": heads,
-        "seq": seq, "dim": dim,
-    }  # fmt: skip
-    for which, name in itertools.product(("forward", "backward", "both"), every):
-        row: Row = {**head, "pass": which, "impl": name}
         if name in failures:
-            columns = ("time_ms", "tflops", "ratio_p50", "ratio_p10", "ratio_p90", "peak_mib")
-            yield {**row, **dict.fromkeys(columns, failures[name])}
-        elif (name, which) in turns:
-            times = turns[name, which]
-            ratios = sorted(t / o for t, o in zip(times, turns["ours", which], strict=True))
-            milliseconds = statistics.median(times)
-            yield {
-                **row,
-                "time_ms": milliseconds,
-                "tflops": flops(shape, which) / milliseconds / 1e9,
-                "ratio_p50": statistics.median(ratios),
-                "ratio_p10": ratios[len(ratios) // 10],
-                "ratio_p90": ratios[math.ceil(0.9 * len(ratios)) - 1],
-                "peak_mib": peaks[name],
-            }
+            for which in PASSES:
+                runs.pop((name, which), None)
+    return runs, failures, peaks
 
 
 def _passes(
     name: str, attention: Attention, leaves: tuple[Tensor, ...], grad: Tensor
 ) -> dict[tuple[str, str], Callable[[], Any]]:
-    """Forward, backward and both, each once run."""
+    """Return the forward pass, the backward pass and both, after one run of each."""
     out = attention(*leaves)
     torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
@@ -305,16 +351,18 @@ def _passes(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table; write the rows as JSON if asked."""
+    """Print one table and write the rows as JSON if requested."""
     parser = argparse.ArgumentParser(prog="python -m flashattn2.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
     parser.add_argument("--json", type=Path, help="write the rows, and nothing else, to this file")
     parser.add_argument(
-        "--out", type=Path,
-        help="write OUT/DATE-cpu or -gpu/flashattn2.json, with the machine, and plots of the rows; "
-        "a full run with neither option does so in docs/results, or results where that is not",
-    )  # fmt: skip
+        "--out",
+        type=Path,
+        help="write OUT/DATE-cpu or -gpu/flashattn2.json with the machine, and plots of the rows; "
+        "a full run without --json and --out writes to docs/results, or to results if that folder "
+        "does not exist",
+    )
     arguments = parser.parse_args(argv)
     rows = bench(device=arguments.device, quick=arguments.quick)
     print(table(rows))
@@ -325,14 +373,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         docs = Path("docs/results")
         out = docs if docs.is_dir() else Path("results")
     if out:
-        given = sys.argv[1:] if argv is None else argv
-        command = ["python", "-m", "flashattn2.bench", *given]
+        options = sys.argv[1:] if argv is None else argv
+        command = ["python", "-m", "flashattn2.bench", *options]
         for path in record.write(rows, out, command, arguments.device):
             print(path)
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as aligned text, a block for each set of columns."""
+    """Return the rows as aligned text, with one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
@@ -343,4 +391,5 @@ def table(rows: list[Row]) -> str:
 
 
 def _cell(value: float | int | str) -> str:
+    """Return one cell of the table."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""``python -m flashattn2.bench``."""
+"""Entry point of `python -m flashattn2.bench`."""
 
 from flashattn2.bench import main
 

@@ -1,4 +1,4 @@
-"""Time and memory of a run, on a GPU or a CPU."""
+"""Measurement of the time and memory of a run, on a GPU or a CPU."""
 
 import itertools
 import time
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def time_ms(run: Callable[[], Any], device: str) -> float:
-    """One turn: the median that Triton's do_bench finds on a GPU, one run elsewhere."""
+    """Return the median time by Triton's `do_bench` on a GPU, or the time of one run on a CPU."""
     if device == "cuda":
         from triton.testing import do_bench
 
@@ -20,7 +20,7 @@ def time_ms(run: Callable[[], Any], device: str) -> float:
 
 
 def elapsed_ms(run: Callable[[], Any], passes: int, device: str) -> float:
-    """All passes together."""
+    """Return the total time of all passes."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -32,10 +32,10 @@ def elapsed_ms(run: Callable[[], Any], passes: int, device: str) -> float:
 
 
 def peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
-    """The most bytes that torch's allocator gives out during a run beyond what it had before.
+    """Return the peak of allocated bytes during a run, beyond those allocated before.
 
-    Counted, not sampled: on a CPU every allocation and release that the profiler sees, those inside
-    torch's own kernels among them.  So it is the same number every time.
+    On a CPU the profiler counts every allocation and release, including those inside torch's
+    kernels, so the result is reproducible.
     """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -50,24 +50,26 @@ def peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
     return max(0, *itertools.accumulate(changes, initial=0))
 
 
-def held_bytes(run: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass, each storage once, and the output."""
-    held: dict[int, int] = {}
+def saved_bytes(run: Callable[[], Tensor]) -> int:
+    """Return the bytes of the output and of the storages that autograd saves."""
+    storages: dict[int, int] = {}
 
-    def keep(x: Tensor) -> Tensor:
-        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    def record(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        keep(run().detach())
-    return sum(held.values())
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        record(run().detach())
+    return sum(storages.values())
 
 
 def memory_bytes(device: str) -> int:
-    """What a GPU has, or half of what this machine has free."""
+    """Return the memory of the GPU, or half of the machine's available memory."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[1]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):
             return 1024 * int(line.split()[1]) // 2
-    raise RuntimeError("/proc/meminfo has no MemAvailable; this bench needs Linux")
+    raise RuntimeError(
+        "expected a line MemAvailable in /proc/meminfo, got none; run the bench on Linux"
+    )

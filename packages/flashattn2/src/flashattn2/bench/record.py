@@ -1,4 +1,4 @@
-"""What a bench leaves behind: a dated JSON with the machine it ran on, and plots of its rows."""
+"""The record of a bench run: a dated JSON file with the machine, and plots of the rows."""
 
 import datetime
 import itertools
@@ -15,18 +15,18 @@ Row = dict[str, float | int | str]
 
 
 def write(rows: list[Row], out: Path, command: Sequence[str], device: str) -> list[Path]:
-    """``OUT/DATE-cpu`` or ``-gpu``: flashattn2.json, and the plots where matplotlib is installed.
+    """Write flashattn2.json to `OUT/DATE-cpu` or `-gpu`, and plots if matplotlib is installed.
 
-    Returns what was written.  Each file is complete or absent.
+    Returns the paths of the files.  The JSON file is written under another name and then renamed.
     """
     facts = environment(device)
     folder = out / f"{facts['date'][:10]}-{'gpu' if facts['gpus'] else 'cpu'}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "flashattn2.json"
-    beside = path.with_suffix(".part")
-    kept = {"environment": facts, "command": " ".join(command), "rows": rows}
-    beside.write_text(json.dumps(kept, indent=1) + "\n")
-    beside.replace(path)
+    part = path.with_suffix(".part")
+    record = {"environment": facts, "command": " ".join(command), "rows": rows}
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)
     try:
         return [path, *plot(rows, folder)]
     except ModuleNotFoundError:
@@ -34,7 +34,7 @@ def write(rows: list[Row], out: Path, command: Sequence[str], device: str) -> li
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What a number depends on besides the code."""
+    """Return the versions and the hardware that the results depend on."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -52,7 +52,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The name that the kernel gives it, or the architecture."""
+    """Return the processor's name in /proc/cpuinfo, or the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -60,7 +60,7 @@ def processor() -> str:
 
 
 def plot(rows: list[Row], folder: Path) -> list[Path]:
-    """TFLOP/s of each case, and the memory of attention written out; needs matplotlib."""
+    """Plot the TFLOP/s of each case and the memory of naive attention; needs matplotlib."""
     paths = []
     for case in ("flash", "train"):
         timed = [r for r in rows if r["case"] == case and not isinstance(r["time_ms"], str)]
@@ -73,6 +73,7 @@ def plot(rows: list[Row], folder: Path) -> list[Path]:
 
 
 def _plot_tflops(rows: list[Row], path: Path) -> Path:
+    """Plot TFLOP/s over the sequence length, with one panel per dtype, pass and head dim."""
     from matplotlib.figure import Figure
 
     panels = list(
@@ -91,7 +92,7 @@ def _plot_tflops(rows: list[Row], path: Path) -> Path:
                 if (r["dtype"], r["pass"], r["dim"], r["impl"]) == (*panel, dim, name)
             )
             if points:
-                # Ours is black, wherever it stands among the others.
+                # Ours is black in every plot.
                 color = "black" if name == "ours" else f"C{n - 1}"
                 axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=name)
         axes.set_title(f"{panel[1]}, {panel[0]}, head dim {dim}", fontsize=9)
@@ -113,19 +114,24 @@ def _plot_tflops(rows: list[Row], path: Path) -> Path:
 
 
 def _plot_memory(rows: list[Row], path: Path) -> Path:
+    """Plot the measured and predicted memory of naive attention over the sequence length."""
     from matplotlib.figure import Figure
 
     figure = Figure((6.5, 4.2), layout="constrained")
     axes = figure.subplots()
     for n, dim in enumerate(sorted({r["dim"] for r in rows}, key=float)):
-        mine = sorted((r for r in rows if r["dim"] == dim), key=lambda r: float(r["seq"]))
+        selected = sorted((r for r in rows if r["dim"] == dim), key=lambda r: float(r["seq"]))
+        measured = [r for r in selected if not isinstance(r["held_mib"], str)]
+        failed = [r for r in selected if isinstance(r["held_mib"], str)]
         axes.plot(
-            [r["seq"] for r in mine], [r["predicted_mib"] for r in mine],
-            color=f"C{n}", label=f"predicted, head dim {dim}",
-        )  # fmt: skip
-        held = [r for r in mine if not isinstance(r["held_mib"], str)]
-        failed = [r for r in mine if isinstance(r["held_mib"], str)]
-        axes.plot([r["seq"] for r in held], [r["held_mib"] for r in held], "o", color=f"C{n}")
+            [r["seq"] for r in selected],
+            [r["predicted_mib"] for r in selected],
+            color=f"C{n}",
+            label=f"predicted, head dim {dim}",
+        )
+        axes.plot(
+            [r["seq"] for r in measured], [r["held_mib"] for r in measured], "o", color=f"C{n}"
+        )
         axes.plot(
             [r["seq"] for r in failed], [r["predicted_mib"] for r in failed], "x", color=f"C{n}"
         )
@@ -134,8 +140,8 @@ def _plot_memory(rows: list[Row], path: Path) -> Path:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xlabel("sequence")
-    axes.set_ylabel("MiB held before the backward pass")
-    axes.set_title("Attention written out, batch 8, one head, float32", fontsize=10)
+    axes.set_ylabel("MiB saved for the backward pass")
+    axes.set_title("Naive attention, batch 8, one head, float32", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)

@@ -1,1 +1,1 @@
-"""Attention for other people's models."""
+"""Integrations with torch's SDPA and with transformers."""

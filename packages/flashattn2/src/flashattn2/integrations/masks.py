@@ -1,8 +1,8 @@
 """The attention mask of `flashattn2.integrations.transformers`: a description without storage.
 
 Note [A mask that cannot be misread]
-A model that never calls the attention function adds its mask to scores of its own.  A tensor of
-numbers would take part in that sum and hide nothing, without an error.  Therefore `AttentionMask`
+A model that does not call the attention function adds the mask to the scores it computes.  A tensor
+of numbers would be added and hide nothing, without an error.  Therefore `AttentionMask`
 is a tensor subclass without storage.  Operations that copy it or cut it along its dimensions
 return another `AttentionMask`; every other operation raises ValueError and names the model.
 """
@@ -17,9 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """The rows of ``(batch · seq)`` that are not padding, and the boundaries of their sequences."""
+    """The rows of `(batch · seq)` that are not padding, and the boundaries of their sequences."""
 
+    #: Indices of the query rows.
     queries: Tensor
+    #: Indices of the key rows.
     keys: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -27,23 +29,24 @@ class Packing:
 
 @dataclass(frozen=True)
 class Rule:
-    """All that an `AttentionMask` says apart from the sequence numbers of its keys.
+    """The contents of an `AttentionMask` except for the sequence numbers of its keys.
 
-    Query ``i`` stands at key ``first + i`` and sees the keys of its own sequence from ``left`` keys
-    before to ``right`` keys behind its position; None stands for no bound.
+    Query `i` is at the position of key `first + i`.  It sees the keys of its sequence from `left`
+    keys before to `right` keys after that position; None removes a bound.
     """
 
     seq_q: int
     first: int
     left: int | None
     right: int | None
-    #: Whether there is one sequence per batch entry and no padding.
+    #: True for one sequence per batch entry without padding.
     is_plain: bool
-    #: Whether a batch entry has several sequences.
+    #: True if a batch entry has several sequences.
     is_packed: bool = False
-    #: The name of the configuration of the model, for error messages.
+    #: The name of the model's configuration, for error messages.
     owner: str = "this model"
-    #: Why attention under this mask is refused.  Models also make masks that no layer uses.
+    #: The reason why attention under this mask raises an error.  The error is not raised before,
+    #: because models also make masks that no layer uses.
     refusal: str = ""
     heads: int = 1
     dtype: torch.dtype = torch.bool
@@ -55,9 +58,10 @@ class Rule:
 
 
 class AttentionMask(Tensor):
-    """A mask ``(batch, heads, seq_q, seq_k)`` that only flashattn2's attention function can read.
+    """A mask `(batch, heads, seq_q, seq_k)` that only flashattn2's attention function can read.
 
-    ``sequence`` is int32 ``(batch, seq_k)``: the number of each key's sequence, 0 for padding.
+    The attribute `sequence` is int32 `(batch, seq_k)`: the number of each key's sequence, or 0 for
+    padding.
     See Note [A mask that cannot be misread].
     """
 
@@ -118,9 +122,9 @@ class AttentionMask(Tensor):
         )
 
     def span(self) -> tuple[int, int | None, int | None]:
-        """Return how many keys are seen at all, and the band if the last query is at the last one.
+        """Return the number of visible keys, and the band relative to the last query and key.
 
-        `flash_attention` aligns the last query with the last key.
+        `flash_attention` aligns the last query with the last of these keys.
         """
         rule, seq_k = self.rule, self.shape[3]
         if not rule.is_bounded:
@@ -128,7 +132,7 @@ class AttentionMask(Tensor):
         end = rule.first + rule.seq_q
         count = seq_k
         if rule.right is not None:
-            # Keys behind all queries are room that a cache has left.
+            # Keys after all queries are unused capacity of a cache.
             count = max(0, min(seq_k, end + rule.right))
         shift = end - count
         left = None if rule.left is None else rule.left - shift
@@ -138,6 +142,7 @@ class AttentionMask(Tensor):
         return count, left, right
 
     def _misaligned(self) -> ValueError:
+        """Return the error for queries that do not end at the last key."""
         rule = self.rule
         return ValueError(
             f"{rule.seq_q} queries from position {rule.first} on do not end at the last of the "
@@ -153,6 +158,7 @@ class AttentionMask(Tensor):
         return packing
 
     def _pack(self) -> Packing:
+        """Find the rows that are not padding and number their sequences."""
         rule, batch = self.rule, len(self.sequence)
         sequence = self.sequence[:, : self.span()[0]]
         most = int(sequence.amax()) + 1 if sequence.numel() else 1
@@ -164,14 +170,15 @@ class AttentionMask(Tensor):
             if of_query.shape[1] != rule.seq_q:
                 raise self._misaligned()
         else:
-            # All queries see all keys: a query belongs to the sequence of any key.
+            # All queries see all keys, so a query belongs to the sequence of any key.
             of_query = number.amax(1, keepdim=True).expand(batch, rule.seq_q)
-        kept_k, kept_q = (x.flatten().ge(0).nonzero().squeeze(1) for x in (number, of_query))
-        sequences, counts_k = number.flatten()[kept_k].unique(return_counts=True)
-        index = torch.searchsorted(sequences, of_query.flatten()[kept_q])
+        keys = number.flatten().ge(0).nonzero().squeeze(1)
+        queries = of_query.flatten().ge(0).nonzero().squeeze(1)
+        sequences, counts_k = number.flatten()[keys].unique(return_counts=True)
+        index = torch.searchsorted(sequences, of_query.flatten()[queries])
         counts_q = torch.bincount(index, minlength=len(sequences))
         bounds = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (counts_q, counts_k)]
-        return Packing(kept_q, kept_k, *bounds)
+        return Packing(queries, keys, *bounds)
 
     def split_at(self, cu_seqlens: Tensor) -> "AttentionMask":
         """Return the mask that also separates the packed sequences with these boundaries."""
@@ -182,24 +189,31 @@ class AttentionMask(Tensor):
         return mask
 
     def _split(self, cu_seqlens: Tensor) -> "AttentionMask":
+        """Return the mask with the sequences that the boundaries separate."""
         batch, _, seq_q, seq_k = self.shape
         bounds = cu_seqlens.to(self.sequence.device)
         ends = torch.arange(0, batch + 1, device=bounds.device) * seq_k
-        good = seq_q == seq_k and self.rule.first == 0 and bounds.dim() == 1 and len(bounds) > 0
-        # Each batch entry ends where a sequence ends.
-        if not (good and bounds[0] == 0 and bounds[-1] == ends[-1] and (bounds.diff() >= 0).all()
-                and torch.isin(ends, bounds).all()):  # fmt: skip
+        is_valid = seq_q == seq_k and self.rule.first == 0 and bounds.dim() == 1 and len(bounds) > 0
+        if is_valid:
+            # Each batch entry must end at a boundary.
+            is_valid = bool(
+                bounds[0] == 0
+                and bounds[-1] == ends[-1]
+                and (bounds.diff() >= 0).all()
+                and torch.isin(ends, bounds).all()
+            )
+        if not is_valid:
             raise ValueError(
-                f"cu_seq_lens are {cu_seqlens.tolist()} for {batch} x {seq_q} queries and {seq_k} "
-                "keys; expected boundaries that rise from 0 to all rows, without a cache"
+                "expected cu_seq_lens to rise from 0 to the number of rows, without a cache, got "
+                f"{cu_seqlens.tolist()} for {batch} x {seq_q} queries and {seq_k} keys"
             )
         rows = torch.arange(batch * seq_k, device=bounds.device)
         number = (
             torch.bucketize(rows, bounds[1:].contiguous(), right=True).int().view(batch, -1) + 1
         )
         if self.rule.is_packed:
-            same = [x[:, 1:] == x[:, :-1] for x in (number, self.sequence)]
-            if not torch.equal(*same):
+            neighbors = [x[:, 1:] == x[:, :-1] for x in (number, self.sequence)]
+            if not torch.equal(*neighbors):
                 raise ValueError(
                     "cu_seq_lens and position_ids separate the packed sequences differently; "
                     "pass the ones that your data collator made together"
@@ -211,7 +225,7 @@ class AttentionMask(Tensor):
         return AttentionMask(number * (self.sequence > 0), rule)
 
     def check_positions(self, position_ids: Tensor) -> None:
-        """Raise ValueError if the positions start again within what the mask calls one sequence."""
+        """Raise ValueError if the positions restart within a sequence of the mask."""
         batch, _, seq_q, _ = self.shape
         shape = tuple(position_ids.shape)
         if seq_q < 2 or shape not in ((1, seq_q), (batch, seq_q)):
@@ -224,7 +238,7 @@ class AttentionMask(Tensor):
             within = (number[:, 1:] == number[:, :-1]) & (number[:, 1:] > 0)
             if (falls & within).any():
                 raise ValueError(
-                    "position_ids start again within a sequence, as for packed sequences, but "
+                    "position_ids restart within a sequence, as for packed sequences, but "
                     "transformers made a mask of one sequence; to pack, pass position_ids without "
                     "attention_mask and with use_cache=False, or cu_seq_lens_q and cu_seq_lens_k"
                 )
@@ -232,21 +246,26 @@ class AttentionMask(Tensor):
 
 
 def _copy(mask: AttentionMask, *_: Any, **__: Any) -> AttentionMask:
+    """Return a mask that shares the cached packing."""
     copy = AttentionMask(mask.sequence, mask.rule)
     copy._cache = mask._cache
     return copy
 
 
 def _to(mask: AttentionMask, *_: Any, **options: Any) -> AttentionMask:
+    """Return the mask with another dtype or on another device."""
     dtype = options.get("dtype") or mask.rule.dtype
     device = options.get("device") or mask.device
     return AttentionMask(mask.sequence.to(device), replace(mask.rule, dtype=dtype))
 
 
 def _slice(
-    mask: AttentionMask, dim: int = 0, start: int | None = None, end: int | None = None,
+    mask: AttentionMask,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
     step: int = 1,
-) -> AttentionMask | None:  # fmt: skip
+) -> AttentionMask | None:
     """Cut the mask along one dimension; None if the cut has a step."""
     dim %= 4
     start, end, step = slice(start, end, step).indices(mask.shape[dim])
@@ -265,6 +284,7 @@ def _slice(
 
 
 def _split(mask: AttentionMask, sizes: Any, dim: int = 0) -> list[AttentionMask | None]:
+    """Cut the mask into consecutive parts along one dimension."""
     length = mask.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]

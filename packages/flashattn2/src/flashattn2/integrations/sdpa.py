@@ -1,12 +1,15 @@
-"""A drop-in for `torch.nn.functional.scaled_dot_product_attention`: its signature and alignment."""
+"""A drop-in replacement for `torch.nn.functional.scaled_dot_product_attention`."""
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn2.attention import flash_attention
-from flashattn2.problem import check_tensors
+from flashattn2.autocast import cast_for_autocast
+from flashattn2.explanation import find_torch_reason
+from flashattn2.validation import check_tensors
 
 
 def sdpa(
@@ -19,69 +22,86 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of ``(..., heads, seq_q, dim)``, as torch's own function of these arguments.
+    """Compute attention of `(..., heads, seq_q, dim)` with torch's signature and alignment.
 
-    Causal attention is aligned at the top left, as there: query ``i`` sees keys ``0 .. i``
+    Causal attention is aligned at the top left, as in torch: query `i` sees keys 0 to `i`
     (`flash_attention` aligns the last query with the last key).  Leading dimensions broadcast, and
-    ``key`` and ``value`` may have fewer heads only with ``enable_gqa``.
+    `key` and `value` may have fewer heads only with `enable_gqa`.
 
-    Raises ValueError for an ``attn_mask`` or dropout: attention here takes neither.
+    A call with an `attn_mask`, dropout or another argument that flashattn2 does not support runs
+    torch's own function, without an error.  `explain(..., attn_mask=..., dropout_p=...)` returns
+    the reason.
     """
-    check_tensors(query=query, key=key, value=value)
-    if attn_mask is not None:
-        raise ValueError(
-            "attn_mask is not None, and no mask is read here: use is_causal, the window of "
-            "flash_attention, or flash_attention_varlen for padding"
+    if find_torch_reason(query, key, value, attn_mask, dropout_p, scale) is not None:
+        return F.scaled_dot_product_attention(
+            *(query, key, value, attn_mask, dropout_p, is_causal),
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
-    if dropout_p:
-        raise ValueError(f"dropout_p is {dropout_p}, and there is no dropout here; give 0.0")
+    check_tensors(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; give (..., heads, seq, dim)")
+            raise ValueError(
+                f"expected {name} to be (..., heads, seq, dim), got shape {tuple(x.shape)}"
+            )
+    # Under autocast, torch casts tensors of different dtypes.
+    query, key, value = cast_for_autocast(query, key, value)
     if isinstance(scale, (int, float)) and scale <= 0:
-        # Scores are made with a positive scale; the sign, or nought, is the queries'.
-        query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
-    plain = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0]
-    if not plain or (query.shape[1] != key.shape[1] and not enable_gqa):
+        # `flash_attention` needs a positive scale: apply the sign, or zero, to the queries.
+        if scale == 0:
+            query, scale = query * 0.0, 1.0
+        else:
+            query, scale = -query, -scale
+    is_batched = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0]
+    if not is_batched or (query.shape[1] != key.shape[1] and not enable_gqa):
         return _broadcast(query, key, value, is_causal, scale, enable_gqa)
     if not is_causal:
         return flash_attention(query, key, value, scale=scale)
     seq_q, seq_k = query.shape[2], key.shape[2]
     if seq_k > seq_q:
-        # Nobody sees the keys beyond the last query.
-        key, value, seq_k = key[:, :, :seq_q], value[:, :, :seq_q], seq_q
+        # No query sees the keys after the last query.
+        key, value = key[:, :, :seq_q], value[:, :, :seq_q]
+        seq_k = seq_q
     if seq_k == seq_q:
         return flash_attention(query, key, value, is_causal=True, scale=scale)
     return flash_attention(query, key, value, window=(None, seq_q - seq_k), scale=scale)
 
 
 def _broadcast(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
-    """Any leading dimensions, as ``(batch, heads, seq, dim)`` and back."""
+    """Broadcast the leading dimensions, call `sdpa` on four dimensions and restore them."""
     tensors = (query, key, value)
-    if gqa:
-        if min(x.dim() for x in tensors) < 3:
-            raise ValueError("enable_gqa needs (..., heads, seq, dim): at least three dimensions")
-        leading = _common(*(x.shape[:-3] for x in tensors))
-        shapes = [(*leading, *x.shape[-3:]) for x in tensors]
-    else:
-        leading = _common(*(x.shape[:-2] for x in tensors))
-        shapes = [(*leading, *x.shape[-2:]) for x in tensors]
-    # (batch, heads, seq, dim): heads are the last of the leading dimensions, if there are any.
-    q, k, v = (
-        x.expand(shape).reshape(math.prod(shape[:-3]), *((1,) * (3 - len(shape))), *shape[-3:])
-        for x, shape in zip(tensors, shapes, strict=True)
-    )
+    # With grouped-query attention, the dimension of heads does not broadcast.
+    num_trailing = 3 if enable_gqa else 2
+    if min(x.dim() for x in tensors) < num_trailing:
+        raise ValueError(
+            "expected at least three dimensions (..., heads, seq, dim) with enable_gqa, got "
+            f"shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
+        )
+    leading = _broadcast_shapes(*(x.shape[:-num_trailing] for x in tensors))
+    expanded = []
+    for x in tensors:
+        shape = (*leading, *x.shape[-num_trailing:])
+        batch = math.prod(shape[:-3])
+        ones = (1,) * (3 - len(shape))
+        expanded.append(x.expand(shape).reshape(batch, *ones, *shape[-3:]))
+    q, k, v = expanded
     out = sdpa(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
-    return out.reshape(*shapes[0][:-1], value.shape[-1])
+    return out.reshape(*leading, *query.shape[-num_trailing:-1], value.shape[-1])
 
 
-def _common(*shapes: torch.Size) -> tuple[int, ...]:
+def _broadcast_shapes(*shapes: torch.Size) -> tuple[int, ...]:
+    """Return the common shape, or raise ValueError if the shapes do not broadcast."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError as error:
         raise ValueError(
-            f"query, key and value have leading dimensions {', '.join(map(str, shapes))}; they "
+            f"query, key and value have leading dimensions {', '.join(map(str, shapes))}, which "
             "must broadcast to each other (enable_gqa=True lets heads differ)"
         ) from error

@@ -1,9 +1,9 @@
-"""Attention for the models of transformers: ``attn_implementation="linear_memory"``.
+"""Attention for the models of transformers: `attn_implementation="linear_memory"`.
 
-A model describes twice what its queries may see: by options of the attention function and by a
-mask.  Only the mask is complete, and it alone is followed: `keys_of` evaluates the mask function
-tile by tile and either finds the band, the packed sequences and the padding that make the mask,
-exactly, or raises an error.  Padding is removed before attention, so no time is spent on it.
+A model describes the visible keys twice: by options of the attention function and by a mask.  Only
+the mask is complete, so attention follows the mask alone: `make_mask` finds the band, the packed
+sequences and the padding that equal the mask exactly, or attention raises an error.  Padding is
+removed before attention.
 """
 
 import functools
@@ -15,39 +15,39 @@ import torch
 from torch import Tensor
 
 from flashattn2.attention import flash_attention, flash_attention_varlen
+from flashattn2.autocast import cast_for_autocast
+from flashattn2.integrations.mask_functions import Grid, Pattern, find_pattern
 from flashattn2.integrations.masks import AttentionMask, Packing, Rule
 
-# Rows of the mask that are evaluated at a time: memory stays linear in the sequence.
-ROWS = 256
-# Options that change the result and that this attention does not have.
+#: Options that change the result and that this attention does not support.
 REFUSED = ("position_bias", "cache", "head_mask", "indices", "block_indices", "score_mod")
-# Models whose recurrent layers carry the attention of left padding into the tokens behind it.
+#: Configurations whose recurrent layers carry the output of left padding into the tokens after it.
 READS_PADDING = ("RecurrentGemmaConfig",)
-# Tensors that models pass along and that no attention function needs.
+#: Tensors that models pass along and that no attention function needs.
 IGNORED = ("num_items_in_batch", "cache_position", "seq_idx", "max_length_q", "max_length_k")
 
 
 def register(name: str = "linear_memory") -> None:
-    """Make ``attn_implementation=name`` known to transformers; needs version 5 or newer.
+    """Register `attn_implementation=name` with transformers 5 or newer.
 
-    transformers calls the package flash-attn for every name that contains "flash".
+    The name must not contain "flash": transformers calls the package flash-attn for such names.
     """
     if "flash" in name:
         raise ValueError(
-            f"expected a name without 'flash', got {name!r}, which transformers takes for the "
-            "package flash-attn; choose another"
+            f"expected a name without 'flash', got {name!r}: transformers reserves such names for "
+            "the package flash-attn"
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, keys_of)
+    AttentionMaskInterface.register(name, make_mask)
     _refuse_tables_of_classes(name)
 
 
 def _refuse_tables_of_classes(name: str) -> None:
-    """Let models that look up their attention in a table of classes raise an error with the reason.
+    """Make models that look up their attention in a table of classes raise a clear error.
 
-    Falcon and GPT-J are such models: they would raise ``KeyError: 'linear_memory'``.
+    Falcon and GPT-J are such models: they would raise `KeyError: 'linear_memory'`.
     """
     from transformers import PreTrainedModel
 
@@ -68,18 +68,30 @@ def _refuse_tables_of_classes(name: str) -> None:
 
 
 def attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
-    s_aux: Tensor | None = None, position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend as transformers asks: ``(batch, heads, seq, dim)`` to ``(batch, seq, heads, dim)``."""
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of `(batch, heads, seq, dim)` and return `(batch, seq, heads, dim)`."""
     if dropout:
         raise ValueError(
             f"expected no attention dropout, got {dropout}; set it to 0.0 in the configuration"
         )
     _check_options(others)
+    # Under autocast, a norm of the queries may leave q, k and v in different dtypes.
+    query, key, value = cast_for_autocast(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}
     mask = attention_mask
     if mask is None:
@@ -89,34 +101,41 @@ def attention(
         if cu_seq_lens_q is None and cu_seq_lens_k is None:
             out = flash_attention(query, key, value, window=(left, right), **options)
             return _rows_first(out), None
-        batch, seq_q, seq_k = len(query), query.shape[2], key.shape[2]
-        sequence = torch.ones((batch, seq_k), dtype=torch.int32, device=query.device)
+        seq_q, seq_k = query.shape[2], key.shape[2]
+        sequence = torch.ones((len(query), seq_k), dtype=torch.int32, device=query.device)
         mask = AttentionMask(sequence, Rule(seq_q, seq_k - seq_q, left, right, True))
     if not isinstance(mask, AttentionMask):
         raise ValueError(
-            f"a mask of shape {tuple(mask.shape)} was not made by flashattn2's own mask "
-            "function, and is not read; give padding as a mask of shape (batch, seq), or use "
-            'attn_implementation="sdpa"'
+            f"expected a mask made by flashattn2, got a tensor of shape {tuple(mask.shape)}; pass "
+            'padding as a mask of shape (batch, seq), or use attn_implementation="sdpa"'
         )
     return _attend(query, key, value, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k, options)
 
 
 def _check_options(others: dict[str, Any]) -> None:
     """Raise ValueError for options of the attention function that would change its result."""
-    for option, given in others.items():
-        is_unknown = isinstance(given, Tensor) and option not in IGNORED
-        if given is not None and (option in REFUSED or is_unknown):
-            raise ValueError(f"flashattn2 takes no {option}; use another attn_implementation")
+    for option, value in others.items():
+        is_unknown = isinstance(value, Tensor) and option not in IGNORED
+        if value is not None and (option in REFUSED or is_unknown):
+            raise ValueError(
+                f"flashattn2 does not support {option}; use another attn_implementation"
+            )
     if others.get("output_attentions"):
-        raise ValueError('flashattn2 keeps no attention weights; use attn_implementation="eager"')
+        raise ValueError('flashattn2 returns no attention weights; use attn_implementation="eager"')
 
 
 @torch.compiler.disable(reason="a mask's values decide")  # type: ignore[untyped-decorator]
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, position_ids: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: dict[str, Any],
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention under a mask of `keys_of`."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    position_ids: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Compute attention under a mask of `make_mask`."""
     if mask.rule.refusal:
         raise ValueError(f'{mask.rule.refusal}; use attn_implementation="sdpa"')
     batch, heads, seq_q, _ = query.shape
@@ -135,8 +154,8 @@ def _attend(
             or not torch.equal(cu_seqlens_q, cu_seqlens_k)
         ):
             raise ValueError(
-                f"cu_seq_lens_q is {cu_seqlens_q} and cu_seq_lens_k {cu_seqlens_k}; expected the "
-                "same boundaries twice"
+                f"expected cu_seq_lens_q and cu_seq_lens_k to be equal, got {cu_seqlens_q} and "
+                f"{cu_seqlens_k}"
             )
         mask = mask.split_at(cu_seqlens_q)
     if position_ids is not None:
@@ -150,7 +169,7 @@ def _attend(
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: dict[str, Any]) -> Tensor:
-    """Attention without the padding, ``(batch, seq, heads, dim)``; zeros where it was."""
+    """Compute attention without padding and return `(batch, seq, heads, dim)`, zero for padding."""
     batch, heads, seq_q, _ = q.shape
     out = q.new_zeros((batch * seq_q, heads, v.shape[-1]))
     if len(packing.cu_seqlens_q) > 1:
@@ -166,122 +185,76 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: dict[str
 
 
 def _rows_first(out: Tensor) -> Tensor:
+    """Return `(batch, heads, seq, dim)` as contiguous `(batch, seq, heads, dim)`."""
     return out.transpose(1, 2).contiguous()
 
 
 @torch.compiler.disable(reason="a mask's values decide")  # type: ignore[untyped-decorator]
-def keys_of(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0, mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None, use_vmap: bool = False,
-    device: torch.device | str = "cpu", config: Any = None, **_: Any,
-) -> AttentionMask:  # fmt: skip
-    """Return the mask that transformers asks for, as a description of what it hides.
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> AttentionMask:
+    """Return the mask that transformers requests, as a description of the hidden keys.
 
-    Attention under a mask that is not a band over packed or padded sequences raises ValueError.
+    A mask that is not a band over packed or padded sequences is returned with the reason; attention
+    under such a mask raises ValueError.
     """
     from transformers import masking_utils
 
-    first_query, first_key = int(q_offset), int(kv_offset)
+    grid = Grid(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), device, use_vmap)
     function = mask_function or masking_utils.causal_mask_function
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, first_key)
-    ahead = first_query - first_key
-    ones = torch.ones((batch_size, kv_length), dtype=torch.int32, device=device)
-    sequence = ones
-    left: int | None = None
-    right: int | None = None
+    pattern = Pattern(right=0)
     refusal = ""
-    if function is masking_utils.causal_mask_function:
-        right = 0
-    elif function is not masking_utils.bidirectional_mask_function:
-
-        def rows(first: int, last: int) -> Tensor:
-            mask: Any = masking_utils.sdpa_mask(
-                batch_size, last - first, kv_length, first_query + first, first_key, function,
-                allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-            )  # fmt: skip
-            seen: Tensor = mask[:, 0]
-            return seen
-
-        found = _read(rows, batch_size, q_length, kv_length, ahead, ones)
-        if found is None:
+    if function is not masking_utils.causal_mask_function:
+        found_pattern = find_pattern(function, grid)
+        if found_pattern is None:
             refusal = (
                 "this mask is not a band (causal, sliding window) over packed sequences, and "
                 "flashattn2 would not follow it"
             )
-        else:
-            sequence, left, right = found
+        pattern = found_pattern or Pattern()
+    sequence = pattern.sequence
+    if sequence is None:
+        sequence = torch.ones((batch_size, kv_length), dtype=torch.int32, device=device)
     is_packed = bool((sequence > 1).any())
-    is_plain = not is_packed
-    kind = type(config).__name__
+    has_padding = False
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, grid.first_key)
     if padding is not None:
-        # It is indexed by position, as the mask function is.
-        kept = padding[:, first_key : first_key + kv_length].to(sequence.device)
-        if not kept.all():
-            refusal = refusal or _why_not_padding(kept, left, right, kind)
-            sequence, is_plain = sequence * kept, False
-    owner = "this model" if config is None else f"the model of {kind}"
-    rule = Rule(q_length, ahead, left, right, is_plain, is_packed, owner, refusal)
+        # The padding mask is indexed by position.
+        is_token = padding[:, grid.first_key : grid.first_key + kv_length].to(sequence.device)
+        has_padding = not is_token.all()
+        if has_padding:
+            refusal = refusal or _find_padding_obstacle(is_token, pattern, type(config).__name__)
+            sequence = sequence * is_token
+    owner = "this model" if config is None else f"the model of {type(config).__name__}"
+    is_plain = not is_packed and not has_padding
+    rule = Rule(
+        *(q_length, grid.shift, pattern.left, pattern.right),
+        *(is_plain, is_packed, owner, refusal),
+    )
     return AttentionMask(sequence, rule)
 
 
-def _read(
-    rows: Callable[[int, int], Tensor],
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    ahead: int,
-    sequence: Tensor,
-) -> tuple[Tensor, int | None, int | None] | None:
-    """Return the packed sequences and the band that make this mask exactly, or None.
-
-    Only one candidate is possible: a sequence ends where neighbors do not see each other, and the
-    band reaches as far as any query sees.  Every entry of the mask is then compared with it.
-    """
-    starts = range(0, q_length, ROWS)
-    tiles = [(first, min(first + ROWS, q_length)) for first in starts]
-    keys = torch.arange(kv_length, device=sequence.device)
-    if ahead == 0 and q_length == kv_length:
-        before = torch.ones((batch, kv_length), dtype=torch.int32, device=sequence.device)
-        for first, last in tiles:
-            mask = rows(first, last)
-            at = torch.arange(max(first, 1), last, device=sequence.device)
-            before[:, at] *= ~mask[:, at - first, at - 1]
-            at = torch.arange(first, min(last, kv_length - 1), device=sequence.device)
-            before[:, at + 1] *= ~mask[:, at - first, at + 1]
-        sequence = before.cumsum(1, dtype=torch.int32)
-    reach = [-1, -1]
-    for first, last in tiles:
-        distance = torch.arange(first, last, device=keys.device)[:, None] + ahead - keys
-        far = torch.where(rows(first, last), distance, 0)
-        reach = [max(reach[0], int(far.amax())), max(reach[1], int((-far).amax()))]
-    for first, last in tiles:
-        at = torch.arange(first, last, device=keys.device)
-        distance = at[:, None] + ahead - keys
-        band = (distance <= reach[0]) & (-distance <= reach[1])
-        if ahead == 0 and q_length == kv_length:
-            band = band & (sequence[:, at, None] == sequence[:, None, :])
-        if not torch.equal(rows(first, last), band.expand(batch, -1, -1)):
-            return None
-    # A bound that no query reaches is none.
-    longest = ahead + q_length
-    if ahead == 0 and q_length == kv_length:
-        longest = max(int(torch.bincount(row).amax()) for row in sequence)
-    left = None if reach[0] >= longest - 1 else reach[0]
-    right = None if reach[1] >= kv_length - 1 - ahead else reach[1]
-    return sequence, left, right
-
-
-def _why_not_padding(kept: Tensor, left: int | None, right: int | None, kind: str) -> str:
-    """Return why this padding, 0 in ``kept``, cannot be removed; an empty string if it can."""
-    if kind in READS_PADDING and (kept.int().diff(dim=1) > 0).any():
-        return f"the layers of {kind} that are not attention read the padding before a sequence"
-    if left is None and right in (None, 0):
+def _find_padding_obstacle(is_token: Tensor, pattern: Pattern, config: str) -> str:
+    """Return why this padding cannot be removed, or an empty string if it can."""
+    steps = is_token.int().diff(dim=1)
+    if config in READS_PADDING and (steps > 0).any():
+        return f"the layers of {config} that are not attention read the padding before a sequence"
+    if pattern.left is None and pattern.right in (None, 0):
         return ""
-    # Without its padding a sequence is shorter: a window would reach past a hole in its middle.
-    edges = kept.int().diff(dim=1).abs().sum(1)
-    whole = (edges <= 1) | ((edges == 2) & ~kept[:, 0] & ~kept[:, -1])
-    if whole.all():
+    # Removing padding in the middle of a sequence would let a window extend over the hole.
+    edges = steps.abs().sum(1)
+    is_padded_outside = (edges == 2) & ~is_token[:, 0].bool() & ~is_token[:, -1].bool()
+    if ((edges <= 1) | is_padded_outside).all():
         return ""
     return (
         "the padding mask has holes between tokens, and the attention a window, which would reach "

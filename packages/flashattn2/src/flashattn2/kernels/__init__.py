@@ -1,1 +1,1 @@
-"""Triton kernels; imported only where they run, since importing triton is not free."""
+"""The Triton kernels, imported only before they run because importing triton is slow."""

@@ -1,30 +1,29 @@
-"""The backward pass: Algorithm 2 as two kernels, or as one with atomics.
+"""The backward pass: Algorithm 2 as two kernels, or as one kernel with atomic additions.
 
-Notable: the deterministic backward runs `dkdv_kernel` and `dq_kernel`, seven matrix products in
-all, and in float32 without matrix units two more before them (`rows.py`).  The atomic one, for half
-precision, adds dQ from inside the first: five products, and sums in any order.  Where there are
-fewer tiles than processors, the loop of each is split among several programs that write float32
-parts, summed in a fixed order.
+The deterministic backward pass runs `dkdv_kernel` and `dq_kernel` with seven matrix products, and
+in float32 without matrix units two more products before them (`row_sums.py`).  The atomic backward
+pass, for half precision, accumulates dQ in `dkdv_kernel`: five products, and sums in varying order.
+With fewer tiles than processors, the loop of each tile is split among several programs that write
+partial sums in float32, which are added in a fixed order.
 """
 
 import torch
 from torch import Tensor
 
-from flashattn2.kernels import launch
-from flashattn2.kernels import rows as of_rows
+from flashattn2.kernels import launch, row_sums
 from flashattn2.kernels.configs import has_atomic
 from flashattn2.kernels.dkdv import dkdv_kernel
 from flashattn2.kernels.dq import dq_kernel
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
-    grad_lse: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, score: Score,
+    grad_lse: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
     precision: str, deterministic: bool, split_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v."""
-    dq, dk, dv = (launch.like(x) for x in (q, k, v))
+    """Return the gradients of q, k and v."""
+    dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, out, grad_out = launch.rows_contiguous(q, k, v, out, grad_out)
@@ -33,30 +32,30 @@ def backward(
     batch, heads, rows = q.shape[:3]
     kv_heads, seq_k = k.shape[1:3]
     by_key = launch.plan(
-        "atomic" if atomic else "dkdv", precision, score, q, k, v, grad_out,
+        "atomic" if atomic else "dkdv", precision, spec, q, k, v, grad_out,
         packed=packed, split_size=split_size,
     )  # fmt: skip
     lse = lse.contiguous()
-    meta = by_key.meta(q, v, score, packed, atomic)
+    meta = by_key.meta(q, v, spec, packed, atomic)
     if meta.EXACT:
-        norm, delta = of_rows.norm_and_delta(
-            q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, score, precision, split_size
+        norm, delta = row_sums.norm_and_delta(
+            q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, spec, precision, split_size
         )
     else:
-        norm, delta = None, of_rows.delta(out, grad_out, grad_lse, lse)
+        norm, delta = None, row_sums.delta(out, grad_out, grad_lse, lse)
     sums, sizes = (lse, delta, norm), (heads // kv_heads, rows, seq_k)
-    numbers = launch.numbers(score, meta.EXACT)
+    numbers = launch.score_factors(spec, meta.EXACT)
 
     dq_sum = torch.zeros_like(dq, dtype=torch.float32) if atomic else dq
     tile, splits = by_key.tile, by_key.splits
     tiles = launch.tiles_of(k, cu_k, tile.block_n)
-    to_dk, to_dv = launch.parts(dk, splits), launch.parts(dv, splits)
+    to_dk, to_dv = launch.split_outputs(dk, splits), launch.split_outputs(dv, splits)
     dkdv_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         *by_key.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
         sums, dq_sum, to_dk, to_dv, launch.strides(q, k, v, grad_out, dq_sum, to_dk, to_dv),
-        launch.cuts(cu_q, cu_k), (tiles, kv_heads, *sizes), numbers, meta,
+        launch.sequence_bounds(cu_q, cu_k), (tiles, kv_heads, *sizes), numbers, meta,
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
@@ -66,17 +65,17 @@ def backward(
         return dq.copy_(dq_sum), dk, dv
 
     by_query = launch.plan(
-        "dq", precision, score, q, k, v, grad_out, packed=packed, split_size=split_size
+        "dq", precision, spec, q, k, v, grad_out, packed=packed, split_size=split_size
     )
     tile, splits = by_query.tile, by_query.splits
     tiles = launch.tiles_of(q, cu_q, tile.block_m)
-    to_dq = launch.parts(dq, splits)
+    to_dq = launch.split_outputs(dq, splits)
     dq_kernel[launch.grid(tiles, batch * heads, splits)](
         *by_query.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
-        sums, to_dq, launch.strides(q, k, v, grad_out, to_dq), launch.cuts(cu_q, cu_k),
-        (tiles, heads, *sizes), numbers, by_query.meta(q, v, score, packed),
+        sums, to_dq, launch.strides(q, k, v, grad_out, to_dq), launch.sequence_bounds(cu_q, cu_k),
+        (tiles, heads, *sizes), numbers, by_query.meta(q, v, spec, packed),
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:

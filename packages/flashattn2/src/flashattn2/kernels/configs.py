@@ -1,9 +1,9 @@
-"""Tile sizes: one for each kernel, way of loading, precision and head dim, and how it is pruned.
+"""Tile sizes for each kernel, loading method, precision and head dim, and their pruning.
 
-Notable: the sizes are data, a file of `tables` for each architecture.  The tests compile every tile
-for sm_90 and sm_80 with each option that it may meet, and refuse one that does work twice, spills
-more than a few bytes or leaves the matrix units idle.  A GPU with less shared memory gets the same
-tile with fewer stages, then with fewer rows.
+The sizes are data: one file in `tables` per architecture, written by `tests/tune.py`.  The tests
+compile every tile for sm_90 and sm_80 with each option, and reject a tile that does work twice,
+spills more than a few bytes or does not use the matrix units.  On a GPU with less shared memory, a
+tile is pruned to fewer stages and then to fewer rows.
 """
 
 import json
@@ -13,20 +13,22 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a query tile and of a key tile, warps of a program, stages of the load pipeline.
+    """The tile sizes and compiler options of one kernel."""
 
-    ``registers`` are those that a thread may use, where ptxas is not to choose.
-    """
-
+    #: Rows of a query tile.
     block_m: int
+    #: Rows of a key tile.
     block_n: int
+    #: Warps per program.
     num_warps: int
+    #: Stages of the pipeline of loads.
     num_stages: int
+    #: Maximum number of registers per thread; None lets ptxas choose.
     registers: int | None = None
 
     @property
     def compiler_options(self) -> dict[str, int]:
-        """As Triton takes them."""
+        """Return the options that Triton accepts at launch."""
         options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -37,24 +39,24 @@ class Tile:
         return options
 
 
-# What a thread may use at most.  Left to itself, ptxas stops many kernels at 80, 128 or 168 so that
-# more programs fit, and spills a few bytes for it: see `sizes`.
+#: Maximum number of registers per thread.  By default ptxas stops many kernels at 80, 128 or 168 to
+#: fit more programs on a processor, and spills a few bytes to do so: see `find_sizes`.
 ALL_REGISTERS = 255
-# Paths by descriptors; packed sequences take theirs only where the tables have it.
-BY_TMA = ("tma", "packed")
+#: Paths that load by TMA descriptors.
+TMA_PATHS = ("tma", "packed")
 
 Sizes = tuple[int, ...]
 Key = tuple[str, str, str]
 
 
-def _table(which: str) -> dict[Key, dict[int, Sizes | None]]:
-    """All that `tables` hold of ``which``: a tile for each head dim, by path, precision, kernel.
+def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
+    """Read the tables of one kind: a tile per head dim, keyed by path, precision and kernel.
 
-    A path is a way of loading: "tma", on Hopper, and "packed", the same for packed sequences, where
-    a GPU found it faster; "hopper", by pointers there (other packed sequences, strides that TMA
-    cannot take, a head dim that has no tile under "tma"); "pointers" for all else.
-    "half" is bfloat16 and float16, "ieee" float32 without matrix units, where TMA has nothing to
-    give.
+    A path is a loading method.  "tma" loads by TMA on Hopper.  "packed" does so for packed
+    sequences if a GPU measured it to be faster.  "hopper" loads by pointers on Hopper: for packed
+    sequences, for strides that TMA does not support and for head dims without a tile under "tma".
+    "pointers" is for all other GPUs.  The precision "half" is bfloat16 and float16, and "ieee" is
+    float32 without matrix units, which does not benefit from TMA.
     """
     table = {}
     for name in ("sm_90", "sm_80"):
@@ -68,12 +70,12 @@ def _table(which: str) -> dict[Key, dict[int, Sizes | None]]:
     return table
 
 
-# A warpgroup of four warps multiplies 64 rows at least.  With eight warps, a first product of fewer
-# than 128 rows would be computed twice, once by each of both warpgroups: the tests count it.
-TILES = _table("tiles")
-# What serves a left window bound (a third loop), a softcap (its derivative) or splits (bounds)
-# where the tile above would spill much with them.  None says that TMA has none: pointers serve.
-RICH = _table("rich")
+#: The default tiles.  A warpgroup of four warps multiplies at least 64 rows, so two warpgroups
+#: compute a first product of fewer than 128 rows twice; the tests count the work.
+TILES = _read_tables("tiles")
+#: Tiles for a left window bound (a third loop), a softcap (its derivative) or splits (bounds), if
+#: the default tile would spill many registers.  None means that the path has no such tile.
+RICH = _read_tables("rich")
 
 
 def choose(
@@ -85,56 +87,57 @@ def choose(
     shared_bytes: int,
     rich: bool = False,
 ) -> tuple[Tile, bool, str]:
-    """The tile for a kernel, whether it loads by TMA, and the float32 precision it works in.
+    """Return the tile for a kernel, True if it loads by TMA, and its float32 precision.
 
-    ``paths`` are tables in order of preference, of which the last, "pointers", has every head dim.
-    Where a precision has no tile for so large a one, for lack of registers, it is ieee.
+    The `paths` are in order of preference; the last one, "pointers", has every head dim.  The
+    precision is ieee if the requested precision has no tile for the head dim for lack of registers.
     """
     kind = "half" if element_bytes == 2 else precision
     if block_d not in TILES["pointers", kind, kernel]:
         kind = precision = "ieee"
     for path in paths:
-        found = sizes((path, kind, kernel), block_d, rich)
-        if found is not None:
-            tile = prune(kernel, Tile(*found), element_bytes, block_d, shared_bytes)
-            return tile, path in BY_TMA, precision
-    raise ValueError(f"no table of {paths} has a tile for head dim {block_d}")
+        sizes = find_sizes((path, kind, kernel), block_d, rich)
+        if sizes is not None:
+            tile = prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
+            return tile, path in TMA_PATHS, precision
+    raise ValueError(f"expected a tile for head dim {block_d} in one of the tables {paths}")
 
 
-def sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
-    """The tile of a table, where it has one; ``rich`` with a left bound, a softcap or splits."""
-    found: Sizes | None = TILES.get(key, {}).get(block_d)
+def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
+    """Return the tile of a table, or None; `rich` is for a left bound, a softcap or splits."""
+    sizes: Sizes | None = TILES.get(key, {}).get(block_d)
     if rich:
-        found = RICH.get(key, {}).get(block_d, found)
-    return found and complete(key, found)
+        sizes = RICH.get(key, {}).get(block_d, sizes)
+    return sizes and complete(key, sizes)
 
 
 def complete(key: Key, sizes: Sizes) -> Sizes:
-    """With all registers in the tables where several tiles would spill otherwise."""
+    """Allow all registers in the tables whose tiles would spill otherwise."""
     path, kind, _ = key
     return (*sizes, ALL_REGISTERS) if path == "pointers" and kind != "half" else sizes
 
 
 def has_atomic(element_bytes: int) -> bool:
-    """Whether dQ may be added by atomics: in half precision."""
+    """Return True if dQ may be accumulated by atomic additions, as in half precision."""
     return element_bytes == 2
 
 
 def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int) -> Tile:
-    """Fewer stages, then half the rows, until the buffers fit; 16 rows are the fewest there are."""
+    """Reduce the stages, then halve the rows down to 16, until the buffers fit."""
     while buffers(kernel, tile, element_bytes, block_d) > shared_bytes:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
-        elif max(tile.block_m, tile.block_n) > 16:
-            larger = "block_m" if tile.block_m >= tile.block_n else "block_n"
-            tile = replace(tile, **{larger: getattr(tile, larger) // 2})
-        else:
+        elif max(tile.block_m, tile.block_n) <= 16:
             break
+        elif tile.block_m >= tile.block_n:
+            tile = replace(tile, block_m=tile.block_m // 2)
+        else:
+            tile = replace(tile, block_n=tile.block_n // 2)
     return tile
 
 
 def buffers(kernel: str, tile: Tile, element_bytes: int, block_d: int) -> int:
-    """Bytes of the tiles held in shared memory: those that stay and those in the pipeline."""
+    """Return the bytes of the tiles in shared memory: resident tiles and those in the pipeline."""
     m, n = tile.block_m * block_d, tile.block_n * block_d
     resident, streamed = {
         "forward": (m, 2 * n),

@@ -1,12 +1,12 @@
 """Decoding: a few queries over a long cache, whose keys are split among programs.
 
-Notable: memory bounds it, so one loop serves all tiles, masked; a key is found by its page, one
-pointer a row, and read once for all query heads that share it.
+Memory bandwidth limits decoding, so one masked loop serves all tiles.  The kernel computes one
+pointer per key from the key's page, and reads each key once for all query heads that share it.
 
 Note [Pages that do not exist]
-A length beyond the capacity or a page that does not exist is asserted on the device before these
-kernels run, but a GPU may have assertions compiled out.  So the kernels neither read nor write
-outside the cache: such a sequence gets NaN, and its new rows are not written.
+Lengths above the capacity and pages that do not exist are asserted on the device before these
+kernels run, but device-side assertions may be compiled out.  Therefore the kernels neither read nor
+write outside of the cache: such a sequence returns NaN, and its new rows are not written.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -20,15 +20,23 @@ from torch import Tensor
 
 from flashattn2.kernels import launch
 from flashattn2.kernels.forward import combine_kernel
-from flashattn2.kernels.tiles import load_tile, power, program, seen, share, store_tile, tanh
-from flashattn2.problem import Score
+from flashattn2.kernels.tiles import (
+    exponential,
+    is_visible,
+    load_tile,
+    program,
+    split_range,
+    store_tile,
+    tanh,
+)
+from flashattn2.spec import AttentionSpec
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, score: Score,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, spec: AttentionSpec,
     precision: str, split_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and log-sum-exp of ``q`` over the first ``lengths`` keys of each sequence."""
+    """Return the output and log-sum-exp of `q` over the first `lengths` keys of each sequence."""
     batch, heads, seq_q, dim = q.shape
     kv_heads, v_dim = k.shape[1], v.shape[-1]
     out = q.new_empty((batch, heads, seq_q, v_dim))
@@ -39,9 +47,9 @@ def decode(
     lengths, table = lengths.contiguous(), None if table is None else table.contiguous()
     group = heads // kv_heads
     rows = group * seq_q
-    # [batch, kv_heads, group · seq_q, dim]: all that attend to one key head.
+    # [batch, kv_heads, group · seq_q, dim]: the queries of one key head are the rows of a tile.
     packed = q.reshape(batch, kv_heads, rows, dim).contiguous()
-    block_m, block_n = tile(rows, max(dim, v_dim), q.element_size())
+    block_m, block_n = tile_rows(rows, max(dim, v_dim), q.element_size())
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
     tiles = launch.cdiv(rows, block_m)
     loop = launch.cdiv(capacity, block_n)
@@ -58,13 +66,13 @@ def decode(
     exact = q.dtype == torch.float32
     meta = launch.Meta(
         dim, launch.power_of_two(dim), v_dim, launch.power_of_two(v_dim), block_m, block_n,
-        score.left >= 0, score.right >= 0, score.softcap > 0, flag, EXACT=exact,
+        spec.left >= 0, spec.right >= 0, spec.softcap > 0, flag, EXACT=exact,
     )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         packed, k, v, to_out, to_lse, lengths, table, launch.strides(packed, k, v, to_out),
         (0, 1) if table is None else tuple(table.shape),
         (tiles, kv_heads, rows, seq_q, k.shape[0], k.shape[2]),
-        launch.numbers(score, exact), meta,
+        launch.score_factors(spec, exact), meta,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
@@ -79,7 +87,7 @@ def decode(
 
 
 def append(cache: Tensor, rows: Tensor, lengths: Tensor, table: Tensor | None) -> None:
-    """Write ``rows`` behind the first ``lengths`` rows of each sequence, where there is room."""
+    """Write `rows` after the first `lengths` rows of each sequence."""
     batch, heads, new, dim = rows.shape
     if rows.numel() == 0:
         return
@@ -95,7 +103,10 @@ def append_kernel(
     cache, rows, lengths, table, cache_strides, strides, table_shape, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch · new rows, kv_heads).  See Note [Pages that do not exist]."""
+    """Write one new row.  Grid: (batch · new rows, kv_heads).
+
+    See Note [Pages that do not exist].
+    """
     new, pages, page_size = sizes
     batch, row = tl.program_id(0) // new, tl.program_id(0) % new
     head = tl.cast(tl.program_id(1), tl.int64)
@@ -116,8 +127,8 @@ def append_kernel(
         tl.store(cache + target + tl.cast(columns, tl.int64) * cache_strides[3], x, columns < D)
 
 
-def tile(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
-    """Rows of a query tile, and of a key tile: 16 is the least that matrix units take."""
+def tile_rows(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
+    """Return the rows of a query tile and a key tile; matrix units need at least 16."""
     block_m = min(max(16, launch.power_of_two(rows)), 64 if dim <= 128 else 32)
     if element_bytes == 4:
         return min(block_m, 16), 32 if dim <= 128 else 16
@@ -126,21 +137,24 @@ def tile(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, lengths, table, strides, table_shape, sizes, score,
+    q, k, v, out, lse, lengths, table, strides, table_shape, sizes, spec,
     meta: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row tiles · batch · kv_heads, splits of the keys)."""
+    """Compute the output of one tile of rows.
+
+    Grid: (row tiles · batch · kv_heads, splits of the keys).
+    """
     q_strides, k_strides, v_strides, out_strides = strides
     tiles, kv_heads, rows, seq_q, pages, page_size = sizes
-    _, inner, outer, left, right = score
-    tile, batch, kv_head, at, every = program(tiles, kv_heads, False)
+    _, _, _, left, _ = spec
+    tile, batch, kv_head, at, num_lines = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first = tile * meta.BLOCK_M
     seq_k = tl.load(lengths + batch)
     # See Note [Pages that do not exist].
     capacity = page_size * tl.cast(table_shape[1], tl.int64)
     fits = (seq_k >= 0) & (seq_k <= capacity)
-    nothing = tl.where(fits, 0.0, float("nan"))
+    invalid_sequence = tl.where(fits, 0.0, float("nan"))
     seq_k = tl.where(fits, seq_k, 0)
     q_tile = load_tile(
         q, q_strides, (batch, kv_head, 0, rows), first, meta.BLOCK_M, meta.D, meta.BLOCK_D
@@ -150,12 +164,37 @@ def decode_kernel(
     lo, hi = 0, seq_k
     if meta.LEFT:
         lo = tl.maximum(seq_k - seq_q - left, 0) // meta.BLOCK_N * meta.BLOCK_N
-    lo, _, _, hi = share(lo, lo, hi, hi, split, meta.BLOCK_N, meta.SPLITS)
+    lo, _, _, hi = split_range(lo, lo, hi, hi, split, meta.BLOCK_N, meta.SPLITS)
+    k += tl.cast(kv_head, tl.int64) * k_strides[1]
+    v += tl.cast(kv_head, tl.int64) * v_strides[1]
+    acc, maximum, total = _attend_pages(
+        q_tile, k, v, table, strides, table_shape, batch, pages, page_size, lo, hi, seq_k,
+        positions, spec, meta,
+    )  # fmt: skip
+    total = tl.where(total == 0.0, 1.0, total)
+    total += invalid_sequence
+    part = split * (num_lines // kv_heads) + batch
+    acc = acc / total[:, None]
+    store_tile(out, out_strides, (part, kv_head, 0, rows), first, acc, meta.DV)
+    line = (tl.cast(split, tl.int64) * num_lines + at) * rows
+    if meta.EXACT:
+        sums = maximum + tl.log(total)
+    else:
+        sums = (maximum + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + line + lines, sums, mask=lines < rows)
+
+
+@triton.jit
+def _attend_pages(
+    q_tile, k, v, table, strides, table_shape, batch, pages, page_size, lo, hi, seq_k,
+    positions, spec, meta: tl.constexpr,
+):  # fmt: skip
+    """Return the output, maximum and sum of each row over the keys [lo, hi)."""
+    _, k_strides, v_strides, _ = strides
+    _, inner, outer, left, right = spec
     maximum = tl.full([meta.BLOCK_M], float("-inf"), tl.float32)  # [M]
     total = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
     acc = tl.full([meta.BLOCK_M, meta.BLOCK_DV], 0.0, tl.float32)  # [M, DV]
-    k += tl.cast(kv_head, tl.int64) * k_strides[1]
-    v += tl.cast(kv_head, tl.int64) * v_strides[1]
     columns, v_columns = tl.arange(0, meta.BLOCK_D), tl.arange(0, meta.BLOCK_DV)
     for start in tl.range(lo, hi, meta.BLOCK_N):
         keys = start + tl.arange(0, meta.BLOCK_N)
@@ -179,13 +218,13 @@ def decode_kernel(
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [M, N]
         if meta.SOFTCAP:
             raw = tanh(raw * inner)
-        visible = seen(positions, keys[None, :], seq_k, left, right, meta.LEFT, meta.RIGHT)
+        visible = is_visible(positions, keys[None, :], seq_k, left, right, meta.LEFT, meta.RIGHT)
         raw = tl.where(visible, tl.where(exists[None, :], raw, float("nan")), float("-inf"))
         new = tl.maximum(maximum, tl.max(raw, 1) * outer)
-        # Nothing seen so far: -inf - -inf would be NaN.
+        # The maximum is -inf while all keys are hidden, and -inf - -inf would be NaN.
         base = tl.where(new == float("-inf"), 0.0, new)
-        p = power(raw * outer - base[:, None], meta.EXACT)
-        rescale = power(maximum - base, meta.EXACT)
+        p = exponential(raw * outer - base[:, None], meta.EXACT)
+        rescale = exponential(maximum - base, meta.EXACT)
         total = total * rescale + tl.sum(p, 1)
         v_rows = v + page * v_strides[0] + row * v_strides[2]
         v_tile = tl.load(
@@ -195,13 +234,4 @@ def decode_kernel(
         )  # [N, DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
         maximum = new
-    total = tl.where(total == 0.0, 1.0, total)
-    total += nothing
-    part = split * (every // kv_heads) + batch
-    acc = acc / total[:, None]
-    store_tile(out, out_strides, (part, kv_head, 0, rows), first, acc, meta.DV)
-    line = (tl.cast(split, tl.int64) * every + at) * rows
-    sums = (
-        maximum + tl.log(total) if meta.EXACT else (maximum + tl.log2(total)) * 0.6931471805599453
-    )
-    tl.store(lse + line + lines, sums, mask=lines < rows)
+    return acc, maximum, total

@@ -1,7 +1,7 @@
 """The gradients of k and v: one tile of keys against the queries that see it.
 
-Notable: scores stand transposed, [keys, queries], so that P and dS are left operands straight from
-registers.  With ATOMIC the same pass adds dQ as well, by atomics.
+Scores are transposed, [keys, queries], so that P and dS are left operands that remain in registers.
+With ATOMIC the same kernel also accumulates dQ by atomic additions.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 from flashattn2.kernels.tiles import (
-    load_rows,
+    exponential,
+    is_visible,
+    load_row_statistics,
     load_tile,
-    place,
-    power,
+    locate_tile,
     program,
     query_ranges,
-    seen,
+    select_region,
     store_tile,
     tanh,
 )
@@ -24,17 +25,20 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, grad_out, sums, dq, dk, dv, strides, cuts, sizes, score,
+    q, k, v, grad_out, sums, dq, dk, dv, strides, cuts, sizes, spec,
     meta: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (key tiles · batch · kv_heads, splits of the queries)."""
+    """Compute dK and dV of one tile of keys.
+
+    Grid: (key tiles · batch · kv_heads, splits of the queries).
+    """
     _, k_strides, v_strides, _, _, dk_strides, dv_strides = strides
     tiles, kv_heads, group, rows, seq_k = sizes
-    scale, _, _, left, right = score
-    # The first tiles are seen by the most queries of a causal problem, and start first.
-    tile, batch, kv_head, _, every = program(tiles, kv_heads, False)
+    scale, _, _, left, right = spec
+    # With a causal mask the first tiles are seen by the most queries; they start first.
+    tile, batch, kv_head, _, num_lines = program(tiles, kv_heads, False)
     split = tl.program_id(1)
-    first, q_begin, k_begin, seq_q, seq_k = place(
+    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_N, True, meta.PACKED
     )
     if meta.PACKED and first < 0:
@@ -56,16 +60,16 @@ def dkdv_kernel(
     for member in range(group):
         head = kv_head * group + member
         line = (tl.cast(batch, tl.int64) * kv_heads * group + head) * rows + q_begin
-        # Before the queries that see all of these keys, those, and after.
+        # The regions before and after the queries that see all keys of the tile are masked.
         for region in tl.static_range(3 if meta.LEFT else 2):
+            start, stop = select_region(lo, all_lo, all_hi, hi, region)
             dk_acc, dv_acc = _add_dkdv(
                 dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, dq, strides,
                 (batch, head, q_begin, seq_q), line, first,
-                lo if region == 0 else all_lo if region == 1 else all_hi,
-                all_lo if region == 0 else all_hi if region == 1 else hi,
-                seq_k, score, meta, region != 1,
+                start, stop,
+                seq_k, spec, meta, region != 1,
             )  # fmt: skip
-    part = split * (every // kv_heads) + batch
+    part = split * (num_lines // kv_heads) + batch
     keys = (part, kv_head, k_begin, seq_k)
     store_tile(dk, dk_strides, keys, first, dk_acc * scale, meta.D)
     store_tile(dv, dv_strides, keys, first, dv_acc, meta.DV)
@@ -74,26 +78,26 @@ def dkdv_kernel(
 @triton.jit
 def _add_dkdv(
     dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, dq, strides, sequence, line, first, lo, hi,
-    seq_k, score, meta: tl.constexpr, MASKED: tl.constexpr,
+    seq_k, spec, meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add Pᵀ dO and dSᵀ q over the queries [lo, hi); scores are transposed, [keys, queries]."""
+    """Add Pᵀ dO to dV and dSᵀ Q to dK over the queries [lo, hi)."""
     q_strides, _, _, grad_out_strides, dq_strides, _, _ = strides
     batch, head, q_begin, seq_q = sequence
-    scale, inner, outer, left, right = score
+    scale, inner, outer, left, right = spec
     for start in tl.range(lo, hi, meta.BLOCK_M):
         q_tile = load_tile(
             q, q_strides, sequence, start, meta.BLOCK_M, meta.D, meta.BLOCK_D, meta.TMA
         )  # [M, D]
         lines = start + tl.arange(0, meta.BLOCK_M)
-        row_lse, d, n = load_rows(sums, line, lines, seq_q, meta.EXACT)  # [M] each
+        row_lse, d, n = load_row_statistics(sums, line, lines, seq_q, meta.EXACT)  # [M] each
         raw = tl.dot(k_tile, tl.trans(q_tile), input_precision=meta.PRECISION)  # [N, M]
         if meta.SOFTCAP:
             raw = tanh(raw * inner)
-        p = power(raw * outer - row_lse[None, :], meta.EXACT)  # [N, M]
+        p = exponential(raw * outer - row_lse[None, :], meta.EXACT)  # [N, M]
         if MASKED:
             keys = first + tl.arange(0, meta.BLOCK_N)[:, None]
             positions = (lines + seq_k - seq_q)[None, :]
-            visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+            visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
             p = tl.where(visible, p, 0.0)
         if meta.EXACT:
             p *= n[None, :]

@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from flashattn2.kernels.tiles import (
+    exponential,
+    is_visible,
     key_ranges,
-    load_rows,
+    load_row_statistics,
     load_tile,
-    place,
-    power,
+    locate_tile,
     program,
-    seen,
+    select_region,
     store_tile,
     tanh,
 )
@@ -20,15 +21,18 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dq_kernel(
-    q, k, v, grad_out, sums, dq, strides, cuts, sizes, score, meta: tl.constexpr
+    q, k, v, grad_out, sums, dq, strides, cuts, sizes, spec, meta: tl.constexpr
 ):  # fmt: skip
-    """Grid: (query tiles · batch · heads, splits of the keys)."""
+    """Compute dQ of one tile of queries.
+
+    Grid: (query tiles · batch · heads, splits of the keys).
+    """
     q_strides, _, _, grad_out_strides, dq_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    scale, _, _, left, right = score
-    tile, batch, head, at, every = program(tiles, heads, True)
+    scale, _, _, left, right = spec
+    tile, batch, head, at, num_lines = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
-    first, q_begin, k_begin, seq_q, seq_k = place(
+    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
@@ -42,7 +46,9 @@ def dq_kernel(
         grad_out, grad_out_strides, queries, first, meta.BLOCK_M, meta.DV, meta.BLOCK_DV, meta.TMA
     )  # [M, DV]
     line = tl.cast(at, tl.int64) * rows + q_begin
-    of_rows = load_rows(sums, line, first + tl.arange(0, meta.BLOCK_M), seq_q, meta.EXACT)  # [M]
+    row_statistics = load_row_statistics(
+        sums, line, first + tl.arange(0, meta.BLOCK_M), seq_q, meta.EXACT
+    )  # [M]
     acc = tl.full([meta.BLOCK_M, meta.BLOCK_D], 0.0, tl.float32)  # [M, D]
     last = tl.minimum(first + meta.BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
@@ -50,26 +56,26 @@ def dq_kernel(
         meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
     )  # fmt: skip
     for region in tl.static_range(0 if meta.LEFT else 1, 3):
+        start, stop = select_region(lo, all_lo, all_hi, hi, region)
         acc = _add_dq(
-            acc, q_tile, do_tile, of_rows, k, v, strides, (batch, kv_head, k_begin, seq_k),
-            lo if region == 0 else all_lo if region == 1 else all_hi,
-            all_lo if region == 0 else all_hi if region == 1 else hi,
-            first + seq_k - seq_q, score, meta, region != 1,
+            acc, q_tile, do_tile, row_statistics, k, v, strides, (batch, kv_head, k_begin, seq_k),
+            start, stop,
+            first + seq_k - seq_q, spec, meta, region != 1,
         )  # fmt: skip
-    part = split * (every // heads) + batch
+    part = split * (num_lines // heads) + batch
     store_tile(dq, dq_strides, (part, head, q_begin, seq_q), first, acc * scale, meta.D)
 
 
 @triton.jit
 def _add_dq(
-    acc, q_tile, do_tile, of_rows, k, v, strides, sequence, lo, hi, position, score,
+    acc, q_tile, do_tile, row_statistics, k, v, strides, sequence, lo, hi, position, spec,
     meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add dS k over the keys [lo, hi)."""
+    """Add dS K over the keys [lo, hi)."""
     _, k_strides, v_strides, _, _ = strides
-    _, inner, outer, left, right = score
+    _, inner, outer, left, right = spec
     seq_k = sequence[3]
-    row_lse, d, n = of_rows  # [M] each
+    row_lse, d, n = row_statistics  # [M] each
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
             k, k_strides, sequence, start,
@@ -82,11 +88,11 @@ def _add_dq(
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=meta.PRECISION)  # [M, N]
         if meta.SOFTCAP:
             raw = tanh(raw * inner)
-        p = power(raw * outer - row_lse[:, None], meta.EXACT)  # [M, N]
+        p = exponential(raw * outer - row_lse[:, None], meta.EXACT)  # [M, N]
         if MASKED:
             positions = position + tl.arange(0, meta.BLOCK_M)[:, None]
             keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
-            visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+            visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
             p = tl.where(visible, p, 0.0)
         if meta.EXACT:
             p *= n[:, None]

@@ -1,8 +1,8 @@
 """The forward kernel: one tile of queries against the keys that it sees.
 
-Notable: the loop over keys is cut in three, so that only tiles on the edge of the band (or of the
-sequence) pay for a mask.  Where there are fewer query tiles than processors, the keys of each are
-split among several programs, and `combine_kernel` weighs their results by their log-sum-exps.
+The loop over keys has three regions, so that only tiles on an edge of the band or of the sequence
+need a mask.  With fewer query tiles than processors, the keys of each tile are split among several
+programs, and `combine_kernel` combines their outputs by their log-sum-exps.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -16,32 +16,33 @@ from torch import Tensor
 
 from flashattn2.kernels import launch
 from flashattn2.kernels.tiles import (
+    exponential,
+    is_visible,
     key_ranges,
     load_tile,
-    place,
-    power,
+    locate_tile,
     program,
-    seen,
+    select_region,
     store_tile,
     tanh,
 )
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, maxima, strides, cuts, sizes, score, meta: tl.constexpr
+    q, k, v, out, lse, maxima, strides, cuts, sizes, spec, meta: tl.constexpr
 ):  # fmt: skip
-    """Grid: (query tiles · batch · heads, splits of the keys).
+    """Compute the output of one tile of queries.
 
-    ``meta`` is `launch.Meta`, and the tuples what `forward` gives.
+    Grid: (query tiles · batch · heads, splits of the keys).
     """
     q_strides, _, _, out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    _, _, _, left, right = score
-    tile, batch, head, _, every = program(tiles, heads, True)
+    _, _, _, left, right = spec
+    tile, batch, head, _, num_lines = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
-    first, q_begin, k_begin, seq_q, seq_k = place(
+    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
@@ -59,23 +60,23 @@ def forward_kernel(
         first, last, seq_q, seq_k, left, right, split,
         meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
     )  # fmt: skip
-    # Before the keys that all of these queries see, those, and after: what is on an edge is masked.
+    # The regions before and after the keys that all queries see are masked.
     for region in tl.static_range(0 if meta.LEFT else 1, 3):
+        start, stop = select_region(lo, all_lo, all_hi, hi, region)
         acc, maximum, total = _attend(
             acc, maximum, total, q_tile, k, v, strides, (batch, kv_head, k_begin, seq_k),
-            lo if region == 0 else all_lo if region == 1 else all_hi,
-            all_lo if region == 0 else all_hi if region == 1 else hi,
-            first + seq_k - seq_q, score, meta, region != 1,
+            start, stop,
+            first + seq_k - seq_q, spec, meta, region != 1,
         )  # fmt: skip
 
-    # A row that saw no key has a total of 0: output 0, log-sum-exp -inf.
+    # A row that sees no key has a total of 0, output 0 and log-sum-exp -inf.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    part = split * (every // heads) + batch
+    part = split * (num_lines // heads) + batch
     store_tile(out, out_strides, (part, head, q_begin, seq_q), first, acc, meta.DV)
     lines = first + tl.arange(0, meta.BLOCK_M)
     line = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + lines
-    # In base e, whatever the scores were in.
+    # Results are in base e, also if the scores are exponents of 2.
     if meta.EXACT:
         sums, largest = maximum + tl.log(total), maximum
     else:
@@ -88,12 +89,12 @@ def forward_kernel(
 
 @triton.jit
 def _attend(
-    acc, maximum, total, q_tile, k, v, strides, sequence, lo, hi, position, score,
+    acc, maximum, total, q_tile, k, v, strides, sequence, lo, hi, position, spec,
     meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [lo, hi) to the running output, maximum and sum."""
+    """Add the keys [lo, hi) to the running output, maximum and sum of each row."""
     _, k_strides, v_strides, _ = strides
-    _, inner, outer, left, right = score
+    _, inner, outer, left, right = spec
     seq_k = sequence[3]
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
@@ -105,18 +106,18 @@ def _attend(
         if MASKED:
             positions = position + tl.arange(0, meta.BLOCK_M)[:, None]
             keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
-            visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+            visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
             raw = tl.where(visible, raw, float("-inf"))
         new = tl.maximum(maximum, tl.max(raw, 1) * outer)
         base = new
         if MASKED:
-            # Nothing seen so far: -inf - -inf would be NaN.
+            # The maximum is -inf while all keys are hidden, and -inf - -inf would be NaN.
             base = tl.where(new == float("-inf"), 0.0, new)
-        p = power(raw * outer - base[:, None], meta.EXACT)  # [M, N]
-        # What was summed relative to the old maximum is brought to the new one: [M].
-        rescale = power(maximum - base, meta.EXACT)
+        p = exponential(raw * outer - base[:, None], meta.EXACT)  # [M, N]
+        # The running sums are relative to the old maximum: rescale them to the new one.
+        rescale = exponential(maximum - base, meta.EXACT)  # [M]
         total = total * rescale + tl.sum(p, 1)
-        # Of k what TMA reads past a sequence is masked above; 0 times a NaN of v would be NaN.
+        # Rows of k after the sequence are masked above, but 0 times a NaN of v would be NaN.
         v_tile = load_tile(
             v, v_strides, sequence, start,
             meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED, meta.PACKED,
@@ -132,9 +133,10 @@ def combine_kernel(
     parts, part_lse, out, lse, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the splits' outputs by their shares of the sum.  Grid: (row tiles · batch · heads).
+    """Combine the outputs of all splits, weighted by their log-sum-exps.
 
-    ``strides`` are those of the output; ``sizes`` end with the rows of a split, in all its heads.
+    Grid: (row tiles · batch · heads).  The `strides` are those of the output, and the last of
+    `sizes` is the number of rows per split in all heads.
     """
     tiles, heads, rows, splits, part_rows = sizes
     tile, batch, head, at, _ = program(tiles, heads, False)
@@ -144,7 +146,7 @@ def combine_kernel(
     line = tl.cast(at, tl.int64) * rows + lines
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
     for split in range(splits):
-        # The parts together may have 2**31 elements or more: offsets are int64.
+        # All parts together may have 2**31 elements or more, so offsets are int64.
         part_line = tl.cast(split, tl.int64) * part_rows + line
         x = tl.load(part_lse + part_line, lines < rows, other=float("-inf"))
         maximum = tl.maximum(maximum, x)
@@ -165,19 +167,19 @@ def combine_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, score: Score,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
     precision: str, split_size: int = 0, max_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Output, log-sum-exp and, if asked for, row maxima of ``(batch, heads, seq, dim)``."""
+    """Return the output, the log-sum-exp and, if requested, the maximum of each row."""
     v_dim = v.shape[-1]
-    out = launch.like(q, v_dim)
+    out = launch.empty_like_layout(q, v_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         lse.fill_(-math.inf)
         return out.zero_(), lse, lse
     q, k, v = launch.rows_contiguous(q, k, v)
     plan = launch.plan(
-        "forward", precision, score, q, k, v, packed=cu_q is not None, split_size=split_size
+        "forward", precision, spec, q, k, v, packed=cu_q is not None, split_size=split_size
     )
     batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.splits
@@ -187,12 +189,12 @@ def forward(
         to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
     maxima = torch.empty_like(to_lse) if max_logits else None
-    meta = plan.meta(q, v, score, cu_q is not None)
+    meta = plan.meta(q, v, spec, cu_q is not None)
     forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
-        maxima, launch.strides(q, k, v, to_out), launch.cuts(cu_q, cu_k),
-        (tiles, heads, heads // k.shape[1], rows, k.shape[2]), launch.numbers(score, meta.EXACT),
-        meta, **tile.compiler_options,
+        maxima, launch.strides(q, k, v, to_out), launch.sequence_bounds(cu_q, cu_k),
+        (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
+        launch.score_factors(spec, meta.EXACT), meta, **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         tiles = launch.cdiv(rows, 32)

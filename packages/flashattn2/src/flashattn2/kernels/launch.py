@@ -1,7 +1,12 @@
-"""From tensors to a launch: tile, splits, TMA or pointers, and where each program works.
+"""Planning of a kernel launch: its tile, splits, loading method and arguments.
 
-Notable: nothing here waits for the GPU.  Packed sequences are cut into tiles by the kernels, which
-have as many places as the rows could need at most; a program whose place is left over ends at once.
+Planning never waits for the GPU.  The kernels themselves cut packed sequences into tiles: the grid
+has the maximum number of tiles that the rows may need, and a program without a tile exits at once.
+
+Note [Kernel arguments]
+The kernels receive their scalars as plain tuples, in the order that the docstring of
+`flashattn2.kernels.tiles` defines, and their compile-time constants as a `Meta`.  Named tuples as
+run-time arguments are untested on a GPU, so the tuples are plain.
 """
 
 import functools
@@ -13,73 +18,90 @@ import torch
 from torch import Tensor
 
 from flashattn2.kernels.configs import Tile, choose
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 MAX_SPLITS = 16
-# Kernels multiply a row number within a tile by the row stride in int32.  A tile has at most 256
-# rows, so no product overflows below this bound.
+#: Exclusive upper bound of row strides.  The kernels multiply a row index within a tile, at most
+#: 255, by the row stride in int32.
 MAX_ROW_STRIDE = 2**22
-# What a fixed split size may ask for: each split has an output of its own, in float32.
-MOST_FIXED_SPLITS = 1024
+#: Maximum number of splits of a fixed size; each split has a separate float32 output.
+MAX_FIXED_SPLITS = 1024
 
 
 class Meta(NamedTuple):
-    """What is compiled into a kernel, as its last argument.
+    """The compile-time constants of a kernel, passed as its last argument.
 
-    In a kernel these are plain numbers, which `tl.full` takes and triton 3.6's `tl.zeros` does not.
+    Inside a kernel the fields are plain numbers.  `tl.full` accepts them; `tl.zeros` of Triton 3.6
+    does not.
     """
 
-    # Head dims of q and k, and of v, and each rounded up to a power of two.
+    #: Head dim of q and k.
     D: int
+    #: D rounded up to a power of two.
     BLOCK_D: int
+    #: Head dim of v.
     DV: int
+    #: DV rounded up to a power of two.
     BLOCK_DV: int
-    # Rows of a query tile and of a key tile.
+    #: Rows of a query tile.
     BLOCK_M: int
+    #: Rows of a key tile.
     BLOCK_N: int
-    # Whether the band is bounded on a side: if not, the number that is given is not read.
+    #: True if the band has a left bound; otherwise its value is not read.
     LEFT: bool
+    #: True if the band has a right bound; otherwise its value is not read.
     RIGHT: bool
+    #: True if the scores have a softcap.
     SOFTCAP: bool
-    # See `flashattn2.kernels.tiles`: `share` for SPLITS, `place`, `load_tile`, and the top.
+    #: Number of splits, or minus the fixed split size: see `flashattn2.kernels.tiles.split_range`.
     SPLITS: int
+    #: True for packed sequences.
     PACKED: bool = False
+    #: True if tensors arrive as TMA descriptors.
     TMA: bool = False
+    #: Precision of float32 products.
     PRECISION: str = "ieee"
+    #: True for float32 products without matrix units: see `flashattn2.kernels.tiles`.
     EXACT: bool = False
-    # Whether dQ is added in the kernel of dK and dV.
+    #: True if `dkdv_kernel` also accumulates dQ.
     ATOMIC: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one kernel will be launched."""
+    """The launch parameters of one kernel."""
 
     tile: Tile
+    #: Head dim of q and k, rounded up to a power of two.
     block_d: int
+    #: Head dim of v, rounded up to a power of two.
     block_dv: int
     splits: int
+    #: True if the kernel loads by TMA.
     tma: bool
     precision: str
+    #: Number of keys per split, or 0 if the splits are even.
     split_size: int = 0
 
     @property
     def split_flag(self) -> int:
-        """How the kernels divide a loop: see `flashattn2.kernels.tiles.share`."""
+        """Return the value of `Meta.SPLITS`."""
         return -self.split_size if self.split_size else self.splits
 
-    def meta(self, q: Tensor, v: Tensor, score: Score, packed: bool, atomic: bool = False) -> Meta:
-        """What the kernel is compiled with for this input."""
+    def meta(
+        self, q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, atomic: bool = False
+    ) -> Meta:
+        """Return the compile-time constants for this input."""
         exact = q.dtype == torch.float32 and self.precision == "ieee"
         return Meta(
             q.shape[-1], self.block_d, v.shape[-1], self.block_dv,
             self.tile.block_m, self.tile.block_n,
-            score.left >= 0, score.right >= 0, score.softcap > 0,
+            spec.left >= 0, spec.right >= 0, spec.softcap > 0,
             self.split_flag, packed, self.tma, self.precision, exact, atomic,
         )  # fmt: skip
 
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
-        """Each tensor as it is, or as a descriptor of ``block_d`` wide tiles of so many rows."""
+        """Return each `(tensor, rows)` as the tensor or as a descriptor of tiles of `rows` rows."""
         if not self.tma:
             return [tensor for tensor, _ in tensors]
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -96,40 +118,39 @@ class Plan:
 
 
 def plan(
-    kernel: str, precision: str, score: Score, q: Tensor, k: Tensor, v: Tensor, *others: Tensor,
-    packed: bool, split_size: int = 0,
-) -> Plan:  # fmt: skip
-    """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic")."""
+    kernel: str,
+    precision: str,
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Tensor,
+    packed: bool,
+    split_size: int = 0,
+) -> Plan:
+    """Return the launch parameters of `kernel`: "forward", "dq", "dkdv" or "atomic"."""
     device = device_of(q.device)
     if not device.has_tf32:
         precision = "ieee"
     by_key = kernel in ("dkdv", "atomic")
-    block_d, block_dv = (power_of_two(x.shape[-1]) for x in (q, v))
-    width = q.element_size()
-    paths = ["pointers"]
-    if device.has_tma:
-        paths = ["hopper", "pointers"]
-        # What TMA reads past a sequence is set to zero in registers: by keys there are none left.
-        if not (packed and by_key) and all(fits_tma(x) for x in (q, k, v, *others)):
-            paths.insert(0, "packed" if packed else "tma")
+    block_d = power_of_two(q.shape[-1])
+    block_dv = power_of_two(v.shape[-1])
+    paths = _paths(device, packed, by_key, (q, k, v, *others))
     heads = (k if by_key else q).shape[1]
-    # Batches are to give the same bits: a forward pass is split at fixed keys, all else never.
+    # With a split size, results must not depend on the batch: the forward pass is split at fixed
+    # keys, and the other kernels are not split.
     fixed = split_size if kernel == "forward" and not packed else 0
-    options = score.left >= 0 or score.softcap > 0
-    # Splitting costs registers too: what is split is planned again, with the tile for that.
-    for rich in (options, True):
+    has_options = spec.left >= 0 or spec.softcap > 0
+    # Splits need registers too: a split launch is planned a second time with the rich tile.
+    for rich in (has_options, True):
         tile, tma, products = choose(
-            kernel,
-            precision,
-            width,
-            max(block_d, block_dv),
-            tuple(paths),
-            device.shared_bytes,
-            rich,
+            *(kernel, precision, q.element_size(), max(block_d, block_dv), paths),
+            *(device.shared_bytes, rich),
         )
         if not device.has_maxnreg:
             tile = replace(tile, registers=None)
-        tiles, loop = cdiv(q.shape[2], tile.block_m), cdiv(k.shape[2], tile.block_n)
+        tiles = cdiv(q.shape[2], tile.block_m)
+        loop = cdiv(k.shape[2], tile.block_n)
         if by_key:
             tiles, loop = loop, tiles
         splits = 1
@@ -140,64 +161,84 @@ def plan(
             splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
         if splits == 1:
             break
-    if fixed and splits > MOST_FIXED_SPLITS:
+    if fixed and splits > MAX_FIXED_SPLITS:
         raise ValueError(
-            f"split_size {split_size} cuts {k.shape[2]} keys into {splits} splits, above "
-            f"{MOST_FIXED_SPLITS}; give at least {cdiv(k.shape[2], MOST_FIXED_SPLITS)}"
+            f"expected at most {MAX_FIXED_SPLITS} splits, got {splits} of split_size {split_size} "
+            f"for {k.shape[2]} keys; pass split_size={cdiv(k.shape[2], MAX_FIXED_SPLITS)} or more"
         )
     return Plan(tile, block_d, block_dv, splits, tma, products, fixed)
 
 
+def _paths(
+    device: "Device", packed: bool, by_key: bool, tensors: tuple[Tensor, ...]
+) -> tuple[str, ...]:
+    """Return the tables of tiles to search, in order of preference."""
+    if not device.has_tma:
+        return ("pointers",)
+    # TMA reads past the end of a packed sequence.  The kernels by query set those rows to zero in
+    # registers; the kernels by key have no registers left to do so.
+    if (packed and by_key) or not all(can_use_tma(x) for x in tensors):
+        return ("hopper", "pointers")
+    return ("packed" if packed else "tma", "hopper", "pointers")
+
+
 def split_count(programs: int, loop: int, processors: int) -> int:
-    """Splits that give every processor a program, each with at least four tiles to loop over."""
+    """Return the number of splits that occupies every processor.
+
+    Each split loops over at least four tiles.
+    """
     if programs >= processors:
         return 1
     return max(1, min(processors // programs, loop // 4, MAX_SPLITS))
 
 
-def fits_tma(x: Tensor) -> bool:
-    """TMA needs 16-byte strides and addresses, and dimensions that really differ in address."""
+def can_use_tma(x: Tensor) -> bool:
+    """Return True if TMA supports the tensor: 16-byte strides and address, no zero stride."""
     aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
     return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
 
 
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copy the tensors whose last dimension has gaps or whose row stride is too large."""
-    return tuple(x if has_plain_rows(x) else x.contiguous() for x in tensors)
+    return tuple(x if has_addressable_rows(x) else x.contiguous() for x in tensors)
 
 
-def has_plain_rows(x: Tensor) -> bool:
-    """Return True if kernels can address the rows of ``x``; batch and head strides are free."""
+def has_addressable_rows(x: Tensor) -> bool:
+    """Return True if kernels can address the rows of `x`; batch and head strides are free."""
     return x.stride(-1) == 1 and (x.shape[2] <= 1 or x.stride(2) < MAX_ROW_STRIDE)
 
 
-def like(x: Tensor, dim: int | None = None) -> Tensor:
-    """Room for a result in the layout of ``x``, of head dim ``dim``, which has no gaps."""
+def empty_like_layout(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return an empty tensor with the layout of `x`, contiguous rows and head dim `dim`."""
     if dim is not None and dim != x.shape[-1]:
         batch, heads, rows, _ = x.shape
         if x.stride(1) < x.stride(2) and heads * dim < MAX_ROW_STRIDE:
             return x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
         return x.new_empty((batch, heads, rows, dim))
-    room = torch.empty_like(x)
-    return room if has_plain_rows(room) else x.new_empty(x.shape)
+    result = torch.empty_like(x)
+    return result if has_addressable_rows(result) else x.new_empty(x.shape)
 
 
 def tiles_of(x: Tensor, cu: Tensor | None, block: int) -> int:
-    """Tiles of these rows; for packed sequences at most: see `flashattn2.kernels.tiles.place`."""
+    """Return the number of tiles of the rows; for packed sequences, an upper bound.
+
+    See `flashattn2.kernels.tiles.locate_tile`.
+    """
     rows = x.shape[2]
     return cdiv(rows, block) if cu is None else rows // block + cu.shape[0] - 1
 
 
 def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
-    """Programs of a kernel: CUDA takes 2^31 - 1 on the first axis, and 65,535 on the others.
+    """Return the grid of a kernel.
 
-    Neighbors are the tiles of one head: they read the same keys.  See `tiles.program`.
+    CUDA allows 2^31 - 1 programs on the first axis and 65,535 on the others.  Neighboring programs
+    are tiles of the same head, which read the same keys: see `tiles.program`.
     """
     return tiles * heads, splits
 
 
-def parts(gradient: Tensor, splits: int) -> Tensor:
-    """Where the splits write: the gradient itself, or a float32 copy for each."""
+def split_outputs(gradient: Tensor, splits: int) -> Tensor:
+    """Return the tensor that the splits write: the gradient, or one float32 copy per split."""
     if splits == 1:
         return gradient
     return gradient.new_empty(
@@ -206,40 +247,42 @@ def parts(gradient: Tensor, splits: int) -> Tensor:
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """The quotient rounded up; Triton's own takes 4 us a call, and a launch has many."""
+    """Return the quotient rounded up; `triton.cdiv` takes 4 us per call, and a launch has many."""
     return -(-number // divisor)
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is no less."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Of batch, head and row: the last dimension has no gaps."""
+    """Return the strides of batch, head and row; the last dimension is contiguous."""
     return tuple(x.stride()[:3] for x in tensors)
 
 
-def cuts(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Return both boundaries of packed sequences without gaps, or None."""
+def sequence_bounds(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Return both boundaries of packed sequences as contiguous tensors, or None."""
     return None if cu_q is None or cu_k is None else (cu_q.contiguous(), cu_k.contiguous())
 
 
-def numbers(score: Score, exact: bool) -> tuple[float, float, float, int, int]:
-    """Scale, ``inner``, ``outer`` (see `flashattn2.kernels.tiles`), left and right."""
+def score_factors(spec: AttentionSpec, exact: bool) -> tuple[float, float, float, int, int]:
+    """Return `(scale, inner, outer, left, right)`: see `flashattn2.kernels.tiles`."""
     unit = 1.0 if exact else math.log2(math.e)
-    inner, outer = 1.0, score.scale * unit
-    if score.softcap:
-        inner, outer = score.scale / score.softcap, score.softcap * unit
-    return score.scale, inner, outer, score.left, score.right
+    inner, outer = 1.0, spec.scale * unit
+    if spec.softcap:
+        inner, outer = spec.scale / spec.softcap, spec.softcap * unit
+    return spec.scale, inner, outer, spec.left, spec.right
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the choice of tiles needs to know of a GPU."""
+    """The properties of a GPU that the choice of tiles depends on."""
 
     name: str
+    #: Shared memory per program.
     shared_bytes: int
+    #: Number of streaming multiprocessors.
     processors: int
     has_tma: bool
     has_tf32: bool = True
@@ -248,9 +291,9 @@ class Device:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """A GPU's properties; the interpreter stands for one small processor with TMA.
+    """Return the properties of a GPU; the interpreter is one processor with TMA.
 
-    Triton for AMD knows neither TMA nor ``maxnreg``, nor TF32 but on one architecture.
+    On AMD, Triton supports neither TMA nor `maxnreg`, and TF32 on one architecture only.
     """
     if device.type != "cuda":
         return Device("interpreter", 227 * 1024, 1, True)

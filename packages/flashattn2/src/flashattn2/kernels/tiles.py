@@ -1,17 +1,18 @@
-"""What the kernels share: loading and storing a tile, scores, and the band's ranges.
+"""Functions that the kernels share: loads and stores of tiles, exponentials and the band's ranges.
 
-Notable: a tensor arrives as a TMA descriptor (TMA) or as a pointer with its strides; the rest of
-each kernel does not know which.  A tile is ``[ROWS, BLOCK_D]`` where BLOCK_D is the head dim
-rounded up to a power of two, the excess read as zeros.
+A tensor arrives as a TMA descriptor (TMA) or as a pointer with its strides; only `load_tile`
+distinguishes the two.  A tile is `[ROWS, BLOCK_D]`, where BLOCK_D is the head dim rounded up to a
+power of two; the excess columns are read as zeros.
 
-Scores are ``raw · outer``: raw is q·k and outer the scale, or raw is tanh(q·k · inner) and outer
-the softcap.  log2(e) is folded into outer and they are exponents of 2, which saves a
-multiplication.  EXACT are products of whole float32 numbers, without matrix units: there each of
-these roundings would show, scores stay exponents of e, and P is divided by its sum (`rows.py`).
+Scores are `raw · outer`.  Without a softcap, raw is q·k and outer the scale; with a softcap, raw is
+tanh(q·k · inner) and outer the softcap.  The factor log2(e) is folded into outer, so that scores
+are exponents of 2, which saves a multiplication.  EXACT marks float32 products without matrix
+units: their error is small enough for each of these roundings to be measurable, so scores remain
+exponents of e, and P is divided by its sum (`row_sums.py`).
 
-What the kernels are given comes in bundles: the ``strides`` of the tensors, three of each; the
-``cuts`` of packed sequences, cu_q and cu_k; ``sizes``; of a ``score`` its scale, inner, outer, left
-and right; and what is compiled in, `launch.Meta`.
+The kernels receive plain tuples: `strides` has three strides per tensor, `cuts` is (cu_q, cu_k) for
+packed sequences, `sizes` differs per kernel, `spec` is (scale, inner, outer, left, right), and
+`meta` is a `launch.Meta`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -22,10 +23,10 @@ import triton.language as tl
 
 @triton.jit
 def program(tiles, heads, LAST_FIRST: tl.constexpr):
-    """This program's tile, batch, head, line of ``batch · heads``, and how many such lines are.
+    """Return the program's tile, batch, head, index into `batch · heads`, and `batch · heads`.
 
-    LAST_FIRST are queries' tiles: in a causal problem the last ones see the most keys, and what
-    takes longest starts first.
+    LAST_FIRST reverses the order of the tiles: with a causal mask the last queries see the most
+    keys, and the longest programs should start first.
     """
     tile, line = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if LAST_FIRST:
@@ -34,23 +35,25 @@ def program(tiles, heads, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def place(
+def locate_tile(
     tile, tiles, cuts, lengths, BLOCK: tl.constexpr, BY_KEY: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """The tile's first row in its sequence, where that begins, and its length in queries and keys.
+    """Return the tile's first row in its sequence, the sequence's offsets and its lengths.
 
-    ``cuts`` are cu_q and cu_k, ``lengths`` how many queries and keys there are, of which BY_KEY
-    says that the tiles are of keys.  A sequence may leave a tile partly filled, so that of number n
-    begins at place ``cu[n] // BLOCK + n``: there are enough for any lengths.  The first row is
-    negative at a place that is left over.
+    The `cuts` are (cu_q, cu_k) and the `lengths` the total numbers of queries and keys.  With
+    BY_KEY the tiles are tiles of keys.  The last tile of a sequence may be partly filled, so the
+    tiles of sequence n start at index `cu[n] // BLOCK + n`, which leaves room for any lengths.  The
+    first row is negative if the index belongs to no tile.
     """
     seq_q, seq_k = lengths
-    first, q_begin, k_begin = tile * BLOCK, 0, 0
+    first = tile * BLOCK
+    q_begin = 0
+    k_begin = 0
     if PACKED:
         cu_q, cu_k = cuts
         cu = cu_k if BY_KEY else cu_q
         total = seq_k if BY_KEY else seq_q
-        # Sums with a number that is not known when this is compiled: so a loop may carry them.
+        # Adding a run-time number makes both values loop-carried variables of one type.
         sequence, end = tile * 0, tile * 0 + tiles - total // BLOCK
         while end - sequence > 1:
             middle = (sequence + end) // 2
@@ -70,15 +73,15 @@ def load_tile(
     source, strides, sequence, start, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TMA: tl.constexpr = False, WHOLE: tl.constexpr = False, PACKED: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows ``start ..`` of a sequence: batch, head, the row where it begins, its length.
+    """Load ROWS rows of a sequence `(batch, head, offset, length)`, beginning at row `start`.
 
-    Zeros outside; WHOLE promises that all of them are inside.
+    Rows outside of the sequence are zeros.  With WHOLE, the caller guarantees that no row is.
     """
     batch, head, begin, length = sequence
     if TMA:
         tile = source.load([batch, head, begin + start, 0]).reshape(ROWS, BLOCK_D)
         if PACKED and not WHOLE:
-            # After a sequence comes the next one, whatever is in it; zeros only after the last.
+            # TMA reads rows of the next sequence, and zeros only after the last sequence.
             tile = tl.where((start + tl.arange(0, ROWS) < length)[:, None], tile, 0.0)
     else:
         base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
@@ -99,7 +102,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(target, strides, sequence, start, tile, D: tl.constexpr):
-    """Write those rows of ``tile`` that exist."""
+    """Store the rows of `tile` that are inside of the sequence."""
     batch, head, begin, length = sequence
     base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     base += tl.cast(begin + start, tl.int64) * strides[2]
@@ -110,13 +113,16 @@ def store_tile(target, strides, sequence, start, tile, D: tl.constexpr):
 
 
 @triton.jit
-def power(x, EXACT: tl.constexpr):
-    """e or 2 to the x; for e, x · log2(e) is not rounded: the whole powers of 2 are taken off."""
+def exponential(x, EXACT: tl.constexpr):
+    """Return 2 to the power x, or, with EXACT, e to the power x.
+
+    The latter separates the integral power of 2, so that x · log2(e) is not rounded.
+    """
     if EXACT:
-        # Below this every float32 is 0; -inf would be taken off itself.
+        # The result is 0 below -150, and -inf minus -inf would be NaN.
         x = tl.where(x < -150.0, -150.0, x)
         whole = tl.floor(x * 1.4426950408889634)
-        # ln 2 in two parts, of which a product with the first is exact.
+        # ln 2 is split in two terms, so that the product with the first term is exact.
         rest = (x - whole * 0.693359375) + whole * 2.12194440e-4
         y = tl.exp2(rest * 1.4426950408889634) * tl.exp2(whole)
     else:
@@ -126,7 +132,7 @@ def power(x, EXACT: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh(x) from exp2, and from its series near zero, where 1 - exp(-2x) cancels."""
+    """Return tanh(x) from exp2, or from its series near zero, where 1 - exp(-2x) cancels."""
     x2 = x * x
     series = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
@@ -135,10 +141,10 @@ def tanh(x):
 
 
 @triton.jit
-def load_rows(sums, line, lines, seq_q, EXACT: tl.constexpr):
-    """Of ``sums`` L in the units of the scores, D, and if EXACT what makes a row of P sum to one.
+def load_row_statistics(sums, line, lines, seq_q, EXACT: tl.constexpr):
+    """Return L in units of the scores, D and, with EXACT, 1 / rowsum(P).
 
-    L is +inf, so P is 0, where there is no row or key.
+    L is +inf, so that P is 0, for rows that do not exist or see no key.
     """
     lse, delta, norm = sums
     x = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))
@@ -148,10 +154,10 @@ def load_rows(sums, line, lines, seq_q, EXACT: tl.constexpr):
 
 
 @triton.jit
-def seen(
+def is_visible(
     positions, keys, seq_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):  # fmt: skip
-    """Whether the query at each position sees each key, both shaped to broadcast to the tile."""
+    """Return a mask that is True for visible keys; positions and keys broadcast to the tile."""
     visible = keys < seq_k
     if RIGHT:
         visible = visible & (keys <= positions + right)
@@ -165,13 +171,16 @@ def key_ranges(
     first, last, seq_q, seq_k, left, right, split,
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """``lo, all_lo, all_hi, hi`` of the keys that the queries first..last see.
+    """Return `lo, all_lo, all_hi, hi` of the keys that the queries first to last see.
 
-    None of them sees a key outside [lo, hi), all see those in [all_lo, all_hi), whose bounds are
-    multiples of BLOCK.  A split takes its share of [lo, hi).
+    No query sees a key outside of [lo, hi).  All queries see the keys in [all_lo, all_hi), whose
+    bounds are multiples of BLOCK.  The result is limited to the part of one split.
     """
     nearest, furthest = first + seq_k - seq_q, last + seq_k - seq_q
-    lo, all_lo, hi, all_hi = 0, 0, seq_k, seq_k
+    lo = 0
+    all_lo = 0
+    hi = seq_k
+    all_hi = seq_k
     if LEFT:
         lo = tl.maximum(nearest - left, 0) // BLOCK * BLOCK
         all_lo = tl.cdiv(tl.maximum(furthest - left, 0), BLOCK) * BLOCK
@@ -179,7 +188,7 @@ def key_ranges(
         hi = tl.maximum(tl.minimum(seq_k, furthest + right + 1), 0)
         all_hi = tl.maximum(tl.minimum(seq_k, nearest + right + 1), 0)
     all_hi = all_hi // BLOCK * BLOCK
-    return share(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
+    return split_range(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
 
 
 @triton.jit
@@ -187,27 +196,33 @@ def query_ranges(
     first, last, seq_q, seq_k, left, right, split,
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The same for the queries that see keys first..last; queries past the end count as seeing."""
+    """Return `lo, all_lo, all_hi, hi` of the queries that see the keys first to last.
+
+    Queries after the end of the sequence count as seeing all keys.
+    """
     shift = seq_k - seq_q
-    lo, all_lo, hi, all_hi = 0, 0, seq_q, tl.cdiv(seq_q, BLOCK) * BLOCK
+    lo = 0
+    all_lo = 0
+    hi = seq_q
+    all_hi = tl.cdiv(seq_q, BLOCK) * BLOCK
     if RIGHT:
         lo = tl.maximum(first - right - shift, 0) // BLOCK * BLOCK
         all_lo = tl.cdiv(tl.maximum(last - right - shift, 0), BLOCK) * BLOCK
     if LEFT:
         hi = tl.maximum(tl.minimum(seq_q, last + left - shift + 1), 0)
         all_hi = tl.maximum(tl.minimum(seq_q, first + left - shift + 1), 0) // BLOCK * BLOCK
-    # The last tile of keys may reach past the end: all of its tiles are masked.
+    # The last tile of keys may exceed the sequence: then every tile of queries is masked.
     if last >= seq_k:
         all_lo = hi
-    return share(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
+    return split_range(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
 
 
 @triton.jit
-def share(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """One split's part of a range, its inner bounds in order.
+def split_range(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the part of a range that belongs to one split.
 
-    SPLITS above 0 divides the range evenly; below 0 each split has the keys of one range of that
-    many, wherever the band is, so that a row is summed alike whatever rows stand beside it.
+    A positive SPLITS is the number of even parts.  A negative SPLITS is minus the number of keys
+    per part: the parts do not depend on the band, so a row's sums do not depend on other rows.
     """
     if SPLITS > 1:
         part = tl.cdiv(tl.cdiv(hi - lo, BLOCK), SPLITS) * BLOCK
@@ -220,3 +235,14 @@ def share(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constex
     all_lo = tl.minimum(tl.maximum(all_lo, lo), hi)
     all_hi = tl.maximum(tl.minimum(all_hi, hi), all_lo)
     return lo, all_lo, all_hi, hi
+
+
+@triton.jit
+def select_region(lo, all_lo, all_hi, hi, REGION: tl.constexpr):
+    """Return the bounds of one region: 0 before the part that all see, 1 that part, 2 after it."""
+    start, stop = all_hi, hi
+    if REGION == 0:
+        start, stop = lo, all_lo
+    if REGION == 1:
+        start, stop = all_lo, all_hi
+    return start, stop

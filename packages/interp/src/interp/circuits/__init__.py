@@ -1,1 +1,1 @@
-"""Heads as algebra: thin matrices, patterns, composition, token to token, and induction whole."""
+"""Circuits of attention heads: low-rank matrices, patterns, composition and induction."""

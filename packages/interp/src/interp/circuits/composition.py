@@ -1,11 +1,11 @@
-"""How strongly one head reads what an earlier head wrote: Q-, K- and V-composition of all pairs.
+"""Q-, K- and V-composition scores of all pairs of heads.
 
     score(1 -> 2) = ||W_2 W_1|| / (||W_2|| ||W_1||)          Elhage et al. 2021
 
-with W_1 = W_OV of the earlier head and W_2 = W_QK^T (queries), W_QK (keys) or W_OV (values) of
-the later. The Frobenius norm does not see an orthonormal factor: with R from the QR of the outer
-thin matrices it is ||(R_2 b_2) (a_1 R_1^T)||, one matrix product for an earlier layer and all
-heads of all later ones.
+Here W_1 = W_OV of the earlier head, and W_2 = W_QK^T (queries), W_QK (keys) or W_OV (values) of the
+later head. An orthonormal factor does not change the Frobenius norm. With R from the QR of the
+outer thin matrices, the norm is ||(R_2 b_2) (a_1 R_1^T)||: one matrix product for an earlier layer
+and all heads of all later layers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from interp.circuits.low_rank import LowRank, decomposable, require_alike
 
 Kind = Literal["q", "k", "v"]
 
-# Numbers held at once by the product of one block of pairs, 2 MiB in float32: larger is not faster.
+# The number of entries of the product of one block of pairs, 2 MiB; larger is not faster.
 _BLOCK_NUMBERS = 1 << 19
 
 
 def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) -> Tensor:
-    """Scores (layer_1, head_1, layer_2, head_2) of head 1 feeding 2; 0 unless layer_1 < layer_2.
+    """Return the score of each pair of heads, (layer_1, head_1, layer_2, head_2).
 
-    `ov` and `qk` hold every head's circuit, batch (layers, heads); `qk` is not needed for
-    `kind="v"`. Two random circuits score about `chance(d_model)`. Half precision is computed, and
-    given, in float32.
+    Scores are 0 unless layer_1 < layer_2. `ov` and `qk` hold every head's circuit, batch (layers,
+    heads); `qk` is not needed for `kind="v"`. Two random circuits score about `chance(d_model)`.
+    Half precision is converted to float32.
     """
     reader = _reader(ov, qk, kind)
     layers, heads = ov.batch_shape
@@ -37,14 +37,14 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     scores = writes.new_zeros(layers, heads, layers, heads)
     for first in range(layers - 1):
         scores[first, :, first + 1 :] = _pair_norms(reads[first + 1 :], writes[first])
-    # Folding keeps the norms of the circuits themselves, too.
+    # Folding also keeps the norms of the circuits themselves.
     written, read = torch.linalg.matrix_norm(writes), torch.linalg.matrix_norm(reads)
     norms: Tensor = written[:, :, None, None] * read
     return scores / norms.clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 def chance(d_model: int) -> float:
-    """The score of circuits unrelated to each other: E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d."""
+    """Return the score of random circuits, for which E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d."""
     return 1 / math.sqrt(d_model)
 
 
@@ -54,7 +54,7 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
     if kind == "v":
         reader = ov
     elif qk is None:
-        raise ValueError(f"kind {kind!r} reads through the QK circuits: give qk=")
+        raise ValueError(f"kind {kind!r} reads through the QK circuits: pass qk=")
     else:
         reader = qk if kind == "k" else qk.mT
     require_alike("the circuits", ov.a, reader.a)
@@ -63,20 +63,21 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
         raise ValueError(f"circuits have batch shapes {shapes}; both must be (layers, heads)")
     if ov.shape[-2] != reader.shape[-1]:
         raise ValueError(
-            f"earlier heads write {ov.shape[-2]} dimensions, later ones read {reader.shape[-1]}"
+            f"earlier heads write {ov.shape[-2]} dimensions, later heads read {reader.shape[-1]}; "
+            "pass circuits of one model"
         )
     return reader
 
 
 def _folded(matrix: LowRank) -> Tensor:
-    """`a R^T` with R from b^T = Q R: the matrix up to an orthonormal factor on its right."""
+    """Return `a R^T` with R from b^T = Q R, the matrix up to an orthonormal factor on the right."""
     a, b = decomposable(matrix.a), decomposable(matrix.b)
     triangle: Tensor = torch.linalg.qr(b.mT, mode="r").R
     return (a @ triangle.mT).expand(*matrix.batch_shape, -1, -1)
 
 
 def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
-    """||reads[l, i] @ writes[h]|| of all, (h, l, i); the factors are (l, i, r, d) and (h, d, s)."""
+    """Return ||reads[l, i] @ writes[h]||, (h, l, i), of factors (l, i, r, d) and (h, d, s)."""
     layers, heads, rank, d_model = reads.shape
     written = writes.movedim(0, 1).reshape(d_model, -1)
     rows = reads.reshape(-1, rank, d_model)

@@ -1,7 +1,7 @@
-"""Attention heads as plain functions of their circuits, by increasing complexity.
+"""Attention heads as functions of their circuits.
 
-A head is where it looks (W_QK, through a softmax) and what it moves from there (W_OV). Heads add:
-the concatenation in front of W_O is the sum of one W_O W_V product a head. Elhage et al. 2021.
+W_QK determines the attention pattern of a head, W_OV the vectors that it moves. The concatenation
+of heads in front of W_O equals the sum of one W_O W_V product per head. Elhage et al. 2021.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from interp.circuits.low_rank import LowRank, require_alike
 def circuit_pattern(
     x: Tensor, qk: LowRank | Tensor, *, scale: float = 1.0, causal: bool = True
 ) -> Tensor:
-    """softmax(x W_QK x^T scale), (..., seq, seq), for stream vectors `x` (..., seq, d_model).
+    """Return softmax(x W_QK x^T scale), (..., seq, seq), for streams `x` (..., seq, d_model).
 
     A batch of circuits (heads) broadcasts against the leading dimensions of `x`.
     """
@@ -32,7 +32,7 @@ def attention_head(
     scale: float = 1.0,
     causal: bool = True,
 ) -> Tensor:
-    """What one head adds to the stream, A (x W_OV^T), (..., seq, d_model)."""
+    """Return the output of one head, A (x W_OV^T), (..., seq, d_model)."""
     require_alike("the stream and W_OV", x, ov.a if isinstance(ov, LowRank) else ov)
     moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
     return circuit_pattern(x, qk, scale=scale, causal=causal) @ moved
@@ -41,14 +41,14 @@ def attention_head(
 def heads_by_addition(
     x: Tensor, qk: LowRank, ov: LowRank, *, scale: float = 1.0, causal: bool = True
 ) -> Tensor:
-    """Attention as a sum over heads of circuits with batch (heads,); `x` is (..., seq, d_model)."""
+    """Return attention on `x` (..., seq, d_model) as a sum over circuits with batch (heads,)."""
     return attention_head(x.unsqueeze(-3), qk, ov, scale=scale, causal=causal).sum(dim=-3)
 
 
 def heads_by_concatenation(pattern: Tensor, x: Tensor, w_v: Tensor, w_o: Tensor) -> Tensor:
-    """The same as implementations do it: mix the values by head, concatenate, project once.
+    """Return attention as implementations compute it: mix values, concatenate heads, project.
 
-    `pattern` (..., heads, seq, seq), `x` (..., seq, d_model), `w_v` and `w_o` weights of
+    `pattern` is (..., heads, seq, seq), `x` is (..., seq, d_model), `w_v` and `w_o` are weights of
     `nn.Linear`.
     """
     values = (x @ w_v.mT).reshape(*x.shape[:-1], pattern.shape[-3], -1).transpose(-3, -2)

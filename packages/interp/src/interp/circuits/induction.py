@@ -1,16 +1,18 @@
-"""Induction, "A B ... A" -> "B": a previous-token head, and a copying head that K-composes with it.
+"""Induction circuits, "A B ... A" -> "B": constructed, trained, and confirmed by ablation.
 
-`induction_circuit` writes the two heads down as weights. The residual stream has four blocks,
+`induction_circuit` constructs the weights of a previous-token head and of a copying head that
+K-composes with it. The residual stream has four blocks of V, T, V and V dimensions; token 0 is BOS:
 
-    [ token | position | previous token | output ]        sizes V, T, V, V, where token 0 is BOS
+    [ token | position | previous token | output ]
 
-    head 0.0  QK: position i looks at i - 1        OV: token block -> previous-token block
-    head 1.0  QK: my token looks at its previous   OV: token block -> output block, BOS -> 0
-              token; half as strongly at position 0
+    head 0.0  QK: position i attends to i - 1      OV: token block -> previous-token block
+    head 1.0  QK: a token attends to positions     OV: token block -> output block, BOS -> 0
+              whose previous token equals it, and
+              half as strongly to position 0
 
-A token that never occurred before attends to BOS, and the output is exactly 0. Where exp of
--`sharpness / 2` rounds to 0, the softmax is an exact mean. `train_induction` lets gradient descent
-find the same, `confirm_circuit` shows it by ablation. Elhage et al. 2021; Olsson et al. 2022.
+A token without an earlier occurrence attends to BOS, and the output is exactly 0. If
+exp(-`sharpness` / 2) rounds to 0, the softmax is an exact mean. `train_induction` trains the same
+circuit, and `confirm_circuit` ablates it. Elhage et al. 2021; Olsson et al. 2022.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from torch import Tensor, nn
 from interp.circuits.composition import composition_scores
 from interp.circuits.heads import attention_head
 from interp.decoder.attention_only import AttentionOnly
-from interp.detect import FoundHead, detect_heads
-from interp.patching.streams import drop_heads
+from interp.detect import DetectedHead, detect_heads
+from interp.patching import drop_heads
 from interp.tap import patch, record
 
 BOS = 0
@@ -38,19 +40,20 @@ def induction_circuit(
     sharpness: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> AttentionOnly:
-    """The circuit for sequences that start with BOS = 0 and go on with tokens 1 ... vocabulary - 1.
+    """Return an exact induction circuit for sequences of BOS = 0 and tokens 1 ... vocabulary - 1.
 
-    Logits are exactly the mean of the one-hot successors of all earlier occurrences of each token,
-    0 if there are none, at the default `sharpness`: twice the distance at which a softmax weight of
-    `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208). `InductionExercise` is the short form.
+    The logits are exactly the mean of the one-hot successors of all earlier occurrences of a token,
+    and 0 without one. This holds at the default `sharpness`: twice the difference of scores at
+    which a softmax weight of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
+    `InductionExercise` is a smaller variant.
     """
     if sharpness is None:
         sharpness = 2 * math.ceil(
             math.log(2) - math.log(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
         )
-    size, v, t = max(vocabulary, context), vocabulary, context
+    v, t = vocabulary, context
     model = AttentionOnly(
-        vocabulary=v, context=t, d_model=3 * v + t, layers=2, heads=1, d_head=size, scale=1.0
+        vocabulary=v, context=t, d_model=3 * v + t, layers=2, heads=1, d_head=max(v, t), scale=1.0
     ).to(dtype)
     token, position, previous, output = torch.split(torch.eye(3 * v + t, dtype=dtype), [v, t, v, v])
     first, second = (block.attention for block in model.layers)
@@ -61,15 +64,15 @@ def induction_circuit(
         assert model.position is not None
         model.position.weight.copy_(position)
         model.unembed.weight.copy_(output)
-        # Queries at i and keys at i - 1 meet in coordinate i - 1.
+        # Queries at i and keys at i - 1 are equal in coordinate i - 1.
         first.q.weight[: t - 1] = sharpness * position[1:]
         first.k.weight[: t - 1] = position[:-1]
-        # Position 0 has nothing before it: it looks at itself.
+        # Position 0 has no predecessor and attends to itself.
         first.q.weight[0] += sharpness * position[0]
         first.v.weight[:v] = token
         first.o.weight[:, :v] = previous.T
-        # Queries and keys meet in the coordinate of the token; BOS is never looked for and stands
-        # for the sink.
+        # Queries and keys are equal in the coordinate of the token. BOS is not a query, so its
+        # coordinate serves as the attention sink.
         second.q.weight[1:v] = sharpness * token[1:]
         second.q.weight[0] = sharpness / 2 * token.sum(0)
         second.k.weight[1:v] = previous[1:]
@@ -80,25 +83,29 @@ def induction_circuit(
 
 
 class InductionExercise:
-    """The same by hand, as exercises set it: vectors of [token | position], 4 + 5 = 9 dimensions.
+    """An induction circuit on vectors [token | position] of 4 + 5 = 9 dimensions, without a stream.
 
-    There is no one stream: what the first head moves, the token before, takes the place of the
-    positions, and position 0 is left out, as it has nothing before it. Without a match the copying
-    head spreads over all. `previous_qk`, `previous_ov`, `match_qk` and `copy_ov` are the circuits.
+    The first head's output, the previous token, replaces the position in the input of the second
+    head. Position 0 is left out because it has no predecessor. Without a match, the copying head
+    attends evenly to all positions. The circuits are `previous_qk`, `previous_ov`, `match_qk` and
+    `copy_ov`.
     """
 
     def __init__(self, vocabulary: int = 4, context: int = 5, *, sharpness: float = 10.0) -> None:
         v, d = vocabulary, vocabulary + context
-        token, place = torch.eye(d).split([v, context])
-        self.previous_qk = 10 * sharpness * place[1:].T @ place[:-1]  # position i scores i - 1
+        token, position = torch.eye(d).split([v, context])
+        # Position i scores position i - 1.
+        self.previous_qk = 10 * sharpness * position[1:].T @ position[:-1]
         self.previous_ov = token.T @ token
-        before, current = torch.eye(2 * v).split(v)  # what the second head reads
+        before, current = torch.eye(2 * v).split(v)  # the input of the second head
         self.match_qk = sharpness * current.T @ before
         self.copy_ov = current.T @ current
-        self.vocabulary, self.embed, self.positions = v, token, place
+        self.vocabulary = v
+        self.embed = token
+        self.positions = position
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """What follows the last of `tokens` (batch, seq): weights (batch, vocabulary)."""
+        """Return the weights (batch, vocabulary) of the token after the last of `tokens`."""
         x = self.embed[tokens] + self.positions[: tokens.shape[-1]]
         moved = attention_head(x, self.previous_qk, self.previous_ov)
         both = torch.cat([moved[..., : self.vocabulary], x[..., : self.vocabulary]], -1)[..., 1:, :]
@@ -113,27 +120,27 @@ def repeated_tokens(
     periods: tuple[int, int],
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(tokens, repeated)`: BOS, then distinct tokens that repeat; booleans mark later copies.
+    """Return `(tokens, repeated)`: BOS and repeating tokens, with a mask of the later copies.
 
-    The period is random in [low, high] for each row, so that no head can get by on positions, and
-    tokens are distinct within a period, so that the next token is certain.
+    Each row has a random period in [low, high], so that positions do not predict the next token.
+    Tokens are distinct within a period, so that the next token of a later copy is certain.
     """
     low, high = periods
     if not 0 < low <= high < min(vocabulary, length):
         most = min(vocabulary, length) - 1
-        raise ValueError(f"periods {periods} must lie within 1 and {most}: all tokens differ")
+        raise ValueError(f"periods {periods} must be within 1 and {most}: all tokens differ")
     period = torch.randint(low, high + 1, (batch, 1), generator=generator)
     order = torch.rand(batch, vocabulary - 1, generator=generator).argsort(-1) + 1
-    place = torch.arange(length - 1).expand(batch, -1)
-    tokens = order.gather(1, place % period)
+    index = torch.arange(length - 1).expand(batch, -1)
+    tokens = order.gather(1, index % period)
     bos = torch.full((batch, 1), BOS)
     first_copy = torch.ones(batch, 1, dtype=torch.bool)
-    return torch.cat([bos, tokens], 1), torch.cat([~first_copy, place >= period], 1)
+    return torch.cat([bos, tokens], 1), torch.cat([~first_copy, index >= period], 1)
 
 
 @dataclass(frozen=True)
 class InductionTask:
-    """The training task: sequences of `repeated_tokens` and how long to train on them."""
+    """A training task on `repeated_tokens`, with the model's size and the optimizer's schedule."""
 
     vocabulary: int = 48
     length: int = 48
@@ -148,7 +155,7 @@ class InductionTask:
 
 
 def train_induction(task: InductionTask | None = None) -> tuple[AttentionOnly, list[float]]:
-    """Train a two-layer attention-only model on repeats; `(model, loss of each step)`."""
+    """Train a two-layer attention-only model on repeats and return `(model, loss per step)`."""
     task = task or InductionTask()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.seed)
@@ -177,21 +184,26 @@ def train_induction(task: InductionTask | None = None) -> tuple[AttentionOnly, l
 
 @dataclass(frozen=True)
 class Confirmation:
-    """A circuit and the evidence for it; accuracies are on the second and later copies."""
+    """An induction circuit and the evidence for it.
 
-    previous: FoundHead
-    induction: FoundHead
+    Accuracies are those of predictions on the second and later copies.
+    """
+
+    previous: DetectedHead
+    induction: DetectedHead
     accuracy: float
     accuracy_without_previous: float
-    k_composition: float  # between the two heads
-    k_composition_others: float  # the largest with any other head of layer 0
+    #: The score of the two heads.
+    k_composition: float
+    #: The largest score of the induction head with any other head of layer 0.
+    k_composition_others: float
 
 
 @torch.no_grad()
 def confirm_circuit(model: AttentionOnly, tokens: Tensor, repeated: Tensor) -> Confirmation:
-    """Find the previous-token head and the induction head, and what ablating the former does.
+    """Detect the previous-token and induction heads, and ablate the previous-token head.
 
-    The previous-token head is sought where it matters, on the first copy.
+    The previous-token head is detected on the first copy, where the circuit needs it.
     """
     with record(model, "blocks.*.attention.pattern") as seen:
         accuracy = _accuracy(model(tokens), tokens, repeated)

@@ -1,9 +1,9 @@
-"""Matrices that are kept as their two thin factors.
+"""Low-rank matrices that are stored as two thin factors.
 
-A head reads the residual stream through one thin matrix and writes it through another, so its
-circuits are products `A B` of rank d_head on d_model dimensions. One `LowRank` holds a circuit of
-all heads of all layers; `dense()` alone makes an m x n matrix. Columns, as the paper writes it:
-W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, W_OV = W_O W_V maps x to W_OV x.
+A head reads the residual stream through one thin matrix and writes to it through another, so its
+circuits are products `A B` of rank d_head in d_model dimensions. One `LowRank` stores a circuit of
+all heads of all layers; only `dense()` creates an m x n matrix. Vectors are columns, as in the
+paper: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, W_OV = W_O W_V maps x to W_OV x.
 
 Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 """
@@ -19,13 +19,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """The matrix `a @ b`: `a` is (..., m, r), `b` is (..., r, n), the rest is a batch.
+    """The matrix `a @ b`, with any number of batch dimensions.
 
-    Factors in float16 or bfloat16 are decomposed, and the results given, in float32: LAPACK has no
-    half precision, and eight bits would not hold an orthonormal basis.
+    Factors in float16 or bfloat16 are decomposed in float32, which is also the dtype of the
+    results: LAPACK does not support half precision, and eight bits cannot store an orthonormal
+    basis.
     """
 
+    #: (..., m, r).
     a: Tensor
+    #: (..., r, n).
     b: Tensor
 
     def __post_init__(self) -> None:
@@ -33,17 +36,17 @@ class LowRank:
         if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
             raise ValueError(
                 f"factors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; "
-                "give (..., m, r) and (..., r, n)"
+                "pass (..., m, r) and (..., r, n)"
             )
         if not a.dtype.is_floating_point:
-            raise TypeError(f"factors are {a.dtype} and {b.dtype}; give a floating dtype for both")
+            raise TypeError(f"factors are {a.dtype} and {b.dtype}; pass a floating dtype for both")
         require_alike("factors", a, b)
         try:
             np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         except ValueError as error:
             raise ValueError(
                 f"factors of shapes {tuple(a.shape)} and {tuple(b.shape)} have batches that do not "
-                "broadcast; give (layers, heads) for both"
+                "broadcast; pass (layers, heads) for both"
             ) from error
 
     @property
@@ -53,12 +56,12 @@ class LowRank:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape that `dense()` would have."""
+        """The shape of `dense()`."""
         return torch.Size((*self.batch_shape, self.a.shape[-2], self.b.shape[-1]))
 
     @property
     def rank(self) -> int:
-        """The number of columns of `a`, which bounds the rank."""
+        """The number of columns of `a`, an upper bound of the rank."""
         return self.a.shape[-1]
 
     @property
@@ -67,11 +70,11 @@ class LowRank:
         return LowRank(self.b.mT, self.a.mT)
 
     def dense(self) -> Tensor:
-        """The matrices themselves, (..., m, n)."""
+        """Return the matrices, (..., m, n)."""
         return self.a @ self.b
 
     def apply(self, x: Tensor) -> Tensor:
-        """Map stream vectors, the rows of `x` (..., n), to (..., m)."""
+        """Map vectors of the stream, the rows of `x` (..., n), to (..., m)."""
         require_alike("the matrix and the vectors", self.a, x)
         _require_product(self.shape, x.mT if x.ndim > 1 else x[:, None])
         return (x @ self.b.mT) @ self.a.mT
@@ -81,11 +84,11 @@ class LowRank:
         batch = self.batch_shape
         a, b = (f.expand(*batch, *f.shape[-2:])[index] for f in (self.a, self.b))
         if a.ndim < 2 or a.shape[-2:] != self.a.shape[-2:]:
-            raise IndexError(f"index {index!r} reaches past the batch dimensions {tuple(batch)}")
+            raise IndexError(f"index {index!r} exceeds the batch dimensions {tuple(batch)}")
         return LowRank(a, b)
 
     def __matmul__(self, other: LowRank | Tensor) -> LowRank:
-        """The product, at the smaller rank; a tensor on either side is a plain matrix."""
+        """Return the product, at the smaller rank; a tensor on either side is a dense matrix."""
         _require_product(self.shape, other)
         if isinstance(other, Tensor):
             require_alike("the two matrices", self.a, other)
@@ -102,17 +105,17 @@ class LowRank:
         return LowRank(other @ self.a, self.b)
 
     def norm(self) -> Tensor:
-        """The Frobenius norm, (...)."""
+        """Return the Frobenius norm, (...)."""
         full = self._decomposable()
-        # Through R of a = QR: Gram matrices would lose half of the digits.
+        # With R of a = QR, because Gram matrices would lose half of the digits.
         norm: Tensor = torch.linalg.matrix_norm(torch.linalg.qr(full.a, mode="r").R @ full.b)
         return norm
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`(U, S, Vh)` of shapes (..., m, k), (..., k), (..., k, n) with k = min(m, r, n).
+        """Return `(U, S, Vh)` of shapes (..., m, k), (..., k), (..., k, n), k = min(m, r, n).
 
-        From the QR of both factors: a b = Q_a (R_a R_b^T) Q_b^T, so that only r x r goes into an
-        SVD.
+        With the QR of both factors, a b = Q_a (R_a R_b^T) Q_b^T, and only the r x r matrix in
+        parentheses needs an SVD.
         """
         full = self._decomposable()
         q_a, r_a = torch.linalg.qr(full.a)
@@ -121,30 +124,30 @@ class LowRank:
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
-        """The r eigenvalues that may not be 0, complex (..., r): `a b` shares them with `b a`."""
+        """Return the r eigenvalues that can differ from 0, complex (..., r): those of `b a`."""
         _require_square(self)
         full = self._decomposable()
         values: Tensor = torch.linalg.eigvals(full.b @ full.a)
         return values
 
     def _decomposable(self) -> LowRank:
-        """The factors in float32 where they are in half precision."""
+        """Return the matrix with factors in half precision converted to float32."""
         return LowRank(decomposable(self.a), decomposable(self.b))
 
     def write_space(self, rank: int | None = None) -> Tensor:
-        """An orthonormal basis of what the matrix can write, (..., m, rank), strongest first."""
+        """Return an orthonormal basis of the column space, (..., m, rank), strongest first."""
         return self.svd()[0][..., :rank]
 
     def read_space(self, rank: int | None = None) -> Tensor:
-        """An orthonormal basis of what it reads, (..., n, rank); it is blind to the rest."""
+        """Return an orthonormal basis of the row space, (..., n, rank), strongest first."""
         return self.svd()[2].mT[..., :rank]
 
 
 def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = None) -> LowRank:
-    """W_QK = W_Q^T W_K of every head, (..., heads, d_model, d_model).
+    """Return W_QK = W_Q^T W_K of every head, (..., heads, d_model, d_model).
 
     `w_q` (..., heads * d_head, d_model) and `w_k` (..., kv_heads * d_head, d_model) are weights of
-    `nn.Linear`; leading dimensions (layers) stay. Scores are not divided by sqrt(d_head) here.
+    `nn.Linear`; leading dimensions (layers) are kept. Scores are not divided by sqrt(d_head).
     """
     q = _split(w_q, heads, "w_q")
     k = _per_query_head(_split(w_k, kv_heads or heads, "w_k"), heads)
@@ -152,24 +155,25 @@ def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = N
 
 
 def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = None) -> LowRank:
-    """W_OV = W_O W_V of every head, (..., heads, d_model, d_model).
+    """Return W_OV = W_O W_V of every head, (..., heads, d_model, d_model).
 
     `w_v` (..., kv_heads * d_head, d_model) and `w_o` (..., d_model, heads * d_head) are weights of
-    `nn.Linear`; leading dimensions (layers) stay.
+    `nn.Linear`; leading dimensions (layers) are kept.
     """
     v = _per_query_head(_split(w_v, kv_heads or heads, "w_v"), heads)
     return LowRank(_split(w_o.mT, heads, "w_o").mT, v)
 
 
 def synthesize(matrix: Tensor, rank: int) -> LowRank:
-    """The heads of `rank` dimensions that come nearest to the given circuits (..., m, n).
+    """Return the heads of dimension `rank` with circuits nearest to `matrix` (..., m, n).
 
-    The truncated SVD, its values shared evenly by both factors: no matrix of that rank is nearer
-    in the Frobenius norm (Eckart and Young 1936), and a circuit of that rank is met exactly.
+    They are the truncated SVD with the singular values split evenly between both factors. No other
+    matrix of that rank is nearer in the Frobenius norm (Eckart and Young 1936), and a circuit of
+    that rank is reproduced exactly.
     """
     if matrix.ndim < 2 or not 0 < rank <= min(matrix.shape[-2:]):
         raise ValueError(
-            f"rank {rank} is not within 1 and the smaller side of {tuple(matrix.shape)}"
+            f"rank {rank} is not within 1 and the smaller dimension of {tuple(matrix.shape)}"
         )
     u, s, vh = torch.linalg.svd(decomposable(matrix), full_matrices=False)
     root = s[..., :rank].sqrt()
@@ -177,32 +181,32 @@ def synthesize(matrix: Tensor, rank: int) -> LowRank:
 
 
 def decomposable(x: Tensor) -> Tensor:
-    """`x` in the least dtype that factorizations exist for: float32 for half precision."""
+    """Return `x` in a dtype that supports factorizations: float32 for half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def require_alike(what: str, *tensors: Tensor) -> None:
-    """Refuse tensors of several dtypes (TypeError) or on several devices (ValueError)."""
+    """Raise TypeError for tensors of several dtypes, ValueError for several devices."""
     if len({x.dtype for x in tensors}) > 1:
-        given = " and ".join(str(x.dtype) for x in tensors)
-        raise TypeError(f"{what} are {given}; give one dtype, with .to(torch.float32) for one")
+        dtypes = " and ".join(str(x.dtype) for x in tensors)
+        raise TypeError(f"{what} are {dtypes}; convert them to one dtype, as with .float()")
     if len({x.device for x in tensors}) > 1:
-        given = " and ".join(str(x.device) for x in tensors)
-        raise ValueError(f"{what} are on {given}; bring them to one device with .to(device)")
+        devices = " and ".join(str(x.device) for x in tensors)
+        raise ValueError(f"{what} are on {devices}; move them to one device with .to(device)")
 
 
 def _split(weight: Tensor, heads: int, name: str) -> Tensor:
     """Split (..., heads * d_head, d_model) into (..., heads, d_head, d_model)."""
     if weight.shape[-2] % heads:
         raise ValueError(
-            f"{name} has {weight.shape[-2]} rows of heads, which {heads} heads do not divide; "
-            "give the number of heads that this weight holds (kv_heads for w_k and w_v)"
+            f"{name} has {weight.shape[-2]} rows, which are not a multiple of {heads} heads; "
+            "pass the number of heads of this weight (kv_heads for w_k and w_v)"
         )
     return weight.reshape(*weight.shape[:-2], heads, -1, weight.shape[-1])
 
 
 def _per_query_head(weight: Tensor, heads: int) -> Tensor:
-    """Repeat each key-value head for the query heads that share it (grouped-query attention)."""
+    """Repeat each key-value head for all query heads that share it (grouped-query attention)."""
     kv_heads = weight.shape[-3]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
@@ -212,16 +216,16 @@ def _per_query_head(weight: Tensor, heads: int) -> Tensor:
 def _require_product(left: torch.Size, right: LowRank | Tensor) -> None:
     if len(left) < 2 or len(right.shape) < 2 or left[-1] != right.shape[-2]:
         raise ValueError(
-            f"matrices of shapes {tuple(left)} and {tuple(right.shape)} do not multiply; the left "
-            "one's columns must be as many as the right one's rows"
+            f"matrices of shapes {tuple(left)} and {tuple(right.shape)} do not multiply; the "
+            "columns of the left matrix must match the rows of the right matrix"
         )
 
 
 def _require_square(matrix: LowRank) -> None:
     if matrix.shape[-1] != matrix.shape[-2]:
-        raise ValueError(f"only a square matrix has eigenvalues; this one is {tuple(matrix.shape)}")
+        raise ValueError(f"expected square matrices for eigenvalues, got {tuple(matrix.shape)}")
 
 
-def stacked(layers: list[LowRank]) -> LowRank:
-    """The circuits of all layers as one, batch (layers, heads)."""
+def stack_layers(layers: list[LowRank]) -> LowRank:
+    """Return the circuits of all layers as one matrix, batch (layers, heads)."""
     return LowRank(torch.stack([c.a for c in layers]), torch.stack([c.b for c in layers]))

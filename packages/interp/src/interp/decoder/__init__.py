@@ -1,1 +1,1 @@
-"""Models with every circuit within reach: attention alone, GPT-2, and any decoder's description."""
+"""A decoder-only transformer for all families, with descriptions, checkpoints and folding."""

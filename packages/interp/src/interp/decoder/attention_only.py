@@ -1,7 +1,7 @@
-"""The attention-only transformer of the paper: heads that add to a stream, no MLPs, no norms.
+"""The attention-only transformer of Elhage et al. 2021, without MLPs and norms.
 
-A `Decoder` like all others. Positions may go into queries and keys alone ("attention"), which
-leaves the stream to the tokens and makes induction heads form in fewer steps.
+Learned positions may be added to the inputs of queries and keys only. The stream then holds tokens
+only, and induction heads form in fewer steps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Positions = Literal["stream", "attention"]
 
 
 class AttentionOnly(Decoder):
-    """A transformer of attention layers alone, to be trained: tokens (batch, seq) to logits.
+    """A trainable transformer of attention layers, from tokens (batch, seq) to logits.
 
-    `positions="stream"` adds learned positions to the stream, `"attention"` only to queries and
-    keys.
+    `positions="stream"` adds learned positions to the stream, `"attention"` to the inputs of
+    queries and keys only.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AttentionOnly(Decoder):
         if positions not in ("stream", "attention"):
             raise ValueError(f"positions {positions!r} is not one of 'stream', 'attention'")
         if d_head is None and d_model % heads:
-            raise ValueError(f"d_model {d_model} is no multiple of {heads} heads; give d_head=")
+            raise ValueError(f"d_model {d_model} is not a multiple of {heads} heads; pass d_head=")
         d_head = d_head or d_model // heads
         shapes = {"embed": (vocabulary, d_model), "position": (context, d_model)}
         for i in range(layers):

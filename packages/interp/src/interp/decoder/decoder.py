@@ -1,18 +1,18 @@
-"""One decoder for every family: what GPT-2, Llama, Gemma, OLMo and the others have in common.
+"""One decoder-only transformer for all families: GPT-2, Llama, Gemma, OLMo, Falcon and others.
 
     stream -> norm1 -> attention -> attention_out -> + -> norm2 -> mlp -> mlp_out -> +
 
-Where a family has no norm there is an `nn.Identity`, so that the tap names are the same for all:
+A norm that a family does not have is an `nn.Identity`, so that all families have the same sites:
 
-    embed, position                     what enters the stream
-    blocks.*:input, blocks.*            the stream before and after a block
-    blocks.*.attention.q, .k, .v        queries, keys, values of all heads (before norms, rotation)
+    embed, position                     the token and position embeddings
+    blocks.*:input, blocks.*            the residual stream before and after a block
+    blocks.*.attention.q, .k, .v        queries, keys, values of all heads, before norms, rotation
     blocks.*.attention.pattern          (batch, heads, seq, seq), after the softmax
-    blocks.*.attention.o:input          z: what the heads have mixed, (batch, seq, heads * d_head)
-    blocks.*.attention_out, .mlp_out    what is added to the stream
+    blocks.*.attention.o:input          z, the mixed values (batch, seq, heads * d_head)
+    blocks.*.attention_out, .mlp_out    the outputs that are added to the stream
     norm:input, unembed                 the final stream, the logits (before a cap)
 
-Modules are built around the weights that they are given: nothing is copied or made twice.
+Modules share the memory of the weights that they are built from.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit, stacked
+from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit, stack_layers
 from interp.decoder.source import Source
 from interp.lens import head_outputs
 from interp.tap import record
@@ -45,63 +45,104 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the weights of a decoder do not say by their names and shapes."""
+    """Properties of a decoder that the names and shapes of its weights do not determine."""
 
     heads: int
     d_head: int
-    scale: float  # of the scores, before the cap
-    # For each layer: the angles per position of each rotated pair, () without rotation; the window.
+    #: The factor of the scores, before the cap.
+    scale: float
+    #: For each layer, the angle per position of each rotated pair; () without rotary positions.
     frequencies: tuple[tuple[float, ...], ...]
+    #: For each layer, the size of the sliding window, or None.
     windows: tuple[int | None, ...]
     eps: float = 1e-5
-    centered: bool = False  # layer norm, which subtracts the mean, rather than RMS norm
+    #: True for layer norm, which subtracts the mean; False for RMS norm.
+    centered: bool = False
+    #: True if the norms have no weights (OLMo 1).
+    bare_norms: bool = False
     activation: str = "silu"
-    positions_in_attention: bool = False  # learned positions are seen by queries and keys alone
-    parallel: bool = False  # the MLP reads the block's input, not the attention's output
+    #: For each layer, the factor of rotated queries and keys (YaRN); () for 1.
+    rotary_scales: tuple[float, ...] = ()
+    #: True if rotated pairs are (2i, 2i + 1), as in GPT-J; False for (i, i + n / 2).
+    interleaved: bool = False
+    #: The slope of each head's linear position bias (ALiBi); () without one.
+    alibi_slopes: tuple[float, ...] = ()
+    #: True if learned positions are added to the inputs of queries and keys only.
+    positions_in_attention: bool = False
+    #: True if default positions do not count padding (OPT, Bloom); False if they are the columns.
+    positions_skip_padding: bool = False
+    #: True if the MLP reads the block's input instead of the stream after the attention.
+    parallel: bool = False
     score_cap: float | None = None
     logit_cap: float | None = None
     experts_used: int = 0
     experts_sum_to_one: bool = True
-    context: int | None = None  # the most tokens that `describe` has verified, None without a limit
+    #: The largest number of tokens that `describe` has verified, None without a limit.
+    context: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison of a description with its model, under random weights."""
+
+    #: The weights that were drawn, or "padded"; see `interp.decoder.verify`.
+    name: str
+    #: The number of tokens.
+    length: int
+    #: The largest deviation of a position's logits, relative to the size of all logits.
+    error: float
+    tolerance: float
 
 
 class Weights:
-    """Tensors by canonical name; what is left over at the end fitted nowhere."""
+    """Tensors by canonical name, with a record of the names that were used."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self.taken = tensors, set[str]()
+        self.tensors = tensors
+        self.used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return f"{name}.weight" in self.tensors
 
     def parameter(self, name: str) -> nn.Parameter:
-        """One tensor as a parameter that shares its memory."""
+        """Return a tensor as a parameter that shares its memory."""
         if name not in self.tensors:
-            raise ValueError(f"the decoder has no {name}; found: {', '.join(sorted(self.tensors))}")
-        self.taken.add(name)
+            names = ", ".join(sorted(self.tensors))
+            raise ValueError(f"the decoder has no {name}; found: {names}")
+        self.used.add(name)
         return nn.Parameter(self.tensors[name].detach(), requires_grad=False)
 
     def linear(self, name: str) -> nn.Linear:
-        """An `nn.Linear` around a weight and, where there is one, a bias."""
-        wide, narrow = self.parameter(f"{name}.weight").shape
-        return self._around(name, nn.Linear(narrow, wide, bias=False, device="meta"))
+        """Return an `nn.Linear` that shares a weight and, if there is one, a bias."""
+        out_features, in_features = self.parameter(f"{name}.weight").shape
+        linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+        return self._share_memory(name, linear)
 
     def embedding(self, name: str) -> nn.Embedding:
-        """An `nn.Embedding` around a table."""
+        """Return an `nn.Embedding` that shares a table."""
         rows, d_model = self.parameter(f"{name}.weight").shape
-        return self._around(name, nn.Embedding(rows, d_model, device="meta"))
+        return self._share_memory(name, nn.Embedding(rows, d_model, device="meta"))
 
     def norm(self, name: str, settings: Settings) -> nn.Module:
-        """The norm of that name, or the identity where the family has none."""
+        """Return the norm of that name, or the identity if the family does not have it."""
         if name not in self:
             return nn.Identity()
         size = len(self.parameter(f"{name}.weight"))
         if settings.centered:
             layer = nn.LayerNorm(size, eps=settings.eps, bias=False, device="meta")
-            return self._around(name, layer)
-        return self._around(name, nn.RMSNorm(size, eps=settings.eps, device="meta"))
+            return self._share_memory(name, layer)
+        return self._share_memory(name, nn.RMSNorm(size, eps=settings.eps, device="meta"))
 
-    def _around(self, name: str, module: Module) -> Module:
+    def stream_norm(self, name: str, settings: Settings) -> nn.Module:
+        """Return a norm of the residual stream, which may have no weights."""
+        if not settings.bare_norms:
+            return self.norm(name, settings)
+        d_model = self.tensors["embed.weight"].shape[1]
+        if settings.centered:
+            return nn.LayerNorm(d_model, eps=settings.eps, elementwise_affine=False)
+        return nn.RMSNorm(d_model, eps=settings.eps, elementwise_affine=False)
+
+    def _share_memory(self, name: str, module: Module) -> Module:
         for kind in ("weight", "bias"):
             if f"{name}.{kind}" in self.tensors:
                 module.register_parameter(kind, self.parameter(f"{name}.{kind}"))
@@ -109,41 +150,45 @@ class Weights:
 
 
 class DecoderAttention(nn.Module):
-    """Causal attention with grouped heads, rotary or learned positions, a window and a cap."""
+    """Causal attention with grouped heads, a sliding window, a cap, and any kind of positions."""
 
     def __init__(self, weights: Weights, name: str, settings: Settings, layer: int) -> None:
         super().__init__()
         self.settings, self.window = settings, settings.windows[layer]
         self.heads, self.d_head = settings.heads, settings.d_head
-        self.q, self.k, self.v = (weights.linear(f"{name}.{part}") for part in "qkv")
+        self.q = weights.linear(f"{name}.q")
+        self.k = weights.linear(f"{name}.k")
+        self.v = weights.linear(f"{name}.v")
         self.q_norm = weights.norm(f"{name}.q_norm", settings)
         self.k_norm = weights.norm(f"{name}.k_norm", settings)
         self.pattern = nn.Identity()
         self.o = weights.linear(f"{name}.o")
         self.kv_heads = max(1, self.k.out_features // self.d_head)
-        wide, shared = self.heads * self.d_head, self.kv_heads * self.d_head
+        all_heads, all_kv_heads = self.heads * self.d_head, self.kv_heads * self.d_head
         sizes = self.q.out_features, self.k.out_features, self.v.out_features, self.o.in_features
-        if sizes != (wide, shared, shared, wide) or self.heads % self.kv_heads:
+        expected = (all_heads, all_kv_heads, all_kv_heads, all_heads)
+        if sizes != expected or self.heads % self.kv_heads:
             raise ValueError(
                 f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
                 f"{self.heads} heads of {self.d_head}, evenly shared"
             )
-        # No buffer: .bfloat16() would round it, and at position 1,000 the digits count.
+        # Not a buffer: .bfloat16() would round the angles, which matters at position 1,000.
         self.frequencies = settings.frequencies[layer]
+        self.rotary_scale = settings.rotary_scales[layer] if settings.rotary_scales else 1.0
 
     def forward(
         self,
         x: Tensor,
         padding: Tensor | None = None,
         position: Tensor | None = None,
-        place: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return what the heads add to the stream (batch, seq, d_model)."""
+        """Return the sum of the heads' outputs (batch, seq, d_model)."""
         located = x if position is None else x + position
-        v = self._by_head(self.v(x)).repeat_interleave(self.heads // self.kv_heads, dim=1)
+        v = self._split_heads(self.v(x)).repeat_interleave(self.heads // self.kv_heads, dim=1)
         q, k = self.q(located), self.k(located)
-        scores = self.scores(q, k, padding, place)  # [batch, heads, seq, seq]
-        # Half precision: the sum over keys in float32, as every family does it.
+        scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, seq]
+        # Half precision: the sum over keys is computed in float32, as in every family.
         wide = torch.promote_types(scores.dtype, torch.float32)
         pattern = self.pattern(scores.softmax(-1, dtype=wide).to(x.dtype))
         mixed: Tensor = self.o((pattern @ v).transpose(1, 2).flatten(2))
@@ -154,68 +199,86 @@ class DecoderAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         padding: Tensor | None = None,
-        place: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the input of the softmax, (batch, heads, seq, seq), from the taps q and k.
+        """Return the input of the softmax, (batch, heads, seq, seq), from the sites q and k.
 
-        Keys that `padding` (batch, seq) marks True are seen by no query but their own, so that
-        no row is empty. `place` (batch, seq) are positions to rotate by, otherwise the columns.
+        Keys where `padding` (batch, seq) is True are visible to their own query only, so that no
+        row is empty. `position_ids` (batch, seq) are the positions, by default the columns.
         """
-        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        q, k = self._norm_heads(q, self.q_norm), self._norm_heads(k, self.k_norm)
         column = torch.arange(q.shape[-2], device=q.device)
-        turn = column if place is None else place[:, None]
-        q, k = self.rotate(q, turn), self.rotate(k, turn)
+        positions = column if position_ids is None else position_ids[:, None]
+        q, k = self.rotate(q, positions), self.rotate(k, positions)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
         scores = (q @ k.mT) * self.settings.scale
+        if self.settings.alibi_slopes:
+            slopes = torch.tensor(self.settings.alibi_slopes, dtype=q.dtype, device=q.device)
+            distance = positions[..., :, None] - positions[..., None, :]
+            scores = scores - slopes[:, None, None] * distance
         if cap := self.settings.score_cap:
             scores = (scores / cap).tanh() * cap
-        ago = column[:, None] - column  # how long before the query each key stands
-        hidden = ago < 0 if self.window is None else (ago < 0) | (ago >= self.window)
+        columns_back = column[:, None] - column
+        hidden = columns_back < 0
+        if self.window is not None:
+            hidden = hidden | (columns_back >= self.window)
         if padding is not None:
-            hidden = hidden | (padding[:, None, None, :] & (ago != 0))
+            hidden = hidden | (padding[:, None, None, :] & (columns_back != 0))
         return scores.masked_fill(hidden, float("-inf"))
 
-    def rotate(self, x: Tensor, place: Tensor) -> Tensor:
-        """Turn the pairs (i, i + n/2) of the first n dims (..., seq, d_head) by place * angle.
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by their positions.
 
-        `place` is (seq,), or has the dimensions of `x` before the last.
+        `positions` is (seq,), or has the dimensions of `x` before the last.
         """
         if not self.frequencies:
             return x
         half = len(self.frequencies)
         angles = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
-        angle = place[..., None].float() * angles  # [..., seq, half]
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        left, right, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
+        angle = positions[..., None].float() * angles  # [..., seq, half]
+        cos = (angle.cos() * self.rotary_scale).to(x.dtype)
+        sin = (angle.sin() * self.rotary_scale).to(x.dtype)
+        rotated, rest = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
+        if self.settings.interleaved:
+            left, right = rotated[..., ::2], rotated[..., 1::2]
+        else:
+            left, right = rotated.chunk(2, dim=-1)
+        new_left, new_right = left * cos - right * sin, right * cos + left * sin
+        if self.settings.interleaved:
+            return torch.cat([torch.stack([new_left, new_right], -1).flatten(-2), rest], -1)
+        return torch.cat([new_left, new_right, rest], -1)
 
     def qk(self, distance: int = 0) -> LowRank:
-        """W_QK of the heads, for a key that stands `distance` before the query."""
+        """Return W_QK of the heads for a key `distance` positions before the query."""
         w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
-        # Both are rotated by their places; only the difference counts, so the key takes it all.
-        place = torch.tensor([-distance], device=w_k.device)
-        turned = self.rotate(w_k.mT, place).mT.flatten(0, 1)
-        return qk_circuit(self.q.weight, turned, heads=self.heads, kv_heads=self.kv_heads)
+        # Rotary scores depend on the difference of positions only: the key is rotated by all of it.
+        position = torch.tensor([-distance], device=w_k.device)
+        rotated = self.rotate(w_k.mT, position)
+        if self.rotary_scale != 1:
+            # The query is scaled too.
+            rotated = self.rotate(rotated, torch.zeros_like(position))
+        rotated = rotated.mT.flatten(0, 1)
+        return qk_circuit(self.q.weight, rotated, heads=self.heads, kv_heads=self.kv_heads)
 
     def ov(self) -> LowRank:
-        """W_OV of the heads."""
+        """Return W_OV of the heads."""
         return ov_circuit(self.v.weight, self.o.weight, heads=self.heads, kv_heads=self.kv_heads)
 
-    def _by_head(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
         return heads
 
-    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """By head, normed over each head (Qwen 3, Gemma 3) or over all of them at once (OLMo 2)."""
+    def _norm_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Split into heads and apply the norm: per head (Qwen 3, Gemma 3) or to all (OLMo 2)."""
         gain = getattr(norm, "weight", None)
         if gain is not None and len(gain) == x.shape[-1]:
-            return self._by_head(norm(x))
-        normed: Tensor = norm(self._by_head(x))
+            return self._split_heads(norm(x))
+        normed: Tensor = norm(self._split_heads(x))
         return normed
 
 
 class DecoderMLP(nn.Module):
-    """down(act(up x)), or gated: down(act(gate x) * up x)."""
+    """The MLP down(act(up x)), or the gated MLP down(act(gate x) * up x)."""
 
     def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
         super().__init__()
@@ -227,14 +290,14 @@ class DecoderMLP(nn.Module):
         self.up, self.down = weights.linear(f"{name}.up"), weights.linear(f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each position by itself."""
+        """Map each position (..., d_model) separately."""
         inner = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x)
         out: Tensor = self.down(inner)
         return out
 
 
 class Experts(nn.Module):
-    """MLPs of which a router picks some for each token, and one that all tokens may share."""
+    """A mixture of experts: a router chooses MLPs per token, and one MLP may serve all tokens."""
 
     def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
         super().__init__()
@@ -250,39 +313,45 @@ class Experts(nn.Module):
             self.shared_gate = weights.linear(f"{name}.shared_gate")
 
     def forward(self, x: Tensor) -> Tensor:
-        """The chosen experts' outputs, weighed by the router."""
-        share, chosen = self.router(x).softmax(-1, dtype=torch.float32).topk(self.used, dim=-1)
-        share = share / share.sum(-1, keepdim=True) if self.sum_to_one else share
+        """Return the chosen experts' outputs, weighted by the router."""
+        probabilities = self.router(x).softmax(-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.used, dim=-1)
+        if self.sum_to_one:
+            weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
-            picked = chosen == i  # [batch, seq, used]
-            here = picked.any(-1)
-            if bool(here.any()):
-                out[here] += (share * picked).sum(-1)[here].to(x.dtype)[:, None] * expert(x[here])
+            is_chosen = chosen == i  # [batch, seq, used]
+            tokens = is_chosen.any(-1)
+            if bool(tokens.any()):
+                weight = (weights * is_chosen).sum(-1)[tokens].to(x.dtype)
+                out[tokens] += weight[:, None] * expert(x[tokens])
         if self.shared is not None and self.shared_gate is not None:
             out = out + self.shared_gate(x).sigmoid() * self.shared(x)
         return out
 
 
 class NoMLP(nn.Module):
-    """What stands for the MLP in a model of attention alone: it adds nothing."""
+    """A placeholder for the MLP of an attention-only model. It adds zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zeros."""
+        """Return zeros."""
         return torch.zeros_like(x)
 
 
 class DecoderBlock(nn.Module):
-    """Attention and MLP, each between a norm before and a norm after, added to the stream."""
+    """Attention and MLP, each with a norm before and a norm after, added to the stream."""
 
     def __init__(self, weights: Weights, layer: int, settings: Settings) -> None:
         super().__init__()
         name = f"blocks.{layer}"
         self.parallel = settings.parallel
-        self.norm1 = weights.norm(f"{name}.norm1", settings)
+        self.norm1 = weights.stream_norm(f"{name}.norm1", settings)
         self.attention = DecoderAttention(weights, f"{name}.attention", settings, layer)
         self.attention_out = weights.norm(f"{name}.attention_out", settings)
-        self.norm2 = weights.norm(f"{name}.norm2", settings)
+        # Parallel blocks with one norm (Phi, GPT-J, Cohere) use it for attention and MLP.
+        is_shared = settings.parallel and f"{name}.norm2" not in weights
+        norm2 = f"{name}.norm1" if is_shared else f"{name}.norm2"
+        self.norm2 = weights.stream_norm(norm2, settings)
         self.mlp: nn.Module
         if f"{name}.mlp.router" in weights:
             self.mlp = Experts(weights, f"{name}.mlp", settings)
@@ -297,16 +366,17 @@ class DecoderBlock(nn.Module):
         x: Tensor,
         padding: Tensor | None = None,
         position: Tensor | None = None,
-        place: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Map the stream (batch, seq, d_model) to the stream."""
-        attended = x + self.attention_out(self.attention(self.norm1(x), padding, position, place))
-        read = x if self.parallel else attended
-        out: Tensor = attended + self.mlp_out(self.mlp(self.norm2(read)))
+        """Map the residual stream (batch, seq, d_model) to the stream after the block."""
+        heads = self.attention(self.norm1(x), padding, position, position_ids)
+        after_attention = x + self.attention_out(heads)
+        mlp_input = x if self.parallel else after_attention
+        out: Tensor = after_attention + self.mlp_out(self.mlp(self.norm2(mlp_input)))
         return out
 
 
-def _warn_of_tokens_after(padding: Tensor) -> None:
+def _warn_if_tokens_follow(padding: Tensor) -> None:
     if bool(((padding.cumsum(-1) > 0) & ~padding).any()):
         warnings.warn(
             "tokens follow padding, and learned positions count padding too unless position_ids "
@@ -317,26 +387,30 @@ def _warn_of_tokens_after(padding: Tensor) -> None:
 
 
 class Decoder(nn.Module):
-    """Tokens (batch, seq) to logits (batch, seq, vocabulary); see the tap names above."""
+    """A decoder from tokens (batch, seq) to logits (batch, seq, vocabulary)."""
 
     def __init__(self, tensors: Mapping[str, Tensor], settings: Settings) -> None:
         super().__init__()
         weights = Weights(tensors)
         self.settings = settings
-        self.source: Source | None = None  # the model that `describe` was given
+        #: The model that `describe` was called with.
+        self.source: Source | None = None
+        #: The comparisons with that model that this description passed.
+        self.comparisons: tuple[Comparison, ...] = ()
         self.embed = weights.embedding("embed")
+        self.embed_norm = weights.norm("embed_norm", settings)
         self.position = weights.embedding("position") if "position" in weights else None
         layers = len(settings.windows)
         self.blocks = nn.ModuleList(DecoderBlock(weights, i, settings) for i in range(layers))
-        self.norm = weights.norm("norm", settings)
+        self.norm = weights.stream_norm("norm", settings)
         if "unembed" in weights:
             self.unembed = weights.linear("unembed")
         else:
             vocabulary, d_model = self.embed.weight.shape
             self.unembed = nn.Linear(d_model, vocabulary, bias=False, device="meta")
             self.unembed.weight = self.embed.weight
-        if left := sorted(tensors.keys() - weights.taken):
-            raise ValueError(f"these tensors fit nowhere in the decoder: {', '.join(left)}")
+        if unused := sorted(tensors.keys() - weights.used):
+            raise ValueError(f"these tensors fit nowhere in the decoder: {', '.join(unused)}")
         self.eval()
 
     def forward(
@@ -348,21 +422,26 @@ class Decoder(nn.Module):
         """Return the logits of the tokens.
 
         `attention_mask` (batch, seq) is 0 at padding. `position_ids` (batch, seq) are the positions
-        of learned and rotary positions, by default the columns, as in Hugging Face's models. Pass
-        them if tokens follow padding and positions are learned; otherwise a warning is given.
+        of learned and rotary positions. Their default is that of the family in Hugging Face: the
+        columns, or the number of earlier tokens that are not padding (OPT, Bloom). Pass them if
+        tokens follow padding and positions are learned; otherwise a warning is issued.
         """
         self.require_fresh()
         self._require_tokens(input_ids)
         padding = None if attention_mask is None else attention_mask == 0
         if padding is not None and padding.shape != input_ids.shape:
-            shapes = tuple(padding.shape), tuple(input_ids.shape)
-            raise ValueError(f"attention_mask is {shapes[0]}; give {shapes[1]}, as the tokens are")
+            raise ValueError(
+                f"attention_mask is {tuple(padding.shape)}; pass {tuple(input_ids.shape)}, the "
+                "shape of the tokens"
+            )
         if position_ids is not None:
             position_ids = self._checked_positions(position_ids, padding, input_ids)
-        x, position = self.embed(input_ids), None
+        elif padding is not None and self.settings.positions_skip_padding:
+            position_ids = ((~padding).cumsum(-1) - 1).clamp(min=0)
+        x, position = self.embed_norm(self.embed(input_ids)), None
         if self.position is not None:
             if position_ids is None and padding is not None:
-                _warn_of_tokens_after(padding)
+                _warn_if_tokens_follow(padding)
             columns = torch.arange(input_ids.shape[1], device=input_ids.device)
             position = self.position(columns if position_ids is None else position_ids)
             if not self.settings.positions_in_attention:
@@ -372,7 +451,7 @@ class Decoder(nn.Module):
         return self._logits(x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        # Conversions and moves give this decoder weights of its own.
+        # Conversions and moves copy the weights, which then no longer follow the described model.
         source = None if self.source is None else self.source.all_copied()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.source = source
@@ -385,8 +464,10 @@ class Decoder(nn.Module):
 
     def _require_tokens(self, tokens: Tensor) -> None:
         if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
-            given = f"{tokens.dtype} {tuple(tokens.shape)}"
-            raise ValueError(f"tokens are {given}; give ids (batch, seq), one at least")
+            raise ValueError(
+                f"tokens are {tokens.dtype} {tuple(tokens.shape)}; pass at least one id, in a "
+                "tensor of integers (batch, seq)"
+            )
         if int(tokens.max()) >= self.embed.num_embeddings or int(tokens.min()) < 0:
             raise ValueError(
                 f"token ids reach from {int(tokens.min())} to {int(tokens.max())}; this vocabulary "
@@ -394,7 +475,10 @@ class Decoder(nn.Module):
             )
         length, context = tokens.shape[1], self.settings.context
         if self.position is not None and length > self.position.num_embeddings:
-            raise ValueError(f"{length} tokens do not fit {self.position.num_embeddings} positions")
+            raise ValueError(
+                f"expected at most {self.position.num_embeddings} tokens, the number of learned "
+                f"positions, got {length}; pass a shorter text"
+            )
         if context is not None and length > context:
             raise ValueError(
                 f"this description was verified with up to {context} tokens, got {length}; "
@@ -404,29 +488,31 @@ class Decoder(nn.Module):
     def _checked_positions(
         self, position_ids: Tensor, padding: Tensor | None, tokens: Tensor
     ) -> Tensor:
-        """Return the positions (batch, seq); refuse those of several texts in a row."""
+        """Return the positions (batch, seq). Raise ValueError if a row packs several texts."""
         if position_ids.is_floating_point() or position_ids.shape not in (
             tokens.shape,
             (1, tokens.shape[1]),
         ):
-            given = f"{position_ids.dtype} {tuple(position_ids.shape)}"
-            raise ValueError(f"position_ids are {given}; give integers {tuple(tokens.shape)}")
+            raise ValueError(
+                f"position_ids are {position_ids.dtype} {tuple(position_ids.shape)}; pass "
+                f"integers {tuple(tokens.shape)}"
+            )
         position_ids = position_ids.expand(tokens.shape)
         table = self.position.num_embeddings if self.position is not None else None
         lowest, highest = int(position_ids.min()), int(position_ids.max())
         if lowest < 0 or (table is not None and highest >= table):
             raise ValueError(
-                f"position_ids reach from {lowest} to {highest}; they must lie within 0 and "
+                f"position_ids reach from {lowest} to {highest}; they must be within 0 and "
                 f"{'the length of the text' if table is None else table - 1}"
             )
         for row, ids in enumerate(position_ids):
             steps = ids.diff() if padding is None else ids[~padding[row]].diff()
-            # Without a mask, Hugging Face's models start another text at any other step than 1.
+            # Without a mask, Hugging Face's models start another text at any step other than 1.
             if bool((steps < 1).any()) or (padding is None and bool((steps > 1).any())):
                 raise ValueError(
                     f"position_ids of row {row} are {ids.tolist()}; they must count up by 1 along "
-                    "the text (rise, with an attention_mask): packed texts are not supported, give "
-                    "each a row of its own"
+                    "the text (increase, with an attention_mask): packed texts are not supported, "
+                    "pass one text per row"
                 )
         return position_ids
 
@@ -442,33 +528,35 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> list[DecoderBlock]:
-        """The blocks under their own type."""
+        """The blocks as `DecoderBlock`s, for type checkers."""
         return cast(list[DecoderBlock], list(self.blocks))
 
     def qk(self, distance: int = 0) -> LowRank:
-        """W_QK of every head, batch (layers, heads); under rotary positions at that distance.
+        """Return W_QK of every head, batch (layers, heads), for keys `distance` positions back.
 
-        Without biases, and without the norms of queries and keys where there are any.
+        Biases, norms of queries and keys, and ALiBi are not included.
         """
         self.require_fresh()
-        return stacked([block.attention.qk(distance) for block in self.layers])
+        return stack_layers([block.attention.qk(distance) for block in self.layers])
 
     def ov(self) -> LowRank:
-        """W_OV of every head without biases, batch (layers, heads)."""
+        """Return W_OV of every head without biases, batch (layers, heads)."""
         self.require_fresh()
-        return stacked([block.attention.ov() for block in self.layers])
+        return stack_layers([block.attention.ov() for block in self.layers])
 
     @torch.no_grad()
     def components(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Everything that is added to the stream, by name; the sum is what `norm` reads.
+        """Return all terms of the residual stream by name; they sum to the input of `norm`.
 
-        An attention's output is split into its heads unless a norm follows it.
+        An attention's output is split into heads unless a norm follows it.
         """
-        outs = ("blocks.*.attention.o:input", "blocks.*.attention_out", "blocks.*.mlp_out")
-        sites = ("embed", *(() if self.position is None else ("position",)), *outs)
+        outputs = ("blocks.*.attention.o:input", "blocks.*.attention_out", "blocks.*.mlp_out")
+        sites = ["embed_norm", *outputs]
+        if self.position is not None:
+            sites.append("position")
         with record(self, *sites, clone=True) as seen:
             self(tokens)
-        parts = {"embed": seen["embed"]}
+        parts = {"embed": seen["embed_norm"]}
         if self.position is not None and not self.settings.positions_in_attention:
             parts["position"] = seen["position"].unsqueeze(0)
         for i, block in enumerate(self.layers):

@@ -1,7 +1,7 @@
-"""Rewrite weights so that circuits can be read off them while the function stays the same.
+"""Weight processing that makes circuits readable and keeps the function.
 
-`fold_decoder` does all of it, for any family. Parameters are replaced, never written
-to: a shared weight keeps its value for the others.
+`fold_decoder` applies all of it, for any family. Parameters are replaced and never changed in
+place, so that other modules with a shared weight are not affected.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from interp.decoder.decoder import Decoder
 
 @torch.no_grad()
 def fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
-    """Move `norm.weight` and `norm.bias` into `readers`, which must be all that reads the norm.
+    """Move `norm.weight` and `norm.bias` into `readers`, all modules that read the norm.
 
-    For y = weight * n(x) + bias, W y + b = (W * weight) n(x) + (W bias + b). Any norm of that
-    form will do; the result is checked on a random vector. Raises ValueError, with nothing
-    changed, for other norms.
+    For y = weight * n(x) + bias, W y + b = (W * weight) n(x) + (W bias + b). The norm is checked on
+    random vectors. Raises ValueError, without any change, for norms of another form.
     """
     gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if gain is None:
@@ -28,13 +27,15 @@ def fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
     for reader in readers:
         if reader.in_features != gain.numel():
             raise ValueError(
-                f"a reader takes {reader.in_features} features, the norm gives {gain.numel()}"
+                f"expected readers of the norm's {gain.numel()} features, got one of "
+                f"{reader.in_features}; pass the modules that read this norm"
             )
-    # In the precision of the weights; the seed is local, so that nobody's random numbers move.
+    # A separate generator keeps the global random state.
     generator = torch.Generator(gain.device).manual_seed(0)
     x = torch.randn(3, gain.numel(), generator=generator, device=gain.device).to(gain.dtype)
     bare = {"weight": torch.ones_like(gain)}
-    bare |= {} if shift is None else {"bias": torch.zeros_like(shift)}
+    if shift is not None:
+        bare["bias"] = torch.zeros_like(shift)
     normed, scaled = norm(x), torch.func.functional_call(norm, bare, (x,)) * gain
     error = (scaled + (0 if shift is None else shift) - normed).abs().max()
     if error > torch.finfo(gain.dtype).eps ** 0.5 * normed.abs().max():
@@ -50,10 +51,10 @@ def fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
 
 @torch.no_grad()
 def center_writes(*writers: nn.Linear | nn.Embedding) -> None:
-    """Subtract from everything that `writers` add to the stream its mean over d_model.
+    """Subtract the mean over d_model from the outputs of `writers`, which add to the stream.
 
-    Keeps the function where every reader of the stream subtracts that mean itself: layer norm,
-    not RMS norm.
+    The function stays the same if every reader of the stream subtracts this mean, as layer norm
+    does and RMS norm does not.
     """
     for writer in writers:
         dim = 1 if isinstance(writer, nn.Embedding) else 0
@@ -64,7 +65,7 @@ def center_writes(*writers: nn.Linear | nn.Embedding) -> None:
 
 @torch.no_grad()
 def center_unembed(unembed: nn.Linear) -> None:
-    """Subtract the mean over the vocabulary; logits shift together, log-probabilities stay."""
+    """Subtract the mean over the vocabulary, which keeps the log-probabilities."""
     _set(unembed, "weight", unembed.weight - unembed.weight.mean(0, keepdim=True))
     if unembed.bias is not None:
         _set(unembed, "bias", unembed.bias - unembed.bias.mean())
@@ -72,9 +73,10 @@ def center_unembed(unembed: nn.Linear) -> None:
 
 @torch.no_grad()
 def fold_value_bias(value: nn.Linear, output: nn.Linear, *, d_head: int | None = None) -> None:
-    """Move the bias of the values into the output projection's: pattern rows sum to 1.
+    """Move the bias of the values into that of the output projection.
 
-    With grouped queries give `d_head`: each value head's bias counts for all that share it.
+    This keeps the function because the rows of a pattern sum to 1. With grouped queries, pass
+    `d_head`: the bias of a value head counts once per query head.
     """
     if value.bias is None:
         return
@@ -83,7 +85,7 @@ def fold_value_bias(value: nn.Linear, output: nn.Linear, *, d_head: int | None =
         if d_head is None or output.in_features % value.out_features:
             raise ValueError(
                 f"values of {value.out_features} features feed an output of {output.in_features}; "
-                "with grouped queries give d_head="
+                "with grouped queries pass d_head="
             )
         shared = output.in_features // value.out_features
         bias = bias.unflatten(0, (-1, d_head)).repeat_interleave(shared, 0).flatten()
@@ -93,43 +95,49 @@ def fold_value_bias(value: nn.Linear, output: nn.Linear, *, d_head: int | None =
 
 
 def fold_decoder(model: Decoder) -> Decoder:
-    """A copy of any family with all that folds folded, which gives the same log-probabilities.
+    """Return a copy with norms and biases folded, which has the same log-probabilities.
 
-    Norms before a reader are folded, norms after a writer and those of queries and keys stay. The
-    stream is centered where every reader subtracts its mean (layer norm), the unembedding where no
-    cap follows it; otherwise the logits themselves stay. The original stays as it is.
+    Norms of the stream are folded into their readers; norms of outputs, queries and keys are kept.
+    The stream is centered if every reader subtracts its mean (layer norm), the unembedding if no
+    cap follows it. The original does not change.
     """
     source = None if model.source is None else model.source.all_copied()
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    model.source = source  # folded weights do not follow those of the described model
+    model.source = source  # Folded weights are copies.
     for block in model.layers:
         attention = block.attention
         fold_norm(block.norm1, attention.q, attention.k, attention.v)
-        fold_norm(block.norm2, *_mlp_readers(block.mlp))
+        fold_norm(block.norm2, *_linears(block.mlp, "gate", "up", "router", "shared_gate"))
         fold_value_bias(attention.v, attention.o, d_head=attention.d_head)
-    norms = [model.norm, *(n for block in model.layers for n in (block.norm1, block.norm2))]
-    outs = [n for block in model.layers for n in (block.attention_out, block.mlp_out)]
-    if all(isinstance(n, nn.LayerNorm) for n in norms) and all(
-        isinstance(n, nn.Identity) for n in outs
-    ):
+    if _can_center(model):
         tables = [model.embed] if model.position is None else [model.embed, model.position]
         center_writes(*tables)
         for block in model.layers:
-            writers = [m for n, m in block.mlp.named_modules() if n.rpartition(".")[2] == "down"]
-            center_writes(block.attention.o, *(m for m in writers if isinstance(m, nn.Linear)))
+            center_writes(block.attention.o, *_linears(block.mlp, "down"))
     fold_norm(model.norm, model.unembed)
     if model.settings.logit_cap is None:
         center_unembed(model.unembed)
     return model
 
 
-def _mlp_readers(mlp: nn.Module) -> list[nn.Linear]:
-    """What reads the stream in an MLP, or in all experts, their router and their shared one."""
-    readers = ("gate", "up", "router", "shared_gate")
+def _can_center(model: Decoder) -> bool:
+    """Return True if layer norms read the stream and no norm follows a writer."""
+    readers: list[nn.Module] = [model.norm]
+    writers: list[nn.Module] = [model.embed_norm]
+    for block in model.layers:
+        readers += [block.norm1, block.norm2]
+        writers += [block.attention_out, block.mlp_out]
+    return all(isinstance(norm, nn.LayerNorm) for norm in readers) and all(
+        isinstance(norm, nn.Identity) for norm in writers
+    )
+
+
+def _linears(mlp: nn.Module, *names: str) -> list[nn.Linear]:
+    """Return the linear layers with these names in an MLP, or in all experts of a mixture."""
     return [
         module
         for name, module in mlp.named_modules()
-        if name.rpartition(".")[2] in readers and isinstance(module, nn.Linear)
+        if name.rpartition(".")[2] in names and isinstance(module, nn.Linear)
     ]
 
 

@@ -1,10 +1,10 @@
-"""Which tensor is which: the roles of a decoder's weights, found from their names and shapes.
+"""The roles of a decoder's weights, determined from their names and shapes.
 
     model.layers.3.self_attn.q_proj.weight  ->  blocks.3.attention.q.weight
     transformer.h.3.attn.c_attn.weight      ->  blocks.3.attention.{q, k, v}.weight, transposed
 
-A name is read by what it says (q_proj, gate, ln_1), so that models of one's own are found too.
-Fused weights are split: [q | k | v], or by head where they are called query_key_value.
+The last parts of a name decide (q_proj, gate, ln_1), so that custom models are described too.
+Fused weights are split: [q | k | v], or by group of heads if they are called query_key_value.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-# Buffers that old checkpoints carry: causal masks and rotary tables.
-_NO_WEIGHT = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+# Buffers of old checkpoints: causal masks and rotary tables.
+_BUFFER = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 _LAYER = re.compile(r"(?:^|.*?\.)(\d+)\.(.+)\.(weight|bias)$")
 _ATTENTION = r"(?:.*att.*\.)"
 _OUTSIDE = {
-    "embed": r"embed_tokens|wte|embed_in|embed|embedding|embeddings|tok_embeddings|token_embedding",
-    "position": r"wpe|position|positions|position_embedding|pos_embed",
-    "norm": r"norm|ln_f|final_layer_norm|final_norm|ln_final",
+    "embed": r"embed_tokens|wte|embed_in|embed|embedding|embeddings|tok_embeddings"
+    r"|token_embedding|word_embeddings",
+    "embed_norm": r"word_embeddings_layernorm|embed_norm",
+    "position": r"wpe|position|positions|position_embedding|pos_embed|embed_positions",
+    "norm": r"norm|ln_f|final_layer_norm|final_layernorm|final_norm|ln_final",
     "unembed": r"lm_head|embed_out|head|unembed|output",
 }
 _INSIDE = {
@@ -30,7 +32,7 @@ _INSIDE = {
     "attention.k": r"(?:.*\.)?(?:k_proj|wk|key|k)",
     "attention.v": r"(?:.*\.)?(?:v_proj|wv|value|v)",
     "attention.qkv": r"(?:.*\.)?(?:c_attn|qkv_proj|qkv|in_proj)",
-    "attention.qkv_by_head": r"(?:.*\.)?query_key_value",
+    "attention.qkv_by_group": r"(?:.*\.)?query_key_value",
     "attention.o": rf"{_ATTENTION}(?:c_proj|dense|out|o|proj)|(?:.*\.)?(?:o_proj|out_proj|wo)"
     r"|out|o",
     "attention.q_norm": r"(?:.*\.)?(?:q_norm|q_layernorm)",
@@ -39,8 +41,10 @@ _INSIDE = {
     "mlp.gate": r"(?:.*\.)?(?:gate_proj|w1|gate)",
     "mlp.up": r"(?:.*\.)?(?:up_proj|w3|up|c_fc|dense_h_to_4h|fc1|fc_in)",
     "mlp.down": r"(?:.*\.)?(?:down_proj|w2|down|dense_4h_to_h|fc2|fc_out)|mlp\.c_proj",
-    "norm1": r"input_layernorm|ln_1|ln1|norm1|attention_norm|attn_norm",
-    "norm2": r"post_attention_layernorm|pre_feedforward_layernorm|ln_2|ln2|norm2|ffn_norm|mlp_norm",
+    "norm1": r"input_layernorm|ln_1|ln1|norm1|attention_norm|attn_norm|self_attn_layer_norm"
+    r"|ln_attn",
+    "norm2": r"post_attention_layernorm|pre_feedforward_layernorm|ln_2|ln2|norm2|ffn_norm|mlp_norm"
+    r"|final_layer_norm|ln_mlp",
     "mlp_out": r"post_feedforward_layernorm",
 }
 
@@ -50,53 +54,61 @@ def canonical_weights(
 ) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint or a module under the names of `Decoder`.
 
-    Parts of fused weights are views where strides allow it. Raises ValueError for a name that has
-    no role, and for two tensors of one role.
+    Parts of fused weights are views if strides allow it. Raises ValueError for a name without a
+    role, and for two different tensors with the same role.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, part, value in canonical_parts(tensors, d_head=d_head, heads=heads):
-        if part in found and found[part] is not value and not torch.equal(found[part], value):
+        if part in weights and weights[part] is not value and not torch.equal(weights[part], value):
             raise ValueError(f"two different tensors are {part}; the second is {name}")
-        found[part] = value
-    if "unembed.weight" in found and found["unembed.weight"] is found.get("embed.weight"):
-        del found["unembed.weight"]
-    return found
+        weights[part] = value
+    if "unembed.weight" in weights and weights["unembed.weight"] is weights.get("embed.weight"):
+        del weights["unembed.weight"]
+    return weights
 
 
 def canonical_parts(
     tensors: Mapping[str, Tensor], *, d_head: int, heads: int
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the name of each tensor, and the canonical name and value of each part of it."""
-    is_conv1d = _input_first(tensors)
+    is_conv1d = _is_input_first(tensors)
     for name, role in roles_of(tensors).items():
         tensor = tensors[name]
         if is_conv1d and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
             tensor = tensor.T
-        for part, value in _unfused(role, tensor, heads, d_head):
+        for part, value in _split_fused(role, tensor, heads, d_head):
             yield name, part, value
 
 
 def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the role of each tensor that is a weight: `blocks.3.attention.qkv.weight`.
 
-    Raises ValueError for a name that has no role.
+    Raises ValueError for a name without a role.
     """
     experts = any(".experts." in name for name in tensors)
-    # A norm after the attention is called what others call the norm before the MLP.
+    # With a norm after the attention, its name is that of the norm before the MLP in other models.
     sandwiched = any("post_feedforward_layernorm" in name for name in tensors)
     roles = {}
     for name, tensor in tensors.items():
-        if _NO_WEIGHT.search(name):
+        if _BUFFER.search(name):
             continue
         stacked = re.sub(r"(experts\.(?:gate_up|down)_proj)$", r"\1.weight", name)
         role = _role(stacked, experts=experts, sandwiched=sandwiched)
         if role is None:
             raise ValueError(
-                f"{name} {tuple(tensor.shape)} plays no part in a decoder that is known here; "
-                "rename the module, or give the tensors and `Settings` to `Decoder` yourself"
+                f"{name} {tuple(tensor.shape)} has no known role in a decoder; rename the module, "
+                "or pass the tensors and `Settings` to `Decoder` directly"
             )
         roles[name] = role
     return roles
+
+
+def is_norm_role(role: str) -> bool:
+    """Return True if a role is the weight or bias of a norm."""
+    part = role.rpartition(".")[0].split(".")[-1]
+    return part in ("norm", "norm1", "norm2", "embed_norm", "q_norm", "k_norm") or (
+        part in ("attention_out", "mlp_out")
+    )
 
 
 def layer_of(name: str) -> int:
@@ -106,25 +118,28 @@ def layer_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def layers_of(tensors: Mapping[str, Tensor]) -> int:
-    """How many blocks the tensors belong to."""
+def count_layers(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of blocks that the tensors belong to."""
     numbers = [int(match[1]) for name in tensors if (match := _LAYER.match(name))]
     if not numbers:
-        raise ValueError("no numbered blocks among the tensors: this is no stack of blocks")
+        raise ValueError(
+            "expected tensors of numbered blocks (`layers.0. ...`), got none; the model must be a "
+            "stack of blocks"
+        )
     return max(numbers) + 1
 
 
 def features_of_heads(tensors: Mapping[str, Tensor]) -> int:
-    """How many features all heads have together: what enters the output projection."""
+    """Return the number of features of all heads, the width of the output projection's input."""
     for name, tensor in tensors.items():
         role = _role(name, experts=False, sandwiched=False) or ""
         if role.endswith(".attention.o.weight"):
-            return tensor.shape[0 if _input_first(tensors) else 1]
+            return tensor.shape[0 if _is_input_first(tensors) else 1]
     raise ValueError("no attention was found among the tensors: none is an output projection")
 
 
-def _input_first(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether weights are input x output, as in GPT-2's checkpoints: c_attn is then wide."""
+def _is_input_first(tensors: Mapping[str, Tensor]) -> bool:
+    """Return True if weights are (in, out), as in GPT-2's checkpoints, where c_attn is wide."""
     fused = (x for name, x in tensors.items() if name.endswith("c_attn.weight"))
     return any(x.shape[1] > x.shape[0] for x in fused)
 
@@ -138,39 +153,55 @@ def _role(name: str, *, experts: bool, sandwiched: bool) -> str | None:
             if re.fullmatch(regex, last):
                 return f"{role}.{kind}"
         return None
-    layer, rest, kind = match.groups()
-    prefix = f"blocks.{layer}."
-    if sandwiched and rest == "post_attention_layernorm":
-        return f"{prefix}attention_out.{kind}"
-    if rest.endswith("shared_expert_gate"):
-        return f"{prefix}mlp.shared_gate.{kind}"
-    number = re.search(r"\.experts\.(\d+)\.", rest)
-    if experts and number is None and re.fullmatch(r"(?:.*\.)?(?:gate|router)", rest):
-        return f"{prefix}mlp.router.{kind}"
+    layer, inner, kind = match.groups()
+    role_inside = _role_in_block(inner, experts=experts, sandwiched=sandwiched)
+    return None if role_inside is None else f"blocks.{layer}.{role_inside}.{kind}"
+
+
+def _role_in_block(inner: str, *, experts: bool, sandwiched: bool) -> str | None:
+    """Return the role of a module inside a block."""
+    if sandwiched and inner == "post_attention_layernorm":
+        return "attention_out"
+    if inner.endswith("shared_expert_gate"):
+        return "mlp.shared_gate"
+    number = re.search(r"\.experts\.(\d+)\.", inner)
+    if experts and number is None and re.fullmatch(r"(?:.*\.)?(?:gate|router)", inner):
+        return "mlp.router"
     for role, regex in _INSIDE.items():
-        if re.fullmatch(regex, rest):
-            if "shared_expert." in rest:
-                role = role.replace("mlp.", "mlp.shared.")
-            elif number:
-                role = role.replace("mlp.", f"mlp.experts.{number[1]}.")
-            elif ".experts." in rest:
-                role = role.replace("mlp.", "mlp.experts.all.")
-            return f"{prefix}{role}.{kind}"
+        if re.fullmatch(regex, inner):
+            if "shared_expert." in inner:
+                return role.replace("mlp.", "mlp.shared.")
+            if number:
+                return role.replace("mlp.", f"mlp.experts.{number[1]}.")
+            if ".experts." in inner:
+                return role.replace("mlp.", "mlp.experts.all.")
+            return role
     return None
 
 
-def _unfused(role: str, tensor: Tensor, heads: int, d_head: int) -> Iterator[tuple[str, Tensor]]:
-    """The parts of a tensor that holds several: of all experts, of q, k and v, of gate and up."""
+def _split_fused(
+    role: str, tensor: Tensor, heads: int, d_head: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of a fused tensor: experts, queries, keys and values, or gate and up."""
     if ".experts.all." in role:
-        for i, one in enumerate(tensor):
-            yield from _unfused(role.replace(".all.", f".{i}."), one, heads, d_head)
-    elif ".qkv_by_head." in role:
-        by_head = tensor.unflatten(0, (heads, 3, d_head))
-        for i, part in enumerate("qkv"):
-            yield role.replace("qkv_by_head", part), by_head[:, i].flatten(0, 1)
+        for i, expert in enumerate(tensor):
+            yield from _split_fused(role.replace(".all.", f".{i}."), expert, heads, d_head)
+    elif ".qkv_by_group." in role:
+        kv_heads = (len(tensor) // d_head - heads) // 2
+        if kv_heads < 1 or len(tensor) != (heads + 2 * kv_heads) * d_head or heads % kv_heads:
+            raise ValueError(
+                f"{role} has {len(tensor)} rows, which are not {heads} query heads of {d_head} and "
+                "key and value heads that they share evenly; check the number of heads"
+            )
+        # Each group holds the query heads that share a key head, that key head and its value head.
+        groups = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, d_head))
+        yield role.replace("qkv_by_group", "q"), groups[:, :-2].flatten(0, 2)
+        yield role.replace("qkv_by_group", "k"), groups[:, -2].flatten(0, 1)
+        yield role.replace("qkv_by_group", "v"), groups[:, -1].flatten(0, 1)
     elif ".qkv." in role:
-        rest = (len(tensor) - heads * d_head) // 2
-        for part, value in zip("qkv", tensor.split([heads * d_head, rest, rest]), strict=True):
+        kv_features = (len(tensor) - heads * d_head) // 2
+        sizes = [heads * d_head, kv_features, kv_features]
+        for part, value in zip("qkv", tensor.split(sizes), strict=True):
             yield role.replace("qkv", part), value
     elif ".gate_up." in role:
         for part, value in zip(("gate", "up"), tensor.chunk(2), strict=True):

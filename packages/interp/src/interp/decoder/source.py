@@ -1,8 +1,9 @@
-"""The link from a description to the model that it shares its weights with.
+"""The link from a description to the model whose weights it shares.
 
-Most weights of a `Decoder` are views of the model's and follow its changes. Others are copies:
-gains that Gemma stores less 1, its scaled embedding, and the queries, keys and values that GPT-NeoX
-interleaves. A copy whose original has changed is an error.
+Most weights of a `Decoder` are views of the model's weights and follow their changes. Others are
+copies: weights with a constant folded in (the norms and embedding of Gemma, Granite's multipliers),
+and queries, keys and values that the checkpoint interleaves (GPT-NeoX). A copy whose original has
+changed is an error.
 """
 
 from __future__ import annotations
@@ -14,26 +15,27 @@ from torch import Tensor, nn
 
 
 class Source:
-    """The weights of the model that a description was made from, as they were then."""
+    """The weights of a described model, as they were when it was described."""
 
     def __init__(
         self, model: nn.Module, tensors: Mapping[str, Tensor], copied: Collection[str]
     ) -> None:
-        self.model, self.tensors = model, dict(tensors)
+        self.model = model
+        self.tensors = dict(tensors)
         self.storages = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         self.fingerprints = {name: _fingerprint(tensors[name]) for name in sorted(copied)}
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # A pickled or deep-copied description has weights of its own, so it has no source.
+        # A pickled or deep-copied description has separate weights and therefore no source.
         return type(None), ()
 
     def all_copied(self) -> Source:
-        """Return a source for a description none of whose weights follow the model any more."""
+        """Return the source of a description whose weights are all copies."""
         self.require_fresh()
         return Source(self.model, self.tensors, self.tensors)
 
     def require_fresh(self) -> None:
-        """Raise RuntimeError if the model's weights are no longer those of the description."""
+        """Raise RuntimeError if the model's weights differ from those of the description."""
         current = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in self.tensors.items():
             if current.get(name) is not tensor or tensor.data_ptr() != self.storages[name]:
@@ -42,10 +44,8 @@ class Source:
                     "describe() the model again"
                 )
         for name, before in self.fingerprints.items():
-            if any(
-                not torch.equal(old, new)
-                for old, new in zip(before, _fingerprint(self.tensors[name]), strict=True)
-            ):
+            after = _fingerprint(self.tensors[name])
+            if any(not torch.equal(old, new) for old, new in zip(before, after, strict=True)):
                 raise RuntimeError(
                     f"{name} was changed in place, and the description has a copy of it; "
                     "describe() the model again"
@@ -53,7 +53,7 @@ class Source:
 
 
 def _fingerprint(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return sums of the tensor's bits along its first and its last dimension, which are exact."""
+    """Return exact sums of the tensor's bits along its first and its last dimension."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().view(integers[tensor.element_size()])
     return tuple(bits.sum(dim) for dim in {0, bits.ndim - 1})

@@ -1,25 +1,79 @@
-"""Which activation carries the answer: patches of streams and paths, exact and to first order."""
+r"""Activation patching, path patching and their first-order estimates.
 
-from interp.patching.attribution import attribute_parts, attribution_patching, edge_attribution
-from interp.patching.paths import Edges, Node, patch_edges, path_patching
-from interp.patching.restart import Metric, Prompt
-from interp.patching.streams import (
-    Ablations,
-    StreamScan,
+Notation. A *clean* and a *corrupted* prompt have the same number of tokens and different answers. A
+metric m maps a final residual stream to a number, usually a difference of two logits. A *site* is
+an activation inside the model. For one layer, head and position of a site, write a for its value
+in the corrupted run and a' for its value in the clean run.
+
+**Activation patching** runs the corrupted prompt with a' in place of a and measures
+
+    effect = m(corrupted run with a := a') - m(corrupted run)
+
+`patch_streams` does so for each layer and position of the residual stream, `patch_parts` for the
+queries, keys, values, outputs or MLPs of each layer, head and position. `ablate_parts` replaces a
+head at all positions by zero, by a mean or by its values for other prompts.
+
+**Restarts.** A patch in layer l leaves the blocks before l as they were. The corrupted run is
+therefore recorded once, and a patch restarts at the recorded input of block l. Over all layers,
+this halves the number of block calls.
+
+**Batching.** All patches run as one batch. Patches of layer 0 start it, those of layer l join it at
+block l, and each block is called once per batch:
+
+    block 0   patch patch                          patches in layer 0
+    block 1   patch patch patch                    joined by those in layer 1
+    block 2   patch patch patch patch patch        joined by those in layer 2
+
+**Causality.** In a `Decoder`, a patch at position t cannot change positions before t. Only the
+later positions are computed; queries, keys and values of earlier ones come from the recorded run.
+
+**Path patching** asks through which *receiver* a *sender* acts. A sender is the embedding, a head
+or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final norm. The residual
+stream is a sum of the senders' outputs s_i, so the edge from i to r is patched by adding
+s_i' - s_i to the input of r alone:
+
+    effect(i -> r) = m(corrupted run with input_r := input_r + s_i' - s_i) - m(corrupted run)
+
+Components between i and r keep their corrupted values; those after r are computed. `path_patching`
+does so for any model, `patch_edges` for all edges of a `Decoder`, restarted at the receiver.
+
+**Attribution patching** estimates all effects from one backward pass of the corrupted run:
+
+    effect ~ (a' - a) * dm/da        with an error of second order in a' - a
+
+A saturated softmax has almost no gradient. `attribute_parts` and `edge_attribution` therefore
+recompute the softmax of patched queries and keys and linearize only what follows it (AtP*).
+`edge_attribution(exact=True)` reports the error of each edge.
+
+All functions for a `Decoder`, `patch_streams`, `patch_parts` and `ablate_parts` accept several
+pairs of prompts, (pairs, seq), and return means. Result objects also have the values of each pair
+in `per_pair`, and their `standard_error`.
+
+References: Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; Nanda 2023,
+"Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit
+Discovery"; Kramár et al. 2024, "AtP*".
+"""
+
+from interp.patching.activation import (
+    AblationResult,
+    PatchingResult,
     ablate_parts,
     drop_heads,
     logit_difference,
     patch_parts,
     patch_streams,
 )
+from interp.patching.attribution import attribute_parts, attribution_patching, edge_attribution
+from interp.patching.paths import EdgeEffects, Node, patch_edges, path_patching
+from interp.patching.prompts import Metric, Prompt
 
 __all__ = [
-    "Ablations",
-    "Edges",
+    "AblationResult",
+    "EdgeEffects",
     "Metric",
     "Node",
+    "PatchingResult",
     "Prompt",
-    "StreamScan",
     "ablate_parts",
     "attribute_parts",
     "attribution_patching",

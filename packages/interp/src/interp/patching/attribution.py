@@ -1,13 +1,4 @@
-"""All patches at once, to first order: (clean - corrupted) * d metric / d activation.
-
-- `attribution_patching`: any sites of any model, from one backward pass.
-- `attribute_parts`: what `patch_parts` measures, corrected as in AtP*. A saturated softmax has no
-  gradient, so that of queries and keys is computed again and what follows is held linear.
-- `edge_attribution`: what `patch_edges` measures, with the same correction.
-
-Nanda 2023, "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated
-Circuit Discovery"; Kramar et al. 2024, "AtP*".
-"""
+"""First-order estimates of patching: (clean - corrupted) * d metric / d activation."""
 
 from __future__ import annotations
 
@@ -21,18 +12,25 @@ from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderAttention
 from interp.patching.paths import (
-    Edges,
+    EdgeEffects,
     Node,
     patch_edges,
     projection,
+    sender_changes,
+)
+from interp.patching.prompts import (
+    Metrics,
+    Prompt,
+    forward,
+    mean_over_pairs,
+    measure,
     require_equal_shapes,
     require_repeatable,
-    sent,
+    split_pairs,
 )
-from interp.patching.restart import Metrics, Prompt, forward, mean_of, measure, several
 from interp.tap import Replacement, patch, record
 
-# Where a prompt is padded, and its position ids; both (1, seq) or None.
+#: The padding and the position ids of a prompt, both (1, seq) or None.
 Layout = tuple[Tensor | None, Tensor | None]
 
 
@@ -43,17 +41,17 @@ def attribution_patching(
     corrupted: Prompt,
     metric: Callable[[Any], Tensor],
 ) -> dict[str, Tensor]:
-    """The effect of each activation to first order.
+    """Estimate the effect of patching each activation, from one backward pass.
 
-    Summed over the last dimension, so (batch, seq) for streams. `metric` maps the model's output
-    to one number. The error against real patches is of second order in clean - corrupted.
+    `metric` maps the model's output to one number. Effects are summed over the last dimension, so
+    those of streams are (batch, seq). The error is of second order in clean - corrupted.
     """
     with torch.no_grad(), record(model, *sites, clone=True) as seen:
         forward(model, clean)
         before = dict(seen)
         forward(model, corrupted)
     require_equal_shapes(before, seen)
-    gradients = _gradients(model, corrupted, lambda out, end: metric(out), seen)
+    gradients = _gradients(model, corrupted, lambda out, final_stream: metric(out), seen)
     return {site: ((before[site] - seen[site]) * gradients[site]).sum(-1) for site in seen}
 
 
@@ -65,16 +63,23 @@ def attribute_parts(
     *,
     corrected: bool = True,
 ) -> dict[str, Tensor]:
-    """Estimates of what `patch_parts` measures, less the corrupted run: q, k, v, z and mlp.
+    """Estimate the effects that `patch_parts` measures, for "q", "k", "v", "z" and "mlp".
 
-    Each is (layers, heads, positions); k and v have the heads that are shared, mlp one. `metric`
-    maps final streams (n, seq, d_model) to (n,). `corrected`: with the softmax of q and k again.
+    An effect is the metric of the patched run minus that of the corrupted run. Each tensor is
+    (layers, heads, positions), with key-value heads for "k" and "v" and one head for "mlp".
+    `metric` maps final streams (n, seq, d_model) to (n,). `corrected=True` recomputes the softmax
+    of patched queries and keys.
     """
-    if pairs := several(clean, corrupted, metric):
-        each = [attribute_parts(model, *pair, corrected=corrected) for pair in pairs]
-        return {part: torch.stack([found[part] for found in each]).mean(0) for part in each[0]}
-    names = {"q": "attention.q", "k": "attention.k", "v": "attention.v", "z": "attention.o:input"}
-    names["mlp"] = "mlp_out"
+    if pairs := split_pairs(clean, corrupted, metric):
+        results = [attribute_parts(model, *pair, corrected=corrected) for pair in pairs]
+        return {part: torch.stack([r[part] for r in results]).mean(0) for part in results[0]}
+    names = {
+        "q": "attention.q",
+        "k": "attention.k",
+        "v": "attention.v",
+        "z": "attention.o:input",
+        "mlp": "mlp_out",
+    }
     layers = range(len(model.layers))
     sites = [f"blocks.{i}.{name}" for i in layers for name in names.values()]
     sites += [f"blocks.{i}.attention.pattern" for i in layers]
@@ -83,21 +88,26 @@ def attribute_parts(
         before = dict(seen)
         forward(model, corrupted)
 
-    slopes = _gradients(model, corrupted, lambda out, end: measure(metric, end), seen)
+    gradients = _gradients(
+        model, corrupted, lambda out, final_stream: measure(metric, final_stream), seen
+    )
+    layout = _layout(corrupted)
     parts: dict[str, list[Tensor]] = {part: [] for part in names}
     for i, block in enumerate(model.layers):
-        attention, at = block.attention, f"blocks.{i}."
-        queries, keys = seen[at + "attention.q"], seen[at + "attention.k"]
-        counts = {"q": attention.heads, "z": attention.heads, "mlp": 1}
+        attention = block.attention
+        queries, keys = seen[f"blocks.{i}.attention.q"], seen[f"blocks.{i}.attention.k"]
+        pattern_gradient = gradients[f"blocks.{i}.attention.pattern"]
+        heads = {"q": attention.heads, "z": attention.heads, "mlp": 1}
         for part, name in names.items():
-            old, new, slope = seen[at + name], before[at + name], slopes[at + name]
+            site = f"blocks.{i}.{name}"
             if corrected and part in ("q", "k"):
-                slope = slopes[at + "attention.pattern"]
-                layout = _layout(corrupted)
-                values = _through_softmax(attention, part, new, (queries, keys), slope, layout)
+                values = _effect_through_softmax(
+                    attention, part, before[site], (queries, keys), pattern_gradient, layout
+                )
             else:
-                heads = counts.get(part, attention.kv_heads)
-                values = ((new - old) * slope)[0].unflatten(-1, (heads, -1)).sum(-1).T
+                effects = ((before[site] - seen[site]) * gradients[site])[0]
+                count = heads.get(part, attention.kv_heads)
+                values = effects.unflatten(-1, (count, -1)).sum(-1).T
             parts[part].append(values)
     return {part: torch.stack(values) for part, values in parts.items()}
 
@@ -112,40 +122,45 @@ def edge_attribution(
     receivers: Sequence[Node] | None = None,
     exact: bool = False,
     batch: int = 64,
-) -> Edges:
-    """Estimates of what `patch_edges` measures, from one backward pass.
+) -> EdgeEffects:
+    """Estimate the effects that `patch_edges` measures, from one backward pass.
 
-    What a receiver reads goes through its norm, projection and softmax as it is, what follows is
-    held linear. `exact` measures each edge too, so that `.error` shows what the
-    estimate is worth.
+    The receiver's norm, projection and softmax are computed; everything after them is linearized.
+    `exact=True` also measures each edge, so that `.error` is known.
     """
-    if pairs := several(clean, corrupted, metric):
-        estimated = partial(edge_attribution, model, senders=senders, receivers=receivers)
-        return mean_of([estimated(*pair, exact=exact, batch=batch) for pair in pairs])
+    if pairs := split_pairs(clean, corrupted, metric):
+        estimate = partial(edge_attribution, model, senders=senders, receivers=receivers)
+        return mean_over_pairs([estimate(*pair, exact=exact, batch=batch) for pair in pairs])
     with torch.no_grad():
-        edges, changes = sent(model, clean, corrupted, senders, receivers)
+        edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
     final, layout = f"blocks.{len(layers) - 1}", _layout(corrupted)
-    sites = [final, *(f"blocks.{i}.{s}" for i in layers for s in inner)]
-    streams = [f"blocks.{i}:input" for i in layers]
-    with torch.no_grad(), record(model, *sites, *streams, clone=True) as seen:
+    sites = [final, *(f"blocks.{i}.{site}" for i in layers for site in inner)]
+    inputs = [f"blocks.{i}:input" for i in layers]
+    with torch.no_grad(), record(model, *sites, *inputs, clone=True) as seen:
         forward(model, corrupted)
     at_sites = {site: seen[site] for site in sites}
-    slopes = _gradients(model, corrupted, lambda out, end: measure(metric, end), at_sites)
-    found: dict[tuple[str, int], Tensor] = {}  # (senders, heads) of each kind and layer
+    gradients = _gradients(
+        model, corrupted, lambda out, final_stream: measure(metric, final_stream), at_sites
+    )
+    # Effects (senders, heads) of each kind of receiver and layer.
+    effects: dict[tuple[str, int], Tensor] = {}
     for column, receiver in enumerate(edges.receivers):
         rows = edges.exists[:, column].nonzero()[:, 0]
-        key, at = (receiver.kind, receiver.layer), f"blocks.{receiver.layer}."
-        if key not in found:
-            site = {"final": final, "mlp": at + "norm2:input"}.get(receiver.kind, at + "attention")
-            found[key] = torch.cat(
-                [
-                    _read(model, receiver, site, changes[chosen], seen, slopes, metric, layout)
-                    for chosen in torch.split(rows, batch)
-                ]
+        key, block = (receiver.kind, receiver.layer), f"blocks.{receiver.layer}"
+        if key not in effects:
+            site = {"final": final, "mlp": f"{block}.norm2:input"}.get(
+                receiver.kind, f"{block}.attention"
             )
-        edges.values[rows, column] = found[key][:, receiver.head]
+            chunks = [
+                _receiver_effects(
+                    model, receiver, site, changes[chosen], seen, gradients, metric, layout
+                )
+                for chosen in torch.split(rows, batch)
+            ]
+            effects[key] = torch.cat(chunks)
+        edges.values[rows, column] = effects[key][:, receiver.head]
     if not exact:
         return edges
     measured = patch_edges(
@@ -155,70 +170,75 @@ def edge_attribution(
 
 
 @torch.no_grad()
-def _read(
+def _receiver_effects(
     model: Decoder,
     receiver: Node,
     site: str,
     change: Tensor,
     seen: Mapping[str, Tensor],
-    slopes: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
     metric: Metrics,
     layout: Layout,
 ) -> Tensor:
-    """The effect (n, heads) of changes (n, seq, d_model) in what all such receivers read."""
+    """Return the effects (n, heads) of input changes (n, seq, d_model) of a kind of receiver."""
     if receiver.kind == "final":
         return (measure(metric, seen[site] + change) - measure(metric, seen[site]))[:, None]
     if receiver.kind == "mlp":
-        return torch.einsum("nsd,xsd->n", change, slopes[site])[:, None]
+        return torch.einsum("nsd,xsd->n", change, gradients[site])[:, None]
     block = model.layers[receiver.layer]
     attention = block.attention
     linear, heads = projection(attention, receiver.kind)
     stream = seen[f"blocks.{receiver.layer}:input"]
     new, old = linear(block.norm1(stream + change)), seen[f"{site}.{receiver.kind}"]
     if receiver.kind == "v":
-        moved = (new - old) * slopes[f"{site}.v"]
-        effects: Tensor = moved.unflatten(-1, (heads, -1)).sum((1, 3))
-    else:
-        q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
-        q, k = (new, k) if receiver.kind == "q" else (q, new)
-        after = attention.scores(q, k, *layout).softmax(-1)
-        # By query head; those that share a key head all change with it.
-        moved = (after - seen[f"{site}.pattern"]) * slopes[f"{site}.pattern"]
-        effects = moved.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
+        value_effects = (new - old) * gradients[f"{site}.v"]
+        effects: Tensor = value_effects.unflatten(-1, (heads, -1)).sum((1, 3))
+        return effects
+    q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
+    q, k = (new, k) if receiver.kind == "q" else (q, new)
+    pattern = attention.scores(q, k, *layout).softmax(-1)
+    pattern_effects = (pattern - seen[f"{site}.pattern"]) * gradients[f"{site}.pattern"]
+    # A key head changes the patterns of all query heads that share it.
+    effects = pattern_effects.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
     return effects
 
 
-def _through_softmax(
+def _effect_through_softmax(
     attention: DecoderAttention,
     part: str,
     new: Tensor,
     old: tuple[Tensor, Tensor],
-    slope: Tensor,
+    gradient: Tensor,
     layout: Layout,
 ) -> Tensor:
-    """The effect (heads, seq) of one position's queries or keys, exact up to the pattern."""
+    """Return the effect (heads, seq) of each position's queries or keys, exact up to the pattern.
+
+    `gradient` is d metric / d pattern.
+    """
     q, k = old
     scores = attention.scores(q, k, *layout)[0].double()
-    slope = slope[0].double()  # d metric / d pattern, [heads, seq_q, seq_k]
+    gradient = gradient[0].double()  # [heads, seq_q, seq_k]
     if part == "q":
         after = attention.scores(new, k, *layout)[0].double().softmax(-1)
-        return ((after - scores.softmax(-1)) * slope).sum(-1).to(q.dtype)
-    # A key changes one score of each later query. With e = exp(score) of it and R, G the sums over
-    # the other keys of e and e * slope, the row's sum goes from one (G + e slope) / (R + e) to
-    # another. Sums of others, not all less one: a key that has all the weight leaves no rounding.
+        return ((after - scores.softmax(-1)) * gradient).sum(-1).to(q.dtype)
+    # Note [Effect of one key]
+    # A key changes one score of each later query. Let e = exp(score) for this key, and let R and G
+    # be the sums of e and of e * gradient over the other keys. The row's contribution changes from
+    # (G + e gradient) / (R + e) to the same with the new e. R and G are summed over the other keys:
+    # if one key has almost all the weight, subtracting it would leave only rounding errors.
     changed = attention.scores(q, new, *layout)[0].double()
-    most = scores.amax(-1, keepdim=True)
-    e, e_new = (scores - most).exp(), (changed - most).clamp(-700, 300).exp()
-    rest, weighed = _others(e), _others(e * slope)
-    before = (weighed + e * slope) / (rest + e)
-    effect = (weighed + e_new * slope) / (rest + e_new) - before
+    largest = scores.amax(-1, keepdim=True)
+    e, e_new = (scores - largest).exp(), (changed - largest).clamp(-700, 300).exp()
+    rest, weighted_rest = _sum_of_others(e), _sum_of_others(e * gradient)
+    before = (weighted_rest + e * gradient) / (rest + e)
+    effect = (weighted_rest + e_new * gradient) / (rest + e_new) - before
     by_head = torch.where(scores > float("-inf"), effect, 0).sum(-2)
-    shared: Tensor = by_head.unflatten(0, (attention.kv_heads, -1)).sum(1)
-    return shared.to(q.dtype)
+    by_key_head: Tensor = by_head.unflatten(0, (attention.kv_heads, -1)).sum(1)
+    return by_key_head.to(q.dtype)
 
 
-def _others(x: Tensor) -> Tensor:
-    """The sum over the last dimension of all other entries, without subtracting."""
+def _sum_of_others(x: Tensor) -> Tensor:
+    """Return the sum over the last dimension of all other entries, without subtraction."""
     before = nn.functional.pad(x.cumsum(-1), (1, -1))
     after = nn.functional.pad(x.flip(-1).cumsum(-1), (1, -1)).flip(-1)
     return before + after
@@ -237,24 +257,26 @@ def _gradients(
     metric: Callable[[Any, Tensor], Tensor],
     seen: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """d metric(output, final stream) / d activation at each site, in the run of `prompt`."""
-    # An added zero is a place to differentiate at, also where no parameter asks for gradients.
+    """Return d metric(output, final stream) / d activation at each site, in the run of `prompt`."""
+    # Zeros are added to the activations, because no parameter might require a gradient.
     zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
     added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}
     # The last block's output, not the norm's input: a metric may call the norm itself.
-    end = (f"blocks.{len(model.blocks) - 1}",) if isinstance(model, Decoder) else ()
+    last_block = (f"blocks.{len(model.blocks) - 1}",) if isinstance(model, Decoder) else ()
     with torch.enable_grad():
         with (
             patch(model, added),
-            record(model, *end, detach=False) as last,
-            record(model, *seen, clone=True) as again,
+            record(model, *last_block, detach=False) as last,
+            record(model, *seen, clone=True) as repeated,
         ):
             out = forward(model, prompt)
-        result = metric(out, last[end[0]] if end else torch.empty(0))
-        require_repeatable(seen, again)
+        result = metric(out, last[last_block[0]] if last_block else torch.empty(0))
+        require_repeatable(seen, repeated)
         if not isinstance(result, Tensor) or result.numel() != 1:
-            given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise ValueError(f"the metric gave {given}; it must give one number, a tensor: sum it")
+            shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(
+                f"the metric returned {shape}; it must return one number, a tensor: sum it"
+            )
         gradients = torch.autograd.grad(result, list(zeros.values()), allow_unused=True)
     return {
         site: torch.zeros_like(zero) if gradient is None else gradient

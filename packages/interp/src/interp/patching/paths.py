@@ -1,14 +1,8 @@
-"""Which path carries the answer: what one part says, heard by chosen readers alone.
-
-The stream is a sum, so a path is the difference of what its sender adds in the two runs, added to
-what its receiver reads. What lies between sees the corrupted run; what follows, the answer.
-`path_patching` does it for any model, `patch_edges` for all edges of a `Decoder`, in batches that
-restart at the receiver. Goldowsky-Dill et al. 2023, "Path Patching".
-"""
+"""Path patching: the effect of one component on the metric through chosen receivers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast
@@ -17,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderAttention
-from interp.patching.restart import (
+from interp.patching.batching import replace_heads
+from interp.patching.prompts import (
     Metrics,
     Prompt,
-    Restart,
-    alike,
     forward,
-    mean_of,
+    mean_over_pairs,
     measure,
-    several,
+    require_equal_shapes,
+    require_repeatable,
+    split_pairs,
+    standard_error,
 )
-from interp.patching.waves import put_heads
+from interp.patching.restart import Restart
 from interp.tap import patch, record
 
 
@@ -37,7 +33,8 @@ class Node:
 
     kind: Literal["embed", "head", "q", "k", "v", "mlp", "final"]
     layer: int = 0
-    head: int = 0  # of "k" and "v", the head that query heads share
+    #: For "k" and "v", the number of the key-value head.
+    head: int = 0
 
     def __str__(self) -> str:
         if self.kind in ("embed", "final"):
@@ -46,63 +43,65 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
-class Edges:
-    """What the metric gains when a receiver reads a sender as it is in the clean run.
-
-    `values` (senders, receivers); 0 where `exists` is False, as a receiver comes before its
-    sender. `exact` stands beside estimates where it was asked for.
-    """
+class EdgeEffects:
+    """The change of the metric when a receiver reads a sender's clean output."""
 
     senders: tuple[Node, ...]
     receivers: tuple[Node, ...]
+    #: (senders, receivers). False if the receiver comes before the sender.
     exists: Tensor
+    #: (senders, receivers). 0 where `exists` is False.
     values: Tensor
+    #: The measured effects next to estimates, if `exact=True` was passed.
     exact: Tensor | None = None
-    each: Tensor | None = None  # of several pairs: (pairs, senders, receivers)
+    #: The values of each pair of prompts, (pairs, senders, receivers); None for a single pair.
+    per_pair: Tensor | None = None
 
     @property
     def error(self) -> Tensor:
-        """The estimate less the exact effect, edge by edge."""
+        """The estimate minus the exact effect of each edge."""
         if self.exact is None:
-            raise ValueError("the exact effects were not computed; ask for them with exact=True")
+            raise ValueError("the exact effects were not computed; pass exact=True")
         return self.values - self.exact
 
+    @property
+    def standard_error(self) -> Tensor:
+        """The standard error of `values` over pairs of prompts."""
+        return standard_error(self.per_pair)
+
     def top(self, count: int) -> list[tuple[Node, Node, float]]:
-        """The `count` edges of the largest effect, (sender, receiver, value)."""
+        """Return the `count` edges with the largest effect, as (sender, receiver, value)."""
         count = min(count, int(self.exists.sum()))
         sizes = torch.where(self.exists, self.values.abs(), -1.0)
-        columns = len(self.receivers)
-        return [
-            (
-                self.senders[i // columns],
-                self.receivers[i % columns],
-                float(self.values.flatten()[i]),
-            )
-            for i in sizes.flatten().topk(count).indices.tolist()
-        ]
+        edges = []
+        for index in sizes.flatten().topk(count).indices.tolist():
+            row, column = divmod(index, len(self.receivers))
+            value = float(self.values[row, column])
+            edges.append((self.senders[row], self.receivers[column], value))
+        return edges
 
 
 @torch.no_grad()
 def path_patching(
     model: nn.Module, sender: str, receivers: Sequence[str], clean: Prompt, corrupted: Prompt
 ) -> Tensor:
-    """The corrupted run's output, had `receivers` read `sender` as it is in the clean run.
+    """Return the corrupted run's output if `receivers` read the clean output of `sender`.
 
-    `sender` is a module whose output is added to the stream, `receivers` are inputs that read the
+    `sender` is a module whose output is added to the stream. `receivers` are inputs that read the
     stream before any norm ("blocks.3.norm1:input").
     """
     with record(model, sender, clone=True) as seen:
         forward(model, clean)
-        before = seen[sender]
+        clean_output = seen[sender]
         forward(model, corrupted)
-    require_equal_shapes({sender: before}, seen)
-    change = before - seen[sender]
+    require_equal_shapes({sender: clean_output}, seen)
+    change = clean_output - seen[sender]
     with (
         patch(model, {site: partial(torch.add, change) for site in receivers}),
-        record(model, sender, clone=True) as again,
+        record(model, sender, clone=True) as repeated,
     ):
         out: Tensor = forward(model, corrupted)
-    require_repeatable(seen, again)
+    require_repeatable(seen, repeated)
     return out
 
 
@@ -116,142 +115,145 @@ def patch_edges(
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
     batch: int = 64,
-) -> Edges:
-    """The exact effect of each edge between `senders` and `receivers`, all there are by default.
+) -> EdgeEffects:
+    """Return the exact effect of each edge from `senders` to `receivers`, by default of all.
 
-    `metric` maps final streams (n, seq, d_model) to (n,), as in `patch_streams`; changes are
-    patched at all positions at once.
+    `metric` maps final streams (n, seq, d_model) to (n,), as in `patch_streams`. An edge is patched
+    at all positions at once.
     """
-    if pairs := several(clean, corrupted, metric):
+    if pairs := split_pairs(clean, corrupted, metric):
         patched = partial(patch_edges, model, senders=senders, receivers=receivers, batch=batch)
-        return mean_of([patched(*pair) for pair in pairs])
-    edges, changes = sent(model, clean, corrupted, senders, receivers)
+        return mean_over_pairs([patched(*pair) for pair in pairs])
+    edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
     run = Restart(model, "blocks.*", corrupted, batch=batch)
-    base = measure(metric, run.end)
+    baseline = measure(metric, run.final_stream)
     for column, receiver in enumerate(edges.receivers):
         rows = edges.exists[:, column].nonzero()[:, 0]
         for chosen in torch.split(rows, batch):
             if receiver.kind == "final":
-                after = measure(metric, run.end + changes[chosen])
+                after = measure(metric, run.final_stream + changes[chosen])
             else:
-                site, put = _heard(model, run, receiver, changes[chosen])
-                with patch(model, {site: put}):
-                    streams = run.streams[receiver.layer].repeat(len(chosen), 1, 1)
+                site, replacement = _receiver_patch(model, run, receiver, changes[chosen])
+                with patch(model, {site: replacement}):
+                    streams = run.block_inputs[receiver.layer].repeat(len(chosen), 1, 1)
                     after = measure(metric, run(streams, receiver.layer))
-            edges.values[chosen, column] = after - base
+            edges.values[chosen, column] = after - baseline
     return edges
 
 
-def _heard(
+def _receiver_patch(
     model: Decoder, run: Restart, receiver: Node, changes: Tensor
 ) -> tuple[str, partial[Tensor]]:
-    """Where a receiver's reading goes, and what it is for each of the changes (n, seq, d_model)."""
+    """Return the site of a receiver and its patch for changes (n, seq, d_model) of its input."""
     name = f"blocks.{receiver.layer}"
     if receiver.kind == "mlp":
         return f"{name}.norm2:input", partial(torch.add, changes)
     block = model.layers[receiver.layer]
-    read = block.norm1(run.streams[receiver.layer] + changes)
+    normed = block.norm1(run.block_inputs[receiver.layer] + changes)
     linear, heads = projection(block.attention, receiver.kind)
-    new = linear(read).unflatten(-1, (heads, -1))[:, :, receiver.head]
-    places = (slice(None), slice(None), torch.tensor(receiver.head, device=new.device))
-    return f"{name}.attention.{receiver.kind}", partial(put_heads, places, new, heads)
+    new = linear(normed).unflatten(-1, (heads, -1))[:, :, receiver.head]
+    index = (slice(None), slice(None), torch.tensor(receiver.head, device=new.device))
+    return f"{name}.attention.{receiver.kind}", partial(replace_heads, index, new, heads)
 
 
 def projection(attention: DecoderAttention, kind: str) -> tuple[nn.Linear, int]:
-    """The projection to queries, keys or values, and how many heads it has."""
+    """Return the projection to queries, keys or values, and its number of heads."""
     linear = cast(nn.Linear, getattr(attention, kind))
     return linear, attention.heads if kind == "q" else attention.kv_heads
 
 
-def sent(
+def sender_changes(
     model: Decoder,
     clean: Prompt,
     corrupted: Prompt,
     senders: Sequence[Node] | None,
     receivers: Sequence[Node] | None,
-) -> tuple[Edges, Tensor]:
-    """The edges, all 0, and what each sender would add to the stream less what it adds."""
-    if not isinstance(model, Decoder):
-        raise TypeError(
-            f"edges are those of a Decoder, not of a {type(model).__name__}: describe() it"
-        )
-    if model.settings.positions_in_attention:
-        raise ValueError("edges need positions in the stream; these go into queries and keys alone")
+) -> tuple[EdgeEffects, Tensor]:
+    """Return edges with values of 0, and the clean minus the corrupted output of each sender.
+
+    The outputs are (senders, seq, d_model).
+    """
+    _require_edges(model)
     sites = ("blocks.0:input", "blocks.*.attention.o:input", "blocks.*.mlp_out")
     with record(model, *sites, clone=True) as seen:
         forward(model, clean)
         before = dict(seen)
         forward(model, corrupted)
-    every = {"embed": Node("embed")}
     changes = [before["blocks.0:input"] - seen["blocks.0:input"]]
-    hears: list[Node] = []
     for i, block in enumerate(model.layers):
         attention, site = block.attention, f"blocks.{i}.attention.o:input"
-        # A norm after the attention takes all heads together: each is changed with others held.
-        old = seen[site].expand(attention.heads, -1, -1)
-        head = torch.arange(attention.heads, device=old.device)
-        new = before[site].unflatten(-1, (attention.heads, -1))[0].transpose(0, 1)
-        alone = put_heads((head, slice(None), head), new, attention.heads, old)
-        added = [block.attention_out(attention.o(x)) for x in (alone, seen[site])]
-        changes += [
-            added[0] - added[1],
-            before[f"blocks.{i}.mlp_out"] - seen[f"blocks.{i}.mlp_out"],
-        ]
-        nodes = [*(Node("head", i, h) for h in range(attention.heads)), Node("mlp", i)]
-        every |= {str(node): node for node in nodes}
-        hears += [
-            Node(k, i, h) for k in ("q", "k", "v") for h in range(projection(attention, k)[1])
-        ]
-        hears.append(Node("mlp", i))
-    hears.append(Node("final"))
-    chosen = _chosen(senders, list(every.values()), "senders")
-    heard = _chosen(receivers, hears, "receivers")
-    rows = [list(every.values()).index(node) for node in chosen]
+        # A norm after the attention reads all heads together, so each head is changed separately
+        # while the other heads keep their corrupted outputs.
+        corrupted_heads = seen[site].expand(attention.heads, -1, -1)
+        head = torch.arange(attention.heads, device=corrupted_heads.device)
+        clean_heads = before[site].unflatten(-1, (attention.heads, -1))[0].transpose(0, 1)
+        index = (head, slice(None), head)
+        changed = replace_heads(index, clean_heads, attention.heads, corrupted_heads)
+        new_output = block.attention_out(attention.o(changed))
+        old_output = block.attention_out(attention.o(seen[site]))
+        changes.append(new_output - old_output)
+        changes.append(before[f"blocks.{i}.mlp_out"] - seen[f"blocks.{i}.mlp_out"])
+    all_senders, all_receivers = _all_nodes(model)
+    chosen_senders = _select_nodes(senders, all_senders, "senders")
+    chosen_receivers = _select_nodes(receivers, all_receivers, "receivers")
+    rows = [all_senders.index(node) for node in chosen_senders]
     layers, parallel = len(model.layers), model.settings.parallel
-    exists = torch.tensor(
-        [[_sends(a) < _hears(b, layers, parallel) for b in heard] for a in chosen],
-        device=changes[0].device,
+    exists = [
+        [_output_order(a) < _input_order(b, layers, parallel) for b in chosen_receivers]
+        for a in chosen_senders
+    ]
+    device, dtype = changes[0].device, changes[0].dtype
+    edges = EdgeEffects(
+        tuple(chosen_senders),
+        tuple(chosen_receivers),
+        torch.tensor(exists, device=device),
+        torch.zeros(len(chosen_senders), len(chosen_receivers), dtype=dtype, device=device),
     )
-    values = torch.zeros(exists.shape, dtype=changes[0].dtype, device=exists.device)
-    return Edges(tuple(chosen), tuple(heard), exists, values), torch.cat(changes)[rows]
+    return edges, torch.cat(changes)[rows]
 
 
-def _chosen(given: Sequence[Node] | None, every: list[Node], what: str) -> list[Node]:
-    if given is None:
-        return every
-    for node in given:
-        if node not in every:
-            raise ValueError(f"{node!r} is not among the {what}: {', '.join(map(str, every))}")
-    return list(given)
+def _require_edges(model: Decoder) -> None:
+    if not isinstance(model, Decoder):
+        raise TypeError(f"expected a Decoder, got a {type(model).__name__}; describe() the model")
+    if model.settings.positions_in_attention:
+        raise ValueError(
+            "edges need learned positions in the stream, got positions in queries and keys only; "
+            "use patch_parts"
+        )
 
 
-def _sends(node: Node) -> int:
-    """When a sender has spoken: attention and MLP of each layer take turns."""
-    return -1 if node.kind == "embed" else 2 * node.layer + (node.kind == "mlp")
+def _all_nodes(model: Decoder) -> tuple[list[Node], list[Node]]:
+    """Return all senders, in the order of their outputs, and all receivers."""
+    senders = [Node("embed")]
+    receivers: list[Node] = []
+    for layer, block in enumerate(model.layers):
+        heads, kv_heads = block.attention.heads, block.attention.kv_heads
+        senders += [Node("head", layer, head) for head in range(heads)]
+        senders.append(Node("mlp", layer))
+        receivers += [Node("q", layer, head) for head in range(heads)]
+        receivers += [Node("k", layer, head) for head in range(kv_heads)]
+        receivers += [Node("v", layer, head) for head in range(kv_heads)]
+        receivers.append(Node("mlp", layer))
+    receivers.append(Node("final"))
+    return senders, receivers
 
 
-def _hears(node: Node, layers: int, parallel: bool) -> int:
+def _select_nodes(nodes: Sequence[Node] | None, known: list[Node], what: str) -> list[Node]:
+    if nodes is None:
+        return known
+    for node in nodes:
+        if node not in known:
+            raise ValueError(f"{node!r} is not among the {what}: {', '.join(map(str, known))}")
+    return list(nodes)
+
+
+def _output_order(node: Node) -> int:
+    """Return the position of a sender's output in the sequence of attentions and MLPs."""
+    return -1 if node.kind == "embed" else 2 * node.layer + (1 if node.kind == "mlp" else 0)
+
+
+def _input_order(node: Node, layers: int, parallel: bool) -> int:
+    """Return the position of a receiver's input in the sequence of attentions and MLPs."""
     if node.kind == "final":
         return 2 * layers
-    return 2 * node.layer + (node.kind == "mlp" and not parallel)
-
-
-def require_equal_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
-    """The two runs must agree in number and length."""
-    for site, x in clean.items():
-        if x.shape != corrupted[site].shape:
-            raise ValueError(
-                f"at {site!r} the runs are {tuple(x.shape)} and {tuple(corrupted[site].shape)}; "
-                "give prompts of the same number and length"
-            )
-
-
-def require_repeatable(seen: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-    """The same tokens must give the same activations: not so with a cache or dropout."""
-    for site, x in again.items():
-        if not alike(x, seen[site]):
-            raise ValueError(
-                f"{site!r} differs when the corrupted run is repeated: either the model keeps a "
-                "state (a cache, dropout): use eval() and turn caches off, or a receiver comes "
-                "before its sender"
-            )
+    return 2 * node.layer + (1 if node.kind == "mlp" and not parallel else 0)

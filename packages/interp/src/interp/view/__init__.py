@@ -1,4 +1,4 @@
-"""One page, one file: what heads look at, what layers say, who deserves the credit."""
+"""Visualization: one self-contained HTML file, and figures for matplotlib."""
 
 from interp.view.page import figure, view
 

@@ -1,8 +1,8 @@
-"""One HTML file that shows patterns, patches, head kinds, the logit lens and attributions.
+"""One HTML file with patterns, patching results, kinds of heads, the logit lens and attributions.
 
-Self-contained: styles, script and data are inside, nothing is fetched, so that it opens from a
-mail or years later. Patterns are stored as one byte per weight in base64 (the error is at most
-1/510) and drawn on canvases. `figure` draws one map with matplotlib, an extra, for a paper.
+The file contains its styles, script and data and fetches nothing. Patterns are stored as one byte
+per weight in base64, with an error of at most 1/510. `figure` draws a heat map with matplotlib,
+which is an optional dependency.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
-from interp.patching import Ablations, Edges, StreamScan
+from interp.patching import AblationResult, EdgeEffects, PatchingResult
 
-Patched = StreamScan | Ablations | Edges
+Patched = PatchingResult | AblationResult | EdgeEffects
 
 
 def view(
@@ -44,9 +44,17 @@ def view(
 ) -> Path:
     """Write one self-contained HTML file and return its path.
 
-    `tokens`: the strings (or ids) of one sequence. `patterns`: (batch, heads, seq, seq) or
-    (heads, seq, seq) per layer. `patching`: scans, ablations or edges, by title if several. Of
-    anything with a batch, `example` is shown. `vocabulary` names token ids in the lens.
+    Args:
+        path: The file to write.
+        tokens: The strings or ids of one sequence.
+        patterns: (batch, heads, seq, seq) or (heads, seq, seq) per layer.
+        heads: The result of `detect_heads`.
+        lens: The result of `logit_lens`.
+        attributions: The result of `attribution`.
+        patching: A patching, ablation or edge result, or several by title.
+        vocabulary: The string of each token id.
+        title: The title of the page.
+        example: The row that is shown of results with a batch.
     """
     if isinstance(tokens, Tensor):
         ids = (tokens[example] if tokens.ndim == 2 else tokens).tolist()
@@ -62,7 +70,7 @@ def view(
         }
     if patching is not None:
         maps = patching if isinstance(patching, Mapping) else {"Patching": patching}
-        data["patching"] = [_map(title, one, list(tokens)) for title, one in maps.items()]
+        data["patching"] = [_heat_map(name, map_, list(tokens)) for name, map_ in maps.items()]
     if lens is not None:
         data["lens"] = _lens(lens, example, len(tokens), vocabulary)
     if attributions is not None:
@@ -76,48 +84,60 @@ def view(
 
 
 def figure(patched: Patched, *, tokens: Sequence[str] | None = None, title: str = "") -> Any:
-    """The same map as a `matplotlib.figure.Figure`; pip install "interp[plot]"."""
+    """Return a heat map as a `matplotlib.figure.Figure`; requires `pip install "interp[plot]"`."""
     from matplotlib.figure import Figure
 
     length = patched.values.shape[-1]
-    told = _map(title, patched, list(tokens) if tokens else [str(i) for i in range(length)])
-    values = torch.tensor(told["values"], dtype=torch.float64)
-    most = float(values.abs().max())
+    labels = list(tokens) if tokens else [str(i) for i in range(length)]
+    content = _heat_map(title, patched, labels)
+    values = torch.tensor(content["values"], dtype=torch.float64)
+    limit = float(values.abs().max())
     drawn = Figure(
         figsize=(2 + 0.25 * values.shape[1], 1.5 + 0.2 * len(values)), layout="constrained"
     )
     axes = drawn.subplots()
-    image = axes.imshow(values.numpy(), cmap="RdBu", vmin=-most, vmax=most, aspect="auto")
-    axes.set_xticks(range(values.shape[1]), told["columns"], rotation=70)
-    axes.set_yticks(range(len(values)), told["rows"])
-    axes.set(xlabel=told["across"], ylabel=told["down"], title=title)
-    drawn.colorbar(image, label=told["note"])
+    image = axes.imshow(values.numpy(), cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+    axes.set_xticks(range(values.shape[1]), content["columns"], rotation=70)
+    axes.set_yticks(range(len(values)), content["rows"])
+    axes.set(xlabel=content["across"], ylabel=content["down"], title=title)
+    drawn.colorbar(image, label=content["note"])
     return drawn
 
 
-def _map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:
-    """Rows, columns and values of a heat map; heads and layers are rows, positions columns."""
-    if isinstance(patched, Edges):
-        rows, columns = [str(s) for s in patched.senders], [str(r) for r in patched.receivers]
-        values, note = patched.values, "what the metric gains when the clean sender is read"
+def _heat_map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:
+    """Return the rows, columns, values and labels of a heat map."""
+    if isinstance(patched, EdgeEffects):
+        rows = [str(sender) for sender in patched.senders]
+        columns = [str(receiver) for receiver in patched.receivers]
+        values = patched.values
         down, across = "sender", "receiver"
+        note = "change of the metric when the receiver reads the clean sender"
+    elif isinstance(patched, AblationResult):
+        values = patched.effect
+        down, across = "layer", "head"
+        rows = _distinguishing_parts(list(patched.names))
+        columns = [str(head) for head in range(values.shape[1])]
+        note = "the metric minus the metric without the head"
     else:
-        layers, down, across = _told_apart(list(patched.names)), "layer", "position"
-        if isinstance(patched, Ablations):
-            values, note = patched.effect, "the metric less what it is without the head"
-            rows, columns, across = layers, [str(h) for h in range(values.shape[1])], "head"
-        else:
-            gap = patched.clean != patched.corrupted
-            values = patched.recovered if gap else patched.values
-            note = "the share of the gap that a patch closes" if gap else "the metric after a patch"
-            _require_length("the patches", values.shape[-1], len(tokens))
-            rows, columns = layers, [f"{i} {token}" for i, token in enumerate(tokens)]
-            if values.ndim == 3:
-                down = "layer.head"
-                rows = [f"{layer}.{head}" for layer in layers for head in range(values.shape[1])]
-    told = {"title": title, "note": note, "rows": rows, "columns": columns}
-    cells = values.reshape(len(rows), -1).tolist()
-    return {**told, "down": down, "across": across, "values": cells}
+        values, note = patched.values, "the metric after a patch"
+        if patched.clean != patched.corrupted:
+            values, note = patched.recovered, "the fraction of the gap that a patch closes"
+        _require_length("the patches", values.shape[-1], len(tokens))
+        rows = _distinguishing_parts(list(patched.names))
+        down, across = "layer", "position"
+        columns = [f"{i} {token}" for i, token in enumerate(tokens)]
+        if values.ndim == 3:
+            down = "layer.head"
+            rows = [f"{layer}.{head}" for layer in rows for head in range(values.shape[1])]
+    return {
+        "title": title,
+        "note": note,
+        "rows": rows,
+        "columns": columns,
+        "down": down,
+        "across": across,
+        "values": values.reshape(len(rows), -1).tolist(),
+    }
 
 
 def _patterns(
@@ -127,27 +147,27 @@ def _patterns(
         patterns if isinstance(patterns, Mapping) else {str(i): p for i, p in enumerate(patterns)}
     )
     layers = []
-    for name, pattern in zip(_told_apart(list(named)), named.values(), strict=True):
-        one = pattern[example] if pattern.ndim == 4 else pattern
-        if one.ndim != 3 or one.shape[1:] != (length, length):
+    for name, pattern in zip(_distinguishing_parts(list(named)), named.values(), strict=True):
+        heads = pattern[example] if pattern.ndim == 4 else pattern
+        if heads.ndim != 3 or heads.shape[1:] != (length, length):
             raise ValueError(
-                f"the pattern of layer {name} is {tuple(pattern.shape)}; for {length} tokens give "
+                f"the pattern of layer {name} is {tuple(pattern.shape)}; for {length} tokens pass "
                 "(batch, heads, seq, seq) or (heads, seq, seq)"
             )
-        if not bool(((one >= 0) & (one <= 1 + 1e-3)).all()):
+        if not bool(((heads >= 0) & (heads <= 1 + 1e-3)).all()):
             raise ValueError(
-                f"the pattern of layer {name} is not within 0 and 1; give it after softmax"
+                f"the pattern of layer {name} is not within 0 and 1; pass it after the softmax"
             )
         levels = (
-            (one.detach().float() * 255).round().clamp(0, 255).to(torch.uint8).cpu().contiguous()
+            (heads.detach().float() * 255).round().clamp(0, 255).to(torch.uint8).cpu().contiguous()
         )
         weights = base64.b64encode(levels.numpy().tobytes()).decode()
-        layers.append({"name": name, "heads": one.shape[0], "weights": weights})
+        layers.append({"name": name, "heads": heads.shape[0], "weights": weights})
     return layers
 
 
-def _told_apart(names: list[str]) -> list[str]:
-    """Names without the parts that all share: blocks.0.pattern, blocks.1.pattern become 0, 1."""
+def _distinguishing_parts(names: list[str]) -> list[str]:
+    """Return names without common parts: 0 for blocks.0.pattern, 1 for blocks.1.pattern."""
     parts = [name.split(".") for name in names]
     if len(names) < 2 or len({len(p) for p in parts}) > 1:
         return names
@@ -173,13 +193,15 @@ def _lens(
     }
 
 
-def _require_length(what: str, given: int, length: int) -> None:
-    if given != length:
-        raise ValueError(f"{what} cover {given} positions; there are {length} tokens")
+def _require_length(what: str, positions: int, length: int) -> None:
+    if positions != length:
+        raise ValueError(
+            f"{what} cover {positions} positions; there are {length} tokens, pass those of the run"
+        )
 
 
 def _json(data: object) -> str:
-    """JSON that cannot end the script element that it stands in; nan and infinities become null."""
+    """Return JSON that is safe inside a script element; nan and infinities become null."""
     text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -195,7 +217,7 @@ def _finite(data: object) -> object:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write beside the target, then rename, so that nobody reads half a file."""
+    """Write a temporary file, then rename it, so that an incomplete file is never visible."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,1 +1,1 @@
-"""Hold what a run says against second sources, and the checks against planted defects."""
+"""Check a run's numbers against independent sources, and the checks on planted defects."""

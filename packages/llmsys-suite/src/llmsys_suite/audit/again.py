@@ -13,7 +13,7 @@ from llmsys_suite.audit.check import Check, closest
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.turns import Turns
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 
 #: Sums of two to sixteen numbers in float32 beside float64: 1e-7. Times ten.
 SUMS = 1e-6
@@ -49,18 +49,18 @@ def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
-    """A model with the weights that the run's began with."""
+    """Return a model with the initial weights of the run."""
     torch.manual_seed(run.config.seed if seed is None else seed)
     return Decoder(config).to(run.device)
 
 
 def initial_weights(run: Run) -> dict[str, Tensor]:
-    """What every variant starts from."""
+    """Return the initial weights of every variant."""
     return {name: p.detach() for name, p in seeded(run, run.model).named_parameters()}
 
 
 def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
-    """The rows that all ways of training read in a step, by the audit's own sampler."""
+    """Return the rows that all variants read in a step, from the independent sampler."""
     draw = reference.epoch_batch if config.epochs else reference.batch
     return draw(text, config.rows, config.context, config.seed, step)
 

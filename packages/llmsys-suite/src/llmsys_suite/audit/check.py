@@ -68,7 +68,7 @@ def within(
 def near(
     name: str, source: str, against: str, distance: float, tolerance: float, where: str = ""
 ) -> Check:
-    """A relative distance that was measured between two arrays is at most `tolerance`."""
+    """Return a check that a relative distance between two arrays is at most `tolerance`."""
     return Check(name, source, against, 0.0, distance, 0.0, tolerance, where)
 
 

@@ -18,7 +18,7 @@ from llmsys_suite.audit.training import text_evidence
 from llmsys_suite.data import read_text
 from llmsys_suite.measure import network, yardstick
 from llmsys_suite.model import Decoder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
 
 
 def _product_in_yardsticks(run: Run) -> float:
-    """The rate of a product over a yardstick's, all ranks at it at once; the ranks' median."""
+    """Return the ranks' median of a product's rate over the reference matmul's rate."""
     run.barrier()
     n = 512 if run.device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=run.device) for _ in range(2))

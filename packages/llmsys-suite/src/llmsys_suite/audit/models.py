@@ -33,7 +33,7 @@ from llmsys_suite.audit.check import Check, closest, equal, furthest, near
 from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS
 from llmsys_suite.data import read_text
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
 from llmsys_suite.stages import learn as learn_stage
@@ -42,7 +42,7 @@ from llmsys_suite.stages import scale as scale_stage
 
 
 def learn(run: Run, result: results.Learn) -> Iterator[Check]:
-    """The loss of the file that was left, and of the first batch, in float64."""
+    """Check the losses of the saved model and of the first batch in float64."""
     if run.folder is None:
         return
     config, text, heads = run.config, read_text(run.config.data), run.model.num_heads
@@ -134,7 +134,7 @@ def _trained_again(run: Run, row: dict[str, Any]) -> float:
 
 
 def _parabolas(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """A parabola in log N through the four runs about each budget's best; a line through them."""
+    """Fit a parabola in log N around the best run of each budget, and a line through the minima."""
     budgets: dict[float, list[tuple[float, float]]] = {}
     for row in rows:
         budgets.setdefault(row["compute_flops"], []).append(
@@ -251,7 +251,7 @@ BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
 
 
 def _grid_error(model: Decoder, small: torch.nn.Module, bits: int) -> float:
-    """The largest error of any weight, in steps of a grid over its row's range."""
+    """Return the largest error of a weight, in steps of a grid over the range of its row."""
     worst = 0.0
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
@@ -264,7 +264,7 @@ def _grid_error(model: Decoder, small: torch.nn.Module, bits: int) -> float:
 
 
 def _data_bytes(path: Path) -> int:
-    """What a safetensors file holds besides its header."""
+    """Return the number of bytes of a safetensors file after its header."""
     with path.open("rb") as file:
         (header,) = struct.unpack("<Q", file.read(8))
         described = json.loads(file.read(header))

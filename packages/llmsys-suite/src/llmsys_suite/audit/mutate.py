@@ -22,15 +22,15 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from llmsys_suite import worker
 from llmsys_suite.audit import probe
 from llmsys_suite.audit import run as audit
 from llmsys_suite.audit.mutations import DEFECTS, Defect
 from llmsys_suite.config import STAGES, RunConfig, UsageError
-from llmsys_suite.failure import KEY, report_failure
-from llmsys_suite.folder import RunFolder
-from llmsys_suite.launch import launch
-from llmsys_suite.rank import Run
+from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.ranks import worker
+from llmsys_suite.ranks.failure import KEY, report_failure
+from llmsys_suite.ranks.launch import launch
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.stages import inspect, learn, links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.step import process, sweep
@@ -88,7 +88,8 @@ def _launch(world: int, environment: dict[str, str]) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "kills.json")
         with mock.patch.dict(os.environ, environment | {OUT: str(out)}):
-            if launch(_config(world, Path(folder, "run")), __name__) or not out.exists():
+            config = claim(_config(world, Path(folder, "run")))
+            if launch(config, __name__) or not out.exists():
                 raise RuntimeError("planting defects ended early; what it said stands above")
         return [
             Outcome(**row | {"killed_by": tuple(row["killed_by"])})
@@ -242,7 +243,7 @@ def _said(run: Run, outcome: Outcome) -> Outcome:
 
 
 def _red(run: Run, stage: str) -> list[str]:
-    """The checks that fail; a folder that does not read back is one too."""
+    """Return the checks that fail; a folder that cannot be read back counts as one."""
     if stage == "plan":
         worker.run_stage(run, "plan")
     worker.run_stage(run, "train" if stage == "plan" else stage)

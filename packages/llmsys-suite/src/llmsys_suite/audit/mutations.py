@@ -32,7 +32,7 @@ from llmsys_suite.measure import samples
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
 from llmsys_suite.measure.turns import Turns
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import (
     attention,
     compress,
@@ -140,12 +140,12 @@ def instead(name: str, method: str, wrapper: Callable[..., Any]) -> Patch:
 
 
 def first(model: torch.nn.Module, part: str = "attention.q.weight") -> torch.nn.Parameter:
-    """The first parameter whose name ends so."""
+    """Return the first parameter whose name has this suffix."""
     return next(p for name, p in model.named_parameters() if name.endswith(part))
 
 
 def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """It has one."""
+    """Return the optimizer of a variant."""
     assert parameter.grad is not None
     return parameter.grad
 
@@ -329,7 +329,7 @@ def headless(model: Any) -> None:
 
 
 def one_rank_waits(run: Run) -> Patch:
-    """A norm, which every rank of tensor parallelism has whole, is trained on one of them only."""
+    """Train a norm, which tensor parallelism replicates, on one rank only."""
 
     def waits(losses: Any, self: Any, *_: Any) -> Any:
         if run.rank == 1:
@@ -365,7 +365,7 @@ def blind_to_gradients(original: Any, self: Any, tensor: Any, operator: str) -> 
 
 
 def scaled(key: str, change: Callable[[Any], Any]) -> Patch:
-    """A column of every run of the stage `scale`."""
+    """Change a column in every run of the stage `scale`."""
     return after(scale, "train_one", lambda row, *_: row | {key: change(row)})
 
 
@@ -389,7 +389,7 @@ def halved_bits(size: Any, *_: Any) -> Any:
 
 
 def methods(change: Callable[[dict[str, dict[str, Any]]], Any]) -> Patch:
-    """The rows of the stage `compress` by method."""
+    """Return the rows of the stage `compress` by method."""
     return edit(compress, lambda result: change({row["method"]: row for row in result.rows}))
 
 

@@ -20,7 +20,7 @@ from llmsys_suite.audit.again import global_batch, initial_weights, on_device
 from llmsys_suite.data import read_text
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import LOCAL
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant
@@ -132,7 +132,7 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
 
 
 def replay(run: Run, weights: Weights) -> list[float]:
-    """The losses of the run's first steps, trained in float64 by an AdamW that is written out."""
+    """Return the losses of the first steps, trained in float64 with an explicit AdamW."""
     config, losses, text = run.config, [], read_text(run.config.data).train
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(REPLAYED, config.warmup + config.steps)):

@@ -28,7 +28,7 @@ SCORE_BYTES = 2**24
 def gradients(
     weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> tuple[float, Weights]:
-    """The loss and its derivative by every weight, a few rows at a time."""
+    """Return the loss and its gradient, computed for a few rows at a time."""
     total, summed = 0.0, {name: torch.zeros_like(w) for name, w in weights.items()}
     for share, tokens, targets in _a_few_rows(tokens_BT, targets_BT, heads):
         value, found = plain.gradients(weights, tokens, targets, heads)
@@ -40,7 +40,7 @@ def gradients(
 
 @torch.no_grad()
 def mean_loss(weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> float:
-    """The loss alone, a few rows at a time."""
+    """Return the loss, computed for a few rows at a time."""
     parts = _a_few_rows(tokens_BT, targets_BT, heads)
     return sum(share * float(loss(weights, x, y, heads)) for share, x, y in parts)
 
@@ -126,7 +126,7 @@ def _shuffled(windows: int, seed: int) -> list[int]:
 
 
 def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:
-    """What `digest` says of each row of a global batch."""
+    """Return the `digest` of each row of a global batch."""
     return [digest(bytes(x.tolist()), bytes(y.tolist())) for x, y in zip(*both, strict=True)]
 
 
@@ -146,7 +146,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest distance over all names, and where: "name: |actual| beside |expected|"."""
+    """Return the largest distance over all names, and where: "name: |actual| beside |expected|"."""
     if missing := expected.keys() ^ actual.keys():
         return math.inf, f"{min(missing)}: on one side only"
     found = {name: distance(actual[name], expected[name]) for name in expected}

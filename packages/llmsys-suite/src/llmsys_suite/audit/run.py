@@ -10,7 +10,7 @@ from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, none
 from llmsys_suite.audit.evidence import gather_evidence
 from llmsys_suite.audit.stages import COLLECTIVE, STAGES
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Audit
 
 
@@ -25,7 +25,7 @@ def run(run: Run) -> Audit | None:
 
 
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
-    """The evidence and the checks, on rank 0; every rank takes part."""
+    """Return the evidence and the checks on rank 0; every rank takes part."""
     evidence: dict[str, Any] = {}
     checks: list[Check] = []
     ran = set(run.results)
@@ -44,7 +44,7 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
 
 
 def _guarded(stage: str, found: Iterator[Check]) -> Iterator[Check]:
-    """A check that cannot be made is red; but where all ranks take part, all must hear of it."""
+    """Yield the checks of a stage; an exception becomes a failed check if one rank checks alone."""
     try:
         yield from found
     except Exception as error:

@@ -31,7 +31,7 @@ from llmsys_suite.audit.check import Check, closest, equal, furthest, none
 from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
 from llmsys_suite.config import SIZES
 from llmsys_suite.data import read_text
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import TRAINED
 from llmsys_suite.stages import attention as attention_stage
 from llmsys_suite.stages import memory as memory_stage
@@ -48,7 +48,7 @@ PEAK_BYTES = 0.10
 
 
 def links(run: Run, result: results.Links) -> Iterator[Check]:
-    """Sums against float64, columns against their formulas, bytes against the kernel's count."""
+    """Compare sums with float64, columns with their formulas, and bytes with the kernel's count."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     if rows is None:
         return
@@ -186,7 +186,7 @@ def _bubble(split: splits.Split, ranks: int) -> float:
 
 
 def ten_steps(row: dict[str, Any]) -> Iterator[Check]:
-    """A row of the protocol against its own steps, and their clock against another."""
+    """Compare a row of the protocol with its steps, and their clock with another one."""
     name, steps = f"{row['size']}: ten steps after {row['warmup']}", np.array(row["seconds"])
     means = 1e3 * steps.mean(axis=0)
     pairs = [(mean, row[f"{p}_mean_ms"], p) for mean, p in zip(means, PHASES, strict=True)]
@@ -284,7 +284,7 @@ def precision(run: Run, result: results.Precision) -> Iterator[Check]:
 
 
 def memory(run: Run, result: results.Memory) -> Iterator[Check]:
-    """Counted peaks against accounting's."""
+    """Compare counted peaks with those that accounting predicts."""
     if run.rank:
         return
     off = []

@@ -296,7 +296,7 @@ def _times(
 
 
 def _phases(samples: list[Sample]) -> Iterator[Check]:
-    """A step's phases hold what its thread did, and are no longer than the step.
+    """Check that the phases of a step contain its thread's work and fit into the step.
 
     By the thread's clock, because on a busy machine a core may be lost between two phases.
     """
@@ -388,7 +388,7 @@ def _too_early(steps: Records) -> Iterator[str]:
 
 
 def text_evidence(config: RunConfig, text: bytes) -> dict[str, Any]:
-    """The digests of every global batch, as a sampler of the audit's own draws them."""
+    """Return the digests of every global batch, as the independent sampler draws them."""
     batches = [
         reference.row_digests(global_batch(text, config, step))
         for step in range(config.warmup + config.steps)

@@ -72,7 +72,7 @@ def _fragment(gradient_bytes: int) -> float:
 
 
 def _heads(config: RunConfig, tensors: int) -> int:
-    """A ring passes each tensor on as many times as there are other ranks, a head each time."""
+    """Return the bytes of a ring, which passes each tensor on once per other rank, with headers."""
     return HEAD_BYTES * tensors * max(1, config.world - 1)
 
 

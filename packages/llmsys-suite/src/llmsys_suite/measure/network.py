@@ -1,8 +1,8 @@
-"""The bytes that reached this process: over TCP as the kernel counts them, in shared memory.
+"""Bytes that this process received, as the kernel counts them, and bytes summed in shared memory.
 
-Notable: a socket's counter sees what was sent whatever a library says that it sent, and other
-programs on the same interface do not disturb it; NCCL's transports pass none. In shared memory each
-rank announces what it is about to sum, and the arena ends a call in which the ranks' differ.
+The counter of a TCP socket does not depend on what a library reports, and other programs on the
+same interface do not change it. NCCL's transports do not use these sockets. In shared memory, each
+rank announces the array that it is about to sum; if the announcements differ, the call fails.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _ROOM, _BYTES_RECEIVED_AT = 256, 128
 
 
 class Received:
-    """Bytes by connection since this was made."""
+    """Counts the bytes received on TCP connections since this object was created."""
 
     def __init__(self) -> None:
         self._before = _by_connection()
 
     def bytes(self) -> int:
-        """Of all connections that are still open."""
+        """Return the bytes received on all connections that are still open."""
         now = _by_connection()
         return sum(count - self._before.get(name, 0) for name, count in now.items())
 
 
 def available() -> bool:
-    """Whether this kernel tells."""
+    """Return True if this kernel reports the bytes received by a socket."""
     return hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")
 
 
 @contextmanager
 def announced() -> Iterator[list[int]]:
-    """The bytes of each sum that is announced in shared memory while this lasts."""
+    """Collect the bytes of each sum that is announced in shared memory in the block."""
     found: list[int] = []
     announce = Arena.announce
 

@@ -47,7 +47,7 @@ class Recorder:
             self._keep(name, self._now() - begin, {"core_s": core_s})
 
     def take(self) -> list[Sample]:
-        """The samples since the last call."""
+        """Return the samples since the last call."""
         taken, self._samples = self._samples, []
         return taken
 
@@ -63,7 +63,7 @@ class Recorder:
 
 @contextmanager
 def named_range(name: str, device: torch.device) -> Iterator[None]:
-    """What torch.profiler, and on a GPU Nsight, shows under `name`."""
+    """Label the block as `name` for torch.profiler, and on a GPU for Nsight."""
     with torch.profiler.record_function(name):
         if device.type != "cuda":
             yield

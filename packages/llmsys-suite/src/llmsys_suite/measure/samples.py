@@ -39,7 +39,7 @@ LINK_RATE = 100e6
 
 
 def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
-    """A row a variant: time of the slowest rank, its parts, its ratio to the peer, its loss."""
+    """Return a row per variant: time of the slowest rank, its parts, ratio to the peer, loss."""
     whole = step_seconds(samples)
     losses = loss_curves(samples)
     rows = []
@@ -61,12 +61,12 @@ def ranks_of(variant: str, world: int) -> int:
 
 
 def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> float:
-    """Useful (causal) FLOPs a second over what the ranks' matrix products reach at best."""
+    """Return causal FLOPs per second over the best rate of the ranks' matrix products."""
     return float(flops_causal / (step_ms / 1e3) / (ranks * peak))
 
 
 def wire_bytes(samples: list[Sample], variant: str) -> float | None:
-    """What the sockets of a rank received in a step, of the rank that received the most.
+    """Return the bytes that a rank's sockets received in a step, the largest of all ranks.
 
     None where no sockets are counted. A server's own rank may get a push after its step.
     """
@@ -78,7 +78,7 @@ def wire_bytes(samples: list[Sample], variant: str) -> float | None:
 
 
 def over_link(row: dict[str, Any], received: float | None) -> dict[str, float]:
-    """What a step would wait for a link of LINK_RATE, and the share of it that is computing.
+    """Return the time that a link of LINK_RATE adds to a step, and the fraction spent computing.
 
     Bytes over the rate: both directions at once, and nothing of it hidden behind computing. Who is
     alone has no link, and memory is not shared over one.
@@ -126,7 +126,7 @@ def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, floa
 
 
 def phase_shares(samples: list[Sample], variant: str) -> dict[str, float]:
-    """The share of the step that each phase takes, over all ranks and measured steps."""
+    """Return the fraction of the step per phase, over all ranks and measured steps."""
     totals: dict[str, float] = defaultdict(float)
     for s in samples:
         if s["variant"] == variant and not s["warmup"]:

@@ -17,7 +17,7 @@ from llmsys_suite.measure import yardstick
 from llmsys_suite.model import Decoder
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 
 class Shallow:

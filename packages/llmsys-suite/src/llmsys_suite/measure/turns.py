@@ -25,7 +25,7 @@ class Turns:
     clocked_s: float
 
     def median_ms(self, name: str) -> float:
-        """The middle round."""
+        """Return the median over rounds, in milliseconds."""
         return statistics.median(self.seconds[name]) * 1e3
 
     def ratio_to(self, peer: str, name: str) -> float:

@@ -33,7 +33,7 @@ def queued_seconds() -> float:
 
 
 def core_seconds(device: torch.device, tries: int = 3) -> float:
-    """The least time of one product."""
+    """Return the smallest time of one product, in seconds."""
     a = _matrix(device)
     found = []
     for _ in range(tries):

@@ -87,7 +87,7 @@ class Comparison:
         return "faster" if self.ratio < 1 / (1 + self.resolve / 2) else "cannot tell"
 
     def needed(self, runs: int) -> float:
-        """The rounds in each of so many runs a side that find what is to be resolved."""
+        """Return the rounds per run that resolve the difference, with `runs` runs per side."""
         errors = NormalDist().inv_cdf(1 - CHANCE / (2 * self.among)) + SPARE
         room = (math.log1p(self.resolve) / errors) ** 2 - 2 * APART**2 / runs
         error = MARGIN * self.error
@@ -286,13 +286,13 @@ def _compare(
 
 
 def _middle(logs: Array) -> float:
-    """The mean of the middle half: a median that wastes less."""
+    """Return the mean of the middle half, which is as robust as the median and more efficient."""
     cut = len(logs) // 4
     return float(np.sort(logs)[cut : len(logs) - cut].mean())
 
 
 def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
-    """The standard error of the middle by resampled rounds, and how many of them are free.
+    """Return the standard error of `_middle` and its degrees of freedom, by resampling rounds.
 
     What pulls the middle is each round cut to the quartiles; where that resembles the round's
     before by a share r, n rounds tell as much as n (1 - r) / (1 + r).
@@ -311,13 +311,13 @@ def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
 
 
 def _student(share: float, free: float) -> float:
-    """The quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5)."""
+    """Return a quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5)."""
     z = NormalDist().inv_cdf(share)
     return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
 
 
 def _beyond(errors: float, free: float) -> float:
-    """The chance that Student's t is larger (Abramowitz and Stegun 1964, 26.7.8)."""
+    """Return the probability that Student's t is larger (Abramowitz and Stegun 1964, 26.7.8)."""
     z = errors * (1 - 1 / (4 * free)) / math.sqrt(1 + errors**2 / (2 * free))
     return 1 - NormalDist().cdf(z)
 

@@ -45,19 +45,19 @@ def sections(folder: RunFolder) -> Iterator[Section]:
 
 
 def evidence_of(folder: RunFolder) -> Row:
-    """What the audit gathered; nothing where it did not come to that."""
+    """Return the evidence of the audit, or an empty dict if there was no audit."""
     there = isinstance(folder.results.get("audit"), of.Audit)
     found: Row = folder.read_json("evidence.json") if there else {}
     return found
 
 
 def pick(rows: Sequence[Row], **columns: str) -> list[Row]:
-    """Some columns of rows, under other names."""
+    """Return some columns of rows under other names."""
     return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
 
 
 def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
-    """The median, and the order statistics that hold the true one 95 times in 100.
+    """Return the median and a 95 % interval from order statistics.
 
     With `among`, that of the best of so many. Whatever the distribution, the number of values below
     the true median is binomial.
@@ -115,7 +115,7 @@ def of_rounds(turns: Turns, name: str, peer: str) -> str:
 
 
 def planned(results: Results, evidence: Row) -> list[Row]:
-    """What was said before the run beside what was counted or timed."""
+    """Return the predictions of the plan beside the measured values."""
     plan, train = results["plan"], results.get("train")
     rows = train.rows if isinstance(train, of.Train) else []
     probe = evidence.get("probe", {}).get("variants", {}).get(PEER, {})

@@ -15,7 +15,7 @@ from llmsys_suite.report.findings import Row, Section, evidence_of, fastest, pla
 from llmsys_suite.stages import results as of
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #596275; --line: #dfe3ea; --paper: #fff;
@@ -65,13 +65,13 @@ def write_report(folder: RunFolder) -> str:
 
 
 def headline(path: Path) -> str:
-    """The lines of a report that a terminal shows at the end of a run."""
+    """Return the lines that a terminal shows at the end of a run."""
     folder = RunFolder(path)
     return "\n".join([*opening(folder), f"report: {path / 'report.html'}"])
 
 
 def title(folder: RunFolder) -> str:
-    """What was trained."""
+    """Return the title, which names the trained model and its text."""
     plan = folder.results.get("plan")
     size = f"{plan.parameters:,} parameters" if isinstance(plan, of.Plan) else folder.config.size
     text = folder.read_json("env.json").get("text_source", "text")
@@ -112,7 +112,7 @@ def _steps(count: int) -> str:
 
 
 def page(folder: RunFolder, made: Sequence[Section]) -> str:
-    """The page whole."""
+    """Return the HTML page."""
     results, heading = folder.results, html.escape(title(folder))
     lines = list(opening(folder))
     first = "".join(

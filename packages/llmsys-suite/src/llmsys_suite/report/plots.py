@@ -32,7 +32,7 @@ STYLE: dict[Any, Any] = {
 
 
 def figure(draw: Callable[[Axes], Any], alt: str, width: float = 4.8, height: float = 3.0) -> str:
-    """The SVG of what `draw` puts on an axes."""
+    """Return the SVG of the plot that `draw` draws."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def figure(draw: Callable[[Axes], Any], alt: str, width: float = 4.8, height: fl
 
 
 def below(axes: Axes, columns: int = 3) -> None:
-    """The legend under the picture, where it covers nothing."""
+    """Put the legend under the plot, where it covers nothing."""
     axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
@@ -188,7 +188,7 @@ def bars(names: Sequence[str], values: Sequence[float], unit: str) -> str:
 
 
 def patterns(found: dict[str, list[list[float]]]) -> str:
-    """The heads that are most of each kind: from each token (down) to those before it."""
+    """Draw the attention of the strongest head per kind, from each token (down) to earlier ones."""
 
     def draw(axes: Axes) -> None:
         side = len(next(iter(found.values())))

@@ -14,7 +14,7 @@ MODEL = "model.safetensors"
 
 
 def model_of(folder: RunFolder) -> Decoder:
-    """The decoder that a run's stage `learn` has trained; UsageError where there is none."""
+    """Return the decoder that the stage `learn` trained; raise `UsageError` if there is none."""
     from safetensors.torch import load_file
 
     if not (folder.path / MODEL).exists():
@@ -51,5 +51,5 @@ def write(
 
 
 def text(tokens: list[int]) -> str:
-    """What is no letter is a middle dot."""
+    """Return bytes as text, with a middle dot for each byte that is not printable."""
     return "".join(chr(t) if t == 10 or 32 <= t < 127 else "·" for t in tokens)

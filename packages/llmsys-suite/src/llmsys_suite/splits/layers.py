@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import Split, whole_model
 
 
@@ -47,7 +47,7 @@ class TensorModel(Split):
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """A rank has whole heads, and as many columns as any other."""
+        """Raise `ValueError` unless heads and columns divide evenly over the ranks."""
         for name in ("num_heads", "d_ff"):
             if (value := getattr(config, name)) % run.world:
                 return f"{name} {value} does not split over {run.world} ranks"
@@ -58,7 +58,7 @@ class TensorModel(Split):
         return init_device_mesh(self.run.device.type, (self.run.world,))
 
     def block_plan(self) -> dict[str, ParallelStyle]:
-        """What of a block is split by columns, what by rows, and what goes in and out."""
+        """Return the plan of a block: matrices split by columns, by rows, and their layouts."""
         whole, out = Replicate(), self.between
         return {
             # One input for q, k and v (gate and up): their gradients are summed here before they
@@ -124,7 +124,7 @@ class DataTensorModel(TensorModel):
     """Two dimensions: layers split over pairs of ranks, rows over the pairs."""
 
     def ranks(self) -> DeviceMesh:
-        """The pair; the ranks that hold what this one holds are kept too."""
+        """Return the pair of groups, and store the group of ranks with the same shard."""
         mesh = init_device_mesh(
             self.run.device.type, (self.run.world // 2, 2), mesh_dim_names=("data", "tensor")
         )

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import Split, whole_model
 
 
@@ -57,7 +57,7 @@ class PipelineModel(Split):
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """A stage needs a layer."""
+        """Raise `ValueError` unless every stage has a layer."""
         count = run.world * cls.stages_a_rank
         return f"{config.num_layers} layers do not make {count} stages" * (
             config.num_layers < count

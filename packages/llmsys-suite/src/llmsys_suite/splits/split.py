@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 
 #: Steps of AdamW that each split trains, on the run's first batches.
 TRAINED = 3
@@ -28,7 +28,7 @@ class Split:
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """What of the model does not split over the run's ranks; empty where all does."""
+        """Return what does not divide over the ranks, or an empty string."""
         raise NotImplementedError
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
@@ -40,11 +40,11 @@ class Split:
         raise NotImplementedError
 
     def bubble(self) -> float:
-        """The share of a step in which a rank has nothing to do, were nothing sent: none."""
+        """Return the idle fraction of a step without communication time; 0 by default."""
         return 0.0
 
     def train(self, run: Run, steps: int | None = None) -> list[float]:
-        """A few steps of AdamW; the losses before each."""
+        """Train a few steps with AdamW and return the loss before each."""
         # Torch's fused loops do not mix split parameters with whole ones.
         rate = run.config.learning_rate
         optimizer = torch.optim.AdamW(self.part.parameters(), lr=rate, foreach=False)
@@ -65,6 +65,6 @@ class Split:
 
 
 def whole_model(run: Run, config: ModelConfig) -> Decoder:
-    """What all ranks begin with."""
+    """Return the initial weights of all ranks."""
     torch.manual_seed(run.config.seed)
     return Decoder(config).to(run.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import plain_attention
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Attention
 
 ROUNDS = 7
@@ -61,6 +61,6 @@ def inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_backward(kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """The output and the three gradients of its sum."""
+    """Return the output and the three gradients of its sum."""
     out = kernel(q, k, v, is_causal=True)
     return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import Decoder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Compress
 
 HELDOUT_ROWS = 16
@@ -46,14 +46,14 @@ def run(run: Run) -> Compress | None:
 
 
 def compressed(run: Run) -> dict[str, nn.Module]:
-    """The trained model by every method."""
+    """Return the trained model compressed by each method."""
     assert run.trained is not None
     model = run.trained.eval()
     return {method: compress(model) for method, compress in METHODS.items()}
 
 
 def heldout(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """The text that every method is scored on."""
+    """Return the text on which every method is evaluated."""
     assert isinstance(run.trained, Decoder)
     context = run.trained.config.context
     tokens, targets = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=context)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import interp
 import torch
 from interp.circuits import induction as circuits
-from interp.patching.streams import drop_heads
+from interp.patching import drop_heads
 from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Inspect
 
 INDUCTION_STEPS = 500
@@ -29,7 +29,7 @@ def run(run: Run) -> Inspect | None:
 
 
 def induction() -> dict[str, float]:
-    """A circuit that gradient descent finds: ablated, and put back alone.
+    """Train an induction circuit, ablate it, and restore its parts alone.
 
     Accuracy on later copies; without the head for the token before; without any head of the first
     layer; and with that one put back.
@@ -61,7 +61,7 @@ def induction() -> dict[str, float]:
 
 
 def look(run: Run, induction: dict[str, float]) -> Inspect:
-    """What the trained model does."""
+    """Return the heads, lens and attribution of the trained model."""
     assert run.folder is not None
     model = run.trained
     assert isinstance(model, Decoder)
@@ -141,7 +141,7 @@ def look(run: Run, induction: dict[str, float]) -> Inspect:
 
 
 def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets: Tensor) -> float:
-    """The loss with what one head hands on set to zero."""
+    """Return the loss with the output of one head set to zero."""
     cut = drop_heads(head, heads=model.config.num_heads)
     with interp.patch(model, {f"blocks.{layer}.attention.out:input": cut}):
         return float(model.loss(tokens, targets))

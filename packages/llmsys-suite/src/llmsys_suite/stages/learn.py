@@ -26,7 +26,7 @@ from llmsys_suite.config import RunConfig, UsageError, restarts
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.writing import MODEL, text, write
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.variants import VARIANTS
@@ -99,7 +99,7 @@ def run(run: Run) -> Learn | None:
 
 
 def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
-    """What a checkpoint holds besides weights and moments, before the first step."""
+    """Return the state of a training before its first step, as checkpoints store it."""
     return {
         "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
         "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
@@ -163,13 +163,13 @@ def fastest(rows: list[dict[str, Any]]) -> str:
 
 
 def resumed(run: Run) -> Path | None:
-    """The checkpoint to go on from: the one that was asked for, or this run's own of a restart."""
+    """Return the checkpoint to continue from: that of --resume, or this run's after a restart."""
     own = run.out / CHECKPOINT
     return own if restarts() and own.exists() else run.config.resume
 
 
 def schedule(progress: float) -> float:
-    """A rise, then half a cosine."""
+    """Return the learning-rate factor: a linear warm-up, then half a cosine."""
     return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
 
 
@@ -186,7 +186,7 @@ def heldout_loss(run: Run, model: torch.nn.Module) -> float:
 
 
 def decoder(run: Run, weights: dict[str, Tensor]) -> Decoder:
-    """A plain model of these weights."""
+    """Return a model with these weights."""
     model = Decoder(run.model).to(run.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -196,7 +196,7 @@ def decoder(run: Run, weights: dict[str, Tensor]) -> Decoder:
 
 @torch.no_grad()
 def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
-    """What the model writes after some held-out text, on rank 0."""
+    """Return the text that the model writes after a held-out prompt, on rank 0."""
     if run.rank:
         return {}
     model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()

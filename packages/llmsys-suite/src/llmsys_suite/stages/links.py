@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collectives.bench
 
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Links, Skipped
 
 #: Bytes: where latency decides, where both do, where bandwidth does.
@@ -12,7 +12,7 @@ SIZES = (1 << 10, 64 << 10, 1 << 20)
 
 
 def run(run: Run) -> Links | Skipped:
-    """The bench of collectives in this very group, gloo or NCCL as its peer."""
+    """Run the benchmark of collectives in this process group, beside gloo or NCCL."""
     if run.world < 2:
         return Skipped("one rank has no link")
     rows = collectives.bench.bench(device=run.device.type, quick=True, sizes=SIZES)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Memory
 
 ROWS = 4
@@ -149,7 +149,7 @@ class LinesOfMemory(LiveMemory):
 
 
 def inference(config: ModelConfig) -> LiveMemory:
-    """The live bytes of one forward pass without gradients."""
+    """Return the live bytes of one forward pass without gradients."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
@@ -161,7 +161,7 @@ def inference(config: ModelConfig) -> LiveMemory:
 
 
 def training(config: ModelConfig) -> LinesOfMemory:
-    """The live bytes of the second AdamW step, when the optimizer's state is there."""
+    """Return the live bytes of the second AdamW step, in which the optimizer state exists."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
@@ -190,7 +190,7 @@ def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, 
 
 
 def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any]]:
-    """What holds most at the peak, equal blocks of one origin added up."""
+    """Return the largest allocations at the peak, equal ones of one origin added up."""
     totals: dict[tuple[str, str, str], list[int]] = {}
     for block in allocations:
         origin = (block.operator, block.phase or "before", block.module)
@@ -211,7 +211,7 @@ def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any
 
 
 def held_by_line(held: list[Allocation]) -> list[dict[str, Any]]:
-    """What the forward pass leaves for the backward pass, by the line that asked for it."""
+    """Return the bytes saved for the backward pass, by the line that allocated them."""
     totals: dict[str, list[int]] = defaultdict(list)
     for block in held:
         if block.phase == "forward":
@@ -223,7 +223,7 @@ def held_by_line(held: list[Allocation]) -> list[dict[str, Any]]:
 
 
 def source(operator: str) -> str:
-    """The line of the model's file that `LinesOfMemory` put behind an operator's name."""
+    """Return the line of the model's file that `LinesOfMemory` appended to a name."""
     number = int(operator.rpartition(" ")[2])
     return f"{number}: {linecache.getline(MODEL, number).strip()}" if number else ""
 

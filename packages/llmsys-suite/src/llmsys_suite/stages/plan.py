@@ -19,7 +19,7 @@ from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.stages.results import Plan, Prediction
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 # Python, torch and its libraries, per process.
 PROCESS_BYTES = 700 * 2**20
@@ -31,7 +31,7 @@ STEPS_TIMED = 5
 
 
 def transformer(config: RunConfig) -> accounting.Transformer:
-    """The run's model, as accounting describes it."""
+    """Return the run's model as an `accounting` model description."""
     return SIZES[config.size].described()
 
 
@@ -75,7 +75,7 @@ def predict(config: RunConfig) -> Prediction:
 
 
 def run(run: Run) -> Plan:
-    """The predictions, and what the real model and this machine's matrix units say beside them."""
+    """Return the predictions, with measurements of the real model and of this machine."""
     from llmsys_suite.measure import yardstick
 
     predicted = predict(run.config)
@@ -97,7 +97,7 @@ def run(run: Run) -> Plan:
 
 
 def layer_yardsticks(run: Run) -> list[float]:
-    """A step in yardsticks of the model with one layer, and what each further layer adds.
+    """Return a one-layer step and each further layer's time, in times of the reference matmul.
 
     Medians of a few; what two more layers add, of both steps of the same turn.
     """
@@ -124,7 +124,7 @@ def step_yardsticks(one: float, further: float, layers: int) -> float:
 
 
 def measured_peak_bytes(run: Run) -> int:
-    """What a training step of the real model holds at its highest point, on this run's device.
+    """Return the peak bytes of a training step of the real model on this run's device.
 
     The second step of AdamW, whose state is there then: counted operator by operator on a CPU, by
     the allocator on a GPU.
@@ -154,7 +154,7 @@ def measured_peak_bytes(run: Run) -> int:
 
 
 def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
-    """The best rate of a float32 matrix product on this rank, all ranks at it at once."""
+    """Return the best rate of a float32 matrix product on this rank, with all ranks busy."""
     import torch
 
     from llmsys_suite.measure import yardstick
@@ -171,7 +171,7 @@ def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
 
 
 def _agreed_rates(run: Run) -> list[float]:
-    """The best rate of any rank, and beside it that of yardsticks timed between its products."""
+    """Return the best rate of the product on any rank, and that of the reference matmul."""
     import torch
     import torch.distributed as dist
 

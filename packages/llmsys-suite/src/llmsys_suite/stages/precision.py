@@ -10,7 +10,7 @@ from torch import nn
 
 from llmsys_suite.measure.turns import Turns, take_turns
 from llmsys_suite.model import Decoder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Precision, Rows
 
 ROUNDS = 7
@@ -56,7 +56,7 @@ class _Toy(nn.Module):
 
 
 def autocast_dtypes(device_type: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """The dtype of each part of a small network's step under autocast."""
+    """Return the dtype of each part of a small network's step under autocast."""
     model = _Toy().to(device_type)
     x = torch.randn(2, 8, device=device_type)
     with torch.autocast(device_type, dtype=dtype):

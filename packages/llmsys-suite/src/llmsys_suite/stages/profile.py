@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.config import SIZES
 from llmsys_suite.measure.turns import now
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Profile, Rows
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
@@ -28,7 +28,7 @@ SECONDS_A_SIZE = 60.0
 
 
 def run(run: Run) -> Profile | None:
-    """The protocol's table and the profile's, on rank 0."""
+    """Return the tables of the protocol and of the profile, on rank 0."""
     if run.rank != 0:
         return None
     step = Step(case_of(run))
@@ -45,7 +45,7 @@ def case_of(run: Run) -> Case:
 
 
 def protocol(run: Run) -> Rows:
-    """A row for each number of warm-up steps, of every size that fits."""
+    """Return a row per number of warm-up steps, for every size that fits."""
     names = dict.fromkeys((run.config.size, *SIZES_TIMED))
     cases = [replace(case_of(run), size=name) for name in names]
     return list(sweep.measure(cases, limit=SECONDS_A_SIZE, extrapolate=False))

@@ -185,7 +185,7 @@ def to_json(result: Any) -> Row:
 
 
 def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
-    """The inverse of `to_json` for each stage; UsageError where another version wrote it."""
+    """Return the results that `to_json` wrote; raise `UsageError` for those of other versions."""
     found = {}
     for stage, values in stages.items():
         kind: Any = Skipped if "skipped" in values else KINDS.get(stage)

@@ -12,7 +12,7 @@ import torch
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Scale
 
 # FLOPs for each measured step of the run's variants, and widths on both sides of the best: a valley
@@ -96,7 +96,7 @@ def _cosine(progress: float) -> float:
 
 
 def fit(rows: list[dict[str, float]]) -> Scale:
-    """The IsoFLOP fit through the runs, and every doubt that it has about them."""
+    """Return the IsoFLOP fit of the runs, and its warnings."""
     import warnings
 
     import scaling

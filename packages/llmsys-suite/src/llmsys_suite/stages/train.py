@@ -28,14 +28,14 @@ from llmsys_suite.measure.samples import (
     utilization,
 )
 from llmsys_suite.measure.shallow import Shallow
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Plan, Train
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.single import Variant
 
 
 def run(run: Run) -> Train | None:
-    """Train every variant; medians and ratios, losses, and the bytes each handed over."""
+    """Train every variant; return medians and ratios of step times, losses and bytes sent."""
     plan: Plan = run.results["plan"]
     names = variants_here(run.device, run.config.epochs)
     groups = [names] if plan.variants_fit_together else [[name] for name in names]
@@ -113,13 +113,13 @@ def timed_step(
 
 
 def counter(run: Run) -> network.Received | None:
-    """Counts from now on what reaches this rank over TCP, where the kernel tells."""
+    """Return a counter of the bytes that reach this rank over TCP, if the kernel counts them."""
     sockets = network.available() and run.config.backend == "gloo"
     return network.Received() if sockets else None
 
 
 def _epoch_seconds(run: Run, samples: list[Sample], row: dict[str, Any]) -> float:
-    """What an epoch took, its slowest ranks' steps added up; else what a median step foretells."""
+    """Return the time of an epoch: measured, or extrapolated from the median step."""
     if run.config.epochs:
         every = step_seconds(samples, warmup=True)[row["variant"]]
         return sum(every.values()) / run.config.epochs

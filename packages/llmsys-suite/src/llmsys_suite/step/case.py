@@ -63,7 +63,7 @@ class Case:
         return self.rows * self.context
 
     def peak_bytes(self) -> int:
-        """What a step holds at most, as accounting predicts it."""
+        """Return the peak memory of a step that accounting predicts."""
         on_gpu = self.device == "cuda"
         return int(
             accounting.peak_memory(
@@ -90,12 +90,13 @@ class Case:
             attention="full",
             recompute="full" if self.checkpoint else "none",
         ).total
-        # Torch ends the second run of a block before its last product, which nobody reads.
+        # When checkpointing recomputes a block, torch stops before the last matmul, because
+        # backward does not need its output.
         unread = 2 * self.tokens * model.d_ff * model.d_model * model.num_layers
         return int(total) - unread * self.checkpoint
 
     def labels(self) -> dict[str, Any]:
-        """The columns that name it in a table."""
+        """Return the columns that identify the case in a table."""
         found = asdict(self) | {"layers": self.model.num_layers}
         return {key: found[key] for key in LABELS}
 

@@ -16,7 +16,7 @@ SHOWN = 10
 
 
 def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
-    """A row for each part of a step that has been taken before: its operators, and shares of them.
+    """Return a row per phase of a warmed-up step: its operators and their fractions.
 
     `timer_ms` spans the profiler too. `trace` is where Chrome's trace of the step goes.
     """
@@ -40,7 +40,7 @@ def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
 
 
 def summarize(events: Any, device_type: str) -> dict[str, Any]:
-    """The operators that take most, by the time that each spends itself, and what kinds take.
+    """Return the operators with the largest self time, and the time per kind.
 
     Products of attention are those of batches of matrices, which nothing else here multiplies.
     """

@@ -42,7 +42,7 @@ def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> 
 
 
 def main() -> None:
-    """The case is the first argument; `profile` and `trace` stand beside its fields."""
+    """Measure the case of the first argument, which also contains `profile` and `trace`."""
     asked = json.loads(sys.argv[1])
     trace = asked.pop("trace", None)
     profile = asked.pop("profile", False)

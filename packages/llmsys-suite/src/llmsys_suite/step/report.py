@@ -75,7 +75,7 @@ def benchmark(
 
 
 def sentences(rows: Sequence[Row]) -> Iterator[str]:
-    """What compiling and running blocks again cost and save, where both were asked for."""
+    """Yield the effects of compiling and of checkpointing, if both variants were measured."""
     last = [r for r in rows if r.get("warmup") == max(WARMUPS) and "first_step_ms" in r]
     for one in last:
         for key, said in (("compile", _compiled), ("checkpoint", _checkpointed)):
@@ -102,7 +102,7 @@ def _checkpointed(kept: Row, again: Row) -> str:
 
 
 def _kernels(rows: Sequence[Row]) -> Iterator[str]:
-    """The operators of each case, phase by phase."""
+    """Yield the operators of each case, phase by phase."""
     for row in rows:
         if row.get("warmup") != max(WARMUPS) or not row.get("operators"):
             continue

@@ -94,7 +94,7 @@ def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
 def in_a_process(
     case: Case, limit: float, *, profile: bool = False, traces: Path | None = None
 ) -> dict[str, Any]:
-    """What `step.process` prints of a case; LeftOut where it does not end, or not in time."""
+    """Return the output of `step.process`; raise `LeftOut` if it fails or exceeds its time."""
     asked: dict[str, Any] = asdict(case) | {"profile": profile}
     if traces is not None:
         traces.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def row(case: Case, found: dict[str, Any], warmup: int) -> Row:
 
 
 def extrapolated(case: Case, limit: float) -> Row:
-    """What a case would take, by the line through the steps of models of few layers."""
+    """Return the predicted time of a case, from steps of models with few layers."""
     labels = case.labels() | {"warmup": max(WARMUPS)}
     few = [replace(case, layers=layers) for layers in FEW]
     try:

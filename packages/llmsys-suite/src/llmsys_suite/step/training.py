@@ -32,7 +32,7 @@ class Step:
         self.parts = dict(zip(PHASES, (self.forward, self.backward, self.optimize), strict=True))
 
     def forward(self) -> None:
-        """The loss, which the backward pass begins from."""
+        """Return the loss of a forward pass."""
         with self.autocast:
             self.loss = self.loss_of(self.tokens, self.tokens)
 

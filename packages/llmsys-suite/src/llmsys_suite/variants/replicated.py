@@ -22,7 +22,7 @@ class Parallel(Variant):
     alone = False
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """A reduce-scatter and an all-gather."""
+        """Average by a reduce-scatter and an all-gather."""
         return 2 * share_of(gradient_bytes), 2 * share_of(gradient_bytes)
 
 

@@ -14,7 +14,7 @@ from llmsys_suite.model import ModelConfig
 from llmsys_suite.variants.single import Variant
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 
 class ParameterServer(Variant):
@@ -39,7 +39,7 @@ class ParameterServer(Variant):
             self.worker.push()
 
     def update(self) -> None:
-        """The server's work."""
+        """Run the server until the training ends."""
 
     def gradients(self) -> None:
         """Averaged at the server."""
@@ -79,22 +79,22 @@ class DiLoCo(ParameterServer):
         super().__init__(run, config, optimizer)
 
     def communicate(self) -> None:
-        """The rank's own step, and at an interval's end what it has changed."""
+        """Take a local step, and exchange the change at the end of an interval."""
         self.taken += 1
         sends = self.taken % self.policy.interval == 0
         with self.phase("communication" if sends else "optimizer"):
             self.worker.push()
 
     def gradient_bytes(self, steps: int) -> float:
-        """What went to the server, as the worker counts it."""
+        """Return the bytes that the worker has sent to the server."""
         return self.worker.bytes_pushed / steps
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Changes where the server is; elsewhere what became of them, with the next step's pull."""
+        """Return the least and most bytes that a rank receives in a step."""
         return 0, gradient_bytes * max(1, dist.get_world_size() - 1)
 
     def weights(self) -> dict[str, Tensor]:
-        """What all agree on; where rounds are longer than a step, that ends the training."""
+        """Return the weights on which all workers agree, after ending the training if necessary."""
         if self.policy.steps > 1:
             self.worker.finish()
         else:

@@ -32,7 +32,7 @@ class ShardedState(Parallel):
 
     def gradient_bytes(self, steps: int) -> float:
         """As counted at the reduce-scatter."""
-        return float(self.optimizer.wire.bytes["reduce_scatter"] / steps)
+        return float(self.optimizer.communicator.bytes["reduce_scatter"] / steps)
 
 
 class ShardedGradients(ShardedState):
@@ -64,7 +64,7 @@ class FullySharded(Parallel):
 
     def gradient_bytes(self, steps: int) -> float:
         """As counted at the reduce-scatter, and at the all-reduce of what is replicated."""
-        handed = self.wrapped.wire.bytes
+        handed = self.wrapped.communicator.bytes
         return (handed["reduce_scatter"] + handed["all_reduce"]) / steps
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from llmsys_suite.model import Decoder, ModelConfig
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 
 class CountedAllReduce:
@@ -70,7 +70,7 @@ class Variant:
         return loss
 
     def prepare(self) -> None:
-        """What comes before the forward pass."""
+        """Prepare the forward pass."""
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
         """Both passes, labeled; the mean loss."""
@@ -86,16 +86,16 @@ class Variant:
         return mean
 
     def communicate(self) -> None:
-        """What is left to synchronize after the backward pass."""
+        """Synchronize what remains after the backward pass."""
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Take the optimizer's step."""
         with self.phase("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def gradients(self) -> dict[str, Tensor] | None:
-        """What the optimizer is about to read, on this rank; None where no rank has it whole."""
+        """Return the gradients that the optimizer will read, or None if no rank has all of them."""
         found = {name: p.grad for name, p in self.decoder.named_parameters()}
         return {name: torch.zeros(0) if g is None else g for name, g in found.items()}
 
@@ -114,11 +114,11 @@ class Variant:
         return {k: statistics.median(getattr(s, k) for s in steps) for k in kinds}
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """What this rank should receive over a network in a step: the least and the most."""
+        """Return the least and most bytes this rank should receive over a network per step."""
         return 0.0, 0.0
 
     def planned_shared_bytes(self, gradient_bytes: int) -> float:
-        """What all ranks' shared memory should sum in a step."""
+        """Return the bytes that all ranks should sum in shared memory in a step."""
         return 0.0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Time pulls, pushes and steps beside peers, in turns (python -m paramserver.bench.rows)."""
+"""Benchmark of pushes and pulls, interleaved with peers (`python -m paramserver.bench`)."""
 
 from paramserver.bench.rows import bench, main, table
 

@@ -1,4 +1,4 @@
-"""python -m paramserver.bench."""
+"""Entry point of `python -m paramserver.bench`."""
 
 from paramserver.bench.rows import main
 

@@ -1,7 +1,7 @@
-"""What a push and a pull cost, over each transport and beside torch's RPC.
+"""Time of a push and a pull over each transport, interleaved with torch's RPC.
 
-Rows `exchange`: one worker, one server, a push and a pull of the whole model, in turns with its
-peer, RPC. What needs more: tests/paramserver_study.py.
+Rows `exchange`: one worker and one server push and pull the whole model. Measurements that need
+other packages are in tests/paramserver_study.py.
 """
 
 import argparse
@@ -24,44 +24,62 @@ from paramserver.running.launch import run
 from paramserver.worker import Worker
 
 Row = dict[str, float | int | str]
-Times = list[tuple[float, float]]  # seconds of pushes and of pulls
+#: Seconds of each push and each pull.
+Times = list[tuple[float, float]]
 Transport = Literal["shared_memory", "distributed", "zeromq"]
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "distributed", "zeromq")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """All rows."""
+    """Return the rows of the benchmark."""
     if device != "cpu":
-        raise ValueError(f"device is {device!r}; servers and messages are on the CPU: device='cpu'")
-    return _exchange(*((8, 5) if quick else (80, 15)))
+        raise ValueError(f"expected device 'cpu', where servers and messages are, got {device!r}")
+    if quick:
+        return exchange_rows(mebibytes=8, rounds=5)
+    return exchange_rows(mebibytes=80, rounds=15)
 
 
-def _exchange(mebibytes: int, rounds: int) -> list[Row]:
-    """Each transport by `run`, RPC by itself, rounds in turns."""
+def exchange_rows(mebibytes: int, rounds: int) -> list[Row]:
+    """Return one row per transport, with the ratio of RPC's time to its time."""
     times: dict[str, Times] = {name: [] for name in (*TRANSPORTS, "rpc")}
-    for _ in range(2):  # two blocks of each, A B C A B C, so that a slow minute hits all
+    for _ in range(2):  # interleaved, so that a slow minute affects all of them
         for transport in TRANSPORTS:
-            times[transport] += _exchanges(mebibytes, rounds, transport=transport)[0]
-        times["rpc"] += _time_rpc(mebibytes, rounds)
+            times[transport] += time_exchanges(mebibytes, rounds, transport=transport)[0]
+        times["rpc"] += time_rpc(mebibytes, rounds)
     rows: list[Row] = []
     for name, pairs in times.items():
         ratios = sorted(sum(r) / sum(p) for r, p in zip(times["rpc"], pairs, strict=True))
         row: Row = {"case": "exchange", "transport": name, "model_mib": mebibytes}
-        rows.append(row | _medians(pairs))
+        rows.append(row | median_times(pairs))
         for p in (50, 10, 90):
             rows[-1][f"rpc_over_this_p{p}"] = ratios[round(p / 100 * (len(ratios) - 1))]
     return rows
 
 
-def _exchanges(
-    mebibytes: int, rounds: int, *, transport: Transport = "shared_memory", workers: int = 1,
-    servers: int = 1) -> list[Times]:  # fmt: skip
-    return run(
-        _time_exchanges, _Vector(mebibytes), partial(torch.optim.SGD, lr=0.0), Asynchronous(),
-        args=(rounds,), workers=workers, servers=servers, transport=transport).values  # fmt: skip
+def time_exchanges(
+    mebibytes: int,
+    rounds: int,
+    *,
+    transport: Transport = "shared_memory",
+    workers: int = 1,
+    servers: int = 1,
+) -> list[Times]:
+    """Return the times of every worker, all of which exchange the model at the same time."""
+    result = run(
+        _time_pushes_and_pulls,
+        _Vector(mebibytes),
+        partial(torch.optim.SGD, lr=0.0),
+        Asynchronous(),
+        args=(rounds,),
+        workers=workers,
+        servers=servers,
+        transport=transport,
+    )
+    return result.values
 
 
-def _medians(pairs: Times) -> Row:
+def median_times(pairs: Times) -> Row:
+    """Return the median times of a push and a pull."""
     push, pull = (statistics.median(column) for column in zip(*pairs, strict=True))
     return {"push_ms": push * 1e3, "pull_ms": pull * 1e3}
 
@@ -72,7 +90,7 @@ class _Vector(nn.Module):
         self.x = nn.Parameter(torch.randn(mebibytes * 2**18))
 
 
-def _time_exchanges(worker: Worker, rounds: int) -> Times:
+def _time_pushes_and_pulls(worker: Worker, rounds: int) -> Times:
     vector = worker.module
     assert isinstance(vector, _Vector)
     gradient = torch.randn_like(vector.x)
@@ -84,13 +102,13 @@ def _time_exchanges(worker: Worker, rounds: int) -> Times:
         middle = time.perf_counter()
         worker.pull()
         end = time.perf_counter()
-        if number:  # the first one maps memory and connects
+        if number:  # the first round maps memory and connects
             times.append((middle - start, end - middle))
     return times
 
 
-def _time_rpc(mebibytes: int, rounds: int) -> Times:
-    """The same exchange with torch.distributed.rpc (TensorPipe)."""
+def time_rpc(mebibytes: int, rounds: int) -> Times:
+    """Return the times of the same exchange with torch.distributed.rpc (TensorPipe)."""
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/times"
         arguments = f"{folder}/store", output, mebibytes, rounds
@@ -99,15 +117,15 @@ def _time_rpc(mebibytes: int, rounds: int) -> Times:
         return times
 
 
-_SERVED: list[Tensor] = []
+_SERVER_PARAMETERS: list[Tensor] = []
 
 
 def _rpc_push(gradient: Tensor) -> None:
-    _SERVED[0].add_(gradient, alpha=0.0)
+    _SERVER_PARAMETERS[0].add_(gradient, alpha=0.0)
 
 
 def _rpc_pull() -> Tensor:
-    return _SERVED[0]
+    return _SERVER_PARAMETERS[0]
 
 
 def _rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int) -> None:
@@ -115,17 +133,18 @@ def _rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int) -
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    _SERVED.append(torch.randn(mebibytes * 2**18))
+    _SERVER_PARAMETERS.append(torch.randn(mebibytes * 2**18))
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 1:
         times = []
-        mine, gradient = torch.empty_like(_SERVED[0]), torch.randn_like(_SERVED[0])
+        pulled = torch.empty_like(_SERVER_PARAMETERS[0])
+        gradient = torch.randn_like(pulled)
         for number in range(rounds + 1):
             start = time.perf_counter()
             rpc.rpc_sync("rank0", _rpc_push, args=(gradient,))
             middle = time.perf_counter()
-            mine.copy_(rpc.rpc_sync("rank0", _rpc_pull))
+            pulled.copy_(rpc.rpc_sync("rank0", _rpc_pull))
             if number:
                 times.append((middle - start, time.perf_counter() - middle))
         Path(output).write_text(json.dumps(times))
@@ -133,10 +152,12 @@ def _rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int) -
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table; write the rows as JSON if asked."""
+    """Print the rows as a table, and write them as JSON with `--json`."""
     parser = argparse.ArgumentParser(prog="python -m paramserver.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure for seconds instead of minutes"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     rows = bench(device=arguments.device, quick=arguments.quick)
@@ -146,11 +167,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as aligned text, a block for each set of columns."""
+    """Return the rows as aligned text, one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
-        shown = ([f"{v:.4g}" if type(v) is float else f"{v}" for v in r.values()] for r in group)
-        cells = [columns, *shown]
+        cells = [columns]
+        for row in group:
+            cells.append(tuple(f"{v:.4g}" if type(v) is float else f"{v}" for v in row.values()))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         blocks.append("\n".join("  ".join(map(str.rjust, line, widths)) for line in cells))
     return "\n\n".join(blocks)

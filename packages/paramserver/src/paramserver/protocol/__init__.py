@@ -1,1 +1,1 @@
-"""What is said, in what order, and what follows: no lock, thread, socket or clock."""
+"""The protocol of servers and workers: messages, order of updates, and the state of each side."""

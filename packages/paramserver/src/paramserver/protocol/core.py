@@ -1,12 +1,12 @@
-"""One server as a pure function of what it is told: messages in, answers out.
+"""The protocol of one server as a state machine: requests in, answers out.
 
-Notable:
-- no lock, no thread, no socket, no clock: `now` is an argument. `Server` drives it from threads,
-  `transport.zeromq` from one loop, and a test from a simulated network and clock;
-- an answer of None means: not yet. Whoever drives it asks again when something has changed, calls
-  `check` when `next_deadline` has passed, and copies the bytes that an answer comes with;
-- with a journal, what an answer tells is written down before it is given;
-- `validate` checks a request, its sender and its log before anything changes or is written down.
+It uses neither locks, threads, sockets nor a clock; the time is the argument `now`. `Server` calls
+it from threads, `transport.zeromq` from one loop, and the tests from a simulated network and clock.
+
+An answer of None means that the request has to wait. The caller repeats it after a change, calls
+`check` after `next_deadline`, and copies the bytes that belong to an answer. With a journal, every
+change is recorded before the answer is returned. `validate` checks a request, its sender and its
+log before anything changes or is recorded.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from paramserver.consistency import Consistency
-from paramserver.protocol.ledger import Ledger, Log, Member, Push, at_another_clock
+from paramserver.protocol.ledger import Ledger, Log, Member, Push, wrong_clock
 from paramserver.protocol.messages import (
     OBSERVER,
     Kind,
@@ -33,7 +33,7 @@ from paramserver.protocol.replica import Replica
 
 @dataclass(frozen=True)
 class Staged:
-    """A server holds the gradients of a push, in the bytes in which they came."""
+    """Record of a push whose gradients were staged, in the bytes in which they were received."""
 
     push: Push
     gradients: Tensor
@@ -41,7 +41,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Followed:
-    """A server has followed these entries."""
+    """Record of log entries that were replayed."""
 
     log: Log
 
@@ -55,83 +55,118 @@ Data = Tensor | None
 
 
 class Journal(Protocol):
-    """Where a server writes down what it will have to know after its death."""
+    """Storage of the records from which a server continues after it was killed."""
 
     def record(self, record: Record) -> None:
-        """Return when it is written."""
+        """Store a record; return when it is written."""
 
 
 class Core:
     """The protocol of one server.
 
-    `elastic` lets workers join that were not there at the start, and come back. One that is lost or
-    silent fails the run, unless it may go on without (`survives`); then one that others have waited
-    for `drop_after` seconds is lost too, even if it is well.
+    Args:
+        replica: the parameters of the server's shard.
+        consistency: the policy.
+        workers: number of workers that take part from the start.
+        timeout: seconds after which a silent worker ends the waits for it.
+        survives: whether training continues after a worker is lost; otherwise it fails.
+        elastic: whether other workers may join, and lost workers may rejoin.
+        drop_after: seconds of waiting after which a slow worker counts as lost; None for never.
+        journal: storage of records; None keeps none.
     """
 
     def __init__(
-        self, replica: Replica, consistency: Consistency, *, workers: int, timeout: float,
-        survives: bool, elastic: bool, drop_after: float | None = None,
-        journal: Journal | None = None) -> None:  # fmt: skip
+        self,
+        replica: Replica,
+        consistency: Consistency,
+        *,
+        workers: int,
+        timeout: float,
+        survives: bool,
+        elastic: bool,
+        drop_after: float | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self.replica = replica
+        #: True if this server orders the updates; the other servers replay its log.
         self.is_first = replica.shard.number == 0
-        """Whether this server orders the updates; the other servers replay its log."""
         self.ledger = Ledger(workers, consistency)
-        self.timeout, self._drop_after = timeout, drop_after
+        self.timeout = timeout
         self.failure = ""
         self.journal = journal
-        self.given = replica.newest
-        """The data of the last answer if it has a size, until the next request may change it."""
-        self._consistency, self._workers = consistency, workers
-        self._survives, self._elastic = survives, elastic
+        #: Data of the last answer if it has a size; valid until the next request.
+        self.answer_data = replica.newest
+        #: Reason of each loss of a worker after which training continued.
         self.lost: dict[int, str] = {}
-        """Why each worker was lost that the others go on without."""
-        self._heard = dict.fromkeys(range(workers), 0.0)
+        #: Last reported loss and number of pushed bytes, by worker.
+        self.reports: dict[int, tuple[float, int]] = {}
+        self._consistency = consistency
+        self._workers = workers
+        self._survives = survives
+        self._elastic = elastic
+        self._drop_after = drop_after
+        #: Time of the last request, by worker.
+        self._last_seen = dict.fromkeys(range(workers), 0.0)
+        #: Start time and request of each wait, by worker.
         self._waiting: dict[int, tuple[float, Message]] = {}
-        self.told: dict[int, tuple[float, int]] = {}
-        """By worker, its last loss and the bytes that it has pushed, as it says."""
 
     def handle(
-        self, worker: int, message: Message, data: Data, now: float, *, finite: bool = False,
-        session: int | None = None) -> Message | None:  # fmt: skip
-        """Answer a request, with its data in `data` and those of the answer in `given`.
+        self,
+        worker: int,
+        message: Message,
+        data: Data,
+        now: float,
+        *,
+        finite: bool = False,
+        session: int | None = None,
+    ) -> Message | None:
+        """Return the answer to a request, or None if the request has to wait.
 
-        `finite`: it is known that the data are. None if it has to wait. Raises what is wrong with
-        it; then nothing has changed. For `session` see `validate`.
+        The data of the answer are in `answer_data`. If an exception is raised, nothing has changed.
+
+        Args:
+            worker: number of the worker that sent the request.
+            message: the request.
+            data: gradients of the request.
+            now: current time in seconds.
+            finite: whether the gradients are known to be finite.
+            session: see `validate`.
         """
         log = self.validate(worker, message, session)
-        beat = message.kind is Kind.BEAT  # of a thread: its worker may wait on, as long as it has
-        waited = None if beat else self._waiting.pop(worker, None)
+        # A BEAT comes from a thread of the worker and does not end a wait of the worker.
+        waited = None if message.kind is Kind.BEAT else self._waiting.pop(worker, None)
         self._admit(worker, message)
         if worker in self.ledger.members:
-            self._heard[worker] = now
+            self._last_seen[worker] = now
         reply = self._answer(worker, message, log, data, finite)
         if message.kind is Kind.JOIN:
-            self._heard[worker] = now
+            self._last_seen[worker] = now
         if message.text and message.kind in (Kind.PUSH, Kind.COMMIT):
-            self.told[worker] = loss_and_bytes(message.text)
+            self.reports[worker] = loss_and_bytes(message.text)
         if reply is None:
             since = waited[0] if waited and waited[1] == message else now
             self._waiting[worker] = since, message
         return reply
 
     def validate(self, worker: int, message: Message, session: int | None = None) -> Log | None:
-        """Return the log that a request contains, if it does. Raise what is wrong with a request.
+        """Return the log that a request contains, if any; raise an exception if it is invalid.
 
-        Nothing changes. `session` is the number with which its sender joined; None if the transport
-        knows by itself that the sender is `worker`.
+        Nothing changes. `session` is the number with which the sender joined, or None if the
+        transport guarantees that the sender is `worker`.
         """
         check_request(worker, message)
         kind, shard = message.kind, self.replica.shard
         if kind in (Kind.PUSH, Kind.PULL) and shard.servers > 1:
-            raise ValueError(f"{kind!r} is for an only server, this is one of {shard.servers}")
+            raise ValueError(f"{kind!r} needs a single server, there are {shard.servers}")
         if kind in _OF_FIRST and not self.is_first:
             raise ValueError(f"{kind!r} is for server 0, this is server {shard.number}")
         if message.position > self.replica.position:
-            text = f"worker {worker} has seen {message.position} entries of the log, this server "
-            text += f"has {self.replica.position}: its journal was taken back"
-            raise RuntimeError(f"{text}; start the worker again")
-        log, ledger = None, self.ledger
+            raise RuntimeError(
+                f"worker {worker} has seen {message.position} entries of the log, but this server "
+                f"has {self.replica.position}: its journal was taken back; restart the worker"
+            )
+        log = None
+        ledger = self.ledger
         if kind in _WITH_LOG:
             log = Log.from_text(message.text)
             ledger = self._preview(log)
@@ -142,11 +177,13 @@ class Core:
         return log
 
     def _preview(self, log: Log) -> Ledger:
-        """The ledger as it will be when this server has followed `log`."""
+        """Return the ledger as it will be after this server has replayed `log`."""
         if self.is_first:
             if log.stop > self.replica.position:
-                text = f"a log of {log.stop} entries was sent to the server that makes it"
-                raise ValueError(f"{text}: it has made {self.replica.position}")
+                raise ValueError(
+                    f"expected a log of at most {self.replica.position} entries, which this server "
+                    f"has created, got {log.stop}"
+                )
             return self.ledger
         preview = self.ledger.copy()
         preview.replay(log)
@@ -159,26 +196,29 @@ class Core:
         member = ledger.members.get(worker)
         if member is None or (session is not None and not member.sessions):
             if message.kind is Kind.BEAT:
-                return  # its thread begins before it joins
+                return  # the thread that sends it starts before the worker joins
             text = "" if self._elastic else f"; there are {self._workers} workers"
             raise ValueError(f"worker {worker} is unknown{text}: join first")
-        again = f"the others go on without this worker: {worker} has joined again since"
+        rejoined = f"training continues without this worker: worker {worker} has rejoined since"
         if session is not None and _public(session) != member.sessions[-1]:
-            raise PeerLost(f"{again}, or this is another worker's sender")
+            raise PeerLost(f"{rejoined}, or the request is from another worker's sender")
         if message.kind in (Kind.BEAT, Kind.ABORT):
-            return  # these belong to a session, whatever its epoch
+            return  # these belong to a session, not to an epoch
         if message.epoch < member.epoch:
-            raise PeerLost(again)
+            raise PeerLost(rejoined)
         if message.epoch > member.epoch:
-            text = f"worker {worker} is in epoch {member.epoch}, its request in {message.epoch}"
-            raise ValueError(f"{text}; join first")
+            raise ValueError(
+                f"expected a request of worker {worker} in epoch {member.epoch}, got epoch "
+                f"{message.epoch}; join first"
+            )
 
     def check(self, now: float) -> list[tuple[int, Exception]]:
-        """Who waits for a worker that has been silent for too long, and what to tell them.
+        """Return the workers whose wait has timed out, each with its error.
 
-        If the run goes on without such a worker nobody is told: it is lost, and waits may end.
+        If training continues without a silent worker, that worker is lost instead, and the list is
+        empty.
         """
-        told: list[tuple[int, Exception]] = []
+        timed_out: list[tuple[int, Exception]] = []
         for worker, (since, message) in list(self._waiting.items()):
             silent = [w for w in self._waits_for(message) if self._deadline(w, since) <= now]
             if not silent:
@@ -190,19 +230,21 @@ class Core:
                 continue
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
             del self._waiting[worker]
-            text = f"worker {worker} waited {self.timeout:g} s {where} for {state}"
-            error = TimeoutError(f"{text}; a step may take that long: raise `timeout` if one does")
-            told.append((worker, error))
-        return told
+            error = TimeoutError(
+                f"worker {worker} waited {self.timeout:g} s {where} for {state}; "
+                "pass a longer `timeout` if a step may take that long"
+            )
+            timed_out.append((worker, error))
+        return timed_out
 
     def next_deadline(self) -> float:
-        """When `check` will have something to do if nothing else happens."""
+        """Return the time at which `check` has to be called if no request arrives before."""
         waiting = self._waiting.values()
         ends = (self._deadline(w, since) for since, m in waiting for w in self._waits_for(m))
         return min(ends, default=float("inf"))
 
     def lose(self, worker: int, reason: str) -> None:
-        """`worker` is gone without finishing."""
+        """Note that `worker` is gone without having finished."""
         member = self.ledger.members.get(worker)
         if member is None or not member.active:
             return
@@ -211,21 +253,21 @@ class Core:
         if self._survives:
             self.lost[worker] = message
             if self.is_first:
-                self.ledger.leave(worker)  # followed with the next answer
+                self.ledger.leave(worker)  # the replica replays it with the next answer
         else:
             self.failure = self.failure or message
 
     def restart(self, state: Mapping[str, Any]) -> None:
-        """Begin a new log with the parameters of `state`, at its version."""
+        """Start a new log with the parameters of `state`, at its version."""
         self.replica.load_state_dict(state)
         self.ledger = Ledger(self._workers, self._consistency, self.replica.version)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that a server needs to go on in the log where this one is."""
+        """Return the state from which a server can continue at this position of the log."""
         return {"replica": self.replica.snapshot(), "ledger": self.ledger.state()}
 
     def restore(self, snapshot: Mapping[str, Any] | None, records: Iterable[Record]) -> None:
-        """Go on from a snapshot and what the journal has recorded since."""
+        """Continue from a snapshot and the records that the journal has stored since."""
         if snapshot is not None:
             self.replica.load_snapshot(snapshot["replica"])
             self.ledger.load_state(snapshot["ledger"])
@@ -240,75 +282,93 @@ class Core:
             self.ledger.forget(self.replica.position)
 
     def _answer(
-        self, worker: int, m: Message, log: Log | None, data: Tensor | None, finite: bool
+        self, worker: int, m: Message, log: Log | None, data: Data, finite: bool
     ) -> Message | None:
-        push = (worker, m.epoch, m.clock)
+        """Return the answer to a valid request, or None if it has to wait."""
         match m.kind:
             case Kind.JOIN:
                 return self._join(worker, m)
             case Kind.BEAT:
                 return Message(Kind.OK)
             case Kind.STAGE | Kind.PUSH | Kind.COMMIT:
-                if m.kind is not Kind.STAGE:
-                    self._check_clock(worker, m)
-                if m.kind is not Kind.COMMIT and self.replica.wants(push):
-                    if data is None:
-                        raise ValueError(f"worker {worker} pushed no gradients")
-                    if self.ledger.awaits(worker):
-                        raise pushed_twice(worker)
-                    data = data[: m.size or None]
-                    gradients = self.replica.unpack(push, data, finite=finite)
-                    if self.journal:
-                        self.journal.record(Staged(push, data))
-                    self.replica.stage(push, gradients, len(data))
-                if m.kind is Kind.STAGE:
-                    return Message(Kind.OK)
-                if m.clock == self._member(worker).clock and not self.replica.has(push):
-                    raise ValueError(f"worker {worker} commits {push}, which it did not stage")
-                self.ledger.commit(push)
-                self._follow_own()
-                return Message(Kind.OK, number=self.replica.version)
+                return self._push(worker, m, data, finite)
             case Kind.READ | Kind.PULL:
                 return self._read(worker, m)
-            case Kind.FETCH:
+            case Kind.SYNC | Kind.LEAVE | Kind.FINISH:
+                return self._answer_with_log(worker, m)
+            case Kind.FETCH | Kind.FOLLOW | Kind.END:
                 self._follow(log)
-                return self._fetch(worker, m)
-            case Kind.FOLLOW:
-                self._follow(log)
-                return Message(Kind.OK, position=self.replica.position)
-            case Kind.SYNC:
-                text = self._log(worker, m).to_text()
-                return Message(Kind.OK, number=int(self.ledger.awaits(worker)), text=text)
-            case Kind.LEAVE:
-                self.ledger.leave(worker)
-                return Message(Kind.OK, text=self._log(worker, m).to_text())
-            case Kind.FINISH:
-                self.ledger.leave(worker)
-                text = self._log(worker, m).to_text()
-                return None if self.ledger.active else self._newest(text)
-            case Kind.END:
-                self._follow(log)
-                return self._newest(json.dumps([self.replica.staleness, self.replica.push_bytes]))
-        raise ValueError(f"{m.kind!r} is no request")
+                return self._answer_after_log(worker, m)
+        raise ValueError(f"expected a request, got {m.kind!r}")
+
+    def _answer_with_log(self, worker: int, m: Message) -> Message | None:
+        """Return the answer to a request that receives the log."""
+        if m.kind is not Kind.SYNC:
+            self.ledger.leave(worker)
+        text = self._log(worker, m).to_text()
+        if m.kind is Kind.SYNC:
+            return Message(Kind.OK, number=int(self.ledger.awaits(worker)), text=text)
+        if m.kind is Kind.LEAVE:
+            return Message(Kind.OK, text=text)
+        return None if self.ledger.active else self._newest(text)
+
+    def _answer_after_log(self, worker: int, m: Message) -> Message:
+        """Return the answer to a request that contained the log, which is replayed."""
+        if m.kind is Kind.FETCH:
+            return self._fetch(worker, m)
+        if m.kind is Kind.FOLLOW:
+            return Message(Kind.OK, position=self.replica.position)
+        return self._newest(json.dumps([self.replica.staleness, self.replica.push_bytes]))
+
+    def _push(self, worker: int, m: Message, data: Data, finite: bool) -> Message:
+        """Stage the gradients of a STAGE, commit those of a COMMIT, and do both for a PUSH."""
+        push = (worker, m.epoch, m.clock)
+        if m.kind is not Kind.STAGE:
+            self._check_clock(worker, m)
+        if m.kind is not Kind.COMMIT and self.replica.wants(push):
+            self._stage(push, m, data, finite)
+        if m.kind is Kind.STAGE:
+            return Message(Kind.OK)
+        if m.clock == self._member(worker).clock and not self.replica.has(push):
+            raise ValueError(f"worker {worker} commits {push}, which it did not stage")
+        self.ledger.commit(push)
+        self._follow_own()
+        return Message(Kind.OK, number=self.replica.version)
+
+    def _stage(self, push: Push, m: Message, data: Data, finite: bool) -> None:
+        worker = push[0]
+        if data is None:
+            raise ValueError(f"worker {worker} pushed no gradients")
+        if self.ledger.awaits(worker):
+            raise pushed_twice(worker)
+        data = data[: m.size or None]
+        gradients = self.replica.unpack(push, data, finite=finite)
+        if self.journal:
+            self.journal.record(Staged(push, data))
+        self.replica.stage(push, gradients, len(data))
 
     def _check_join(self, worker: int, m: Message) -> None:
         replica = self.replica
         if m.text != replica.layout:
-            text = f"worker {worker} has parameters of layout {m.text}, the server of layout "
-            text += f"{replica.layout}; build the same module (names, shapes, types, requires_grad)"
-            raise ValueError(f"{text} on every rank, and give the same policy")
+            raise ValueError(
+                f"expected parameters of layout {replica.layout}, worker {worker} has layout "
+                f"{m.text}; build the same module (names, shapes, dtypes, requires_grad) and pass "
+                "the same policy on every rank"
+            )
         if m.number != replica.shard.number:
-            text = f"worker {worker} addresses server {m.number}, this is {replica.shard.number}"
-            raise ValueError(f"{text}; give the servers in the order of their shards")
+            raise ValueError(
+                f"expected a request for server {replica.shard.number}, worker {worker} addressed "
+                f"server {m.number}; pass the servers in the order of their shards"
+            )
 
     def _join(self, worker: int, m: Message) -> Message:
         replica = self.replica
         if self._elastic:
             self.lost.pop(worker, None)
-        if m.number:  # a server that is not the first has no say in who takes part
+        if m.number:  # only the first server decides which workers take part
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
         if self._elastic:
-            # `clock` is the session here: a number that no other life of the worker has.
+            # The field `clock` of a JOIN contains the number of the session.
             self.ledger.join(worker, _public(m.clock))
             self._follow_own()
         member = self._member(worker)
@@ -330,32 +390,34 @@ class Core:
         fetched = self.replica.fetch(worker, (m.epoch, m.number), m.have)
         position = self.replica.position
         if fetched is None:
-            return Message(Kind.AGAIN, position=position)
-        version, self.given, have = fetched
-        return Message(Kind.OK, 0, 0, version, position, size=len(self.given), have=have)
+            return Message(Kind.REREAD, position=position)
+        version, self.answer_data, have = fetched
+        return Message(Kind.OK, 0, 0, version, position, size=len(self.answer_data), have=have)
 
     def _newest(self, text: str) -> Message:
-        self.given = self.replica.newest
-        return Message(Kind.OK, number=self.replica.version, size=len(self.given), text=text)
+        self.answer_data = self.replica.newest
+        return Message(Kind.OK, number=self.replica.version, size=len(self.answer_data), text=text)
 
     def _admit(self, worker: int, m: Message) -> None:
-        if self.failure and m.kind is not Kind.BEAT:  # which nobody waits for an answer to
+        if self.failure and m.kind is not Kind.BEAT:  # no worker waits for the answer to a BEAT
             raise PeerLost(self.failure)
         if m.kind in (Kind.JOIN, Kind.BEAT):
             return
         if worker in self.lost:
-            raise PeerLost(f"the others go on without this worker: {self.lost[worker]}")
+            raise PeerLost(f"training continues without this worker: {self.lost[worker]}")
 
     def _check_clock(self, worker: int, m: Message) -> None:
         member = self._member(worker)
         if not member.active and self._elastic:
-            raise PeerLost(f"the others go on without this worker: worker {worker} has left")
+            raise PeerLost(f"training continues without this worker: worker {worker} has left")
         if not member.active:
             raise RuntimeError(f"worker {worker} has finished; it can neither pull nor push")
-        # Only where requests may be lost may one come twice; elsewhere it is a twin's.
-        again = self._elastic and m.kind in (Kind.PUSH, Kind.COMMIT)
-        if m.clock != member.clock and not (again and m.clock == member.clock - 1):
-            raise at_another_clock(worker, m.clock, member.clock)
+        # Only with transports that may lose a request can a push be repeated. With the others a
+        # second push of one clock comes from a second worker with the same number.
+        may_repeat = self._elastic and m.kind in (Kind.PUSH, Kind.COMMIT)
+        is_repeated = may_repeat and m.clock == member.clock - 1
+        if m.clock != member.clock and not is_repeated:
+            raise wrong_clock(worker, m.clock, member.clock)
 
     def _member(self, worker: int) -> Member:
         if worker not in self.ledger.members:
@@ -363,9 +425,9 @@ class Core:
         return self.ledger.members[worker]
 
     def _waits_for(self, message: Message) -> list[int]:
-        """Whom a request waits for, without those who are kept waiting themselves."""
-        ends = message.kind is Kind.FINISH
-        blockers = self.ledger.active if ends else self.ledger.behind(message.clock)
+        """Return the workers that a request waits for, without those that wait themselves."""
+        is_finish = message.kind is Kind.FINISH
+        blockers = self.ledger.active if is_finish else self.ledger.behind(message.clock)
         return [worker for worker in blockers if worker not in self._waiting]
 
     def _deadline(self, worker: int, since: float) -> float:
@@ -373,16 +435,19 @@ class Core:
         return silent if self._drop_after is None else min(silent, since + self._drop_after)
 
     def _silent_at(self, worker: int, since: float) -> float:
-        return max(since, self._heard.get(worker, 0.0)) + self.timeout
+        return max(since, self._last_seen.get(worker, 0.0)) + self.timeout
 
     def _reason(self, worker: int, now: float) -> str:
         if self._drop_after is not None and self._silent_at(worker, 0.0) > now:
-            return f"the others have waited {self._drop_after:g} s for it"
+            return f"other workers have waited {self._drop_after:g} s for it"
         return f"it neither pulled nor pushed for {self.timeout:g} s"
 
     def _log(self, worker: int, m: Message) -> Log:
-        """The log from the position of `m` on. All servers have followed what lies before: members
-        report their least position, so that this part may be forgotten."""
+        """Return the log from the position of `m`, and forget the entries before it.
+
+        All servers have replayed these entries, because a worker reports the smallest position of
+        all servers.
+        """
         self._follow_own()
         if worker in self.ledger.members:
             self.ledger.forget(m.position)
@@ -393,13 +458,14 @@ class Core:
 
     def _follow(self, log: Log | None) -> None:
         assert log is not None  # `validate` returns it for each kind that has one
-        self.ledger.replay(log)  # of the first server's own log nothing is new
+        self.ledger.replay(log)  # has no effect at the first server, which created the log
         new = log.after(self.replica.position)
         if new.entries and self.journal:
             self.journal.record(Followed(new))
         try:
             self.replica.follow(log)
-        except Exception as error:  # of the optimizer: this shard is not what the others' are
+        except Exception as error:
+            # The optimizer failed, so this shard differs from those of the other servers.
             self.failure = f"the server is lost: {type(error).__name__}: {error}"
             raise
         if not self.is_first:
@@ -407,5 +473,8 @@ class Core:
 
 
 def _public(session: int) -> int:
-    """What the log says of a session: anybody may read it, only one who joined knows the number."""
+    """Return the public number of a session, which the log contains.
+
+    Every worker can read the log, but only the worker that joined knows the session's number.
+    """
     return int.from_bytes(hashlib.blake2b(str(session).encode(), digest_size=6).digest(), "big")

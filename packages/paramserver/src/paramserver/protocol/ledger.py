@@ -1,15 +1,15 @@
-"""The order of all updates and reads, and who takes part: decided in one place, followed by all.
+"""The ledger: the order of all updates and reads, and the membership of workers.
 
-Notable:
-- it is pure: no lock, no clock, no tensor. Its state is what its log says (`replay`);
-- every server replays the log. An entry that this ledger would not have made itself is refused, as
-  is a log whose digest shows that it continues another history;
-- the first server makes the entries. A push is staged at every server and then committed here, in
-  one message, so that it is in the log or it is not: a worker that dies half-way leaves nothing;
-- reads stand in the same log as writes (state-machine replication; Schneider 1990): servers that
-  follow one log answer a read with one version, wherever each of them has got to;
-- workers carry the log to the other servers, which need no links between them;
-- a worker that joins again begins a new epoch. What an older one still sends is refused.
+The first server creates the entries of the log, and every server replays them (state-machine
+replication; Schneider 1990). The ledger has no lock, clock or tensor: its state is a function of
+its log. A server refuses an entry that its ledger would not have created, and a log whose digest
+shows that it continues another history.
+
+A push is staged at every server and then committed at the first server in one message. It is in the
+log or it is not, so a worker that dies halfway leaves nothing behind. Reads are entries of the same
+log, so all servers answer a read with the same version. Workers forward the log to the other
+servers, which need no links between them. A worker that rejoins starts a new epoch, and requests of
+its older epochs are refused.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ from typing import Any
 from paramserver.consistency import Consistency
 from paramserver.protocol.messages import LIMIT
 
+#: Identity of a push: worker, epoch, clock.
 Push = tuple[int, int, int]
-"""The name of a push: worker, epoch, clock."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """`worker` takes part from here on, as if it had pushed `clock` gradients."""
+    """Entry: `worker` takes part from now on, as if it had pushed `clock` gradients."""
 
     worker: int
     epoch: int
@@ -37,23 +37,23 @@ class Join:
 
 @dataclass(frozen=True)
 class Accept:
-    """A push of a step that others have yet to complete: it will be in its Write."""
+    """Entry: a push is accepted, whose update waits for the pushes of other workers."""
 
     push: Push
 
 
 @dataclass(frozen=True)
 class Write:
-    """One update: the mean of these pushes, in this order."""
+    """Entry: one update by the mean of these pushes, summed in this order."""
 
     pushes: tuple[Push, ...]
+    #: Number of versions between the parameters of each push and those that it updates.
     staleness: tuple[int, ...]
-    """By how many versions each push is behind the parameters that it changes."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """`worker` is promised, for its read `number`, the parameters as they are at this place."""
+    """Entry: read `number` of `worker` returns the parameters at this position of the log."""
 
     worker: int
     epoch: int
@@ -62,7 +62,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Leave:
-    """`worker` finished or is lost; what it staged without committing is void."""
+    """Entry: `worker` has finished or is lost; its staged pushes that are not accepted are void."""
 
     worker: int
 
@@ -76,16 +76,16 @@ class Log:
 
     start: int
     entries: tuple[Entry, ...]
+    #: Digest of all entries before `start`, equal for equal histories only.
     before: str = ""
-    """Digest of all entries before `start`: equal only for equal histories."""
 
     @property
     def stop(self) -> int:
-        """The number of the entry that comes next."""
+        """Number of the next entry."""
         return self.start + len(self.entries)
 
     def after(self, position: int) -> "Log":
-        """The part from `position` on."""
+        """Return the part of the log that starts at `position`."""
         skipped = max(0, position - self.start)
         before = self.before
         for entry in self.entries[:skipped]:
@@ -93,7 +93,7 @@ class Log:
         return Log(max(position, self.start), self.entries[skipped:], before)
 
     def to_text(self) -> str:
-        """JSON, for the wire and the journal."""
+        """Return the log as JSON, for messages and the journal."""
         lists = [_to_list(entry) for entry in self.entries]
         if self.before:
             lists.insert(0, ["after", self.before])
@@ -101,7 +101,7 @@ class Log:
 
     @staticmethod
     def from_text(text: str) -> "Log":
-        """The log that `to_text` wrote; ValueError for anything else."""
+        """Return the log that `to_text` wrote; raise `ValueError` for any other text."""
         match json.loads(text):
             case [int(start), ["after", str(before)], *lists] if _is_number(start):
                 return Log(start, tuple(map(_from_list, lists)), before)
@@ -112,79 +112,86 @@ class Log:
 
 @dataclass
 class Member:
-    """What the ledger knows of a worker."""
+    """State of a worker in the ledger."""
 
     active: bool = True
     epoch: int = 0
+    #: Number of gradients pushed, by which the policy compares workers.
     clock: int = 0
-    """Gradients pushed, by which the consistency compares workers."""
+    #: Clock at the start of this epoch.
     first_clock: int = 0
-    """Its clock when this epoch began."""
+    #: Number of accepted pushes in all epochs.
     pushes: int = 0
-    """Gradients accepted in all its lives: where it is in its data."""
+    #: Number of the last read.
     reads: int = 0
+    #: Version that the last read returned.
     read_version: int = 0
+    #: Public numbers of the last sessions.
     sessions: list[int] = field(default_factory=list)
 
 
 class Ledger:
-    """Who takes part, how far each one is, and the log. `workers` take part from the start."""
+    """The members, their clocks, and the log. `workers` workers are members from the start."""
 
     def __init__(self, workers: int, consistency: Consistency, version: int = 0) -> None:
+        #: Number of updates in the log and before it.
         self.version = version
-        """Updates in the log, and before it."""
         self.members = {w: Member(read_version=version) for w in range(workers)}
         self._consistency = consistency
-        self._accepted: list[Push] = []  # of a bulk-synchronous step that is not complete yet
+        #: Accepted pushes of a bulk-synchronous clock that is not complete yet.
+        self._accepted: list[Push] = []
+        #: Number of the first entry that is stored.
         self._first = 0
         self._entries: list[Entry] = []
-        self._digests = [""]  # of the history before each entry, and of all of it
+        #: Digest of the history before each stored entry, and of the whole history.
+        self._digests = [""]
 
     @property
     def stop(self) -> int:
-        """The number of the entry that comes next."""
+        """Number of the next entry."""
         return self._first + len(self._entries)
 
     @property
     def active(self) -> dict[int, Member]:
-        """The workers that neither finished nor were lost."""
+        """Workers that have neither finished nor been lost."""
         return {w: member for w, member in self.members.items() if member.active}
 
     def behind(self, clock: int) -> list[int]:
-        """The workers for which a reader at `clock` has to wait."""
+        """Return the workers for which a reader at `clock` has to wait."""
         bound = self._consistency.bound
         return [w for w, member in self.active.items() if clock - member.clock > bound]
 
     def awaits(self, worker: int) -> bool:
-        """Whether a push of `worker` is accepted but no update yet."""
+        """Return True if a push of `worker` is accepted but not applied yet."""
         member = self.members.get(worker)
         return bool(member and (worker, member.epoch) in {push[:2] for push in self._accepted})
 
-    # What a worker may ask. An answer that was lost may be asked for again.
+    # Requests of workers. A request may be repeated if its answer was lost.
 
     def join(self, worker: int, session: int) -> Member:
-        """`worker` begins a new epoch, unless this very session, or a later one, already has."""
+        """Start a new epoch of `worker`, unless this session has joined already."""
         member = self.members.get(worker, Member(active=False))
         if session in member.sessions:
             return member
         if member.active and member.epoch == 0:
-            clock = member.clock  # one who was expected from the start: the others wait for it
+            clock = member.clock  # a worker of the start, for which the other workers wait
         else:
-            # It joins where the slowest is: nobody waits for it longer than for that one, and the
-            # bound holds from its first read on. A step that only its old life held up is complete.
+            # It joins at the clock of the slowest worker, so that it delays no worker longer than
+            # the slowest does, and the bound holds from its first read on. Leaving first completes
+            # a clock that waited for the worker's last epoch only.
             self.leave(worker)
             clock = self._slowest()
         self._append(Join(worker, member.epoch + 1, clock, session))
         return self.members[worker]
 
     def commit(self, push: Push) -> None:
-        """What was staged everywhere is accepted: an update, or a part of the next one."""
+        """Accept a push that all servers have staged, and apply its update if it is complete."""
         worker, epoch, clock = push
         member = self.members[worker]
         if clock == member.clock - 1 and clock >= member.first_clock:
-            return  # asked again: it is in the log
+            return  # repeated: the push is in the log
         if clock != member.clock:
-            raise at_another_clock(worker, clock, member.clock)
+            raise wrong_clock(worker, clock, member.clock)
         if self._consistency.averages:
             self._append(Accept((worker, epoch, clock)))
             self._write_if_complete()
@@ -192,35 +199,36 @@ class Ledger:
             self._append(Write((push,), (self.version - member.read_version,)))
 
     def read(self, worker: int, number: int) -> None:
-        """Promise `worker` the version of now, once for each `number`."""
+        """Fix the current version for read `number` of `worker`; a repeated read has no effect."""
         member = self.members[worker]
         if number > member.reads:
             self._append(Read(worker, member.epoch, number))
 
     def leave(self, worker: int) -> None:
-        """Nobody waits for `worker` any more; what it has committed stays."""
+        """End the membership of `worker`; its committed pushes remain valid."""
         if worker in self.active:
             self._append(Leave(worker))
             self._write_if_complete()
 
     def since(self, position: int) -> Log:
-        """The log from `position` on."""
+        """Return the log from `position`."""
         skipped = min(max(0, position - self._first), len(self._entries))
         entries = tuple(self._entries[skipped:])
         return Log(max(position, self._first), entries, self._digests[skipped])
 
     def forget(self, position: int) -> None:
-        """All servers have followed as far as `position`: what lies before is needed no more."""
-        gone = min(max(0, position - self._first), len(self._entries))
-        del self._entries[:gone], self._digests[:gone]
-        self._first += gone
+        """Discard the entries before `position`, which all servers have replayed."""
+        count = min(max(0, position - self._first), len(self._entries))
+        del self._entries[:count], self._digests[:count]
+        self._first += count
 
-    # What a log, from the wire or a disk, does to the state.
+    # Effects of a log that was received or read from a journal.
 
     def replay(self, log: Log) -> None:
-        """Bring the ledger to where `log` ends.
+        """Apply the new entries of `log`.
 
-        ValueError if it does not continue the history of this ledger; then nothing has changed.
+        Raises:
+            ValueError: `log` does not continue the history of this ledger. Nothing has changed.
         """
         new = self._continuation(log)
         if not new.entries:
@@ -233,15 +241,16 @@ class Ledger:
             self._append(entry)
 
     def copy(self) -> "Ledger":
-        """A ledger with the same state that has forgotten its log."""
+        """Return a ledger with the same state and without stored entries."""
         copied = Ledger(0, self._consistency, self.version)
         copied.members = {w: replace(member) for w, member in self.members.items()}
         copied._accepted = list(self._accepted)
-        copied._first, copied._digests = self.stop, self._digests[-1:]
+        copied._first = self.stop
+        copied._digests = self._digests[-1:]
         return copied
 
     def state(self) -> dict[str, Any]:
-        """All of it, as what JSON knows."""
+        """Return the whole state as a value that JSON can encode."""
         return {
             "version": self.version,
             "members": {str(w): asdict(member) for w, member in self.members.items()},
@@ -250,25 +259,29 @@ class Ledger:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Continue from a value of `state`."""
         log = Log.from_text(state["log"])
         self.version = state["version"]
         self.members = {int(w): Member(**member) for w, member in state["members"].items()}
         self._accepted = [_push(push) for push in state["accepted"]]
-        self._first, self._entries = log.start, list(log.entries)
+        self._first = log.start
+        self._entries = list(log.entries)
         self._digests = [log.before]
         for entry in log.entries:
             self._digests.append(_digest(self._digests[-1], entry))
 
     def _continuation(self, log: Log) -> Log:
-        """The part of `log` that is new."""
+        """Return the new part of `log`."""
         if log.start > self.stop:
-            text = f"the log begins at entry {log.start}, this server has followed {self.stop}"
-            raise ValueError(text)
+            raise ValueError(
+                f"expected a log from entry {self.stop} or earlier, got one from {log.start}"
+            )
         new = log.after(self.stop)
         if log.stop >= self.stop and new.before != self._digests[-1]:
-            text = f"the log is of another history than this server's first {self.stop} entries"
-            raise ValueError(f"{text}: a journal was taken back, or another job's server answers")
+            raise ValueError(
+                f"the log continues another history than this server's first {self.stop} entries: "
+                "a journal was taken back, or a server of another job answered"
+            )
         return new
 
     def _check(self, entry: Entry) -> None:
@@ -291,7 +304,7 @@ class Ledger:
             case Leave(worker):
                 valid = worker in self.active
         if not valid:
-            raise ValueError(f"{entry} cannot be entry {self.stop} of this server's log")
+            raise ValueError(f"entry {self.stop} of this server's log cannot be {entry}")
 
     def _may_join(self, entry: Join) -> bool:
         member = self.members.get(entry.worker, Member(active=False))
@@ -325,7 +338,9 @@ class Ledger:
         match entry:
             case Join(worker, epoch, clock, session):
                 member = self.members.setdefault(worker, Member())
-                member.active, member.epoch, member.reads = True, epoch, 0
+                member.active = True
+                member.epoch = epoch
+                member.reads = 0
                 member.clock = member.first_clock = clock
                 member.read_version = self.version
                 member.sessions = [*member.sessions[-7:], session]
@@ -351,21 +366,23 @@ class Ledger:
 
     def _write_if_complete(self) -> None:
         if self._is_complete():
-            # In the order of the workers, not of arrival: a sum of floats depends on the order.
+            # A floating-point sum depends on its order: use the order of workers, not of arrival.
             step = tuple(sorted(self._accepted))
             self._append(Write(step, (0,) * len(step)))
 
     def _is_complete(self) -> bool:
-        """Whether all who take part have pushed their gradients of this step."""
-        have = {(worker, epoch) for worker, epoch, _ in self._accepted}
-        wanted = {(w, member.epoch) for w, member in self.active.items()}
-        return bool(have) and wanted <= have
+        """Return True if all active workers have pushed their gradients of this clock."""
+        pushed = {(worker, epoch) for worker, epoch, _ in self._accepted}
+        expected = {(w, member.epoch) for w, member in self.active.items()}
+        return bool(pushed) and expected <= pushed
 
 
-def at_another_clock(worker: int, clock: int, known: int) -> ValueError:
-    """What is wrong with a push or a pull that is not the worker's next."""
-    text = f"worker {worker} is at clock {clock}, but the server has {known} of its gradients"
-    return ValueError(f"{text}; one Worker per worker number")
+def wrong_clock(worker: int, clock: int, expected: int) -> ValueError:
+    """Return the error of a push or pull at another clock than the worker's next."""
+    return ValueError(
+        f"worker {worker} is at clock {clock}, but the server has {expected} of its gradients; "
+        "create one Worker per worker number"
+    )
 
 
 def _digest(before: str, entry: Entry) -> str:
@@ -389,12 +406,12 @@ def _from_list(fields: Any) -> Entry:
             return Read(worker, epoch, number)
         case ["leave", worker] if _is_number(worker):
             return Leave(worker)
-    raise ValueError(f"{str(fields)[:80]} is no entry of a ledger")
+    raise ValueError(f"expected an entry of a ledger, got {str(fields)[:80]}")
 
 
 def _push(fields: Any) -> Push:
     if not isinstance(fields, list | tuple) or len(fields) != 3 or not _are_numbers(fields):
-        raise ValueError(f"{str(fields)[:80]} is no entry of a ledger: not a push")
+        raise ValueError(f"expected an entry of a ledger with a push, got {str(fields)[:80]}")
     worker, epoch, clock = fields
     return worker, epoch, clock
 

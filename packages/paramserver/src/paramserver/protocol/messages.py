@@ -1,11 +1,12 @@
-"""What a worker and a server say to each other, whatever carries it.
+"""Messages between workers and servers, independent of the transport.
 
-Notable:
-- a message is a kind, some whole numbers and a text, so that any transport can write it; the bytes
-  of parameters or gradients follow it by themselves and are never pickled;
-- every request may be sent again when its answer does not come: what was done once is not done
-  twice, because a push has a name (worker, epoch, clock) and a read a number;
-- `check_request` is the schema of all requests. A server applies it before anything else.
+A message is a kind, some integers and a text, so that any transport can encode it. The bytes of
+parameters or gradients follow it separately and are never pickled.
+
+Every request may be sent again if its answer does not arrive. A push is identified by (worker,
+epoch, clock) and a read by a number, so a repeated request has no second effect.
+
+`check_request` is the schema of all requests. A server applies it before anything else.
 """
 
 import json
@@ -14,22 +15,22 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+#: Upper limit of the integers of a message.
 LIMIT = 2**62
-"""Numbers of a message are below it."""
+#: Worker number of a sender that reads the final state and does not train.
 OBSERVER = -1
-"""The number of a sender that asks for the final state and takes no part."""
 
 
 class PeerLost(RuntimeError):
-    """A worker or a server is gone; the message names it."""
+    """A worker or a server is lost; the message names it."""
 
 
 class Kind(IntEnum):
-    """What a message asks or answers."""
+    """The kind of a request or an answer."""
 
     JOIN = 1
-    PULL = 2  # READ and FETCH, at an only server
-    PUSH = 3  # STAGE and COMMIT, at an only server
+    PULL = 2  # READ and FETCH in one message, with a single server
+    PUSH = 3  # STAGE and COMMIT in one message, with a single server
     STAGE = 4
     COMMIT = 5
     READ = 6
@@ -43,8 +44,8 @@ class Kind(IntEnum):
     BEAT = 14
     OK = 15
     FAILED = 16
-    WAIT = 17  # the answer takes its time; the server is well
-    AGAIN = 18  # what was promised is gone: read again
+    WAIT = 17  # the server is alive, but the answer is not available yet
+    REREAD = 18  # the version of this read is not stored any more: read again
 
 
 @dataclass(frozen=True)
@@ -52,47 +53,48 @@ class Message:
     """A request or an answer."""
 
     kind: Kind
+    #: Number of times that the worker has rejoined.
     epoch: int = 0
-    """Which of a worker's lives this is."""
+    #: Number of gradients that the worker has pushed.
     clock: int = 0
-    """Gradients that the worker has pushed."""
+    #: Number of a read; in an answer, a version or a value that depends on the kind.
     number: int = 0
-    """Of a read; in an answer a version, or whatever the kind says."""
+    #: Number of entries of the log that the sender has replayed.
     position: int = 0
-    """A place in the log: the asker has followed so far."""
+    #: Number of bytes of data that follow the message.
     size: int = 0
-    """Bytes of data that come with it."""
+    #: Version that the worker has, so that a change of it suffices. In an answer: the fragment of
+    #: that change, or -1 if the data are the whole shard.
     have: int = -1
-    """The version that the asker holds, if a change of it will do; in an answer, the fragment that
-    has changed since, or -1: all of the shard comes."""
+    #: A layout, a log or an error.
     text: str = ""
-    """A layout, a log, an error."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless every field has its type and fits into 64 bits."""
-        numbers = list(vars(self).values())[1:7]
-        whole = isinstance(self.kind, Kind) and isinstance(self.text, str)
-        if not whole or not all(type(n) is int and -1 <= n < LIMIT for n in numbers):
-            raise ValueError(f"{str(list(vars(self).values()))[:80]} is no message")
+        """Raise `ValueError` unless every field has its type and fits into 64 bits."""
+        values = list(vars(self).values())
+        has_types = isinstance(self.kind, Kind) and isinstance(self.text, str)
+        if not has_types or not all(type(n) is int and -1 <= n < LIMIT for n in values[1:7]):
+            raise ValueError(f"expected the fields of a message, got {str(values)[:80]}")
 
     def fields(self) -> tuple[Any, ...]:
-        """Its numbers and its text, in order."""
-        return tuple(vars(self).values())  # `astuple` copies deeply: most of a message's time
+        """Return all fields in order."""
+        # `astuple` would copy deeply, which takes longer than all else that a message needs.
+        return tuple(vars(self).values())
 
     def to_text(self) -> str:
-        """JSON, for transports that carry text."""
+        """Return the message as JSON, for transports that carry text."""
         return json.dumps(self.fields(), separators=(",", ":"))
 
     @staticmethod
     def from_text(text: str | bytes) -> "Message":
-        """The message that `to_text` wrote; ValueError for anything else."""
+        """Return the message that `to_text` wrote; raise `ValueError` for any other text."""
         return Message.from_fields(json.loads(text))
 
     @staticmethod
     def from_fields(fields: Any) -> "Message":
-        """The message with these `fields()`; ValueError for anything else."""
+        """Return the message with these `fields()`; raise `ValueError` for any other value."""
         if not isinstance(fields, list) or len(fields) != 8 or type(fields[0]) is not int:
-            raise ValueError(f"{str(fields)[:80]} is no message")
+            raise ValueError(f"expected the fields of a message, got {str(fields)[:80]}")
         return Message(Kind(fields[0]), *fields[1:])
 
 
@@ -100,7 +102,7 @@ def check_request(worker: int, message: Message) -> None:
     """Raise ValueError unless `message` is a request that `worker` may send to some server."""
     text, kind = message.text, message.kind
     if kind > Kind.BEAT:
-        raise ValueError(f"{kind!r} is no request")
+        raise ValueError(f"expected a request, got {kind!r}")
     if worker == OBSERVER and kind not in (Kind.SYNC, Kind.END):
         raise ValueError(f"worker {OBSERVER} only observes: expected SYNC or END, got {kind!r}")
     if type(worker) is not int or not OBSERVER <= worker < 2**31:
@@ -124,18 +126,19 @@ def loss_and_bytes(text: str) -> tuple[float, int]:
 
 
 def failure(error: BaseException) -> Message:
-    """An exception as an answer."""
+    """Return an answer that carries an exception."""
     return Message(Kind.FAILED, text=f"{type(error).__name__}: {error}")
 
 
 def pushed_twice(worker: int) -> RuntimeError:
-    """What is wrong with a second push before the step that the first is of has been applied."""
-    text = f"worker {worker} pushes twice in one bulk-synchronous step"
-    return RuntimeError(f"{text}; pull in between")
+    """Return the error of a second push before the update of the first has been applied."""
+    return RuntimeError(
+        f"worker {worker} pushed twice in one bulk-synchronous step; pull between pushes"
+    )
 
 
 def raise_failure(peer: str, answer: Message) -> None:
-    """Raise the exception that an answer carries, if it carries one."""
+    """Raise the exception that an answer of `peer` carries, if it carries one."""
     if answer.kind is Kind.FAILED:
         name, _, text = answer.text.partition(": ")
         if name in _ERRORS:
@@ -146,5 +149,6 @@ def raise_failure(peer: str, answer: Message) -> None:
 _WITH_TEXT = (
     Kind.JOIN, Kind.PUSH, Kind.COMMIT, Kind.FETCH, Kind.FOLLOW, Kind.END, Kind.ABORT
 )  # fmt: skip
-_TOLD: tuple[type[Exception], ...] = PeerLost, RuntimeError, TimeoutError, ValueError
-_ERRORS = {error.__name__: error for error in _TOLD}
+#: Exceptions that a worker raises with the type that the server has raised.
+_ERROR_TYPES: tuple[type[Exception], ...] = (PeerLost, RuntimeError, TimeoutError, ValueError)
+_ERRORS = {error.__name__: error for error in _ERROR_TYPES}

@@ -1,11 +1,12 @@
-"""A worker's side of the protocol, as pure as the server's.
+"""The worker's side of the protocol, without sockets, threads or clocks.
 
-Notable:
-- each method is a generator: it yields requests that go out at the same time, and is sent their
-  answers. Who drives it (a worker, a simulated network) waits, and sends again;
-- with several servers a push has two phases (Gray, "Notes on Data Base Operating Systems", 1978,
-  section 5.8.3.3): all hold the gradients, then the first accepts them, in one message. So has a
-  pull: the first promises a version, then all send that one. With one server, one message does.
+Each method is a generator that yields requests to send at the same time, and receives their
+answers. The caller, a worker or a simulated network, waits and repeats requests.
+
+With several servers a push has two phases (Gray, "Notes on Data Base Operating Systems", 1978,
+section 5.8.3.3): all servers stage the gradients, then the first server commits them in one
+message. A pull has two phases, too: the first server fixes a version, then all servers send that
+version. With a single server one message is enough.
 """
 
 from collections.abc import Generator
@@ -30,45 +31,63 @@ Steps = Generator[list[Request], list[Message], T]
 
 
 class Session:
-    """What `worker` knows of `len(layouts)` servers, whose shards have these layouts.
+    """The state of one worker in its exchanges with the servers.
 
-    `number` is one that no other session of this worker has: a server knows by it whether a join
-    that it receives twice is one.
+    Args:
+        worker: number of the worker.
+        layouts: layout of each server's shard.
+        number: a number that no other session of this worker has, by which a server recognizes a
+            join that it receives twice.
     """
 
     def __init__(self, worker: int, layouts: list[str], number: int = 0) -> None:
         self.worker = worker
-        self.epoch = self.clock = 0
+        self.epoch = 0
+        self.clock = 0
+        #: Number of accepted pushes of this worker in all epochs.
         self.pushes = 0
-        """Gradients of this worker that were accepted, in all its lives."""
+        #: Version that was pulled last; -1 before the first pull.
         self.version = -1
-        """The version last pulled; -1 before the first."""
-        self._layouts, self._number = layouts, number
+        self._layouts = layouts
+        self._number = number
         self._servers = range(len(layouts))
+        #: Number of log entries that each server has replayed.
         self._positions = [0] * len(layouts)
         self._reads = 0
-        self._pushed = False  # since the last pull
+        #: True if the worker has pushed since its last pull.
+        self._has_pushed = False
 
     def join(self) -> Steps[None]:
-        """Take part. ValueError where the servers hold another module, or different versions."""
+        """Join the training.
+
+        Raises:
+            ValueError: the servers store the parameters of another module, or different versions.
+        """
         join = Message(Kind.JOIN, clock=self._number)
-        asked = enumerate(self._layouts)
-        answers = yield [Request(i, replace(join, number=i, text=text)) for i, text in asked]
+        answers = yield [
+            Request(server, replace(join, number=server, text=layout))
+            for server, layout in enumerate(self._layouts)
+        ]
         versions = [answer.number for answer in answers]
         if len(set(versions)) > 1:
-            text = "load states that were saved at one version"
-            raise ValueError(f"the servers begin with versions {versions}; {text}")
+            raise ValueError(
+                f"expected one version at all servers, got {versions}; "
+                "load states that were saved at the same version"
+            )
         first = answers[0]
-        self.epoch, self.clock, self.pushes = first.epoch, first.clock, int(first.text)
+        self.epoch = first.epoch
+        self.clock = first.clock
+        self.pushes = int(first.text)
         self._positions = [answer.position for answer in answers]
-        self._reads, self._pushed = 0, False
+        self._reads, self._has_pushed = 0, False
         if self.epoch and len(self._layouts) > 1:
-            yield from self._bring_log()  # servers take a push only of an epoch that they know
+            # A server accepts pushes of an epoch only after it has replayed the join.
+            yield from self._forward_log()
 
     def pull(self) -> Steps[int]:
-        """Have the parameters of one version sent by all; return it."""
-        answers = [Message(Kind.AGAIN)]
-        while any(answer.kind is Kind.AGAIN for answer in answers):
+        """Receive the parameters of one version from all servers and return the version."""
+        answers = [Message(Kind.REREAD)]
+        while any(answer.kind is Kind.REREAD for answer in answers):
             self._reads += 1
             if len(self._layouts) == 1:
                 answers = yield [self._request(0, Kind.PULL)]
@@ -76,16 +95,16 @@ class Session:
                 (answer,) = yield [self._request(0, Kind.READ)]
                 answers = yield self._with_log(Kind.FETCH, Log.from_text(answer.text))
                 self._positions = [answer.position for answer in answers]
-        self._pushed = False
+        self._has_pushed = False
         return self._one_version(answers)
 
     def prepare_push(self) -> Steps[None]:
-        """Before the last push's gradients are overwritten, all servers must have used them."""
-        if self._pushed and (yield from self._bring_log()):
+        """Wait until all servers have used the gradients of the last push."""
+        if self._has_pushed and (yield from self._forward_log()):
             raise pushed_twice(self.worker)
 
     def push(self) -> Steps[None]:
-        """Hand gradients to all servers: all take them or none does."""
+        """Send the gradients to all servers: all of them accept the gradients, or none does."""
         if len(self._layouts) == 1:
             yield [self._request(0, Kind.PUSH)]
         else:
@@ -93,24 +112,24 @@ class Session:
             yield [self._request(0, Kind.COMMIT)]
         self.clock += 1
         self.pushes += 1
-        self._pushed = True
+        self._has_pushed = True
 
     def finish(self) -> Steps[int]:
-        """Push no more; return the final version, whose parameters all send once nobody does."""
+        """Stop pushing; receive and return the final version after all workers have finished."""
         while True:
             (first,) = yield [self._request(0, Kind.FINISH)]
             others = self._with_log(Kind.END, Log.from_text(first.text))[1:]
             answers = [first, *((yield others) if others else [])]
-            # Who joined in between, and pushed, has made another version the last.
+            # A worker that joined and pushed in the meantime has created a later version.
             if all(answer.number <= first.number for answer in answers):
                 return self._one_version(answers)
 
     def leave(self) -> Steps[None]:
-        """Push no more, and wait for nobody."""
-        yield from self._bring_log(Kind.LEAVE)
+        """Stop pushing without waiting for other workers."""
+        yield from self._forward_log(Kind.LEAVE)
 
-    def _bring_log(self, kind: Kind = Kind.SYNC) -> Steps[bool]:
-        """Bring what the first server knows to all; whether the last push waits for others."""
+    def _forward_log(self, kind: Kind = Kind.SYNC) -> Steps[bool]:
+        """Forward the first server's log; return True if the last push is not applied yet."""
         (answer,) = yield [self._request(0, kind)]
         if others := self._with_log(Kind.FOLLOW, Log.from_text(answer.text))[1:]:
             answers = yield others
@@ -125,9 +144,10 @@ class Session:
 
     def _with_log(self, kind: Kind, log: Log) -> list[Request]:
         if max(self._positions) > log.stop:
-            text = f"servers have followed {self._positions} entries of the log, of which server 0 "
-            text += f"has {log.stop}: a journal was taken back"
-            raise RuntimeError(f"{text}; recover the journals of all servers together")
+            raise RuntimeError(
+                f"the servers have replayed {self._positions} entries of the log, but server 0 has "
+                f"{log.stop}: a journal was taken back; recover all servers' journals together"
+            )
         texts = [log.after(position).to_text() for position in self._positions]
         message = self._request(0, kind).message
         return [Request(i, replace(message, text=text)) for i, text in enumerate(texts)]
@@ -135,6 +155,8 @@ class Session:
     def _one_version(self, answers: list[Message]) -> int:
         versions = {answer.number for answer in answers}
         if len(versions) > 1:
-            raise RuntimeError(f"the servers answered with versions {sorted(versions)}: a bug")
+            raise RuntimeError(
+                f"expected one version from all servers, got {sorted(versions)}; this is a defect"
+            )
         (self.version,) = versions
         return self.version

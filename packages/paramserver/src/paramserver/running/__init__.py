@@ -1,1 +1,1 @@
-"""Servers and workers as processes: started, watched, ended."""
+"""Processes of servers and workers: their start, supervision and end."""

@@ -1,4 +1,4 @@
-"""What every process of a run is told, and one result from what they all return."""
+"""The description of a job that all of its processes share, and the result of a run."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,25 +20,25 @@ Site = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a run."""
+    """The result of a run."""
 
+    #: Return value of `train` per worker; None for a lost worker.
     values: list[Any]
-    """What `train` returned, by worker; None for a lost one."""
+    #: Final parameters by the names of the module.
     parameters: dict[str, Tensor]
-    """The final parameters, under the module's names."""
+    #: Number of updates that each server has applied.
     versions: list[int]
-    """Updates that each server applied."""
+    #: Number of applied gradients by staleness, in versions.
     staleness: Counter[int]
-    """How many gradients were applied to parameters that many versions newer than they saw."""
+    #: Number of applied gradients by payload size, in bytes.
     push_bytes: Counter[int]
-    """How many gradients came to a server in so many bytes."""
+    #: Reason of each loss of a worker; filled with on_worker_loss="continue" only.
     lost: dict[int, str] = field(default_factory=dict)
-    """Why each lost worker was lost (only with on_worker_loss="continue")."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every process of a run is told."""
+    """The description of a job, equal in all of its processes; see `run` for the fields."""
 
     train: Callable[..., Any]
     module: nn.Module
@@ -53,28 +53,42 @@ class Job:
     drop_after: float | None = None
 
     def shards(self) -> list[Shard]:
-        """What each server holds."""
+        """Return the shard of each server."""
         return partition(trainable(self.module), self.servers, whole=self.whole)
 
     def server(
         self, shard: Shard, *, elastic: bool = False, memory: Tensor | None = None
     ) -> Server:
-        """The server of one shard."""
+        """Return a new server of one shard."""
         return Server(
-            trainable(self.module), self.optimizer, self.consistency, workers=self.workers,
-            shard=shard, timeout=self.timeout, on_worker_loss=self.on_worker_loss, elastic=elastic,
-            drop_after=self.drop_after, memory=memory)  # fmt: skip
+            trainable(self.module),
+            self.optimizer,
+            self.consistency,
+            workers=self.workers,
+            shard=shard,
+            timeout=self.timeout,
+            on_worker_loss=self.on_worker_loss,
+            elastic=elastic,
+            drop_after=self.drop_after,
+            memory=memory,
+        )
 
     def worker(self, rank: int, connections: Sequence[Any], site: Site = None) -> Worker:
-        """The worker of a rank, once it is connected."""
+        """Return a new worker that has joined the servers behind `connections`."""
         return Worker(
-            self.module, connections, rank=rank, whole=self.whole, local=local_of(self.consistency),
-            optimizer=self.optimizer, site=site)  # fmt: skip
+            self.module,
+            connections,
+            rank=rank,
+            whole=self.whole,
+            local=local_of(self.consistency),
+            optimizer=self.optimizer,
+            site=site,
+        )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one process ended: with a value, an exception, or an exit code."""
+    """The end of one process: a value, an exception, or an exit code."""
 
     name: str
     value: Any = None
@@ -83,13 +97,13 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no value."""
+        """True if the process ended without a value."""
         return self.error is not None or self.exit_code is not None
 
 
 @dataclass(frozen=True)
 class ServerReport:
-    """What a server returns."""
+    """The final state of a server."""
 
     buffer: bytes
     version: int
@@ -98,23 +112,27 @@ class ServerReport:
 
 
 def report(server: Server) -> ServerReport:
-    """The final state of a server, in a form that pickles cheaply."""
+    """Return the final state of a server, in a form that is fast to pickle."""
     buffer = server.state_dict()["parameters"].numpy().tobytes()
     return ServerReport(buffer, server.version, server.staleness, server.push_bytes)
 
 
 def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
-    """One result from all outcomes, or the error that caused the others."""
-    nothing = Outcome("")
-    servers = [outcomes.get(f"server {i}", nothing) for i in range(job.servers)]
-    workers = [outcomes.get(f"worker {i}", nothing) for i in range(job.workers)]
+    """Return the result of a run from the outcomes of its processes.
+
+    If a process has failed, raise the error that caused those of the other processes: a process
+    that died comes before those that noticed, and an error of `train` before `PeerLost`.
+    """
+    no_outcome = Outcome("")
+    servers = [outcomes.get(f"server {i}", no_outcome) for i in range(job.servers)]
+    workers = [outcomes.get(f"worker {i}", no_outcome) for i in range(job.workers)]
     failed = [outcome for outcome in (*servers, *workers) if outcome.failed]
     dead = [outcome for outcome in failed if outcome.error is None]
-    lost = {w: why(outcome) for w, outcome in enumerate(workers) if outcome.failed}
+    lost = {w: describe_failure(outcome) for w, outcome in enumerate(workers) if outcome.failed}
     stop = job.on_worker_loss == "stop" or len(lost) == len(workers)
     if failed and (stop or any(outcome.failed for outcome in servers)):
         for outcome in dead:
-            raise PeerLost(why(outcome))
+            raise PeerLost(describe_failure(outcome))
         causes = [o for o in failed if not isinstance(o.error, PeerLost)] or failed
         assert causes[0].error is not None
         raise causes[0].error
@@ -135,8 +153,8 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
     )
 
 
-def why(outcome: Outcome) -> str:
-    """How a process ended that was not to end so."""
+def describe_failure(outcome: Outcome) -> str:
+    """Return a text on how a process failed."""
     if outcome.error is None:
         return f"{outcome.name} died with exit code {outcome.exit_code}"
     return f"{outcome.name}: {type(outcome.error).__name__}: {outcome.error}"

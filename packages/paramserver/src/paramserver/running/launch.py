@@ -1,7 +1,7 @@
-"""Start servers and workers, wait for them, and say which one failed if one does.
+"""Start servers and workers, wait for them, and report the first failure.
 
-Notable: the cause is reported, not its echo: a process that died before the ones that noticed, an
-error of the training function before the PeerLost of the others.
+The cause is reported instead of its consequences: a process that died rather than the processes
+that noticed, and an error of the training function rather than the `PeerLost` of other workers.
 """
 
 import multiprocessing
@@ -16,43 +16,82 @@ from torch import nn
 from paramserver.consistency import Consistency, OptimizerFactory
 from paramserver.partition import Shard
 from paramserver.running.job import Job, Result, ServerReport, assemble, report
-from paramserver.running.processes import Processes, Tell, collect
+from paramserver.running.processes import Processes, ReportProgress, collect
 from paramserver.running.serving import serve
 from paramserver.running.supervise import run_on_zeromq
 from paramserver.transport import distributed, shared_memory
 from paramserver.transport.connection import GRACE, Channels, RemoteConnection
 
-Ends = Channels | distributed.Endpoint  # how a process reaches its peers
+#: The channels of a process, or the arguments from which it creates them.
+Ends = Channels | distributed.Endpoint
 
 
 def run(
-    train: Callable[..., Any], module: nn.Module, optimizer: OptimizerFactory,
-    consistency: Consistency | None = None, *, args: Sequence[Any] = (), workers: int = 2,
+    train: Callable[..., Any],
+    module: nn.Module,
+    optimizer: OptimizerFactory,
+    consistency: Consistency | None = None,
+    *,
+    args: Sequence[Any] = (),
+    workers: int = 2,
     servers: int = 1,
     transport: Literal["shared_memory", "distributed", "zeromq", "ray"] = "shared_memory",
-    timeout: float = 60.0, on_worker_loss: Literal["stop", "continue"] = "stop",
-    whole: bool = False, drop_after: float | None = None,
-    start_method: Literal["forkserver", "spawn", "fork"] = "forkserver", restarts: int = 0,
-    journal: str | Path | None = None, progress: Tell | None = None) -> Result:  # fmt: skip
-    """Call `train(worker, *args)` on every worker, against servers that start from `module`.
+    timeout: float = 60.0,
+    on_worker_loss: Literal["stop", "continue"] = "stop",
+    whole: bool = False,
+    drop_after: float | None = None,
+    start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
+    restarts: int = 0,
+    journal: str | Path | None = None,
+    progress: ReportProgress | None = None,
+) -> Result:
+    """Call `train(worker, *args)` on every worker, with servers that start from `module`.
 
     Each server and each worker is a process of this machine, or a Ray actor. `train` pulls and
-    pushes; the worker finishes by itself when it returns. `train`, `module`, `optimizer` and `args`
-    must pickle. Raises what `train` raised, or PeerLost naming the process that died. After a
-    failure, whoever has not ended within `timeout` seconds is killed.
+    pushes; the worker finishes when `train` returns. After a failure, processes that have not ended
+    within `timeout` seconds are killed.
 
-    With "continue" the others go on without a worker that is lost, silent, or waited for longer
-    than `drop_after` s; one that has not ended `timeout` + 10 s later is killed.
+    Args:
+        train: the training function. `train`, `module`, `optimizer` and `args` must be picklable.
+        module: the module to train.
+        optimizer: see `Server`.
+        consistency: the policy; None is `BulkSynchronous()`.
+        args: further arguments of `train`.
+        workers: number of workers.
+        servers: number of servers.
+        transport: how processes exchange messages.
+        timeout: see `Server`.
+        on_worker_loss: "stop" fails the run after a loss. "continue" trains without a worker that
+            is lost, silent, or waited for longer than `drop_after` seconds; the worker's process is
+            killed if it has not ended `timeout` + 10 seconds later.
+        whole: whether every parameter is stored on one server.
+        drop_after: see `Server`.
+        start_method: start method of `multiprocessing`.
+        restarts: total number of restarts of processes that die; "zeromq" only. A restarted worker
+            calls `train` again, and `worker.position` is its position in the training data. A
+            restarted server continues from its journal.
+        journal: folder of the servers' journals, possibly of an earlier run; "zeromq" only.
+        progress: called about every second with the progress; `print` prints it as a line.
 
-    With "zeromq" a process that dies is started again, up to `restarts` times in all: a worker
-    calls `train` anew (`worker.position` says where it is), a server goes on from its `journal`, a
-    folder, also an earlier run's. `progress` is called every second or so: `print` prints a line.
+    Raises:
+        PeerLost: a process has died; the message names it.
+        Exception: any exception that `train` raised.
     """
     job = Job(
-        train, module, optimizer, consistency, tuple(args), workers, servers, timeout,
-        on_worker_loss, whole, drop_after)  # fmt: skip
+        train,
+        module,
+        optimizer,
+        consistency,
+        tuple(args),
+        workers,
+        servers,
+        timeout,
+        on_worker_loss,
+        whole,
+        drop_after,
+    )
     if transport != "zeromq" and (restarts or journal is not None):
-        raise ValueError(f"with {transport} nobody is started again; use transport='zeromq'")
+        raise ValueError(f"expected transport 'zeromq' with restarts or journal, got {transport!r}")
     shards = job.shards()
     if transport == "ray":
         from paramserver.transport.ray import run_on_ray
@@ -60,44 +99,52 @@ def run(
         return run_on_ray(job, shards, progress)
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        # Forked once torch is there, a process costs milliseconds.
+        # A process that is forked after torch was imported starts in milliseconds.
         context.set_forkserver_preload(["paramserver.running.launch", "torch._dynamo"])
     if transport == "zeromq":
         return run_on_zeromq(job, restarts, journal, context, progress)
-    sizes = [shard.buffer_bytes for shard in shards]
     with tempfile.TemporaryDirectory() as folder:
-        ends: tuple[Sequence[Ends], Sequence[Ends]]
-        if transport == "shared_memory":
-            ends = shared_memory.wire(sizes, workers)
-        elif transport == "distributed":
-            ends = distributed.wire(sizes, workers, f"{folder}/store")
-        else:
-            known = "'shared_memory', 'distributed', 'zeromq' or 'ray'"
-            raise ValueError(f"transport is {transport!r}; {known}")
-        # Pickled here, because torch would put the module's parameters into shared memory for
-        # processes that it starts: they would be one and the same in all workers.
+        server_ends, worker_ends = _connect(transport, shards, workers, folder)
+        # Pickled here, because multiprocessing would put the parameters into shared memory, so that
+        # all workers would have the same ones.
         packed = pickle.dumps(job)
         with Processes(context, folder, timeout + GRACE, progress) as processes:
-            for i, (shard, end) in enumerate(zip(shards, ends[0], strict=True)):
+            for i, (shard, end) in enumerate(zip(shards, server_ends, strict=True)):
                 processes.start(f"server {i}", _serve, packed, shard, end)
-            for w, end in enumerate(ends[1]):
+            for w, end in enumerate(worker_ends):
                 processes.start(f"worker {w}", _work, packed, w, end)
-            for end in (*ends[0], *ends[1]):
+            for end in (*server_ends, *worker_ends):
                 for channel in end if isinstance(end, tuple) else ():
                     channel.close()
             outcomes = collect(processes, survives=on_worker_loss == "continue")
     return assemble(job, shards, outcomes)
 
 
-def _serve(packed: bytes, shard: Shard, end: Ends, tell: Tell | None = None) -> ServerReport:
+def _connect(
+    transport: str, shards: Sequence[Shard], workers: int, folder: str
+) -> tuple[Sequence[Ends], Sequence[Ends]]:
+    """Return the ends of the connections at servers and at workers."""
+    sizes = [shard.buffer_bytes for shard in shards]
+    if transport == "shared_memory":
+        return shared_memory.connect_all(sizes, workers)
+    if transport == "distributed":
+        return distributed.connect_all(sizes, workers, f"{folder}/store")
+    raise ValueError(
+        f"expected transport 'shared_memory', 'distributed', 'zeromq' or 'ray', got {transport!r}"
+    )
+
+
+def _serve(
+    packed: bytes, shard: Shard, end: Ends, report_progress: ReportProgress | None = None
+) -> ServerReport:
     job: Job = pickle.loads(packed)
     channels = end if isinstance(end, tuple) else end.open()
     server = job.server(shard, memory=channels[0].home)
     for thread in serve(server, dict(enumerate(channels))):
         while thread.is_alive():
             thread.join(1.0)
-            if tell:
-                tell(server.progress())
+            if report_progress:
+                report_progress(server.progress())
     return report(server)
 
 

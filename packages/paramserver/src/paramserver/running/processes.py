@@ -1,7 +1,7 @@
-"""Processes of this machine, and how each of them ended.
+"""Processes of a run on this machine, and their outcomes.
 
-Notable: each has a thread that waits for the end of who started it, however that comes, and ends
-the process then: nothing is left behind that nobody could find.
+Each process has a thread that waits for the end of the parent process, for any reason, and then
+ends the process. Therefore no process outlives its run.
 """
 
 import math
@@ -24,25 +24,32 @@ from paramserver.protocol.messages import PeerLost
 from paramserver.running.job import Outcome
 from paramserver.running.progress import Progress
 
-Tell = Callable[[Progress], object]
+#: A function that receives the progress of a run.
+ReportProgress = Callable[[Progress], object]
 
 
 class Processes:
-    """Those of a run, by name. If this one dies they end too, and remove `folder`.
+    """The processes of a run, by name.
 
-    A worker that the first server has lost, and that has not ended `patience` s later, is killed.
+    If this process dies, they end and remove `folder`. A worker that the first server has lost, and
+    that has not ended `patience` seconds later, is killed.
     """
 
     def __init__(
-        self, context: BaseContext, folder: str, patience: float, progress: Tell | None
+        self, context: BaseContext, folder: str, patience: float, progress: ReportProgress | None
     ) -> None:
         self.patience = patience
+        #: Each running process, and the pipe from which its outcome is received.
         self.running: dict[str, tuple[BaseProcess, Connection]] = {}
-        """By name, a process and where its outcome will come from."""
-        self._context, self._folder, self._progress = context, folder, progress
+        self._context = context
+        self._folder = folder
+        self._progress = progress
+        #: Target and arguments of each process, for a restart.
         self._calls: dict[str, tuple[Any, ...]] = {}
         self._all: list[BaseProcess] = []
-        self._lost: dict[str, tuple[float, str]] = {}  # since when, and why
+        #: Time and reason of each loss that the first server has reported.
+        self._lost: dict[str, tuple[float, str]] = {}
+        #: Reason of each kill.
         self._killed: dict[str, str] = {}
 
     def __enter__(self) -> "Processes":
@@ -57,53 +64,57 @@ class Processes:
             process.close()
 
     def start(self, name: str, target: Callable[..., Any], *args: Any) -> None:
-        """Start a process that calls `target`; "server 0" tells progress by one more argument."""
+        """Start a process that calls `target`.
+
+        "server 0" receives a further argument, a function that reports its progress.
+        """
         self._calls[name] = target, *args
-        ours, theirs = self._context.Pipe(duplex=False)
+        receiver, sender = self._context.Pipe(duplex=False)
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-            target=_process, args=(theirs, self._folder, name, target, args), name=name
+            target=_process, args=(sender, self._folder, name, target, args), name=name
         )
         process.start()
-        theirs.close()
-        self.running[name] = process, ours
+        sender.close()
+        self.running[name] = process, receiver
         self._all.append(process)
 
-    def start_again(self, name: str) -> None:
-        """Start one that has ended once more."""
-        for last in (self._lost, self._killed):
-            last.pop(name, None)
+    def restart(self, name: str) -> None:
+        """Start a process that has ended once more."""
+        self._lost.pop(name, None)
+        self._killed.pop(name, None)
         self.start(name, *self._calls[name])
 
     def kill(self, name: str, reason: str) -> None:
-        """Kill one that runs; its outcome will be a PeerLost for this reason."""
+        """Kill a running process; its outcome will be a `PeerLost` with this reason."""
         self._killed.setdefault(name, reason)
         self.running[name][0].kill()
 
     def ends(self, seconds: float | None) -> Iterator[Outcome]:
-        """How processes have ended that do so in `seconds`; they run no more."""
+        """Yield the outcomes of the processes that end within `seconds`."""
         by_pipe = {pipe: name for name, (_, pipe) in self.running.items()}
         for pipe in wait(list(by_pipe), seconds):
             assert isinstance(pipe, Connection)
             name = by_pipe[pipe]
             try:
-                said = pickle.loads(pipe.recv_bytes())
+                received = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 process = self.running[name][0]
                 process.join()
-                echo = PeerLost(self._killed[name]) if name in self._killed else None
-                said = Outcome(name, error=echo, exit_code=process.exitcode)
-            if isinstance(said, Outcome):
+                error = PeerLost(self._killed[name]) if name in self._killed else None
+                received = Outcome(name, error=error, exit_code=process.exitcode)
+            if isinstance(received, Outcome):
                 del self.running[name]
                 pipe.close()
-                yield said
+                yield received
                 continue
-            lost = {f"worker {w}": (time.monotonic(), why) for w, why in said.lost.items()}
-            self._lost = {name: self._lost.get(name, new) for name, new in lost.items()}
+            now = time.monotonic()
+            lost = {f"worker {w}": (now, reason) for w, reason in received.lost.items()}
+            self._lost = {name: self._lost.get(name, loss) for name, loss in lost.items()}
             if self._progress:
-                self._progress(said)
-        for name, (since, why) in self._lost.items():
+                self._progress(received)
+        for name, (since, reason) in self._lost.items():
             if name in self.running and time.monotonic() - since > self.patience:
-                self.kill(name, why)
+                self.kill(name, reason)
 
 
 def _process(
@@ -112,10 +123,10 @@ def _process(
     Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
         if name == "server 0":
-            args = (*args, lambda said: pipe.send_bytes(pickle.dumps(said)))
+            args = (*args, lambda progress: pipe.send_bytes(pickle.dumps(progress)))
         message = pickle.dumps(Outcome(name, value=target(*args)))
     except SystemExit:
-        raise  # its code tells how this process ended, not how the one that started it is to end
+        raise  # the exit code is the outcome; the exception must not reach the parent process
     except BaseException as error:
         error.add_note(f"raised in {name}:\n{traceback.format_exc()}")
         try:
@@ -138,9 +149,10 @@ def _end_with_parent(folder: str) -> None:
 
 
 def collect(processes: Processes, *, survives: bool) -> dict[str, Outcome]:
-    """How each process ended. After a failure, those still there in `patience` s are killed.
+    """Wait for all processes and return their outcomes.
 
-    If the run `survives` a lost worker, that is no failure.
+    After a failure, the processes that have not ended `patience` seconds later are killed. With
+    `survives`, the loss of a worker does not count as a failure.
     """
     outcomes: dict[str, Outcome] = {}
     deadline = math.inf
@@ -150,7 +162,7 @@ def collect(processes: Processes, *, survives: bool) -> dict[str, Outcome]:
             if outcome.failed and not (survives and outcome.name.startswith("worker")):
                 deadline = min(deadline, time.monotonic() + processes.patience)
         if time.monotonic() >= deadline:
-            text = f"it had not ended {processes.patience:g} s after another's failure"
+            reason = f"killed, {processes.patience:g} s after the failure of another process"
             for name in processes.running:
-                processes.kill(name, f"{text}, and was killed")
+                processes.kill(name, reason)
     return outcomes

@@ -1,4 +1,4 @@
-"""How far a run is, in a line."""
+"""The progress of a run, as one line of text."""
 
 import math
 from dataclasses import dataclass
@@ -8,19 +8,20 @@ from paramserver.protocol.core import Core
 
 @dataclass(frozen=True)
 class Progress:
-    """Of the first server, and of the workers as of their last push."""
+    """Progress of the first server, and of the workers as of their last push."""
 
+    #: Number of updates applied so far.
     version: int
+    #: Clock of each active worker.
     members: dict[int, int]
-    """The workers that take part, and the clock of each."""
+    #: Mean staleness of the applied gradients, in versions.
     staleness: float
-    """Versions by which a gradient was late, on average."""
+    #: Bytes that all workers have pushed to all servers.
     pushed_bytes: int
-    """By all workers, to all servers."""
+    #: Mean of the losses that were passed to the last pushes; NaN if none was.
     loss: float
-    """The mean of what they gave to `push`; NaN if none did."""
+    #: Reason of each loss of a worker after which training continued.
     lost: dict[int, str]
-    """Why each worker that the others go on without was lost."""
 
     def __str__(self) -> str:
         members = " ".join(f"{worker}:{clock}" for worker, clock in sorted(self.members.items()))
@@ -31,14 +32,15 @@ class Progress:
 
 
 def progress_of(core: Core) -> Progress:
-    """Of a run whose first server has this core."""
-    ages = core.replica.staleness
-    losses = [loss for loss, _ in core.told.values() if not math.isnan(loss)]
+    """Return the progress of a run whose first server has this core."""
+    staleness = core.replica.staleness
+    losses = [loss for loss, _ in core.reports.values() if not math.isnan(loss)]
     return Progress(
-        core.replica.version,
-        {worker: member.clock for worker, member in core.ledger.active.items()},
-        sum(age * count for age, count in ages.items()) / max(1, sum(ages.values())),
-        sum(nbytes for _, nbytes in core.told.values()),
-        sum(losses) / len(losses) if losses else math.nan,
-        dict(core.lost),
+        version=core.replica.version,
+        members={worker: member.clock for worker, member in core.ledger.active.items()},
+        staleness=sum(versions * count for versions, count in staleness.items())
+        / max(1, sum(staleness.values())),
+        pushed_bytes=sum(nbytes for _, nbytes in core.reports.values()),
+        loss=sum(losses) / len(losses) if losses else math.nan,
+        lost=dict(core.lost),
     )

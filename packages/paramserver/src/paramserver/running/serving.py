@@ -1,6 +1,6 @@
-"""A server's end of a connection: messages that come through a channel become calls.
+"""A server's end of a channel: messages that are received become calls of the server.
 
-Notable: one thread a worker, because a request waits until it can be answered.
+There is one thread per worker, because a request may wait until it can be answered.
 """
 
 from threading import Thread
@@ -8,15 +8,16 @@ from threading import Thread
 from paramserver.protocol.messages import Kind, Message, check_request, failure
 from paramserver.server import Server
 from paramserver.transport.connection import SENDS, Channel
-from paramserver.transport.pieces import Finite
+from paramserver.transport.pieces import FiniteCheck
 
-_LAST = (Kind.FINISH, Kind.END)  # of the first server and of the others
+#: The last request of a worker to the first server, and to the other servers.
+_LAST = (Kind.FINISH, Kind.END)
 
 
 def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
-    """Start a thread for each worker; it ends when that worker has finished or is gone."""
+    """Start a thread per worker, which ends when the worker has finished or is gone."""
     threads = [
-        Thread(target=answer, args=(server, worker, channel), daemon=True)
+        Thread(target=answer_requests, args=(server, worker, channel), daemon=True)
         for worker, channel in channels.items()
     ]
     for thread in threads:
@@ -24,13 +25,14 @@ def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
     return threads
 
 
-def answer(server: Server, worker: int, channel: Channel) -> None:
-    """Answer one worker's requests until it finishes, fails or is gone. Never raises for those.
+def answer_requests(server: Server, worker: int, channel: Channel) -> None:
+    """Answer one worker's requests until it has finished, has failed or is gone.
 
-    A worker whose message is none is lost: what follows it in the channel cannot be understood.
+    After an invalid message the worker is lost, because the data that follow in the channel cannot
+    be parsed.
     """
     try:
-        while _answer_one(server, worker, channel):
+        while _answer_next(server, worker, channel):
             pass
     except ConnectionError as error:
         server.lose(worker, f"{channel.peer}: {error}")
@@ -38,25 +40,28 @@ def answer(server: Server, worker: int, channel: Channel) -> None:
         server.lose(worker, f"{channel.peer} sent an invalid message: {error}")
 
 
-def _answer_one(server: Server, worker: int, channel: Channel) -> bool:
+def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
+    """Answer one request; return False if it is the worker's last one."""
     request = channel.receive()
     check_request(worker, request)
     if request.kind is Kind.ABORT:
         server.lose(worker, request.text)
         return False
     data = channel.gradients[: request.size or None]
-    finite = Finite(server.shard, data)
+    check = FiniteCheck(server.shard, data)
     if request.kind in SENDS:
-        channel.take(data, finite.see)
+        channel.take(data, check.update)
 
-    def alive() -> None:
+    def keep_alive() -> None:
         channel.send(Message(Kind.WAIT))
 
     try:
-        reply = server.ask(worker, request, data, channel.deliver, alive, finite=finite.surely())
+        reply = server.request(
+            worker, request, data, channel.deliver, keep_alive, finite=check.is_certain()
+        )
     except ConnectionError:
         raise
-    except Exception as error:  # whatever the optimizer raises, its worker is who has to know
+    except Exception as error:  # the optimizer may raise any exception; the worker receives it
         reply = failure(error)
     channel.send(reply)
     return request.kind not in _LAST

@@ -1,6 +1,7 @@
-"""Servers and workers over ZeroMQ: served, joined, and started again when they die.
+"""Servers and workers over ZeroMQ that are restarted when they die.
 
-Notable: nobody is told of a death: a new server has its journal and address, a new worker joins.
+No process is notified of a death. A restarted server continues from the journal at the same
+address, and a restarted worker joins again.
 """
 
 import json
@@ -18,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from paramserver.journal import DiskJournal
-from paramserver.protocol.messages import Kind, Message
+from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
-from paramserver.running.processes import Processes, Tell
+from paramserver.running.processes import Processes, ReportProgress
 from paramserver.transport.connection import GRACE
 from paramserver.transport.zeromq import Keys, ZeroMQConnection, ZeroMQServer
 from paramserver.worker import Worker
@@ -29,26 +30,35 @@ from paramserver.worker import Worker
 def open_server(
     job: Job, number: int, address: str, *, journal: str | Path | None, keys: Keys | None = None
 ) -> ZeroMQServer:
-    """Server `number` of a job, where its journal left it, bound to an address."""
+    """Return server `number` of a job in the state of its journal, bound to an address."""
     server = job.server(job.shards()[number], elastic=True)
-    kept = None
+    disk_journal = None
     if journal is not None:
-        kept = DiskJournal(Path(journal) / f"server-{number}")
-        if not kept.load(server.core):
-            kept.snapshot(server.core)  # a job may draw at random what it begins with
-            kept.wait()
-            if kept.error:
-                raise RuntimeError(f"no journal can be kept in {kept.folder}: {kept.error}")
-    return ZeroMQServer(server.core, address, keys=keys, journal=kept)
+        disk_journal = DiskJournal(Path(journal) / f"server-{number}")
+        if not disk_journal.load(server.core):
+            # A job may initialize its parameters at random, so the initial state is stored.
+            disk_journal.snapshot(server.core)
+            disk_journal.wait()
+            if disk_journal.error:
+                raise RuntimeError(
+                    f"cannot write a journal in {disk_journal.folder}: {disk_journal.error}"
+                )
+    return ZeroMQServer(server.core, address, keys=keys, journal=disk_journal)
 
 
 @contextmanager
 def join_servers(
-    job: Job, rank: int, addresses: Sequence[str], *, keys: Keys | None = None,
-    site: dist.ProcessGroup | None = None) -> Iterator[Worker]:  # fmt: skip
-    """A worker of the servers at these addresses, in the order of their shards.
+    job: Job,
+    rank: int,
+    addresses: Sequence[str],
+    *,
+    keys: Keys | None = None,
+    site: dist.ProcessGroup | None = None,
+) -> Iterator[Worker]:
+    """Provide a worker of the servers at these addresses, in the order of their shards.
 
-    With `site`, its ranks are that worker (see Worker): all call this, the first one connects.
+    With `site`, the ranks of that group are the worker (see `Worker`): all of them call this
+    function, and the first one connects.
     """
     if site is not None and dist.get_rank(site) > 0:
         with job.worker(rank, [], site) as worker:
@@ -65,72 +75,87 @@ def join_servers(
 def _connected(
     job: Job, rank: int, addresses: Sequence[str], keys: Keys | None
 ) -> Iterator[list[ZeroMQConnection]]:
-    life, wait, sizes = secrets.randbits(40), job.timeout, [s.buffer_bytes for s in job.shards()]
-    if len(addresses) != len(sizes):
-        raise ValueError(f"{len(addresses)} addresses for {len(sizes)} servers; give one each")
+    life = secrets.randbits(40)
+    shards = job.shards()
+    if len(addresses) != len(shards):
+        raise ValueError(f"expected {len(shards)} addresses, one per server, got {len(addresses)}")
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                closing(ZeroMQConnection(to, rank, size, life=life, patience=wait, keys=keys))
+        connections = []
+        for address, shard in zip(addresses, shards, strict=True):
+            connection = ZeroMQConnection(
+                address, rank, shard.buffer_bytes, life=life, patience=job.timeout, keys=keys
             )
-            for to, size in zip(addresses, sizes, strict=True)
-        ]
+            connections.append(stack.enter_context(closing(connection)))
+        yield connections
 
 
-def final(job: Job, addresses: Sequence[str], keys: Keys | None = None) -> list[ServerReport]:
-    """What the servers hold now, at one version."""
+def read_final_state(
+    job: Job, addresses: Sequence[str], keys: Keys | None = None
+) -> list[ServerReport]:
+    """Return the state of all servers at one version."""
     reports = []
-    with _connected(job, -1, addresses, keys) as connections:
-        log = connections[0].ask(Message(Kind.SYNC)).text
+    with _connected(job, OBSERVER, addresses, keys) as connections:
+        log = connections[0].request(Message(Kind.SYNC)).text
         for connection in connections:
-            answer = connection.ask(Message(Kind.END, text=log))
-            said = [{int(key): n for key, n in each.items()} for each in json.loads(answer.text)]
-            held = connection.parameters.numpy().tobytes()
-            reports.append(ServerReport(held, answer.number, *map(Counter, said)))
+            answer = connection.request(Message(Kind.END, text=log))
+            staleness, push_bytes = (
+                Counter({int(key): count for key, count in counts.items()})
+                for counts in json.loads(answer.text)
+            )
+            parameters = connection.parameters.numpy().tobytes()
+            reports.append(ServerReport(parameters, answer.number, staleness, push_bytes))
     return reports
 
 
 def run_on_zeromq(
-    job: Job, restarts: int, journal: str | Path | None, context: BaseContext, progress: Tell | None
+    job: Job,
+    restarts: int,
+    journal: str | Path | None,
+    context: BaseContext,
+    progress: ReportProgress | None,
 ) -> Result:
-    """What `run` does, with processes that may die and are started again."""
-    packed, shards = pickle.dumps(job), job.shards()
+    """Do what `run` does, with processes that are restarted when they die."""
+    packed = pickle.dumps(job)
+    shards = job.shards()
     with (
         tempfile.TemporaryDirectory() as folder,
         Processes(context, folder, job.timeout + GRACE, progress) as processes,
     ):
         addresses = [f"ipc://{folder}/server-{i}" for i in range(job.servers)]
-        kept = str(journal or Path(folder) / "journal") if restarts or journal else None
+        journal_folder = str(journal or Path(folder) / "journal") if restarts or journal else None
         for i, address in enumerate(addresses):
-            processes.start(f"server {i}", _serve, packed, i, address, kept)
+            processes.start(f"server {i}", _serve, packed, i, address, journal_folder)
         workers = [f"worker {w}" for w in range(job.workers)]
         for w, name in enumerate(workers):
             processes.start(name, _work, packed, w, addresses)
         ended: dict[str, Outcome] = {}
-        asked: Future[list[ServerReport]] | None = None
-        courier = ThreadPoolExecutor(1)  # asks for the end, before which a server may still die
+        final_state: Future[list[ServerReport]] | None = None
+        # In a thread, because a server may still die, and be restarted, while the state is read.
+        reader = ThreadPoolExecutor(1)
         try:
-            while not (asked and asked.done()):
-                for outcome in processes.ends(0.02 if asked else 0.5):
+            while not (final_state and final_state.done()):
+                for outcome in processes.ends(0.02 if final_state else 0.5):
                     if outcome.exit_code is not None and restarts > 0:
                         restarts -= 1
-                        processes.start_again(outcome.name)
+                        processes.restart(outcome.name)
                         continue
                     ended[outcome.name] = outcome
-                    needed = job.on_worker_loss == "stop" or outcome.name not in workers
-                    if outcome.failed and needed:
+                    is_required = job.on_worker_loss == "stop" or outcome.name not in workers
+                    if outcome.failed and is_required:
                         return assemble(job, shards, ended)
-                if not asked and all(name in ended for name in workers):
-                    asked = courier.submit(final, job, addresses)
-            for i, held in enumerate(asked.result()):
-                ended[f"server {i}"] = Outcome(f"server {i}", value=held)
+                if not final_state and all(name in ended for name in workers):
+                    final_state = reader.submit(read_final_state, job, addresses)
+            for i, server_report in enumerate(final_state.result()):
+                ended[f"server {i}"] = Outcome(f"server {i}", value=server_report)
         finally:
-            courier.shutdown(wait=False)
+            reader.shutdown(wait=False)
         return assemble(job, shards, ended)
 
 
-def _serve(packed: bytes, number: int, address: str, journal: str | None, *tell: Tell) -> None:
-    open_server(pickle.loads(packed), number, address, journal=journal).serve(*tell)
+def _serve(
+    packed: bytes, number: int, address: str, journal: str | None, *report: ReportProgress
+) -> None:
+    open_server(pickle.loads(packed), number, address, journal=journal).serve(*report)
 
 
 def _work(packed: bytes, rank: int, addresses: Sequence[str]) -> Any:

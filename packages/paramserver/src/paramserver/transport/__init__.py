@@ -1,1 +1,1 @@
-"""What carries messages between processes: shared memory, torch.distributed, ZeroMQ, Ray."""
+"""Transports, which carry messages and data between processes."""

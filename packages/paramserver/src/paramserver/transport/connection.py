@@ -1,8 +1,8 @@
-"""How a worker reaches a server: in its own process, or behind a channel of a transport.
+"""Connections between workers and servers, in one process or over a channel of a transport.
 
-Notable:
-- one request at a time on a connection: a message, its data if any, an answer;
-- a worker that is kept waiting is told so every few seconds: it blames only a server that hangs.
+A connection carries one request at a time: a message, its data if any, and an answer. While a
+worker waits, the server sends it a WAIT message every few seconds, so that only a server that hangs
+exceeds the timeout.
 """
 
 import importlib
@@ -15,75 +15,84 @@ from torch import Tensor
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 
+#: Seconds beyond the timeout during which a server may be silent.
 GRACE = 10.0
-"""Seconds, beyond the timeout, for which a server may say nothing."""
+#: Requests that are followed by gradients. An answer is followed by data if it has a size.
 SENDS = (Kind.STAGE, Kind.PUSH)
-"""Requests that gradients come with. An answer says by its size whether parameters do."""
 
 
 class Buffers:
-    """What one end of a connection keeps: flat bytes of parameters, and of gradients."""
+    """The buffers at one end of a connection: flat bytes of parameters and of gradients."""
 
+    #: The server's parameters, if this process can read them in place.
     home: Tensor | None = None
-    """Where a server's parameters may lie, to be read there."""
 
     def __init__(self, nbytes: int) -> None:
         self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
         self.gradients = torch.zeros_like(self.parameters)
 
-    def deliver(self, given: Tensor) -> Callable[[], None] | None:
-        """Keep parameters. If they are not copied: what is to be called before they change."""
-        self.parameters[: len(given)] = given
+    def deliver(self, data: Tensor) -> Callable[[], None] | None:
+        """Store parameters for the worker, and return None if they are copied.
+
+        Otherwise return a function that copies them, which is called before they change.
+        """
+        self.parameters[: len(data)] = data
         return None
 
     def read(self, use: Callable[[Tensor], object]) -> None:
-        """`use` what came, before the next request. Perhaps twice: then the second time counts."""
+        """Call `use` with the delivered parameters, before the next request.
+
+        `use` may be called twice; then only the effect of the second call counts.
+        """
         use(self.parameters)
 
 
 class Connection(Buffers):
-    """A worker's end."""
+    """A worker's end of a connection."""
 
+    #: Number by which the server recognizes the sender; None if the transport guarantees it.
     session: int | None = None
-    """The number by which the server recognizes this sender; None if the transport does so."""
 
-    def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
-        """The answer to a request; `gradients` go with it or `parameters` come, by its kind. They
-        are `written` while they travel, which yields how many bytes are there."""
+    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+        """Send a request and return its answer.
+
+        Depending on its kind, `gradients` are sent with the request, or `parameters` are received.
+        Iterating over `written` writes the gradients, and yields the bytes written so far.
+        """
         raise NotImplementedError
 
     def abort(self, reason: str) -> None:
-        """Tell the server that this worker fails."""
+        """Report to the server that this worker has failed."""
 
 
 class Channel(Buffers):
-    """One end of a connection between processes. Raises ConnectionError if the peer is gone."""
+    """One end of a connection between processes; raises `ConnectionError` if the peer is gone."""
 
     peer: str
 
     def send(self, message: Message) -> None:
-        """Send a message, and what was delivered if it is an answer of some size."""
+        """Send a message, followed by the delivered data if it is an answer with a size."""
 
     def receive(self, timeout: float | None = None) -> Message:
-        """The next message, and what comes with it; TimeoutError after `timeout` seconds."""
+        """Receive the next message and its data; raise `TimeoutError` after `timeout` seconds."""
         raise NotImplementedError
 
     def push(self, data: Tensor, written: Iterable[int]) -> None:
-        """Send gradients while they are `written`, which yields how many bytes are there."""
+        """Send gradients while iterating over `written`, which yields the bytes written so far."""
 
-    def take(self, data: Tensor, see: Callable[[int], None]) -> None:
-        """Receive gradients; `see` may be told how many bytes are there."""
+    def take(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
+        """Receive gradients; `on_progress` may be called with the bytes received so far."""
 
     def close(self) -> None:
-        """Let go of whatever carries the messages."""
+        """Release the resources of the channel."""
 
 
+#: The channels of one process, by peer.
 Channels = tuple[Channel, ...]
-"""Those of one process, by peer."""
 
 
-def extra(name: str, extra: str) -> Any:
-    """An optional package. RuntimeError where it is missing."""
+def import_extra(name: str, extra: str) -> Any:
+    """Import an optional package; raise `RuntimeError` if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -91,14 +100,17 @@ def extra(name: str, extra: str) -> Any:
 
 
 class RemoteConnection(Connection):
-    """A server behind a channel. `timeout` is for how long it may say nothing, in seconds."""
+    """A connection to a server over a channel. The server may be silent for `timeout` seconds."""
 
     def __init__(self, channel: Channel, timeout: float) -> None:
-        self._channel, self._timeout = channel, timeout
-        self.parameters, self.gradients = channel.parameters, channel.gradients
-        self.home, self.read = channel.home, channel.read  # type: ignore[method-assign]
+        self._channel = channel
+        self._timeout = timeout
+        self.parameters = channel.parameters
+        self.gradients = channel.gradients
+        self.home = channel.home
+        self.read = channel.read  # type: ignore[method-assign]
 
-    def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
+    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
         """Send a request and wait for its answer."""
         channel = self._channel
         try:
@@ -108,12 +120,13 @@ class RemoteConnection(Connection):
             while (answer := channel.receive(self._timeout)).kind is Kind.WAIT:
                 pass
         except ConnectionError as error:
-            text = f"{channel.peer} is gone: {error}; start again from its last state_dict()"
-            raise PeerLost(text) from error
+            raise PeerLost(
+                f"{channel.peer} is gone: {error}; restart from its last state_dict()"
+            ) from error
         raise_failure(channel.peer, answer)
         return answer
 
     def abort(self, reason: str) -> None:
-        """Tell the server why, if it is still there."""
+        """Report the failure to the server, if it is still there."""
         with suppress(ConnectionError):
             self._channel.send(Message(Kind.ABORT, text=reason))

@@ -1,15 +1,12 @@
 """Channels over torch.distributed: point-to-point messages on gloo, across machines.
 
-Notable:
-- `join` works inside a process group that exists already, under torchrun or any other launcher: its
-  ranks are the workers and some of them also host a server, in threads;
-- messages go through a gloo group of their own, so that neither the caller's traffic nor its
-  timeouts meet ours, and so that a group on NCCL will do as well;
-- each direction of each pair has its own tag: a rank may be a worker and a server at once.
+`join` works inside an existing process group, under torchrun or any other launcher. Its ranks are
+the workers, and some of them also run a server in threads. Messages use a separate gloo group, so
+that they do not interfere with the caller's messages and timeouts, and so that the caller's group
+may be on NCCL. Each direction of each pair has a tag, because a rank may be a worker and a server.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,21 +25,24 @@ from paramserver.transport.connection import GRACE, Channel, Channels, Connectio
 from paramserver.worker import Worker
 
 Tags = tuple[int, int]
-_LONGEST = 2**26  # bytes of a message's text
-_IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
+#: Largest size of a message's text in bytes.
+_MAX_TEXT_BYTES = 2**26
+#: Timeout of receiving from a worker that computes; its death ends the wait earlier.
+_IDLE = timedelta(days=7)
 
 
 class DistributedChannel(Channel):
-    """One end of a pair of ranks. `tags` are those for sending and for receiving."""
+    """One end of a connection between two ranks, with the tags for sending and receiving."""
 
     def __init__(self, peer: str, rank: int, tags: Tags, nbytes: int, group: Any) -> None:
         super().__init__(nbytes)
         self.peer = peer
-        self._rank, self._group = rank, group
+        self._rank = rank
+        self._group = group
         self._send_tag, self._receive_tag = tags
 
     def send(self, message: Message) -> None:
-        """Send a message: its numbers, then its text or data if it has any."""
+        """Send a message: its numbers, then its text and data if it has any."""
         *numbers, text = message.fields()
         raw = text.encode()
         self._send(torch.tensor([*numbers, len(raw)]))
@@ -52,12 +52,15 @@ class DistributedChannel(Channel):
             self._send(self.parameters[: message.size])
 
     def receive(self, timeout: float | None = None) -> Message:
-        """The next message; TimeoutError after `timeout` seconds."""
+        """Receive the next message; raise `TimeoutError` after `timeout` seconds."""
         head = torch.zeros(8, dtype=torch.int64)
         self._receive(head, timeout)
         *numbers, length = head.tolist()
-        if not 0 <= length <= _LONGEST:
-            raise ValueError(f"{self.peer} sends a text of {length} bytes; at most {_LONGEST}")
+        if not 0 <= length <= _MAX_TEXT_BYTES:
+            raise ValueError(
+                f"expected a text of at most {_MAX_TEXT_BYTES} bytes, {self.peer} announced "
+                f"{length}"
+            )
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             self._receive(text, timeout)
@@ -67,12 +70,13 @@ class DistributedChannel(Channel):
         return message
 
     def push(self, data: Tensor, written: Iterable[int]) -> None:
-        """See Channel."""
-        deque(written, maxlen=0)
+        """Write the gradients, then send them; see `Channel.push`."""
+        for _ in written:
+            pass  # iterating writes the payload
         self._send(data)
 
-    def take(self, data: Tensor, see: Callable[[int], None]) -> None:
-        """See Channel."""
+    def take(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
+        """Receive gradients in one message; see `Channel.take`."""
         self._receive(data, None)
 
     def _send(self, data: Tensor) -> None:
@@ -95,19 +99,39 @@ class DistributedChannel(Channel):
 
 @contextmanager
 def join(
-    module: nn.Module, optimizer: OptimizerFactory, consistency: Consistency | None = None, *,
-    servers: Sequence[int] = (0,), group: dist.ProcessGroup | None = None, timeout: float = 60.0,
-    on_worker_loss: Literal["stop", "continue"] = "stop", whole: bool = False,
-    drop_after: float | None = None, site: Site = None) -> Iterator[Worker]:  # fmt: skip
-    """Train in an existing process group: every rank is a worker, `servers` also serve.
+    module: nn.Module,
+    optimizer: OptimizerFactory,
+    consistency: Consistency | None = None,
+    *,
+    servers: Sequence[int] = (0,),
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 60.0,
+    on_worker_loss: Literal["stop", "continue"] = "stop",
+    whole: bool = False,
+    drop_after: float | None = None,
+    site: Site = None,
+) -> Iterator[Worker]:
+    """Train in an existing process group, in which every rank is a worker.
 
-    Every rank of `group` calls it with the same module (names and shapes) and arguments, and uses
-    the worker as `Worker` says. The servers begin with their own rank's parameters. When all ranks
-    have come to the end of the body, every module holds the final ones. Raises PeerLost on every
-    rank if one fails, and names it.
+    A context manager that provides this rank's `Worker`. Every rank of `group` enters it with the
+    same module (names and shapes) and arguments. The servers start with the parameters of their
+    rank. When all ranks have reached the end of the block, every module has the final parameters.
 
-    With `site`, a group whose ranks are one worker (see Worker), `group` is of the first ranks of
-    all sites; the others call it too.
+    Args:
+        module: the module to train.
+        optimizer: see `Server`.
+        consistency: the policy; None is `BulkSynchronous()`.
+        servers: ranks that also run a server.
+        group: the process group; None is the default group.
+        timeout: see `Server`.
+        on_worker_loss: see `Server`.
+        whole: whether every parameter is stored on one server.
+        drop_after: see `Server`.
+        site: process group whose ranks are one worker, see `Worker`. Then `group` contains the
+            first ranks of all sites; the other ranks call `join`, too.
+
+    Raises:
+        PeerLost: a rank has failed; raised on every other rank, with its name.
     """
     if site is not None and dist.get_rank(site) > 0:
         job = Job(lambda: None, module, optimizer, consistency)
@@ -116,43 +140,58 @@ def join(
         return
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(range(world)):
-        text = f"give different ranks of a group of {world}"
-        raise ValueError(f"servers are ranks {list(servers)}; {text}")
+        raise ValueError(
+            f"expected distinct ranks of a group of {world} as servers, got {list(servers)}"
+        )
     job = Job(
-        lambda: None, module, optimizer, consistency, (), world, len(servers), timeout,
-        on_worker_loss, whole, drop_after)  # fmt: skip
+        lambda: None,
+        module,
+        optimizer,
+        consistency,
+        workers=world,
+        servers=len(servers),
+        timeout=timeout,
+        on_worker_loss=on_worker_loss,
+        whole=whole,
+        drop_after=drop_after,
+    )
     shards = job.shards()
     ranks = dist.get_process_group_ranks(group)
     private: Any = dist.new_group(ranks, _IDLE, "gloo", use_local_synchronization=True)
-    threads, connections = [], list[Connection]()
+    threads = []
+    connections = list[Connection]()
     try:
         for number, (host, shard) in enumerate(zip(servers, shards, strict=True)):
-            request, reply = 2 * number, 2 * number + 1
+            request_tag = 2 * number
+            reply_tag = 2 * number + 1
             nbytes = shard.buffer_bytes
             if host != rank:
                 name = f"server {number} (rank {host})"
-                channel = DistributedChannel(name, host, (request, reply), nbytes, private)
+                tags = (request_tag, reply_tag)
+                channel = DistributedChannel(name, host, tags, nbytes, private)
                 connections.append(RemoteConnection(channel, timeout + GRACE))
                 continue
             server = job.server(shard)
             connections.append(server.connect(rank))
-            ends, tags = dict[int, Channel](), (reply, request)
+            channels = dict[int, Channel]()
             for r in {*range(world)} - {rank}:
-                ends[r] = DistributedChannel(f"worker {r} (rank {r})", r, tags, nbytes, private)
-            threads += serve(server, ends)
+                name = f"worker {r} (rank {r})"
+                tags = (reply_tag, request_tag)
+                channels[r] = DistributedChannel(name, r, tags, nbytes, private)
+            threads += serve(server, channels)
         with job.worker(rank, connections, site) as worker:
             yield worker
     finally:
         for thread in threads:
             thread.join(timeout + GRACE)
-        # A thread that still waits for a rank that hangs needs the group until the process ends.
+        # A thread that still waits for a hanging rank needs the group until the process ends.
         if not any(thread.is_alive() for thread in threads):
             dist.destroy_process_group(private)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A process that is yet to join a group through a file; servers come before workers."""
+    """The arguments with which a process joins a group through a file, servers first."""
 
     store: str
     rank: int
@@ -160,21 +199,29 @@ class Endpoint:
     workers: int
 
     def open(self) -> Channels:
-        """Join the group, and connect to every peer."""
-        servers, rank = len(self.sizes), self.rank
+        """Join the group and return a channel per peer."""
+        servers = len(self.sizes)
+        rank = self.rank
         world = servers + self.workers
         store = dist.FileStore(self.store, world)
         dist.init_process_group("gloo", None, _IDLE, world, rank, store)
         group = dist.group.WORLD
         assert group is not None
         if rank < servers:
-            peers = [(f"worker {w}", servers + w) for w in range(self.workers)]
-            return tuple(DistributedChannel(*p, (1, 0), self.sizes[rank], group) for p in peers)
-        sizes = enumerate(self.sizes)
-        return tuple(DistributedChannel(f"server {s}", s, (0, 1), n, group) for s, n in sizes)
+            return tuple(
+                DistributedChannel(f"worker {w}", servers + w, (1, 0), self.sizes[rank], group)
+                for w in range(self.workers)
+            )
+        return tuple(
+            DistributedChannel(f"server {server}", server, (0, 1), nbytes, group)
+            for server, nbytes in enumerate(self.sizes)
+        )
 
 
-def wire(sizes: list[int], workers: int, store: str) -> tuple[list[Endpoint], list[Endpoint]]:
-    """Endpoints of servers whose buffers have these `sizes`, and of workers."""
-    ends = [Endpoint(store, rank, tuple(sizes), workers) for rank in range(len(sizes) + workers)]
-    return ends[: len(sizes)], ends[len(sizes) :]
+def connect_all(
+    sizes: list[int], workers: int, store: str
+) -> tuple[list[Endpoint], list[Endpoint]]:
+    """Return the endpoints of servers with buffers of these sizes in bytes, and of the workers."""
+    ranks = range(len(sizes) + workers)
+    endpoints = [Endpoint(store, rank, tuple(sizes), workers) for rank in ranks]
+    return endpoints[: len(sizes)], endpoints[len(sizes) :]

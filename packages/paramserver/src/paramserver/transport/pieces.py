@@ -1,8 +1,8 @@
-"""The bytes of a model in pieces: while one travels, the next is copied, and the last is used.
+"""Data in pieces: while one piece is sent, the next one is copied and the previous one is used.
 
-Notable:
-- memory is used again as soon as nothing looks at it: new pages cost more than copies into them;
-- only the piece that is awaited is taken: one that is lost, comes twice or is none changes nothing.
+Buffers are reused as soon as no tensor refers to them, because mapping new pages takes longer than
+copying into old ones. A receiver accepts the next expected piece only, so a piece that is lost,
+repeated or invalid has no effect.
 """
 
 import math
@@ -15,64 +15,73 @@ from torch import Tensor
 
 from paramserver.partition import Shard
 
-PIECE = 2**20  # bytes: a core's cache holds it from one copy to the next
+#: Size of a piece in bytes; it stays in the cache of a core from one copy to the next.
+PIECE = 2**20
 
 
 class Buffers:
-    """Memory for shards of `nbytes`, as many as are in use at one time."""
+    """A pool of buffers of `nbytes` bytes."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes, self._free = nbytes, list[np.ndarray]()
+        self.nbytes = nbytes
+        self._free = list[np.ndarray]()
 
     def take(self) -> Tensor:
-        """Flat bytes, of whatever value, for as long as they, or a view of them, are held."""
-        # By numpy, as it asks for large pages.
+        """Return an uninitialized buffer, which returns to the pool when its last view is freed."""
+        # NumPy allocates huge pages for large arrays.
         memory = self._free.pop() if self._free else np.empty(self.nbytes, np.uint8)
-        seen = memory[:]  # what the tensor, and each view of it, keeps alive
-        weakref.finalize(seen, self._free.append, memory).atexit = False
-        return torch.from_numpy(seen)
+        view = memory[:]  # the tensor and all of its views refer to this array
+        weakref.finalize(view, self._free.append, memory).atexit = False
+        return torch.from_numpy(view)
 
 
 class Arrival:
-    """Data that come in pieces, one after the other, into `data`."""
+    """Receives data in pieces, in order, into `data`."""
 
     def __init__(self, data: Tensor, shard: Shard | None = None) -> None:
-        self.data, self.have = data, 0
-        self.finite = Finite(shard, data) if shard else None
+        self.data = data
+        #: Number of bytes received.
+        self.received = 0
+        #: Check of gradients of `shard`; None for other data.
+        self.finite = FiniteCheck(shard, data) if shard else None
 
-    def take(self, at: int, piece: bytes | memoryview) -> bool:
-        """The bytes from `at` on have come. Whether those were the last."""
-        if at == self.have and 0 < len(piece) <= len(self.data) - at:
-            self.have += len(piece)
-            self.data[at : self.have] = torch.frombuffer(piece, dtype=torch.uint8)
+    def take(self, start: int, piece: bytes | memoryview) -> bool:
+        """Store a piece that starts at byte `start`; return True if the data are complete."""
+        if start == self.received and 0 < len(piece) <= len(self.data) - start:
+            self.received += len(piece)
+            self.data[start : self.received] = torch.frombuffer(piece, dtype=torch.uint8)
             if self.finite:
-                self.finite.see(self.have)
-        return self.have == len(self.data)
+                self.finite.update(self.received)
+        return self.received == len(self.data)
 
 
-class Finite:
-    """Whether gradients that come in pieces are finite: if sums of them are, while in the cache."""
+class FiniteCheck:
+    """Checks that gradients are finite by summing each piece while it is in the cache."""
 
     def __init__(self, shard: Shard, data: Tensor) -> None:
-        kind, *others = {piece.dtype for piece in shard.pieces} or {torch.uint8}
-        known = kind.is_floating_point and not others and len(data) == shard.buffer_bytes
-        self._flat = data.view(kind) if known else None
-        self._seen, self._sum = 0, 0.0
+        dtype, *others = {piece.dtype for piece in shard.pieces} or {torch.uint8}
+        can_sum = dtype.is_floating_point and not others and len(data) == shard.buffer_bytes
+        self._flat = data.view(dtype) if can_sum else None
+        self._checked = 0
+        self._sum = 0.0
 
-    def see(self, stop: int) -> None:
-        """So many bytes have come."""
+    def update(self, received: int) -> None:
+        """Add the elements up to byte `received` to the sum."""
         if self._flat is not None:
-            stop //= self._flat.itemsize
-            self._sum += float(self._flat[self._seen : stop].sum())
-            self._seen = stop
+            stop = received // self._flat.itemsize
+            self._sum += float(self._flat[self._checked : stop].sum())
+            self._checked = stop
 
-    def surely(self) -> bool:
-        """Whether they are. If not, they still may be: a sum may overflow."""
+    def is_certain(self) -> bool:
+        """Return True if all gradients are known to be finite.
+
+        False means that this is unknown, because the sum of finite gradients can overflow.
+        """
         flat = self._flat
-        return flat is not None and self._seen == len(flat) and math.isfinite(self._sum)
+        return flat is not None and self._checked == len(flat) and math.isfinite(self._sum)
 
 
 def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces of so many bytes begin and end; of none, one that is empty."""
+    """Yield start and stop of each piece of `nbytes` bytes; one empty piece for no bytes."""
     for start in range(0, max(nbytes, 1), PIECE):
         yield start, min(start + PIECE, nbytes)

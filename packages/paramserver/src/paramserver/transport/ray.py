@@ -1,10 +1,9 @@
-"""Servers and workers as Ray actors, for a cluster that Ray runs. Needs the `ray` extra.
+"""Servers and workers as actors and tasks of a Ray cluster. Needs the `ray` extra.
 
-Notable: a request is a call of the server's actor, with the gradients as a numpy array that Ray
-puts in its own shared memory. A server runs one thread for each worker, since a request waits.
+A request is a call of the server's actor, with the gradients as a NumPy array that Ray puts into
+its shared memory. A server runs one thread per worker, because a request may wait.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch import Tensor
 from paramserver.partition import Shard
 from paramserver.protocol.messages import Message, PeerLost
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble, report
-from paramserver.running.processes import Tell
+from paramserver.running.processes import ReportProgress
 from paramserver.running.progress import Progress
-from paramserver.transport.connection import SENDS, Connection, extra
+from paramserver.transport.connection import SENDS, Connection, import_extra
 
 
-def run_on_ray(job: Job, shards: list[Shard], progress: Tell | None = None) -> Result:
-    """What `run` does, on the Ray cluster that is connected, or a new local one."""
-    ray = extra("ray", "ray")
+def run_on_ray(job: Job, shards: list[Shard], progress: ReportProgress | None = None) -> Result:
+    """Do what `run` does on the connected Ray cluster, or on a new local one."""
+    ray = import_extra("ray", "ray")
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
     serve: Any = ray.remote(max_concurrency=job.workers + 2)(_ServerActor)
@@ -39,7 +38,7 @@ def run_on_ray(job: Job, shards: list[Shard], progress: Tell | None = None) -> R
 
 
 def _outcome(name: str, result: Any) -> Outcome:
-    ray = extra("ray", "ray")
+    ray = import_extra("ray", "ray")
     try:
         return Outcome(name, value=ray.get(result))
     except ray.exceptions.RayTaskError as error:
@@ -49,16 +48,20 @@ def _outcome(name: str, result: Any) -> Outcome:
 
 
 class _ServerActor:
-    """A server; every method is a request, in the thread that Ray gives it."""
+    """A server as a Ray actor; Ray calls each method in a thread of its pool."""
 
     def __init__(self, job: Job, shard: Shard) -> None:
         self._server = job.server(shard)
 
-    def ask(self, worker: int, message: Message, gradients: Any) -> tuple[Message, Any]:
+    def request(self, worker: int, message: Message, gradients: Any) -> tuple[Message, Any]:
         data = None if gradients is None else torch.from_numpy(gradients.copy())
-        out: list[Tensor] = []
-        reply = self._server.ask(worker, message, data, lambda given: out.append(given.clone()))
-        return reply, out[0].numpy() if out else None
+        delivered: list[Tensor] = []
+
+        def deliver(parameters: Tensor) -> None:
+            delivered.append(parameters.clone())
+
+        answer = self._server.request(worker, message, data, deliver)
+        return answer, delivered[0].numpy() if delivered else None
 
     def lose(self, worker: int, reason: str) -> None:
         self._server.lose(worker, reason)
@@ -75,14 +78,17 @@ class _RayConnection(Connection):
 
     def __init__(self, actor: Any, number: int, worker: int, nbytes: int) -> None:
         super().__init__(nbytes)
-        self._actor, self._worker, self._name = actor, worker, f"server {number}"
+        self._actor = actor
+        self._worker = worker
+        self._name = f"server {number}"
 
-    def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
-        ray = extra("ray", "ray")
-        deque(written, maxlen=0)
+    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+        ray = import_extra("ray", "ray")
+        for _ in written:
+            pass  # iterating writes the payload
         data = self.gradients.numpy() if message.kind in SENDS else None
         try:
-            reply, parameters = ray.get(self._actor.ask.remote(self._worker, message, data))
+            reply, parameters = ray.get(self._actor.request.remote(self._worker, message, data))
         except ray.exceptions.RayTaskError as error:
             raise error.cause or error from error
         except ray.exceptions.RayError as error:
@@ -97,7 +103,9 @@ class _RayConnection(Connection):
 
 
 def _work(job: Job, rank: int, servers: list[Any]) -> Any:
-    pairs = enumerate(zip(servers, job.shards(), strict=True))
-    connections = [_RayConnection(a, i, rank, shard.buffer_bytes) for i, (a, shard) in pairs]
+    connections = [
+        _RayConnection(actor, number, rank, shard.buffer_bytes)
+        for number, (actor, shard) in enumerate(zip(servers, job.shards(), strict=True))
+    ]
     with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)

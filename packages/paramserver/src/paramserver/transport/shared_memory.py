@@ -1,10 +1,16 @@
 """Channels between processes of one host: data in shared memory, messages in a pipe.
 
-Notable:
-- the memory is an anonymous file (memfd): the size of /dev/shm, 64 MB in a container, is no limit,
-  and nothing is left behind by a crash; a dead process closes its end of the pipe;
-- parameters are read where the server has them. Before it changes them it copies them for who is
-  not done, and says so: then the copy is read. Of gradients one piece is checked as the next comes.
+The memory is an anonymous file (memfd). The size of /dev/shm, 64 MB in many containers, does not
+limit it, and a crash leaves nothing behind. A dead process closes its end of the pipe.
+
+Note [Reading parameters in place]
+A worker reads the parameters in the server's memory. Two words in shared memory coordinate this:
+- the server sets IN_PLACE before it answers a read;
+- the worker sets DONE after it has read, if IN_PLACE is still set;
+- before the server changes the parameters it checks DONE. If it is not set, the server copies the
+  parameters into the worker's buffer and clears IN_PLACE.
+A worker that finds IN_PLACE cleared after reading reads the copy. This needs a processor on which
+another process sees the writes of a process in their order, as on x86-64.
 """
 
 import itertools
@@ -24,72 +30,85 @@ from paramserver.protocol.messages import Message
 from paramserver.transport.connection import Channel, Channels
 from paramserver.transport.pieces import PIECE
 
-# Only there is what one process writes, and reads, seen in that order by the other.
-_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")
-_LENT, _RETURNED = 0, 8  # words, in cache lines of their own: the server's, and the worker's
-_WORDS = 128  # bytes of them
+#: True if other processes see the writes of a process in their order on this processor.
+_HAS_ORDERED_WRITES = platform.machine().lower() in ("x86_64", "amd64")
+#: Index of the word that the server writes, see Note [Reading parameters in place].
+_IN_PLACE = 0
+#: Index of the word that the worker writes, in another cache line.
+_DONE = 8
+#: Size of the words of a worker in bytes.
+_WORDS_BYTES = 128
 Ends = tuple["SharedMemoryChannel", "SharedMemoryChannel"]
 
 
 class SharedMemoryChannel(Channel):
-    """One end. The buffers are the same bytes at the other end. Picklable into a child process.
+    """One end of a connection, which shares its buffers with the other end.
 
-    A server's memory: its parameters, then two buffers and words for each worker, by `number`.
+    The memory contains the server's parameters. It also contains per worker, by `number`, a buffer
+    of parameters, a buffer of gradients, and the words of Note [Reading parameters in place]. A
+    channel can be pickled into a child process.
     """
 
     def __init__(
         self, descriptor: int, peer: str, pipe: Connection, nbytes: int, number: int
     ) -> None:
         self.peer = peer
-        self._pipe, self._descriptor, self._nbytes, self._number = pipe, descriptor, nbytes, number
-        start, end = _start(nbytes, number), _start(nbytes, number + 1)
+        self._pipe = pipe
+        self._descriptor = descriptor
+        self._nbytes = nbytes
+        self._number = number
+        start = _start(nbytes, number)
+        end = _start(nbytes, number + 1)
         memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         self.home: Tensor = memory[:nbytes]
         self.parameters = memory[start : start + nbytes]
-        self.gradients = memory[start + nbytes : end - _WORDS]
-        self._words = memory[end - _WORDS : end].numpy().data.cast("q")
+        self.gradients = memory[start + nbytes : end - _WORDS_BYTES]
+        self._words = memory[end - _WORDS_BYTES : end].numpy().data.cast("q")
 
     def send(self, message: Message) -> None:
         """Send a message."""
         self._send(message.to_text().encode())
 
     def receive(self, timeout: float | None = None) -> Message:
-        """The next message; TimeoutError after `timeout` seconds."""
+        """Receive the next message; raise `TimeoutError` after `timeout` seconds."""
         return Message.from_text(self._receive(timeout))
 
     def push(self, data: Tensor, written: Iterable[int]) -> None:
-        """Tell how far they are written: the peer sees the same memory."""
-        told = 0
+        """Write the gradients into shared memory, and send the number of bytes written so far."""
+        reported = 0
         for stop in itertools.chain(written, [len(data)]):
-            if stop - told >= PIECE or told < stop == len(data):
-                told = stop
+            if stop - reported >= PIECE or reported < stop == len(data):
+                reported = stop
                 self._send(stop.to_bytes(8, "big"))
 
-    def take(self, data: Tensor, see: Callable[[int], None]) -> None:
-        """See how far they are written."""
+    def take(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
+        """Wait until the peer has written the gradients; see `Channel.take`."""
         stop = 0
         while stop < len(data):
-            said = self._receive(None)
-            if len(said) != 8:  # it gave up while it wrote
-                raise ConnectionResetError(Message.from_text(said).text or "half a push came")
-            stop = int.from_bytes(said, "big")
-            see(stop)
+            raw = self._receive(None)
+            if len(raw) != 8:  # the worker failed while it wrote, and sent an ABORT
+                reason = Message.from_text(raw).text or "expected the rest of a push"
+                raise ConnectionResetError(reason)
+            stop = int.from_bytes(raw, "big")
+            on_progress(stop)
 
-    def deliver(self, given: Tensor) -> Callable[[], None] | None:
-        """See Buffers."""
-        lent = _IN_ORDER and given.data_ptr() == self.home.data_ptr() and len(given) == self._nbytes
-        self._words[_RETURNED], self._words[_LENT] = 0, lent
-        if lent:
-            return self._keep
-        self.parameters[: len(given)] = given
+    def deliver(self, data: Tensor) -> Callable[[], None] | None:
+        """Let the worker read in place if possible, otherwise copy; see `Buffers.deliver`."""
+        is_home = data.data_ptr() == self.home.data_ptr() and len(data) == self._nbytes
+        in_place = _HAS_ORDERED_WRITES and is_home
+        self._words[_DONE] = 0
+        self._words[_IN_PLACE] = in_place
+        if in_place:
+            return self._copy_out
+        self.parameters[: len(data)] = data
         return None
 
     def read(self, use: Callable[[Tensor], object]) -> None:
-        """See Buffers."""
-        if self._words[_LENT]:
+        """Read the parameters in place or from the copy; see Note [Reading parameters in place]."""
+        if self._words[_IN_PLACE]:
             use(self.home)
-            if self._words[_LENT]:  # nothing had changed up to here: it was one version
-                self._words[_RETURNED] = 1
+            if self._words[_IN_PLACE]:
+                self._words[_DONE] = 1
                 return
         use(self.parameters)
 
@@ -98,10 +117,10 @@ class SharedMemoryChannel(Channel):
         self._pipe.close()
         os.close(self._descriptor)
 
-    def _keep(self) -> None:
-        if not self._words[_RETURNED]:
+    def _copy_out(self) -> None:
+        if not self._words[_DONE]:
             self.parameters.copy_(self.home)
-            self._words[_LENT] = 0
+            self._words[_IN_PLACE] = 0
 
     def _send(self, data: bytes) -> None:
         try:
@@ -127,33 +146,41 @@ def _rebuild(descriptor: Any, *others: Any) -> SharedMemoryChannel:
 
 
 def _start(nbytes: int, number: int) -> int:
-    return nbytes + number * (2 * nbytes + _WORDS)
+    return nbytes + number * (2 * nbytes + _WORDS_BYTES)
 
 
 def channel_pairs(workers: list[str], server: str, nbytes: int) -> list[Ends]:
-    """Of each worker its end, and the server's, of a new connection."""
+    """Return the worker's end and the server's end of a new connection per worker."""
     descriptor = _anonymous_file(_start(nbytes, len(workers)))
     pairs = []
     for number, worker in enumerate(workers):
-        ours, theirs = Pipe()
-        mine, its = os.dup(descriptor), os.dup(descriptor)
-        one = SharedMemoryChannel(mine, server, ours, nbytes, number)
-        pairs.append((one, SharedMemoryChannel(its, worker, theirs, nbytes, number)))
+        worker_pipe, server_pipe = Pipe()
+        worker_end = SharedMemoryChannel(os.dup(descriptor), server, worker_pipe, nbytes, number)
+        server_end = SharedMemoryChannel(os.dup(descriptor), worker, server_pipe, nbytes, number)
+        pairs.append((worker_end, server_end))
     os.close(descriptor)
     return pairs
 
 
 def _anonymous_file(nbytes: int) -> int:
     with tempfile.TemporaryFile() as file:
-        memory = hasattr(os, "memfd_create")
-        descriptor = os.memfd_create("paramserver") if memory else os.dup(file.fileno())
+        has_memfd = hasattr(os, "memfd_create")
+        descriptor = os.memfd_create("paramserver") if has_memfd else os.dup(file.fileno())
     os.ftruncate(descriptor, nbytes)
     return descriptor
 
 
-def wire(sizes: list[int], workers: int) -> tuple[list[Channels], list[Channels]]:
-    """Connect servers whose buffers have these `sizes` with workers: the channels of each."""
+def connect_all(sizes: list[int], workers: int) -> tuple[list[Channels], list[Channels]]:
+    """Return the channels of each server and of each worker.
+
+    The servers have buffers of these sizes in bytes. Every worker is connected to every server.
+    """
     names = [f"worker {w}" for w in range(workers)]
-    pairs = [channel_pairs(names, f"server {s}", nbytes) for s, nbytes in enumerate(sizes)]
-    ends = [tuple(tuple(pair[i] for pair in row) for row in pairs) for i in (0, 1)]
-    return list(ends[1]), list(zip(*ends[0], strict=True))
+    server_channels: list[Channels] = []
+    worker_channels: list[list[Channel]] = [[] for _ in names]
+    for server, nbytes in enumerate(sizes):
+        pairs = channel_pairs(names, f"server {server}", nbytes)
+        server_channels.append(tuple(server_end for _, server_end in pairs))
+        for channels, (worker_end, _) in zip(worker_channels, pairs, strict=True):
+            channels.append(worker_end)
+    return server_channels, [tuple(channels) for channels in worker_channels]

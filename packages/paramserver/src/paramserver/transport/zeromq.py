@@ -1,15 +1,19 @@
-"""Servers and workers that find each other by address, come and go, and are killed. Extra `zeromq`.
+"""Transport over ZeroMQ, for servers and workers that may be killed and restarted.
 
-Notable:
-- one loop a server, no threads: it drives the protocol's core, which says what has to wait;
-- a socket of ZeroMQ connects again by itself, and requests are numbered: what is not answered is
-  sent again, to the same server or to the one that was started in its place;
-- a frame of numbers and text, one of a piece of the data; nothing is unpickled. While a piece is
-  copied the next one is on its way; few wait to be used, so that a slow link fills no memory;
-- a request is dropped, or answered with an error, unless its sender joined as the worker that it
-  names; before that nothing of it is used;
-- CURVE keys (`keys`) say who may come, and encrypt; without them only the loopback may be bound;
-- a worker's thread sends a beat every second, also while it computes: it tells slow from dead.
+It requires the `zeromq` extra.
+
+A server is one loop without threads that calls the protocol's core. ZeroMQ reconnects sockets by
+itself, and requests are numbered: a request without an answer is sent again, to the same server or
+to one that was started in its place.
+
+A message has two frames: a header of numbers and text, and one piece of the data. Nothing is
+unpickled. The next piece is received while the previous one is copied. Few pieces are queued, so
+that a slow link does not fill the memory. A request is dropped or answered with
+an error, unless its sender has joined as the worker that it names.
+
+CURVE keys (`Keys`) authenticate and encrypt; without keys a server binds loopback addresses only. A
+thread of each worker sends a BEAT every second, also while the worker computes, so that a slow
+worker can be distinguished from a dead one.
 """
 
 import json
@@ -36,106 +40,127 @@ from paramserver.protocol.messages import (
     raise_failure,
 )
 from paramserver.running.progress import Progress, progress_of
-from paramserver.transport.connection import SENDS, Connection, extra
+from paramserver.transport.connection import SENDS, Connection, import_extra
 from paramserver.transport.pieces import PIECE, Arrival, Buffers, cuts
 
 _LOG = logging.getLogger(__name__)
-_BEAT = _SIGN_OF_LIFE = 1.0  # seconds; the latter to a worker that is kept waiting
-_RETRY = 2.5  # without a word: the request, or its answer, is lost
-_PIECES = 4  # that may wait to be used
+#: Seconds between two BEATs of a worker.
+_BEAT_INTERVAL = 1.0
+#: Seconds between two WAIT messages to a waiting worker.
+_KEEP_ALIVE = 1.0
+#: Seconds of silence after which a request or its answer counts as lost.
+_RETRY = 2.5
+#: Number of pieces that may be queued.
+_MAX_PIECES = 4
 
 
 @dataclass(frozen=True)
 class Keys:
-    """CURVE keys (40 characters each, `zmq.curve_keypair()`): one's own, and the other side's.
-
-    A server's `peers` are the public keys of those who may come, a worker's has the server's alone.
-    """
+    """CURVE keys of one process, 40 characters each (`zmq.curve_keypair()`)."""
 
     public: str
     secret: str
+    #: Public keys of the peers: at a server, those of the workers that may connect; at a worker,
+    #: that of the server.
     peers: tuple[str, ...]
 
 
 class ZeroMQServer:
-    """Serves one core at an address, until `stop`."""
+    """A server that answers requests at an address until `stop` is called."""
 
     def __init__(
-        self, core: Core, address: str, *, keys: Keys | None = None,
-        journal: DiskJournal | None = None) -> None:  # fmt: skip
-        zmq = extra("zmq", "zeromq")
+        self,
+        core: Core,
+        address: str,
+        *,
+        keys: Keys | None = None,
+        journal: DiskJournal | None = None,
+    ) -> None:
+        zmq = import_extra("zmq", "zeromq")
         if keys is None and not address.startswith(("tcp://127.", "ipc://")):
-            text = f"{address} can be reached from other machines"
-            raise ValueError(f"{text}; give keys, or bind tcp://127.0.0.1")
-        self.core, self._journal = core, journal
+            raise ValueError(
+                f"expected keys or a loopback address, got {address}, which other machines can "
+                "reach; pass keys, or bind tcp://127.0.0.1"
+            )
+        self.core = core
+        self._journal = journal
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # A new connection with a worker's name is that worker, come back; the old one is dead.
+        # A new connection with a worker's routing id replaces the old one, which is dead.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
-        # Who greets more slowly (in milliseconds) only takes up a place.
+        # Milliseconds after which a connection without a complete handshake is closed.
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE + 2**20)
-        self._socket.setsockopt(zmq.RCVHWM, _PIECES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # pieces lie in `_buffers`, nothing is dropped
-        self._guard = _guard(self._context, self._socket, keys) if keys else None
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_PIECES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, so that no piece is dropped
+        self._authenticator = _authenticate(self._context, self._socket, keys) if keys else None
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise RuntimeError(f"no server can listen at {address}: {error}") from error
+            raise RuntimeError(f"cannot listen at {address}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._coming, self._waiting = dict[int, _Request](), dict[int, _Request]()
+        #: Requests by worker whose data are being received.
+        self._incoming = dict[int, _Request]()
+        #: Complete requests by worker that wait for their answer.
+        self._waiting = dict[int, _Request]()
         self._buffers = Buffers(core.replica.shard.buffer_bytes)
-        # By worker, who joined last: its routing id, its life and its session. They are the same
-        # number where a worker of this package sends; the log keeps it when this server dies.
+        #: By worker: routing id, connection number and session of the sender that joined last. A
+        #: worker of this package uses one number for both, which the log keeps if this server dies.
         self._joined = dict[int, tuple[bytes, int, int]]()
         self._stopped = threading.Event()
 
-    def serve(self, tell: Callable[[Progress], object] | None = None) -> None:
-        """Answer until `stop`; `tell` is called about every second with how far training is."""
-        told = 0.0
+    def serve(self, report: Callable[[Progress], object] | None = None) -> None:
+        """Answer requests until `stop`; call `report` about every second with the progress."""
+        last_report = 0.0
         while not self._stopped.is_set():
             changed = False
-            for _ in range(64):  # then, who waits has a turn
+            for _ in range(64):  # then the waiting requests are tried
                 if not self._socket.poll(0 if changed else 100):
                     break
                 changed = self._receive(self._socket.recv_multipart(copy=False)) or changed
             now = time.monotonic()
-            self._look(now)
-            if tell and now - told > 1:
-                told = now
-                tell(progress_of(self.core))
+            self._retry_waiting(now)
+            if report and now - last_report > 1:
+                last_report = now
+                report(progress_of(self.core))
             if self._journal and self._journal.is_long():
                 self._journal.snapshot(self.core)
 
     def stop(self) -> None:
-        """Let `serve` return; may be called from another thread."""
+        """Make `serve` return; may be called from another thread."""
         self._stopped.set()
 
     def close(self) -> None:
-        """Let go of the address."""
+        """Release the address."""
         self._socket.close()
-        if self._guard:
-            self._guard.stop()
+        if self._authenticator:
+            self._authenticator.stop()
         if self._journal:
             self._journal.close()
         self._context.term()
 
     def _receive(self, frames: list[Any]) -> bool:
-        """Take a message. Return True if others may be able to go on."""
+        """Process a message. Return True if waiting requests may be answerable now."""
         try:
             received = _Received.of(frames)
         except (ValueError, RecursionError) as error:
-            # It is nobody's request, and nobody waits for its answer.
+            # It is not a request, so no worker waits for an answer.
             _LOG.debug("dropped a message of %r: %s", frames[0].bytes, error)
             return False
-        worker, message, now = received.worker, received.message, time.monotonic()
-        key = received.life, received.number
-        if message is None:  # a later piece; its request was checked
-            request = self._coming.get(worker)
-            return bool(request and request.number == key and self._take(request, received))
-        request = _Request(received.name, key, message, Arrival(torch.empty(0)), now)
+        if received.message is None:  # a later piece of a request that was validated
+            request = self._incoming.get(received.worker)
+            if request is None or request.key != received.key:
+                return False
+            return self._add_piece(request, received)
+        return self._receive_request(received, received.message)
+
+    def _receive_request(self, received: "_Received", message: Message) -> bool:
+        """Process the first piece of a request; return as `_receive` does."""
+        worker = received.worker
+        now = time.monotonic()
+        request = _Request(received.name, received.key, message, Arrival(torch.empty(0)), now)
         try:
             request.session = self._session(received, message)
             size = self._size(worker, message)
@@ -143,7 +168,7 @@ class ZeroMQServer:
             if message.kind is Kind.BEAT:
                 self.core.handle(worker, message, None, now, session=request.session)
                 return False
-        except Exception as error:  # of one sender: the workers' requests stay as they are
+        except Exception as error:  # concerns this sender only
             _LOG.debug("refused a message of %r: %s", received.name, error)
             if message.kind not in (Kind.BEAT, Kind.ABORT):
                 self._send(request, failure(error))
@@ -151,63 +176,70 @@ class ZeroMQServer:
         if message.kind is Kind.ABORT:
             self.core.lose(worker, message.text)
             return True
-        known = self._waiting.get(worker) or self._coming.get(worker)
-        if known is None or known.number != key:
+        known = self._waiting.get(worker) or self._incoming.get(worker)
+        if known is None or known.key != received.key:
             if size:
                 request.data = Arrival(self._buffers.take()[:size], self.core.replica.shard)
             self._waiting.pop(worker, None)
-            self._coming[worker] = known = request
+            self._incoming[worker] = known = request
         known.name = received.name
         if worker in self._waiting:
-            return False  # asked again: it is waiting already
-        return self._take(known, received)
+            return False  # repeated, and waiting already
+        return self._add_piece(known, received)
 
     def _session(self, received: "_Received", message: Message) -> int:
-        """The session in which something was sent. PeerLost for another worker's sender."""
+        """Return the session of a request; raise `PeerLost` for the sender of another worker."""
         worker = received.worker
         if message.kind is not Kind.JOIN:
             _, life, session = self._joined.get(worker, (b"", -1, -1))
             return session if life == received.life else received.life
         for other, (name, _, _) in self._joined.items():
             if name == received.name and other != worker and other in self.core.ledger.active:
-                raise PeerLost(f"this sender has joined as worker {other}, and is not {worker}")
+                raise PeerLost(f"expected a request of worker {other}, as which this sender joined")
         return message.clock
 
     def _size(self, worker: int, message: Message) -> int:
-        """The bytes of a push that are to come. There is memory for those who have joined."""
+        """Return the number of bytes of a push; only members get memory for their data."""
         if message.kind not in SENDS:
             return 0
-        size, joined = message.size or self._buffers.nbytes, worker in self.core.ledger.members
-        if not joined or not 0 < size <= self._buffers.nbytes:
-            raise ValueError(f"worker {worker} ({joined=}) pushed {size} bytes")
+        size = message.size or self._buffers.nbytes
+        if worker not in self.core.ledger.members:
+            raise ValueError(f"expected worker {worker} to join before it pushes {size} bytes")
+        if not 0 < size <= self._buffers.nbytes:
+            raise ValueError(
+                f"expected a push of at most {self._buffers.nbytes} bytes, worker {worker} "
+                f"announced {size}"
+            )
         return size
 
-    def _take(self, request: "_Request", received: "_Received") -> bool:
+    def _add_piece(self, request: "_Request", received: "_Received") -> bool:
         worker = received.worker
         if not request.data.take(received.at, received.piece):
-            # On a slow link nothing has to be sent again.
-            self._still_well(request, time.monotonic())
+            # On a slow link this prevents the worker from sending the request again.
+            self._keep_alive(request, time.monotonic())
             return False
-        self._waiting[worker] = self._coming.pop(worker)
-        self._attempt(worker)
+        self._waiting[worker] = self._incoming.pop(worker)
+        self._try_to_answer(worker)
         return True
 
-    def _still_well(self, request: "_Request", now: float) -> None:
-        if now - request.said > _SIGN_OF_LIFE:
-            request.said = now
+    def _keep_alive(self, request: "_Request", now: float) -> None:
+        if now - request.last_message > _KEEP_ALIVE:
+            request.last_message = now
             self._send(request, Message(Kind.WAIT))
 
-    def _attempt(self, worker: int) -> bool:
+    def _try_to_answer(self, worker: int) -> bool:
+        """Answer the waiting request of `worker`, if possible; return True if it was answered."""
         request = self._waiting.pop(worker)
+        data = request.data
+        now = time.monotonic()
         try:
-            data, now = request.data, time.monotonic()
-            finite = bool(data.finite and data.finite.surely())
+            finite = bool(data.finite and data.finite.is_certain())
             reply = self.core.handle(
                 worker, request.message, data.data, now, finite=finite, session=request.session
             )
             if request.message.kind is Kind.JOIN:
-                self._joined[worker] = request.name, request.number[0], request.session
-        except Exception as error:  # of one worker's request: the others go on
+                self._joined[worker] = request.name, request.key[0], request.session
+        except Exception as error:  # concerns this request only
             reply = failure(error)
         if reply is None:
             self._waiting[worker] = request
@@ -215,40 +247,49 @@ class ZeroMQServer:
             self._send(request, reply)
         return reply is not None
 
-    def _look(self, now: float) -> None:
-        told = dict(self.core.check(now))
-        while any(self._attempt(worker) for worker in list(self._waiting)):
-            pass  # one answer may be what another request waits for
+    def _retry_waiting(self, now: float) -> None:
+        """Answer the waiting requests that can be answered or have timed out."""
+        timed_out = dict(self.core.check(now))
+        while any(self._try_to_answer(worker) for worker in list(self._waiting)):
+            pass  # an answer may make other requests answerable
         for worker, request in list(self._waiting.items()):
-            if worker in told:
+            if worker in timed_out:
                 del self._waiting[worker]
-                self._send(request, failure(told[worker]))
+                self._send(request, failure(timed_out[worker]))
             else:
-                self._still_well(request, now)
+                self._keep_alive(request, now)
 
     def _send(self, request: "_Request", reply: Message) -> None:
         out = self._buffers.take() if reply.size else None
         for start, stop in cuts(reply.size):
-            head = [*request.number, start, *(() if start else reply.fields())]
+            head = [*request.key, start, *(() if start else reply.fields())]
             frames: list[Any] = [request.name, json.dumps(head).encode()]
-            if out is not None:  # the next request may change what is given
-                frames.append(out[start:stop].copy_(self.core.given[start:stop]).numpy().data)
-            self._socket.send_multipart(frames, copy=False)  # if it is gone it will ask again
+            if out is not None:
+                # A copy, because the next request may change the data of the answer.
+                piece = out[start:stop].copy_(self.core.answer_data[start:stop])
+                frames.append(piece.numpy().data)
+            # If the worker is gone, it repeats its request when it is back.
+            self._socket.send_multipart(frames, copy=False)
 
 
 @dataclass
 class _Request:
+    """A request of a worker, from its first piece until it is answered."""
+
+    #: Routing id of the sender.
     name: bytes
-    number: tuple[int, int]
+    #: Number of the connection and of the request.
+    key: tuple[int, int]
     message: Message
     data: Arrival
-    said: float
+    #: Time of the last message to the worker.
+    last_message: float
     session: int = -1
 
 
 @dataclass(frozen=True)
 class _Received:
-    """What arrived: who sent it, by its own account, and a request or a later piece of one."""
+    """A received message: a request, or a later piece of one. The sender is not verified yet."""
 
     name: bytes
     worker: int
@@ -258,9 +299,14 @@ class _Received:
     message: Message | None
     piece: bytes | memoryview
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Number of the connection and of the request."""
+        return self.life, self.number
+
     @staticmethod
     def of(frames: list[Any]) -> "_Received":
-        """What these frames contain. ValueError for anything that is not of this form."""
+        """Return the content of these frames; raise `ValueError` if they are not a message."""
         if not 2 <= len(frames) <= 3:
             raise ValueError(f"expected 2 or 3 frames, got {len(frames)}")
         name, head, *rest = frames
@@ -268,11 +314,11 @@ class _Received:
             case [worker, life, number, at, *fields]:
                 numbers = life, number, at
             case other:
-                raise ValueError(f"{str(other)[:80]} is no head of a message")
+                raise ValueError(f"expected the head of a message, got {str(other)[:80]}")
         if type(worker) is not int or not OBSERVER <= worker < 2**31:
-            raise ValueError(f"{str(worker)[:80]} is no number of a worker")
+            raise ValueError(f"expected a worker number, got {str(worker)[:80]}")
         if not all(type(n) is int and 0 <= n < LIMIT for n in numbers):
-            raise ValueError(f"{str(numbers)[:80]} are not numbers of a message")
+            raise ValueError(f"expected the numbers of a message, got {str(numbers)[:80]}")
         message = None if at else Message.from_fields(fields)
         piece = rest[0].buffer if rest else b""
         return _Received(name.bytes, worker, life, number, at, message, piece)
@@ -281,98 +327,127 @@ class _Received:
 class ZeroMQConnection(Connection):
     """A worker's connection to the server at an address.
 
-    `patience` is for how long nothing may come from there, in seconds: a server that is killed and
-    started again within it is not noticed.
+    Args:
+        address: address of the server.
+        worker: number of the worker.
+        nbytes: size of the server's shard in bytes.
+        life: a number that identifies this connection; a restarted worker passes another one.
+        patience: seconds during which the server may be silent. A server that is restarted within
+            that time is not noticed.
+        keys: CURVE keys of the worker and the server.
     """
 
     def __init__(
-        self, address: str, worker: int, nbytes: int, *, life: int, patience: float = 60.0,
-        keys: Keys | None = None) -> None:  # fmt: skip
-        self._zmq = zmq = extra("zmq", "zeromq")
+        self,
+        address: str,
+        worker: int,
+        nbytes: int,
+        *,
+        life: int,
+        patience: float = 60.0,
+        keys: Keys | None = None,
+    ) -> None:
+        self._zmq = zmq = import_extra("zmq", "zeromq")
         super().__init__(nbytes)
-        self._address, self._worker, self._life = address, worker, life
+        self._address = address
+        self._worker = worker
+        self._life = life
         self.session = life
-        self._patience, self._number, self._sent = patience, 0, zmq.MessageTracker()
-        self._context, self._keys = zmq.Context(), keys
-        self._socket, self._beats = (self._connect(kind, keys) for kind in ("asks", "beats"))
+        self._patience = patience
+        self._number = 0
+        self._sent = zmq.MessageTracker()
+        self._context = zmq.Context()
+        self._keys = keys
+        self._socket = self._connect("requests", keys)
+        self._beat_socket = self._connect("beats", keys)
         self._closed = threading.Event()
-        self._beating = threading.Thread(target=self._beat, daemon=True)
-        self._beating.start()
+        self._beat_thread = threading.Thread(target=self._send_beats, daemon=True)
+        self._beat_thread.start()
 
-    def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
-        """Send a request, again and again if it must be, until it is answered."""
+    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+        """Send a request, repeatedly if necessary, until it is answered."""
         self._number += 1
-        start = heard = time.monotonic()
+        start = last_received = time.monotonic()
         self._send(message, written)
-        answer, coming, done = Message(Kind.WAIT), Arrival(self.parameters), False
-        while not done:
+        answer = Message(Kind.WAIT)
+        arrival = Arrival(self.parameters)
+        is_complete = False
+        while not is_complete:
             if not self._socket.poll(int(_RETRY * 1000)):
-                if time.monotonic() - heard > self._patience:
-                    # A key that it does not know is not answered.
-                    remedy = ("start it again", "is this key known?")[self._number == 1]
-                    text = f"the server at {self._address} has said nothing for {self._patience:g}"
-                    since = f"{time.monotonic() - start:.0f} s after it was asked"
-                    raise PeerLost(f"{text} s, {since}; {remedy}")
-                if self._sent.done:  # else it has yet to leave
+                if time.monotonic() - last_received > self._patience:
+                    raise self._lost(start)
+                if self._sent.done:  # otherwise the request has not left this process yet
                     self._send(message)
                 continue
             head, *data = self._socket.recv_multipart(copy=False)
             life, number, at, *fields = json.loads(head.bytes)
             if (life, number) != (self._life, self._number):
-                continue  # the answer to what was asked twice
-            heard = time.monotonic()
+                continue  # a second answer to an earlier request that was repeated
+            last_received = time.monotonic()
             if not at:
                 answer = Message.from_fields(fields)
                 raise_failure(f"the server at {self._address}", answer)
-                coming = Arrival(self.parameters[: answer.size])
-            whole = coming.take(at, data[0].buffer if data else b"")
-            done = whole and answer.kind is not Kind.WAIT
+                arrival = Arrival(self.parameters[: answer.size])
+            has_all_data = arrival.take(at, data[0].buffer if data else b"")
+            is_complete = has_all_data and answer.kind is not Kind.WAIT
         return answer
 
+    def _lost(self, start: float) -> PeerLost:
+        # A server does not answer a client whose key it does not know.
+        remedy = "check that it knows this key" if self._number == 1 else "restart it"
+        return PeerLost(
+            f"the server at {self._address} was silent for {self._patience:g} s, "
+            f"{time.monotonic() - start:.0f} s after the request; {remedy}"
+        )
+
     def abort(self, reason: str) -> None:
-        """Tell the server why: by a socket of its own, as another thread may use the other."""
+        """Report the failure to the server, over a socket that no other thread uses."""
         if not self._closed.is_set():
-            socket = self._connect("last words", self._keys)
+            socket = self._connect("abort", self._keys)
             self._send(Message(Kind.ABORT, text=reason), (), socket)
             socket.close(linger=500)
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """Close the sockets and stop sending BEATs."""
         if not self._closed.is_set():
             self._closed.set()
             self._socket.close(linger=500)
-            self._beating.join()
+            self._beat_thread.join()
             self._context.term()
 
     def _send(self, message: Message, written: Iterable[int] = (), socket: Any = None) -> None:
-        there, written = 0, iter(written)
-        socket, flags = socket or self._socket, self._zmq.NOBLOCK
+        written_bytes = 0
+        written = iter(written)
+        socket = socket or self._socket
         data = self.gradients[: (message.size or None) if message.kind in SENDS else 0]
         for start, stop in cuts(len(data)):
-            while there < stop:  # while one piece is written the last one travels
-                there = next(written, stop)
+            while written_bytes < stop:  # the previous piece is sent while this one is written
+                written_bytes = next(written, stop)
             fields = () if start else message.fields()
             head = json.dumps([self._worker, self._life, self._number, start, *fields]).encode()
-            # As they lie: what leaves after they have changed is of a number that is void.
+            # The frame shares the buffer. A piece that leaves after the buffer has changed belongs
+            # to a request number that is not valid any more.
             frames = [head, data[start:stop].numpy().data] if stop else [head]
-            with suppress(self._zmq.Again):  # whoever refuses this key has hung up
+            with suppress(self._zmq.Again):  # a server that refuses the key has disconnected
+                flags = self._zmq.NOBLOCK
                 self._sent = socket.send_multipart(frames, flags, copy=False, track=True)
 
-    def _beat(self) -> None:
-        beat = Message(Kind.BEAT).fields()
-        head = json.dumps([self._worker, self._life, 0, 0, *beat]).encode()
-        while not self._closed.wait(_BEAT):
-            with suppress(self._zmq.Again):  # the server is away: there will be another time
-                self._beats.send(head, self._zmq.NOBLOCK)
-        self._beats.close(linger=0)
+    def _send_beats(self) -> None:
+        fields = Message(Kind.BEAT).fields()
+        head = json.dumps([self._worker, self._life, 0, 0, *fields]).encode()
+        while not self._closed.wait(_BEAT_INTERVAL):
+            with suppress(self._zmq.Again):  # the server is not connected now
+                self._beat_socket.send(head, self._zmq.NOBLOCK)
+        self._beat_socket.close(linger=0)
 
     def _connect(self, name: str, keys: Keys | None) -> Any:
-        zmq, socket = self._zmq, self._context.socket(self._zmq.DEALER)
+        zmq = self._zmq
+        socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"{self._worker}-{self._life}-{name}".encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.SNDHWM, 4 if name == "beats" else 0)
-        socket.setsockopt(zmq.RCVHWM, _PIECES)
+        socket.setsockopt(zmq.RCVHWM, _MAX_PIECES)
         if keys:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
@@ -381,16 +456,17 @@ class ZeroMQConnection(Connection):
         return socket
 
 
-def _guard(context: Any, socket: Any, keys: Keys) -> Any:
-    """Let those in whose keys are known, and nobody else."""
+def _authenticate(context: Any, socket: Any, keys: Keys) -> Any:
+    """Accept connections of peers with known keys only; return the authenticator."""
     from zmq.auth.thread import ThreadAuthenticator
     from zmq.utils import z85
 
     peers = {key.encode() for key in keys.peers}
-    known = SimpleNamespace(callback=lambda _, key: key in peers or z85.encode(key) in peers)
-    guard = ThreadAuthenticator(context)
-    guard.start()
-    guard.configure_curve_callback(domain="*", credentials_provider=known)
-    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    provider = SimpleNamespace(callback=lambda _, key: key in peers or z85.encode(key) in peers)
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=provider)
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
     socket.curve_server = True
-    return guard
+    return authenticator

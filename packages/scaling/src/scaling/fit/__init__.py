@@ -1,1 +1,1 @@
-"""The parametric law: variable projection, Newton's method, and the search that proves."""
+"""Fits of laws: variable projection, Newton's method and the search for the global minimum."""

@@ -1,13 +1,14 @@
-"""Whether a set of runs can identify a law at all, decided from its design before any fit.
+"""Checks that a set of runs can identify a law, from N and D alone, before any fit.
 
 Note [Conditioning of the design]
 The law E + A / N^alpha + B / D^beta is a constant, a curve in x = log N and a curve in y = log D.
-A curve takes a slope and a bend, so x, y, x^2 / 2 and y^2 / 2 must be independent over the runs.
-If they are not, a fit still converges: with D = 20 N, for example, two power laws of one variable
-swap their exponents unnoticed, and a bootstrap repeats the same wrong law. The measure of their
-independence is the smallest singular value of these four centered columns, per root of the number
-of runs. It is 0 for one size, one token count, one budget and D = c N^a, a few thousandths for
-these with 1 % of jitter, and 0.05 to 1 for published tables and their parts.
+Each curve has a slope and a curvature, so x, y, x^2 / 2 and y^2 / 2 must be linearly independent
+over the runs. If they are not, a fit still converges. With D = 20 N, for example, two power laws of
+one variable exchange their exponents, and a bootstrap repeats the same wrong law. The measure of
+independence is the smallest singular value of these four centered columns, divided by the square
+root of the number of runs. It is 0 for one size, one token count, one budget and D = c N^a. It is a
+few thousandths for such designs with 1 % of jitter, and 0.05 to 1 for published tables and subsets
+of them.
 """
 
 import math
@@ -16,10 +17,10 @@ import numpy as np
 
 from scaling.runs import Array
 
-LEAST = 0.04
-"""Smallest singular value of an identifying design: see Note [Conditioning of the design]."""
+#: Smallest singular value of an identifying design: see Note [Conditioning of the design].
+MIN_SINGULAR_VALUE = 0.04
 
-REMEDY = "train several sizes at each of three or more budgets, a factor of ten apart in all"
+REMEDY = "train several sizes at each of three or more budgets that span at least a factor of ten"
 
 
 def require_identified(parameters: Array, tokens: Array) -> None:
@@ -31,39 +32,43 @@ def require_identified(parameters: Array, tokens: Array) -> None:
 def design_defect(parameters: Array, tokens: Array) -> str:
     """Return why the runs do not identify a law of N and D; empty if they do."""
     x, y = (v - v.mean() for v in np.log([parameters, tokens]))
-    if singular_values(np.stack([x, y, x**2 / 2, y**2 / 2])).min() >= LEAST:
+    columns = np.stack([x, y, x**2 / 2, y**2 / 2])
+    if singular_values(columns).min() >= MIN_SINGULAR_VALUE:
         return ""
     return line_defect(parameters, tokens) or (
-        "log N and log D take too few separate values, or one is a smooth function of the other, so"
-        " the terms of N and D stand in for each other"
+        "log N and log D have too few distinct values, or one is a smooth function of the other, so"
+        " the terms of N and D cannot be told apart"
     )
 
 
 def line_defect(parameters: Array, tokens: Array) -> str:
-    """Return which line the runs lie on in log N and log D; empty if they lie on none."""
+    """Return which line the runs lie on in log N and log D; empty if they lie on no line."""
     logs = np.log([parameters, tokens])
     centered = logs - logs.mean(1)[:, None]
-    if singular_values(centered).min() >= LEAST:
+    if singular_values(centered).min() >= MIN_SINGULAR_VALUE:
         return ""
     a, b = np.linalg.svd(centered)[0][:, -1]  # a x + b y is constant over the runs
     thickness = f"within {math.expm1(float((a * centered[0] + b * centered[1]).std())):.2g}"
-    middle_n, middle_d = np.exp(logs.mean(1))
-    if np.ptp(centered) < LEAST:
-        return f"all of them have {middle_n:.3g} parameters and {middle_d:.3g} tokens {thickness}"
+    mean_n, mean_d = np.exp(logs.mean(1))
+    if np.ptp(centered) < MIN_SINGULAR_VALUE:
+        return f"all of them have {mean_n:.3g} parameters and {mean_d:.3g} tokens {thickness}"
     if abs(b) < 0.05:
-        return f"column 'parameters' is {middle_n:.3g} in all of them {thickness}"
+        return f"column 'parameters' is {mean_n:.3g} in all of them {thickness}"
     if abs(a) < 0.05:
-        return f"column 'tokens' is {middle_d:.3g} in all of them {thickness}"
+        return f"column 'tokens' is {mean_d:.3g} in all of them {thickness}"
     slope = -a / b
     if abs(slope + 1) < 0.05:
-        return f"they hold one budget, 6 N D = {6 * middle_n * middle_d:.3g} {thickness}"
+        return f"they have one budget, 6 N D = {6 * mean_n * mean_d:.3g} {thickness}"
     if abs(slope - 1) < 0.05:
-        return f"all of them have {middle_d / middle_n:.3g} tokens per parameter {thickness}"
+        return f"all of them have {mean_d / mean_n:.3g} tokens per parameter {thickness}"
     return f"tokens follow the parameters as D = c N^{slope:.2f} {thickness}"
 
 
 def singular_values(columns: Array) -> Array:
-    """Return the singular values of (k, n) columns, centered, per root of n; 0 for missing rows."""
+    """Return the singular values of centered (k, n) columns, divided by the root of n.
+
+    If there are fewer rows than columns, the missing singular values are 0.
+    """
     count, n = columns.shape
     centered = columns - columns.mean(1)[:, None]
     values = np.linalg.svd(centered, compute_uv=False) / math.sqrt(n)

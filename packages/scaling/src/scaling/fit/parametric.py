@@ -1,8 +1,8 @@
-"""Fit L(N, D) = E + A / N^alpha + B / D^beta to runs, with evidence that nothing fits better.
+"""Fit L(N, D) = E + A / N^alpha + B / D^beta to runs (Hoffmann et al. 2022; Besiroglu et al. 2024).
 
-Notable: the start comes from a grid over (alpha, beta) alone, so a fit takes milliseconds; `prove`
-polishes every grid point and counts how many land on the answer; what the data cannot carry is a
-warning. (Hoffmann et al. 2022, appendix D.3; Besiroglu et al. 2024.)
+The search starts from a grid over (alpha, beta) alone, so a fit takes milliseconds: see
+Note [Variable projection] in varpro.py. `prove=True` polishes every grid point and counts how many
+reach the answer.
 """
 
 import math
@@ -14,26 +14,41 @@ import numpy as np
 
 from scaling.fit import newton
 from scaling.fit.identifiability import require_identified
-from scaling.fit.search import Estimate, Loss, Proof, check, search, total
+from scaling.fit.search import (
+    Estimate,
+    Loss,
+    Proof,
+    objective_value,
+    search,
+    validate_objective,
+)
 from scaling.fit.varpro import Problem
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import CONSTANTS, Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
 from scaling.tables.cells import list_some
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
-from scaling.uncertainty.doubts import BENDS, Opinion, bend, checked
-from scaling.uncertainty.drift import Drift, drift
+from scaling.uncertainty.diagnostics import (
+    BEND_P_VALUE,
+    SizeEstimate,
+    bend_p_value,
+    warn_of_optimum,
+)
+from scaling.uncertainty.drift import Drift, measure_drift
 
-FEWEST_RUNS = 5
-"""As many as there are constants."""
+#: Fewest runs of a fit: one per constant.
+FEWEST_RUNS = len(CONSTANTS)
+
+#: A run is reported as an outlier beyond this many spreads.
+OUTLIER_SPREADS = 10
 
 
 @dataclass(frozen=True, eq=False)
 class ParametricFit(Estimate):
-    """A law and what speaks for it.
+    """A fitted law whose answers carry intervals.
 
-    `law` is the bare point estimate; `optimal` and `predict` give it with intervals: those of a
-    bootstrap, widened beyond the runs by what earlier cuts of them would have missed.
+    `law` is the point estimate. `optimal` and `predict` add 95 % intervals: those of a bootstrap,
+    widened beyond the runs by the drift between fits of small runs and larger runs.
     """
 
     objective: float
@@ -42,33 +57,36 @@ class ParametricFit(Estimate):
 
     @cached_property
     def resampled(self) -> Bootstrap:
-        """1,000 refits with seed 0; call `bootstrap` for other numbers."""
+        """A bootstrap of 1,000 refits with seed 0; call `bootstrap` for other numbers."""
         return bootstrap(self, resamples=1000, seed=0)
 
     @cached_property
     def drift(self) -> Drift:
-        """What the law of the smaller runs alone got wrong about the larger ones."""
-        return drift(self.runs, self._refitted)
+        """The drift between fits of the smaller runs and the larger runs."""
+        return measure_drift(self.runs, self._refit)
 
-    def _refitted(self, runs: Runs) -> Bootstrap:
-        """A fit of fewer runs, and its resamples, without a word about what they cannot carry."""
-        _check(runs, self.loss, self.delta, self.untuned)
-        problem = Problem.of(runs, self.untuned)
+    def _refit(self, runs: Runs) -> Bootstrap:
+        """Return a bootstrap of a fit of some of the runs, without warnings."""
+        _check(runs, self.loss, self.delta, self.weight_above)
+        problem = Problem.chinchilla(runs, self.weight_above)
         theta, _ = search(problem, self.loss, self.delta, prove=False)
         errors = newton.residuals(problem, theta)[0]
-        part = Estimate(runs, problem.law(theta[0]), self.loss, self.delta, errors, self.untuned)
+        law = problem.to_law(theta[0])
+        part = Estimate(runs, law, self.loss, self.delta, errors, self.weight_above)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ScalingWarning)
             return bootstrap(part, resamples=200)
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
-        """`Law.optimal`, with 95 % intervals for N, D and the loss."""
+        """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
         best = self.resampled.optimal(compute, inference_tokens=inference_tokens)
-        other = None if inference_tokens else self._by_isoflop(compute)
-        return checked(self.drift.widened(best), self.runs, other)
+        best = self.drift.widen(best)
+        other = None if inference_tokens else self._isoflop_size(compute)
+        warn_of_optimum(best, self.runs, other)
+        return best
 
-    def _by_isoflop(self, compute: float) -> Opinion | None:
-        """What the valleys of the same runs say, where they lie at budgets."""
+    def _isoflop_size(self, compute: float) -> SizeEstimate | None:
+        """Return the best size by the IsoFLOP fit of the same runs, if there is one."""
         if not self.valleys:
             return None
         compute *= self.valleys.flops_per_parameter_token(compute) / FLOPS_PER_PARAMETER_TOKEN
@@ -76,12 +94,12 @@ class ParametricFit(Estimate):
             warnings.simplefilter("ignore", ScalingWarning)
             best = self.valleys.optimal(compute)
         interval = (best.intervals or {})["parameters"]
-        half = math.log(interval.high / interval.low) / 2 if interval.low else math.inf
-        return Opinion("IsoFLOP", math.log(best.parameters), half)
+        half_width = math.log(interval.high / interval.low) / 2 if interval.low else math.inf
+        return SizeEstimate("IsoFLOP", math.log(best.parameters), half_width)
 
     @cached_property
     def valleys(self) -> IsoflopFit | None:
-        """The IsoFLOP fit of the same runs; None unless they lie at three budgets or more."""
+        """The IsoFLOP fit of the same runs; None unless most of them lie at three budgets."""
         groups = [g for g in self.runs.budgets() if len(np.unique(g.parameters)) >= 4]
         if len(groups) < 3 or sum(map(len, groups)) < 0.8 * len(self.runs):
             return None
@@ -93,10 +111,10 @@ class ParametricFit(Estimate):
                 return None
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """`Law.predict`, with the 95 % interval of one more run, its noise included."""
+        """Return `Law.predict`, with the 95 % interval of a further run, its noise included."""
         mean = self.resampled.predict(parameters, tokens)
         compute = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
-        return Prediction(mean.loss, self.drift.of_a_run(mean, compute, self.residuals))
+        return Prediction(mean.loss, self.drift.interval_of_run(mean, compute, self.residuals))
 
 
 def fit_parametric(
@@ -104,35 +122,43 @@ def fit_parametric(
     loss: Loss = "huber",
     *,
     delta: float = 1e-3,
-    untuned: float = 1.0,
+    weight_above: float = 1.0,
     prove: bool = False,
 ) -> ParametricFit:
-    """The law that minimizes the sum of loss(log predicted - log observed) over all runs.
+    """Fit a law by minimizing the sum of loss(log predicted - log observed) over all runs.
 
-    `loss` is "huber" (with `delta`, as Hoffmann et al.), "lad" (least absolute deviations) or
-    "squares" (half the sum of squares). `prove` polishes all 289 points of a grid of exponents;
-    without, some thirty of them, and all where those end in several places. `untuned`, the weight
-    of runs whose loss is above the law, is below one where some were tuned too little: the law then
-    follows the runs that were tuned well, as a tenth, say, makes it follow the best quarter.
+    Args:
+        runs: The runs, at least five.
+        loss: "huber" (as Hoffmann et al.), "lad" (least absolute deviations) or "squares" (half the
+            sum of squares).
+        delta: The width of the Huber loss.
+        weight_above: The weight of runs whose loss lies above the law. A weight below one suits
+            tables in which some runs were tuned too little; with 0.1, for example, the law follows
+            the best quarter of the runs.
+        prove: Polish all 289 points of a grid of exponents. By default some thirty are polished,
+            and all of them if these reach several optima.
 
-    Raise `ValueError` for fewer than five runs and for runs that do not identify the law, such as
-    those of one size, one budget or one ratio of tokens to parameters (`fit.identifiability`).
-    ScalingWarning for an unproven optimum, a constant at its bound and runs far from the law.
+    Raises:
+        ValueError: There are fewer than five runs, or the runs do not identify the law, because
+            they have one size, one budget or one ratio of tokens to parameters, for example.
+
+    A `ScalingWarning` reports several optima, a constant at its bound, bent residuals and outliers.
     """
-    _check(runs, loss, delta, untuned)
-    problem = Problem.of(runs, untuned)
+    _check(runs, loss, delta, weight_above)
+    problem = Problem.chinchilla(runs, weight_above)
     theta, proof = search(problem, loss, delta, prove)
-    law = problem.law(theta[0])
+    law = problem.to_law(theta[0])
     errors = newton.residuals(problem, theta)[0]
-    found = tuple(_doubts(runs, problem, theta[0], errors, proof))
-    for message in found:
+    messages = tuple(_fit_messages(runs, problem, theta[0], errors, proof))
+    for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    least = total(problem, errors, loss, delta)
-    return ParametricFit(runs, law, loss, delta, errors, untuned, least, proof, found)
+    objective = objective_value(problem, errors, loss, delta)
+    return ParametricFit(runs, law, loss, delta, errors, weight_above, objective, proof, messages)
 
 
-def _check(runs: Runs, loss: Loss, delta: float, untuned: float) -> None:
-    check(loss, delta, untuned)
+def _check(runs: Runs, loss: Loss, delta: float, weight_above: float) -> None:
+    """Raise `ValueError` if the options are not valid or the runs cannot identify a law."""
+    validate_objective(loss, delta, weight_above)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(
             f"{len(runs)} runs cannot fix five constants; train at least {FEWEST_RUNS}"
@@ -142,38 +168,40 @@ def _check(runs: Runs, loss: Loss, delta: float, untuned: float) -> None:
     require_identified(runs.parameters, runs.tokens)
 
 
-def _doubts(runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof) -> list[str]:
-    """What a reader of the law should know before believing it."""
-    found = []
+def _fit_messages(
+    runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof
+) -> list[str]:
+    """Return the warnings about a fit."""
+    messages = []
     if proof.several or not proof.converged:
-        found.append(
-            f"{proof.landed} of {proof.converged} converged starts reached the best objective: the "
-            "data leave several optima"
+        messages.append(
+            f"{proof.landed} of {proof.converged} converged starts reached the best objective: the"
+            " data leave several optima"
         )
     if len(runs) == FEWEST_RUNS:
-        found.append(
-            "five runs leave no degrees of freedom for five constants: the law meets them all, and"
-            " every interval is infinite; train more"
+        messages.append(
+            "five runs leave no degrees of freedom for five constants: the law passes through all"
+            " of them, and every interval is infinite; train more runs"
         )
-    chance = bend(problem, theta, errors)
-    if chance < BENDS:
-        found.append(
+    p_value = bend_p_value(problem, theta, errors)
+    if p_value < BEND_P_VALUE:
+        messages.append(
             f"no law of this form fits: the residuals bend with size or tokens (F test, p ="
-            f" {chance:.1g}); `optimal` and `predict` widen by the drift of earlier cuts,"
-            " `bootstrap` and `profile` trust the form"
+            f" {p_value:.1g}); the intervals of `optimal` and `predict` include drift, those of"
+            " `bootstrap` and `profile` assume the law"
         )
     lowest, highest = problem.bounds
     for i, name in enumerate(CONSTANTS):
         if theta[i] <= lowest[i] or theta[i] >= highest[i]:
-            value = problem.natural(theta)[i]
-            found.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
+            value = problem.to_constants(theta)[i]
+            messages.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
     spread = 1.4826 * float(np.median(np.abs(errors - np.median(errors))))
-    far = np.flatnonzero(np.abs(errors) > np.maximum(10 * spread, 1e-6))
-    # With fewer runs a robust law meets so many of them that the others look far.
-    if 0 < len(far) <= len(errors) // 4 and len(runs) >= 3 * FEWEST_RUNS:
-        rows = list_some(runs.rows[i] for i in far)
-        found.append(
+    outliers = np.flatnonzero(np.abs(errors) > np.maximum(OUTLIER_SPREADS * spread, 1e-6))
+    # A robust fit of few runs passes through most of them, so the other runs look like outliers.
+    if 0 < len(outliers) <= len(errors) // 4 and len(runs) >= 3 * FEWEST_RUNS:
+        rows = list_some(runs.rows[i] for i in outliers)
+        messages.append(
             f"column 'loss' in rows {rows} is more than ten spreads ({spread:.2g} in log loss) from"
-            " the law: look at those runs, or drop them with without_highest"
+            " the law: check those runs, or drop them with without_highest"
         )
-    return found
+    return messages

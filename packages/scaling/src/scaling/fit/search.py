@@ -1,7 +1,11 @@
-"""The search for the least objective: from a grid of exponents, and back from the family's edge.
+"""The search for the global minimum of a fit's objective, from a grid of exponents.
 
-Notable: the only place where a start can be lost is where one term has died, and whether that is an
-optimum can be asked outright: if no revival of the term, at any exponent, lowers the objective.
+Note [Vanished terms]
+A minimization from a good start can only fail in one way: the amplitude of a term shrinks towards
+zero, its exponent no longer has a gradient, and the search stops at the edge of the family of laws.
+That end point is a real minimum only if no size and exponent of the term lower the objective. The
+search therefore tries a table of sizes and exponents for each vanished term, and continues from the
+best of them if it improves the objective.
 """
 
 import itertools
@@ -12,6 +16,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
@@ -21,54 +26,60 @@ from scaling.runs import Array, Runs
 
 Loss = Literal["huber", "lad", "squares"]
 
-# Objectives that differ by less, relatively, are one optimum.
-SAME = 1e-8
-# Steps after which a start has not converged; almost all need less than a hundred.
-PATIENCE = 1000
-# Sizes at which a dead term is tried again, in spreads of the loss.
-REVIVALS = 4.0 ** -np.arange(13)
-# Without a proof: the best points of the grid, and a coarser grid of about so many.
-BEST, LATTICE = 8, 25
+#: Objectives with a smaller relative difference belong to the same optimum.
+SAME_OBJECTIVE = 1e-8
+
+#: Steps after which a start counts as not converged. Almost all starts need fewer than a hundred.
+MAX_STEPS = 1000
+
+#: Sizes at which a vanished term is tried again, in units of the spread of the target.
+REVIVAL_SIZES = 4.0 ** -np.arange(13)
+
+#: Without a proof, the number of best grid points and the approximate number of points of a coarser
+#: grid that are polished.
+BEST_STARTS = 8
+COARSE_GRID_POINTS = 25
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What became of the starts: `landed` of the `converged` reached the best objective."""
+    """Counts of the starts of a search that converged and that reached the best objective."""
 
     starts: int
     converged: int
+    #: Number of converged starts that reached the best objective.
     landed: int
+    #: True if the starts were the whole grid, as `prove=True` requests.
     complete: bool
-    """Whether the starts were the whole grid, which is what `prove=True` asks for."""
 
     @property
     def several(self) -> bool:
-        """Whether starts that converged landed on different optima."""
+        """True if converged starts reached different optima."""
         return self.landed < self.converged
 
     @property
     def holds(self) -> bool:
-        """Whether every start of the whole grid that converged landed on the same optimum."""
+        """True if the starts were the whole grid and all that converged reached one optimum."""
         return self.complete and self.landed == self.converged > 0
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate(ComparesArrays):
-    """A law without intervals, and what it was fitted to: what any uncertainty starts from."""
+    """A fitted law without intervals, together with the runs and options of the fit."""
 
     runs: Runs
     law: Law
     loss: Loss
     delta: float
+    #: Log of predicted over observed loss, one per run.
     residuals: Array
-    """log of predicted over observed loss, one per run."""
-    untuned: float
-    """The weight of runs above the law; below one, they may have been tuned too little."""
+    #: The weight of runs whose loss lies above the law.
+    weight_above: float
 
     @cached_property
     def problem(self) -> Problem:
-        """What was fitted, in the parameters of the search."""
-        return Problem.of(self.runs, self.untuned)
+        """The fitted problem, in the parameters of the search."""
+        return Problem.chinchilla(self.runs, self.weight_above)
 
 
 def search(
@@ -76,45 +87,55 @@ def search(
     loss: Loss,
     delta: float,
     prove: bool,
-    springs: Sequence[newton.Spring] = (),
+    penalties: Sequence[newton.Penalty] = (),
 ) -> tuple[Array, Proof]:
-    """(1, P) the best law from all starts of the grid, or from some of them, and the proof.
+    """Return the best parameters (1, P) and how many starts reached them.
 
-    The best points of the grid may all lie in one basin, so that a better one is missed: a coarse
-    lattice goes beside them, and where they end in several places the whole grid is tried. Of three
-    exponents or more that would take too long: there only `prove` looks beyond the best points.
+    `prove` polishes every point of the exponent grid. Otherwise the best points of the grid are
+    polished, and with at most two exponents also a coarser grid, because the best points may all
+    lie in one basin. If these starts reach several optima, the search is repeated from the whole
+    grid. See Note [Vanished terms] for the rest of the search.
     """
-    first = _first(loss, delta)
+    first_delta = _initial_delta(loss, delta)
     starts = grid_starts(problem)
-    points = [len(axis) for axis in problem.axes]
-    dimensions = max(sum(n > 1 for n in points), 1)
+    dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)
     if not prove:
-        few = BEST if dimensions < 4 else BEST // 2
-        lowest = np.argsort(newton.objective(problem, starts, first))[:few]
-        every = math.ceil(max(points) / LATTICE ** (1 / dimensions))
-        lattice = np.arange(len(starts)).reshape(points)[(slice(None, None, every),) * len(points)]
-        starts = starts[np.union1d(lowest, lattice.ravel()) if dimensions < 3 else lowest]
-    ends = newton.polish(problem, starts, delta=first, springs=springs, max_steps=PATIENCE)
-    for _ in range(0 if springs else 3):
-        back, revived = _revive(problem, ends, first)
-        if not len(back):
-            break
-        again = newton.polish(problem, revived, delta=first, max_steps=PATIENCE)
-        ends.theta[back], ends.objective[back] = again.theta, again.objective
-        ends.converged[back] = again.converged
+        starts = starts[_promising_starts(problem, starts, first_delta, dimensions)]
+    ends = newton.polish(
+        problem, starts, delta=first_delta, penalties=penalties, max_steps=MAX_STEPS
+    )
+    if not penalties:
+        _revive(problem, ends, first_delta)
     if loss == "lad":
-        ends = _shrink(problem, ends, first)
+        ends = _shrink_delta(problem, ends, first_delta)
     best = int(np.argmin(ends.objective))
-    # A residual r is known to a few ulps of 1, which moves the objective by |psi(r)| times that.
-    rounding = 1e-15 * np.abs(np.clip(newton.residuals(problem, ends.theta), -first, first)).sum(1)
-    landed = ends.objective <= ends.objective[best] * (1 + SAME) + 2 * (rounding + rounding[best])
+    # A residual is known to a few ulps of 1, which changes the objective by |psi(r)| times that.
+    errors = newton.residuals(problem, ends.theta)
+    rounding = 1e-15 * np.abs(np.clip(errors, -first_delta, first_delta)).sum(1)
+    tolerance = ends.objective[best] * SAME_OBJECTIVE + 2 * (rounding + rounding[best])
+    landed = ends.objective <= ends.objective[best] + tolerance
     converged = int(ends.converged.sum())
     proof = Proof(len(starts), converged, int((landed & ends.converged).sum()), prove)
-    # Of laws that are equal to the last digit the one that claims the least irreducible loss.
+    # Laws may be equal to the last digit; the one with the least irreducible loss is returned.
     best = int(np.argmin(np.where(landed, ends.theta[:, 0], np.inf)))
     if proof.several and not prove and dimensions < 3:
-        return search(problem, loss, delta, True, springs)
+        return search(problem, loss, delta, True, penalties)
     return ends.theta[[best]], proof
+
+
+def _promising_starts(
+    problem: Problem, starts: Array, delta: float, dimensions: int
+) -> NDArray[np.intp]:
+    """Return the indices of the best grid points, and of a coarser grid for few exponents."""
+    count = BEST_STARTS if dimensions < 4 else BEST_STARTS // 2
+    best = np.argsort(newton.objective(problem, starts, delta))[:count]
+    if dimensions >= 3:
+        return best
+    points = [len(axis) for axis in problem.exponent_grid]
+    stride = math.ceil(max(points) / COARSE_GRID_POINTS ** (1 / dimensions))
+    indices = np.arange(len(starts)).reshape(points)
+    coarse = indices[(slice(None, None, stride),) * len(points)]
+    return np.union1d(best, coarse.ravel())
 
 
 def refit(
@@ -125,61 +146,89 @@ def refit(
     *,
     weights: Array | None = None,
     finest: float = 1e-9,
-    springs: Sequence[newton.Spring] = (),
-) -> newton.Polished:
-    """`newton.polish` for each loss; LAD is Huber with delta shrinking to `finest`."""
-    first = _first(loss, delta)
-    ends = newton.polish(problem, starts, delta=first, weights=weights, springs=springs)
-    return ends if loss != "lad" else _shrink(problem, ends, first, weights, finest)
+    penalties: Sequence[newton.Penalty] = (),
+) -> newton.PolishResult:
+    """Polish starts for any loss.
+
+    Least absolute deviations ("lad") is the limit of Huber losses whose delta shrinks to `finest`.
+    """
+    first_delta = _initial_delta(loss, delta)
+    ends = newton.polish(problem, starts, delta=first_delta, weights=weights, penalties=penalties)
+    if loss == "lad":
+        return _shrink_delta(problem, ends, first_delta, weights, finest)
+    return ends
 
 
-def check(loss: Loss, delta: float, untuned: float) -> None:
-    """ValueError unless the loss is one of ours and its numbers make sense."""
-    if loss not in get_args(Loss) or not (delta > 0 and 0 < untuned <= 1):
-        raise ValueError(
-            f"loss = {loss!r}, delta = {delta}, untuned = {untuned}: a loss of {get_args(Loss)}, a"
-            " positive delta (1e-3 is usual), and a weight above 0 and at most 1"
-        )
+def validate_objective(loss: Loss, delta: float, weight_above: float) -> None:
+    """Raise `ValueError` unless the options of the objective are valid."""
+    if loss not in get_args(Loss):
+        raise ValueError(f"expected loss to be one of {get_args(Loss)}, got {loss!r}")
+    if not delta > 0:
+        raise ValueError(f"expected delta > 0 (1e-3 is usual), got {delta}")
+    if not 0 < weight_above <= 1:
+        raise ValueError(f"expected 0 < weight_above <= 1, got {weight_above}")
 
 
-def total(problem: Problem, errors: Array, loss: Loss, delta: float) -> float:
-    """The objective of log residuals: for LAD their absolute sum, not that of a narrow Huber."""
-    size, weights = np.abs(errors), problem.weigh(np.ones(len(errors)), errors)
+def objective_value(problem: Problem, errors: Array, loss: Loss, delta: float) -> float:
+    """Return the objective of log residuals; for "lad" this is their absolute sum."""
+    size = np.abs(errors)
+    weights = problem.asymmetric_weights(np.ones(len(errors)), errors)
     if loss == "lad":
         return float((weights * size).sum())
-    inside = np.minimum(size, delta if loss == "huber" else np.inf)
-    return float((weights * inside * (size - 0.5 * inside)).sum())
+    clipped = np.minimum(size, delta if loss == "huber" else np.inf)
+    return float((weights * clipped * (size - 0.5 * clipped)).sum())
 
 
-def _first(loss: Loss, delta: float) -> float:
+def _initial_delta(loss: Loss, delta: float) -> float:
     return {"huber": delta, "lad": 1e-3, "squares": np.inf}[loss]
 
 
-def _shrink(
+def _shrink_delta(
     problem: Problem,
-    ends: newton.Polished,
+    ends: newton.PolishResult,
     delta: float,
     weights: Array | None = None,
     finest: float = 1e-9,
-) -> newton.Polished:
+) -> newton.PolishResult:
+    """Polish again with ever smaller deltas, down to `finest`."""
     while delta > finest * 1.01:
         delta /= 10
         ends = newton.polish(problem, ends.theta, delta=delta, weights=weights)
     return ends
 
 
-def _revive(problem: Problem, ends: newton.Polished, delta: float) -> tuple[Array, Array]:
-    """Which ends lost a term whose return would lower the objective, and where to go on from."""
-    back, revived = [], []
-    for i, term in np.argwhere(newton.vanished(problem, ends.theta)):
-        shared = {j for k, held in enumerate(problem.held) if k != term for j in held}
-        own = [j for j in problem.held[term] if j not in shared][:2]
-        sizes = np.log(REVIVALS * problem.spread)
-        tries = np.array(list(itertools.product(sizes, *(problem.axes[j] for j in own))))
-        tried = np.tile(ends.theta[i], (len(tries), 1))
-        tried[:, [term, *(problem.count + j for j in own)]] = tries
-        value = newton.objective(problem, tried, delta)
-        if value.min() < ends.objective[i] * (1 - 1e-12):
-            back.append(i)
-            revived.append(tried[np.argmin(value)])
-    return np.array(back, dtype=np.intp), np.array(revived)
+def _revive(problem: Problem, ends: newton.PolishResult, delta: float) -> None:
+    """Continue the minimizations that lost a term they need, in place, at most three times."""
+    for _ in range(3):
+        rows, starts = _revive_terms(problem, ends, delta)
+        if not len(rows):
+            return
+        polished = newton.polish(problem, starts, delta=delta, max_steps=MAX_STEPS)
+        ends.theta[rows] = polished.theta
+        ends.objective[rows] = polished.objective
+        ends.converged[rows] = polished.converged
+
+
+def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> tuple[Array, Array]:
+    """Return the ends whose vanished term would lower the objective, and their new starts.
+
+    See Note [Vanished terms]. The exponents that are tried are those of the vanished term alone.
+    """
+    rows = []
+    starts = []
+    sizes = np.log(REVIVAL_SIZES * problem.target_spread)
+    for i, term in np.argwhere(newton.vanished_terms(problem, ends.theta)):
+        shared: set[int] = set()
+        for k, exponents in enumerate(problem.term_exponents):
+            if k != term:
+                shared.update(exponents)
+        private = [j for j in problem.term_exponents[term] if j not in shared][:2]
+        grids = [problem.exponent_grid[j] for j in private]
+        values = np.array(list(itertools.product(sizes, *grids)))
+        trials = np.tile(ends.theta[i], (len(values), 1))
+        trials[:, [term, *(problem.num_terms + j for j in private)]] = values
+        objective = newton.objective(problem, trials, delta)
+        if objective.min() < ends.objective[i] * (1 - 1e-12):
+            rows.append(i)
+            starts.append(trials[np.argmin(objective)])
+    return np.array(rows, dtype=np.intp), np.array(starts)

@@ -1,7 +1,21 @@
-"""Variable projection: for given exponents the best amplitudes follow by linear algebra.
+"""Variable projection for scaling laws: a grid over the exponents, linear algebra for the rest.
 
-Notable: a grid over two exponents finds the basin that 4,500 starts in five dimensions look for;
-of any law, since all that is asked of one are its terms. (Golub and Pereyra 1973.)
+Note [Variable projection]
+A scaling law y = sum_k a_k g_k(x; exponents) is linear in its amplitudes a_k. For fixed exponents
+the best amplitudes are therefore a small non-negative least-squares problem, and only the exponents
+have to be searched (Golub and Pereyra 1973). For Chinchilla's law a grid over two exponents finds
+the same basin as a grid of 4,500 starts over all five constants.
+
+Note [Centered parameters]
+`Problem` stores the constants as a vector theta: first the amplitudes, then the exponents. The
+amplitude of a term that depends on an exponent is stored as a logarithm, and log g_k is centered,
+which means that its mean over the rows is subtracted. Otherwise a larger exponent and a larger
+amplitude would compensate each other and the Hessian would be nearly singular. Other amplitudes are
+stored as they are and may be zero. For Chinchilla's law theta is (E, a, b, alpha, beta) of
+
+    L = E + exp(a - alpha x) + exp(b - beta y),   x = log N - mean(log N), y = log D - mean(log D).
+
+If the sum is raised to a power, the target is divided by its geometric mean before the fit.
 """
 
 import itertools
@@ -18,265 +32,338 @@ from scaling.law import Law
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Array, Runs
 
-STARTS, MOST = 289, 17
-"""Of a grid over all exponents about so many points, and at most so many of each."""
+#: Approximate number of points of the grid over all exponents.
+GRID_POINTS = 289
 
-STEP = 1e-30
-"""Of derivatives by an imaginary step, which loses no digits however small it is."""
+#: Largest number of grid points per exponent.
+MAX_POINTS_PER_EXPONENT = 17
+
+#: Step of complex-step derivatives. Nothing is subtracted, so a tiny step loses no digits.
+COMPLEX_STEP = 1e-30
+
+#: Bounds of a log amplitude, relative to the spread of the target and absolute.
+LOG_AMPLITUDE_RANGE = 30.0
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The K terms of S laws at n rows, divided by exp(what centers them)."""
+    """The values of K terms for S parameter vectors at n rows."""
 
-    logs: list[Array]
-    """log g of each, (S or 1, n)."""
-    slopes: list[dict[int, Array]]
-    """Of each, by exponent, (S or 1, n)."""
+    #: Centered log g of each term, of shape (S, n) or (1, n).
+    log_values: list[Array]
+    #: Derivatives of each term's log value by exponent index, of shape (S, n) or (1, n).
+    log_derivatives: list[dict[int, Array]]
+    #: The amount that was subtracted from each term's log value, of shape (S,) or (1,).
     centers: list[Array]
-    """(S or 1,) what was taken off each log."""
+
+
+@dataclass(frozen=True)
+class LinearTerm:
+    """A term whose log value is linear in its exponents: constant + sum_j exponent_j * slope_j."""
+
+    #: The slope of the centered log value in each exponent, (n,).
+    slopes: dict[int, Array]
+    #: The part of the centered log value that does not depend on an exponent, (n,).
+    constant: Array
+    #: The slope of the center in each exponent (zero if the term does not depend on it).
+    center_slopes: Array
+    #: The part of the center that does not depend on an exponent.
+    center_constant: float
 
 
 @dataclass(frozen=True, eq=False)
 class Problem(ComparesArrays):
-    """The data of a fit of a form: z = log y at rows of the form's inputs.
+    """The data of a fit: a form, its inputs and the logarithms of the target.
 
-    Its parameters theta are the amplitudes, then the exponents. The amplitude of a term that holds
-    exponents is in logs, and its term is centered: its log has mean zero, or amplitude and exponent
-    would stand in for each other. That of any other term is plain, and may be zero. For
-    Chinchilla's law theta is (E, a, b, alpha, beta) of E + exp(a - alpha x) + exp(b - beta y) with
-    x = log N - mean, y = log D - mean. A power of the sum goes by y over its geometric mean.
+    See Note [Centered parameters] for the parameter vector theta of length P.
     """
 
     form: Form
     columns: Mapping[str, Array]
-    z: Array
+    #: log y, (n,).
+    log_target: Array
+    #: Constants that are not fitted, by name.
     fixed: Mapping[str, float] = field(default_factory=dict)
-    reference: Mapping[str, Array] | None = None
-    """The rows whose mean centers; None: these."""
-    untuned: float = 1.0
-    """The weight of rows that lie above the law."""
+    #: The rows over which terms are centered; None means the rows of `columns`.
+    centering_columns: Mapping[str, Array] | None = None
+    #: The weight of rows whose target lies above the law.
+    weight_above: float = 1.0
 
     @staticmethod
-    def of(runs: Runs, untuned: float = 1.0) -> "Problem":
-        """The runs under Chinchilla's law."""
+    def chinchilla(runs: Runs, weight_above: float = 1.0) -> "Problem":
+        """Return the problem of fitting Chinchilla's law to runs."""
         columns = {"parameters": runs.parameters, "tokens": runs.tokens}
-        return Problem(CATALOG["chinchilla"], columns, np.log(runs.loss), untuned=untuned)
+        log_loss = np.log(runs.loss)
+        return Problem(CATALOG["chinchilla"], columns, log_loss, weight_above=weight_above)
 
-    def weigh(self, weights: Array, r: Array) -> Array:
-        """(S, n) weights of rows with residuals r, log of predicted over observed."""
-        return weights if self.untuned == 1 else weights * np.where(r < 0, self.untuned, 1.0)
-
-    def elsewhere(self, columns: Mapping[str, Array]) -> "Problem":
-        """Other rows, for the same parameters."""
+    def with_columns(self, columns: Mapping[str, Array]) -> "Problem":
+        """Return a problem with the same parameters theta, to be evaluated at other rows."""
         n = len(next(iter(columns.values())))
-        return replace(self, columns=columns, z=np.zeros(n), reference=self.columns)
+        return replace(
+            self, columns=columns, log_target=np.zeros(n), centering_columns=self.columns
+        )
+
+    def asymmetric_weights(self, weights: Array, residuals: Array) -> Array:
+        """Return (S, n) weights with `weight_above` applied to rows above the law.
+
+        Residuals are log predicted minus log observed, so such rows have negative residuals.
+        """
+        if self.weight_above == 1:
+            return weights
+        return weights * np.where(residuals < 0, self.weight_above, 1.0)
 
     @cached_property
-    def count(self) -> int:
-        """Of terms, K."""
+    def num_terms(self) -> int:
+        """Number of terms, K."""
         return len(self.form.terms)
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The constants, as in theta."""
+    def constant_names(self) -> tuple[str, ...]:
+        """Names of the constants, in the order of theta."""
         return self.form.constants
 
     @cached_property
     def signs(self) -> Array:
-        """(K,)"""
+        """Sign of each term, (K,)."""
         return np.array([self.form.signs.get(name, 1) for name in self.form.terms], np.float64)
 
     @cached_property
-    def logarithmic(self) -> list[int]:
-        """Terms whose amplitude is in logs."""
-        return [k for k, held in enumerate(self.form.occurring) if held or self.power]
+    def log_amplitude_terms(self) -> list[int]:
+        """Indices of the terms whose amplitude theta stores as a logarithm."""
+        exponents = enumerate(self.form.term_exponents)
+        return [k for k, indices in exponents if indices or self.power_index]
 
     @cached_property
-    def held(self) -> list[list[int]]:
-        """The exponents that the log of each term depends on, as it is centered."""
-        by_level = [self.power - self.count] if self.power else []
-        every = enumerate(self.form.occurring)
-        return [sorted({*e, *(by_level if k not in self.free else ())}) for k, e in every]
+    def term_exponents(self) -> list[list[int]]:
+        """Indices of the exponents on which the centered log value of each term depends."""
+        result = []
+        for k, indices in enumerate(self.form.term_exponents):
+            depends = set(indices)
+            if self.power_index and k not in self.free_terms:
+                # A fixed amplitude is not rescaled, so its term is shifted by mean / power.
+                depends.add(self.power_index - self.num_terms)
+            result.append(sorted(depends))
+        return result
 
     @cached_property
-    def free(self) -> list[int]:
-        """Terms whose amplitude is not fixed."""
+    def free_terms(self) -> list[int]:
+        """Indices of the terms whose amplitude is fitted."""
         return [k for k, name in enumerate(self.form.terms) if name not in self.fixed]
 
     @cached_property
-    def power(self) -> int | None:
-        """Where theta has the power of the sum."""
-        return self.names.index(self.form.power) if self.form.power else None
+    def power_index(self) -> int | None:
+        """Index in theta of the exponent of the whole sum; None if the sum has no exponent."""
+        return self.constant_names.index(self.form.power) if self.form.power else None
 
     @cached_property
-    def level(self) -> float:
-        """Mean of z, which a power goes by."""
-        return float(self.z.mean()) if self.power else 0.0
+    def log_target_mean(self) -> float:
+        """Mean of the log target, subtracted before a sum with a power is fitted; otherwise 0."""
+        return float(self.log_target.mean()) if self.power_index else 0.0
 
     @cached_property
-    def spread(self) -> float:
-        """Standard deviation of y: the scale on which a term is large or small."""
-        return 1.0 if self.power else max(float(np.exp(self.z).std()), 1e-16)
+    def target_spread(self) -> float:
+        """Standard deviation of the target: the scale on which a term is large or small."""
+        if self.power_index:
+            return 1.0
+        return max(float(np.exp(self.log_target).std()), 1e-16)
 
     @cached_property
     def bounds(self) -> tuple[Array, Array]:
-        """The least and the largest theta; a fixed constant has one value."""
-        shift = math.log(self.spread)
-        low, high = np.zeros(self.count), np.full(self.count, np.inf)
-        low[self.logarithmic], high[self.logarithmic] = shift - 30.0, 30.0 + max(shift, 0.0)
+        """Lower and upper bounds of theta; a fixed constant has equal bounds."""
+        log_spread = math.log(self.target_spread)
+        low = np.zeros(self.num_terms)
+        high = np.full(self.num_terms, np.inf)
+        low[self.log_amplitude_terms] = log_spread - LOG_AMPLITUDE_RANGE
+        high[self.log_amplitude_terms] = max(log_spread, 0.0) + LOG_AMPLITUDE_RANGE
         ranges = np.array([*self.form.exponents.values()], np.float64).reshape(-1, 2)
-        low, high = np.r_[low, ranges[:, 0]], np.r_[high, ranges[:, 1]]
+        low = np.concatenate([low, ranges[:, 0]])
+        high = np.concatenate([high, ranges[:, 1]])
         for name, value in self.fixed.items():
-            i = self.names.index(name)
-            low[i] = high[i] = math.log(value) if i in self.logarithmic else value
+            i = self.constant_names.index(name)
+            low[i] = high[i] = math.log(value) if i in self.log_amplitude_terms else value
         return low, high
 
     @cached_property
-    def axes(self) -> list[Array]:
-        """Where the search starts in each exponent."""
+    def exponent_grid(self) -> list[Array]:
+        """Grid points of each exponent from which the search starts."""
         unknown = [name for name in self.form.exponents if name not in self.fixed]
-        points = min(MOST, round(STARTS ** (1 / max(len(unknown), 1))))
-        axes = []
+        points = round(GRID_POINTS ** (1 / max(len(unknown), 1)))
+        points = min(points, MAX_POINTS_PER_EXPONENT)
+        grid = []
         for name, (low, high) in self.form.exponents.items():
             if name in self.fixed:
-                axes.append(np.array([self.fixed[name]]))
+                grid.append(np.array([self.fixed[name]]))
             elif low > 0:
-                axes.append(np.geomspace(low * 2, high / 1.5, points))
+                grid.append(np.geomspace(low * 2, high / 1.5, points))
             else:
-                axes.append(np.linspace(low, high, points + 2)[1:-1])
-        return axes
+                grid.append(np.linspace(low, high, points + 2)[1:-1])
+        return grid
 
-    def terms(self, theta: Array, *, slopes: bool = False) -> Terms:
-        """Of (S, P) laws, with the slopes of their logs in the exponents where asked."""
-        found = Terms([], [{} for _ in range(self.count)], [])
-        for k, linear in enumerate(self._linear):
+    def evaluate(self, theta: Array, *, derivatives: bool = False) -> Terms:
+        """Return the terms for (S, P) parameters, with their derivatives if requested."""
+        exponents = theta[:, self.num_terms :]
+        result = Terms([], [{} for _ in range(self.num_terms)], [])
+        for k, linear in enumerate(self._linear_terms):
             if linear is None:
-                log, center = self._curved(theta[:, self.count :], k)
+                log_value, center = self._evaluate_term(exponents, k)
             else:
-                steepness, rest, middle = linear
-                held = [*steepness]
-                center = middle[-1] + theta[:, [self.count + j for j in held]] @ middle[held]
-                log = rest[None]
-                for at, (j, x) in enumerate(steepness.items()):
-                    moved = theta[:, self.count + j, None] * x
-                    log = log + moved if at or rest.any() else moved
-            found.logs.append(log)
-            found.centers.append(center)
-            if not slopes:
+                log_value, center = _evaluate_linear(linear, exponents)
+            result.log_values.append(log_value)
+            result.centers.append(center)
+            if not derivatives:
                 continue
-            for j in self.held[k]:
+            for j in self.term_exponents[k]:
                 if linear is not None:
-                    found.slopes[k][j] = linear[0][j][None]
+                    result.log_derivatives[k][j] = linear.slopes[j][None]
                 else:
-                    imaginary: Any = theta[:, self.count :].astype(np.complex128)
-                    imaginary[:, j] += 1j * STEP
-                    found.slopes[k][j] = self._curved(imaginary, k)[0].imag / STEP
-        return found
+                    result.log_derivatives[k][j] = self._differentiate_term(exponents, k, j)[0]
+        return result
 
-    def _curved(self, exponents: Array, k: int) -> tuple[Any, Any]:
-        """log g less its center, of exponents that may be complex."""
-        named = {name: exponents[:, [j]] for j, name in enumerate(self.form.exponents)}
-        log = self.form.log_term(k, self.columns, named) + np.zeros((len(exponents), len(self.z)))
+    def _evaluate_term(self, exponents: Any, k: int) -> tuple[Any, Any]:
+        """Return the centered log value and the center of a term; exponents may be complex."""
+        by_name = {name: exponents[:, [j]] for j, name in enumerate(self.form.exponents)}
+        shape = (len(exponents), len(self.log_target))
+        log_value = self.form.log_term(k, self.columns, by_name) + np.zeros(shape)
         center = np.zeros(len(exponents), exponents.dtype)
-        if k in self.logarithmic and k in self.free:
-            there = log
-            if self.reference is not None:
-                there = self.form.log_term(k, self.reference, named)
-                there = there + np.zeros((len(exponents), 1))
-            center = there.mean(1)
-        elif self.power:
-            center = self.level / exponents[:, self.power - self.count]
-        return log - center[:, None], center
+        if k in self.log_amplitude_terms and k in self.free_terms:
+            reference = log_value
+            if self.centering_columns is not None:
+                reference = self.form.log_term(k, self.centering_columns, by_name)
+                reference = reference + np.zeros((len(exponents), 1))
+            center = reference.mean(1)
+        elif self.power_index:
+            center = self.log_target_mean / exponents[:, self.power_index - self.num_terms]
+        return log_value - center[:, None], center
+
+    def _differentiate_term(self, exponents: Array, k: int, j: int) -> tuple[Array, Array]:
+        """Return the derivatives of a term's log value and center in exponent j."""
+        shifted = exponents.astype(np.complex128)
+        shifted[:, j] += 1j * COMPLEX_STEP
+        log_value, center = self._evaluate_term(shifted, k)
+        return log_value.imag / COMPLEX_STEP, center.imag / COMPLEX_STEP
 
     @cached_property
-    def _linear(self) -> list[tuple[dict[int, Array], Array, Array] | None]:
-        """Of terms that are linear in their exponents: slopes, the rest, and what centers those.
+    def _linear_terms(self) -> list[LinearTerm | None]:
+        """The decomposition of each term that is linear in its exponents; None for other terms.
 
-        Found by trying: the slope is the same at two places.
+        A term counts as linear if its derivatives are equal at two different exponents.
         """
-        places = np.array([[axis[0] for axis in self.axes], [axis[-1] * 0.9 for axis in self.axes]])
-        found: list[tuple[dict[int, Array], Array, Array] | None] = []
-        for k, held in enumerate(self.held):
-            slopes, middle = {}, np.zeros(len(self.form.exponents) + 1)
-            log, center = (a.real for a in self._curved(places[:1].astype(complex), k))
-            rest, middle[-1] = log[0], center[0]
-            linear = True
-            for j in held:
-                moved = places.astype(complex)
-                moved[:, j] += 1j * STEP
-                log, center = (a.imag / STEP for a in self._curved(moved, k))
-                slopes[j], middle[j] = log[0], center[0]
-                linear &= bool(np.allclose(log[0], log[1], rtol=1e-12, atol=1e-12))
-                rest = rest - places[0, j] * log[0]
-                middle[-1] -= places[0, j] * center[0]
-            found.append((slopes, rest, middle) if linear else None)
-        return found
+        first = [axis[0] for axis in self.exponent_grid]
+        second = [axis[-1] * 0.9 for axis in self.exponent_grid]
+        points = np.array([first, second])
+        result: list[LinearTerm | None] = []
+        for k, indices in enumerate(self.term_exponents):
+            log_value, center = self._evaluate_term(points[:1], k)
+            constant = log_value[0]
+            center_constant = float(center[0])
+            slopes: dict[int, Array] = {}
+            center_slopes = np.zeros(len(self.form.exponents))
+            is_linear = True
+            for j in indices:
+                slope, center_slope = self._differentiate_term(points, k, j)
+                is_linear &= bool(np.allclose(slope[0], slope[1], rtol=1e-12, atol=1e-12))
+                slopes[j] = slope[0]
+                center_slopes[j] = center_slope[0]
+                constant = constant - points[0, j] * slope[0]
+                center_constant -= points[0, j] * center_slope[0]
+            linear = LinearTerm(slopes, constant, center_slopes, center_constant)
+            result.append(linear if is_linear else None)
+        return result
 
-    def natural(self, theta: Array) -> Array:
-        """(…, P) parameters as constants of the form."""
+    def to_constants(self, theta: Array) -> Array:
+        """Return the constants of the form, uncentered, for (…, P) parameters."""
         flat = theta.reshape(-1, theta.shape[-1])
-        constants, centers = flat.copy(), self.terms(flat).centers
-        for k in self.logarithmic:
-            lifted = centers[k] if k in self.free else 0.0
-            if self.power and k in self.free:
-                lifted = lifted - self.level / flat[:, self.power]
-            constants[:, k] = np.exp(np.clip(flat[:, k] - lifted, -700, 700))
-        natural: Array = constants.reshape(theta.shape)
-        return natural
+        constants = flat.copy()
+        centers = self.evaluate(flat).centers
+        for k in self.log_amplitude_terms:
+            shift: Array | float = 0.0
+            if k in self.free_terms:
+                shift = centers[k]
+                if self.power_index:
+                    shift = shift - self.log_target_mean / flat[:, self.power_index]
+            constants[:, k] = np.exp(np.clip(flat[:, k] - shift, -700, 700))
+        result: Array = constants.reshape(theta.shape)
+        return result
 
-    def law(self, theta: Array) -> Law:
-        """One row of parameters as a law."""
-        return Law(*map(float, self.natural(theta)))
+    def to_law(self, theta: Array) -> Law:
+        """Return the Chinchilla law of one parameter vector (P,)."""
+        return Law(*map(float, self.to_constants(theta)))
 
-    def centered(self, law: Law) -> Array:
-        """The inverse of `law`."""
+    def from_law(self, law: Law) -> Array:
+        """Return the parameter vector (P,) of a Chinchilla law: the inverse of `to_law`."""
         theta = law.constants.copy()
-        for k, center in enumerate(self.terms(theta[None]).centers):
-            if k in self.logarithmic:
+        for k, center in enumerate(self.evaluate(theta[None]).centers):
+            if k in self.log_amplitude_terms:
                 theta[k] = math.log(theta[k]) + center[0]
         return theta
 
 
+def _evaluate_linear(linear: LinearTerm, exponents: Array) -> tuple[Array, Array]:
+    """Return the centered log value and the center of a term that is linear in its exponents."""
+    indices = [*linear.slopes]
+    center = linear.center_constant + exponents[:, indices] @ linear.center_slopes[indices]
+    log_value = linear.constant[None]
+    is_zero = not linear.constant.any()
+    for j, slope in linear.slopes.items():
+        product = exponents[:, j, None] * slope
+        # Adding a zero constant would double the time of the most frequent case.
+        log_value = product if is_zero else log_value + product
+        is_zero = False
+    return log_value, center
+
+
 def grid_starts(problem: Problem) -> Array:
-    """(S, P) starts: at every point of the grid the amplitudes >= 0 of least squares in y."""
-    k, fixed = problem.count, problem.bounds[0]
-    grid = np.array(list(itertools.product(*problem.axes)))
-    theta = np.concatenate([np.tile(fixed[:k], (len(grid), 1)), grid], axis=1)
-    # Relative to what the sum should be: y, or the power's root of it.
-    goal = np.broadcast_to(problem.z, (len(grid), len(problem.z)))
-    if problem.power:
-        goal = (problem.z - problem.level) / theta[:, [problem.power]]
-    columns = np.stack([np.exp(log - goal) for log in problem.terms(theta).logs], axis=1)
+    """Return (S, P) starts: each point of the exponent grid with its best amplitudes.
+
+    The amplitudes minimize the squared relative error of the target and are not negative.
+    """
+    lower = problem.bounds[0]
+    grid = np.array(list(itertools.product(*problem.exponent_grid)))
+    amplitudes = np.tile(lower[: problem.num_terms], (len(grid), 1))
+    theta = np.concatenate([amplitudes, grid], axis=1)
+    # The sum of the terms should equal y, or the root of y if the sum has a power.
+    goal = np.broadcast_to(problem.log_target, (len(grid), len(problem.log_target)))
+    if problem.power_index:
+        goal = (problem.log_target - problem.log_target_mean) / theta[:, [problem.power_index]]
+    log_values = problem.evaluate(theta).log_values
+    columns = np.stack([np.exp(log_value - goal) for log_value in log_values], axis=1)
     columns *= problem.signs[:, None]
-    free = problem.free
-    rest = np.ones_like(goal)
-    for i in set(range(k)) - set(free):
-        rest = rest - columns[:, i] * (np.exp(fixed[i]) if i in problem.logarithmic else fixed[i])
+    free = problem.free_terms
+    remainder = np.ones_like(goal)
+    for k in set(range(problem.num_terms)) - set(free):
+        amplitude = np.exp(lower[k]) if k in problem.log_amplitude_terms else lower[k]
+        remainder = remainder - columns[:, k] * amplitude
     columns = columns[:, free]
-    moment = (columns @ rest[..., None])[..., 0]
-    theta[:, free] = nonnegative(columns @ columns.transpose(0, 2, 1), moment)
-    # A term that is switched off keeps a part of the spread, or its exponent could not move.
-    for i in set(free) & set(problem.logarithmic):
-        theta[:, i] = np.log(np.maximum(theta[:, i], 0.05 * problem.spread))
+    moment = (columns @ remainder[..., None])[..., 0]
+    theta[:, free] = nonnegative_least_squares(columns @ columns.transpose(0, 2, 1), moment)
+    for k in set(free) & set(problem.log_amplitude_terms):
+        # A term of size zero would leave its exponent without a gradient.
+        theta[:, k] = np.log(np.maximum(theta[:, k], 0.05 * problem.target_spread))
     return theta
 
 
-def nonnegative(gram: Array, moment: Array) -> Array:
-    """Batched non-negative least squares of a few variables: the best of all faces, exactly."""
-    best, best_value = np.zeros_like(moment), np.zeros(moment.shape[:-1])
-    every = range(moment.shape[-1])
-    faces = itertools.chain(*(itertools.combinations(every, k + 1) for k in every))
-    for face in map(list, faces):
-        inside = gram[..., face, :][..., :, face]
-        # In units of each column, which may differ by many orders.
-        unit = np.sqrt(np.maximum(np.einsum("...ii->...i", inside), 1e-300))
-        scaled = inside / (unit[..., :, None] * unit[..., None, :]) + 1e-13 * np.eye(len(face))
-        solution = np.linalg.solve(scaled, (moment[..., face] / unit)[..., None])[..., 0] / unit
-        value = -(solution * moment[..., face]).sum(-1)
-        better = (solution >= 0).all(-1) & (value < best_value)
-        best_value = np.where(better, value, best_value)
-        full = np.zeros_like(moment)
-        full[..., face] = solution
-        best = np.where(better[..., None], full, best)
+def nonnegative_least_squares(gram: Array, moment: Array) -> Array:
+    """Solve batched least squares with non-negative variables, exactly, for a few variables.
+
+    The minimum lies inside one face of the non-negative orthant, so all faces are tried.
+    `gram` is X'X, (…, K, K), and `moment` is X'y, (…, K).
+    """
+    best = np.zeros_like(moment)
+    best_value = np.zeros(moment.shape[:-1])
+    variables = range(moment.shape[-1])
+    for size in range(1, moment.shape[-1] + 1):
+        for subset in itertools.combinations(variables, size):
+            face = list(subset)
+            inside = gram[..., face, :][..., :, face]
+            # Columns may differ by many orders of magnitude, so they are normalized first.
+            unit = np.sqrt(np.maximum(np.einsum("...ii->...i", inside), 1e-300))
+            scaled = inside / (unit[..., :, None] * unit[..., None, :]) + 1e-13 * np.eye(size)
+            right = (moment[..., face] / unit)[..., None]
+            solution = np.linalg.solve(scaled, right)[..., 0] / unit
+            value = -(solution * moment[..., face]).sum(-1)
+            better = (solution >= 0).all(-1) & (value < best_value)
+            best_value = np.where(better, value, best_value)
+            candidate = np.zeros_like(moment)
+            candidate[..., face] = solution
+            best = np.where(better[..., None], candidate, best)
     return best

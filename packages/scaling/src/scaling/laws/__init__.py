@@ -1,1 +1,1 @@
-"""Laws as data: one form for all of them, a catalog, and one fit."""
+"""Laws as data: one form for all laws, a catalog of published laws, and one fit."""

@@ -1,7 +1,7 @@
-"""Fit any form of law, with fixed constants and priors, and choose among laws by their foresight.
+"""Fit any form of law, with fixed constants and priors, and select laws by held-out error.
 
-Notable: this is the fit of `fit_parametric` (amplitudes by linear algebra, exponents from a grid,
-all polished by Newton's method, the same proof) for whatever terms a `Form` writes down.
+The method is that of `fit_parametric`: amplitudes by linear algebra, exponents from a grid, and a
+Newton polish of all constants, for the terms of any `Form`.
 """
 
 import math
@@ -14,81 +14,93 @@ from numpy.typing import ArrayLike
 
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
-from scaling.fit.identifiability import LEAST, require_identified, singular_values
-from scaling.fit.search import Loss, Proof, check, refit, search, total
+from scaling.fit.identifiability import (
+    MIN_SINGULAR_VALUE,
+    require_identified,
+    singular_values,
+)
+from scaling.fit.search import Loss, Proof, objective_value, refit, search, validate_objective
 from scaling.fit.varpro import Problem
 from scaling.law import Interval, check_level
 from scaling.laws.form import CATALOG, Form
-from scaling.runs import Array, Runs, ScalingWarning
+from scaling.runs import COLUMNS, Array, Runs, ScalingWarning
 
 Rows = Runs | Mapping[str, ArrayLike]
-DRAWS = 400
+
+#: Number of resamples behind an interval.
+RESAMPLES = 400
 
 
 @dataclass(frozen=True, eq=False)
 class LawFit(ComparesArrays):
-    """A law of a form, and what it was fitted to."""
+    """A fitted law of some form, with the data and options of the fit."""
 
     form: Form
     constants: dict[str, float]
     objective: float
+    #: Log of predicted over observed target, one per row.
     residuals: Array
-    """log of predicted over observed, one a row."""
     proof: Proof
     problem: Problem
+    #: The fitted parameters of the problem, (1, P).
     theta: Array
-    """(1, P) the fitted parameters of the problem."""
     loss: Loss
     delta: float
-    springs: tuple[newton.Spring, ...]
-    """The priors."""
+    #: The priors of the constants.
+    penalties: tuple[newton.Penalty, ...]
 
-    def draw(self) -> Array:
-        """Return (DRAWS, P) constants of refits to resampled rows."""
-        n = len(self.problem.z)
-        counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
-        starts = np.tile(self.theta, (DRAWS, 1))
+    def resampled_constants(self) -> Array:
+        """Return the constants (RESAMPLES, P) of refits to resampled rows."""
+        n = len(self.problem.log_target)
+        random = np.random.default_rng(0)
+        counts = random.multinomial(n, np.full(n, 1 / n), RESAMPLES).astype(float)
         ends = refit(
             self.problem,
-            starts,
+            np.tile(self.theta, (RESAMPLES, 1)),
             self.loss,
             self.delta,
             weights=counts,
             finest=1e-6,
-            springs=self.springs,
+            penalties=self.penalties,
         )
-        return self.problem.natural(ends.theta)
+        return self.problem.to_constants(ends.theta)
 
     def predict(self, **inputs: ArrayLike) -> Array:
-        """The fitted law at other inputs."""
+        """Return the predictions of the fitted law at other inputs."""
         return self.form.predict(self.constants, **inputs)
 
     def interval(
-        self, asked: str | Callable[[Mapping[str, float]], float], *, level: float = 0.95
+        self, target: str | Callable[[Mapping[str, float]], float], *, level: float = 0.95
     ) -> Interval:
-        """Of a constant, or of anything that constants imply, by 400 resamples.
+        """Return the interval of a constant, or of any function of the constants.
 
-        Quantiles spread by sqrt(n / (n - constants)), as the fit took up that many of n rows;
-        without degrees of freedom anything may be.
+        The interval is given by quantiles of 400 resamples, widened by sqrt(n / (n - P)) for n rows
+        and P constants. Positive quantities are widened in logarithms. Without degrees of freedom
+        the interval is infinite.
         """
         check_level(level)
-        if isinstance(asked, str) and asked not in self.constants:
-            raise ValueError(f"{asked!r} is not one of {self.form.constants}")
-        of = (lambda c: c[asked]) if isinstance(asked, str) else asked
-        center, n, p = of(self.constants), len(self.residuals), len(self.constants)
+        if isinstance(target, str) and target not in self.constants:
+            raise ValueError(f"expected one of {self.form.constants}, got {target!r}")
+
+        def evaluate(constants: Mapping[str, float]) -> float:
+            return constants[target] if isinstance(target, str) else target(constants)
+
+        estimate = evaluate(self.constants)
+        n = len(self.residuals)
+        p = len(self.constants)
         if n <= p:
             return Interval(-math.inf, math.inf, level)
-        values = [of(dict(zip(self.form.constants, row, strict=True))) for row in self.draw()]
+        rows = self.resampled_constants()
+        values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
         ends = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
-        wider = math.sqrt(n / (n - p))
-        if center > 0 and min(values) > 0:
-            # What cannot be negative is spread in logs, or its interval would end below zero.
-            low, high = center * (ends / center) ** wider
+        widening = math.sqrt(n / (n - p))
+        if estimate > 0 and min(values) > 0:
+            low, high = estimate * (ends / estimate) ** widening
         else:
-            low, high = center + wider * (ends - center)
-            if isinstance(asked, str) and asked in self.form.terms:
+            low, high = estimate + widening * (ends - estimate)
+            if isinstance(target, str) and target in self.form.terms:
                 low = max(low, 0.0)
-        return Interval(min(float(low), center), max(float(high), center), level)
+        return Interval(min(float(low), estimate), max(float(high), estimate), level)
 
 
 def fit_law(
@@ -100,79 +112,124 @@ def fit_law(
     delta: float = 1e-3,
     fixed: Mapping[str, float] | None = None,
     priors: Mapping[str, tuple[float, float]] | None = None,
-    untuned: float = 1.0,
+    weight_above: float = 1.0,
     prove: bool = False,
 ) -> LawFit:
-    """The constants of least loss between logs of predicted and observed `target`.
+    """Fit the constants of a form to the logarithms of a target.
 
-    `form` may be a name of `CATALOG`. `rows` holds its inputs and the target (by default the
-    form's own), a vector each. `fixed` constants stay. `priors` are (value, factor): the logarithm
-    of the constant is normal about that of value, with deviation log factor. `untuned` and `prove`
-    are those of `fit_parametric`. ValueError: missing, non-positive or unequal columns, unknown
-    constants, fewer rows than constants, rows that do not identify the law.
-    ScalingWarning: a constant at its bound.
+    Args:
+        form: A `Form`, or the name of one in `CATALOG`.
+        rows: The inputs of the form and the target, one vector each.
+        loss: "huber", "lad" or "squares", as in `fit_parametric`.
+        target: The name of the target; by default the form's own.
+        delta: The width of the Huber loss.
+        fixed: Constants that are not fitted.
+        priors: (value, factor) by constant. The logarithm of the constant has a normal prior with
+            mean log(value) and standard deviation log(factor).
+        weight_above: The weight of rows whose target lies above the law.
+        prove: Polish every point of the exponent grid.
+
+    Raises:
+        ValueError: Columns are missing, not positive or of unequal length, a constant is unknown,
+            there are fewer rows than constants, or the rows do not identify the law.
+
+    A `ScalingWarning` reports constants at a bound.
     """
-    form = _named(form)
-    fixed, priors = dict(fixed or {}), dict(priors or {})
-    columns, z = _columns(form, rows, target or form.target)
-    if unknown := {*fixed, *priors} - {*form.constants}:
-        raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
-    if wrong := [k for k, (value, factor) in priors.items() if not (value > 0 and factor > 1)]:
-        raise ValueError(f"priors of {wrong}: a positive value, and a factor above one")
-    if bad := [k for k, v in fixed.items() if not math.isfinite(v) or (k in form.terms and v < 0)]:
-        raise ValueError(f"fixed {bad}: must be finite, and amplitudes cannot be negative")
-    check(loss, delta, untuned)
+    form = _resolve_form(form)
+    fixed = dict(fixed or {})
+    priors = dict(priors or {})
+    columns, log_target = _columns(form, rows, target or form.target)
+    _check_constants(form, fixed, priors)
+    validate_objective(loss, delta, weight_above)
     needed = len(form.constants) - len(fixed) - len(priors)
-    if len(z) < needed:
-        raise ValueError(f"{len(z)} rows cannot fix {needed} constants of {form.name}")
+    if len(log_target) < needed:
+        raise ValueError(f"{len(log_target)} rows cannot fix {needed} constants of {form.name}")
     if not priors:
         _require_identified(form, columns, fixed)
-    problem = Problem(form, columns, z, fixed, untuned=untuned)
+    problem = Problem(form, columns, log_target, fixed, weight_above=weight_above)
     theta, proof = search(problem, loss, delta, prove)
-    springs = []
+    penalties = []
     if priors:
-        # The weight of a prior is against the noise of the rows, known once they are fitted.
-        errors = newton.residuals(problem, theta)[0]
-        freedom = len(z) - len(form.constants) + len(fixed)
-        size = 1.4826 * float(np.median(np.abs(errors))) if freedom > 0 else delta
-        noise = max(size * math.sqrt(len(z) / max(freedom, 1)), 1e-12)
-        springs = [_prior(problem, k, *prior, noise) for k, prior in priors.items()]
-        theta, proof = search(problem, loss, delta, prove, springs)
+        # The weight of a prior is relative to the noise of the rows, which a first fit measures.
+        noise = _noise(problem, theta, delta)
+        penalties = [_prior(problem, name, *prior, noise) for name, prior in priors.items()]
+        theta, proof = search(problem, loss, delta, prove, penalties)
     errors = newton.residuals(problem, theta)[0]
-
-    low, high = problem.bounds
-    gone = newton.vanished(problem, theta)[0]
-    ends = (theta[0] <= low) | (theta[0] >= high)
-    ends[: problem.count] |= gone
-    if bound := [k for k, at in zip(form.constants, ends, strict=True) if at and k not in fixed]:
+    if at_bound := _constants_at_bound(problem, theta):
         warnings.warn(
-            f"{', '.join(bound)} of {form.name} at a bound: the rows do not determine it, or are"
-            " not of such a law",
+            f"{', '.join(at_bound)} of {form.name} at a bound: the rows do not determine it, or do"
+            " not follow such a law",
             ScalingWarning,
             stacklevel=2,
         )
-    constants = dict(zip(form.constants, map(float, problem.natural(theta)[0]), strict=True))
-    least = total(problem, errors, loss, delta)
+    values = map(float, problem.to_constants(theta)[0])
     return LawFit(
-        form, constants, least, errors, proof, problem, theta, loss, delta, tuple(springs)
+        form,
+        dict(zip(form.constants, values, strict=True)),
+        objective_value(problem, errors, loss, delta),
+        errors,
+        proof,
+        problem,
+        theta,
+        loss,
+        delta,
+        tuple(penalties),
     )
+
+
+def _check_constants(
+    form: Form, fixed: Mapping[str, float], priors: Mapping[str, tuple[float, float]]
+) -> None:
+    """Raise `ValueError` if fixed constants or priors are unknown or impossible."""
+    if unknown := {*fixed, *priors} - {*form.constants}:
+        raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
+    for name, (value, factor) in priors.items():
+        if not (value > 0 and factor > 1):
+            raise ValueError(
+                f"expected a positive value and a factor above one in priors[{name!r}], got"
+                f" {value, factor}"
+            )
+    for name, value in fixed.items():
+        if not math.isfinite(value) or (name in form.terms and value < 0):
+            raise ValueError(
+                f"expected fixed[{name!r}] to be finite, and an amplitude not to be negative, got"
+                f" {value}"
+            )
+
+
+def _noise(problem: Problem, theta: Array, delta: float) -> float:
+    """Return the standard deviation of the residuals, by their median absolute value."""
+    errors = newton.residuals(problem, theta)[0]
+    freedom = len(errors) - len(problem.constant_names) + len(problem.fixed)
+    spread = 1.4826 * float(np.median(np.abs(errors))) if freedom > 0 else delta
+    return max(spread * math.sqrt(len(errors) / max(freedom, 1)), 1e-12)
+
+
+def _constants_at_bound(problem: Problem, theta: Array) -> list[str]:
+    """Return the names of fitted constants that are at a bound, or whose term has vanished."""
+    low, high = problem.bounds
+    at_bound = (theta[0] <= low) | (theta[0] >= high)
+    at_bound[: problem.num_terms] |= newton.vanished_terms(problem, theta)[0]
+    names = zip(problem.constant_names, at_bound, strict=True)
+    return [name for name, flag in names if flag and name not in problem.fixed]
 
 
 def _require_identified(
     form: Form, columns: Mapping[str, Array], fixed: Mapping[str, float]
 ) -> None:
-    """Raise `ValueError` if the rows' sizes and tokens leave a constant of the form open."""
-    known = all(name in fixed for name in form.exponents)
-    logs = [np.log(columns[k]) for k in ("parameters", "tokens") if k in form.inputs]
-    if known or not logs:
+    """Raise `ValueError` if the sizes and tokens of the rows do not identify the exponents."""
+    present = [k for k in ("parameters", "tokens") if k in form.inputs]
+    if not present or all(name in fixed for name in form.exponents):
         return
-    names = " and ".join(k for k in ("parameters", "tokens") if k in form.inputs)
-    if len(logs) == 2 and len(form.terms) > 1:
+    if len(present) == 2 and len(form.terms) > 1:
         require_identified(columns["parameters"], columns["tokens"])
-    elif singular_values(np.stack(logs)).min() < LEAST:
+        return
+    logs = np.stack([np.log(columns[k]) for k in present])
+    if singular_values(logs).min() < MIN_SINGULAR_VALUE:
         raise ValueError(
-            f"these {len(logs[0])} rows do not identify {form.name}: the logarithms of {names} do"
-            " not vary independently; add rows that do, fix the exponents, or give them priors"
+            f"these {logs.shape[1]} rows do not identify {form.name}: the logarithms of"
+            f" {' and '.join(present)} do not vary independently; add rows that do, fix the"
+            " exponents, or give them priors"
         )
 
 
@@ -181,53 +238,58 @@ def select_law(
     forms: Sequence[Form | str] | None = None,
     *,
     by: str = "compute",
-    share: float = 0.7,
+    fraction: float = 0.7,
     target: str | None = None,
 ) -> list[tuple[float, LawFit]]:
-    """Each form fitted to all rows, with its score, the best first; None: all that the rows allow.
+    """Fit several forms and return (score, fit) pairs, the lowest score first.
 
-    The score is the root mean square of log predicted over observed for the rows above the `share`
-    quantile of `by`, foretold from those below: what a law is for, and no count of its constants.
+    The score is the root mean square of log predicted over observed target. It is measured on the
+    rows above the `fraction` quantile of column `by`, with a fit of the rows below. The returned
+    fits use all rows. `forms` defaults to every form of `CATALOG` whose inputs the rows have.
     """
     axis = _column(rows, by)
-    below = axis <= np.quantile(axis, share)
+    below = axis <= np.quantile(axis, fraction)
     if below.all():
-        raise ValueError(f"share = {share} holds no rows out by {by!r}")
-    chosen = [_named(form) for form in forms or CATALOG.values()]
+        raise ValueError(f"fraction = {fraction} leaves no rows above the quantile of {by!r}")
     if forms is None:
         wanted = target or "loss"
-        chosen = [f for f in chosen if f.target == wanted and all(_has(rows, k) for k in f.inputs)]
-    found = []
+        chosen = []
+        for form in CATALOG.values():
+            if form.target == wanted and all(_has_column(rows, name) for name in form.inputs):
+                chosen.append(form)
+    else:
+        chosen = [_resolve_form(form) for form in forms]
+    scored = []
     for form in chosen:
-        columns, z = _columns(form, rows, target or form.target)
-        table = {**columns, "y": np.exp(z)}
+        columns, log_target = _columns(form, rows, target or form.target)
+        table = {**columns, "y": np.exp(log_target)}
         part = fit_law(form, {k: v[below] for k, v in table.items()}, target="y")
-        foretold = part.predict(**{k: columns[k][~below] for k in form.inputs})
-        score = float(np.sqrt(np.mean((np.log(foretold) - z[~below]) ** 2)))
-        whole = fit_law(form, table, target="y")
-        found.append((score, whole))
-    return sorted(found, key=lambda pair: pair[0])
+        predicted = part.predict(**{k: columns[k][~below] for k in form.inputs})
+        errors = np.log(predicted) - log_target[~below]
+        scored.append((float(np.sqrt(np.mean(errors**2))), fit_law(form, table, target="y")))
+    return sorted(scored, key=lambda pair: pair[0])
 
 
-def _named(form: Form | str) -> Form:
+def _resolve_form(form: Form | str) -> Form:
     if isinstance(form, Form):
         return form
     if form not in CATALOG:
-        raise ValueError(f"no law {form!r}: there are {[*CATALOG]}, or write a Form")
+        raise ValueError(f"no law {form!r} in the catalog {[*CATALOG]}; pass a name or a Form")
     return CATALOG[form]
 
 
-def _has(rows: Rows, name: str) -> bool:
+def _has_column(rows: Rows, name: str) -> bool:
     return name in rows if isinstance(rows, Mapping) else hasattr(rows, name)
 
 
-def _column(rows: Rows, name: str, zero: bool = False) -> Array:
-    if not _has(rows, name):
-        kept = [*rows] if isinstance(rows, Mapping) else ["parameters", "tokens", "compute", "loss"]
-        raise ValueError(f"the rows have no {name!r}; they have {kept}")
+def _column(rows: Rows, name: str, zero_allowed: bool = False) -> Array:
+    """Return a column; raise `ValueError` if it is missing or a value is not valid."""
+    if not _has_column(rows, name):
+        present = [*rows] if isinstance(rows, Mapping) else list(COLUMNS)
+        raise ValueError(f"the rows have no {name!r}; they have {present}")
     column = np.asarray(rows[name] if isinstance(rows, Mapping) else getattr(rows, name), float)
-    sound = np.isfinite(column) & ((column > 0) | (zero & (column == 0)))
-    for row in np.flatnonzero(~sound):
+    valid = np.isfinite(column) & ((column > 0) | (zero_allowed & (column == 0)))
+    for row in np.flatnonzero(~valid):
         raise ValueError(
             f"column {name!r} must be positive and finite, but row {row + 1} is {column[row]}"
         )
@@ -235,6 +297,7 @@ def _column(rows: Rows, name: str, zero: bool = False) -> Array:
 
 
 def _columns(form: Form, rows: Rows, target: str) -> tuple[dict[str, Array], Array]:
+    """Return the inputs of a form and the logarithm of the target."""
     columns = {k: _column(rows, k, k in form.zero) for k in form.inputs}
     y = _column(rows, target)
     if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:
@@ -247,16 +310,17 @@ class LogConstant(ComparesArrays):
     """The logarithm of one constant, as a function of the parameters of a problem."""
 
     problem: Problem
-    at: int
+    index: int
 
     def __call__(self, theta: Array) -> Array:
-        """Return (S,) logarithms of (S, P) parameters."""
-        logs: Array = np.log(np.maximum(self.problem.natural(theta)[:, self.at], 1e-300))
+        """Return the logarithms (S,) for parameters (S, P)."""
+        logs: Array = np.log(np.maximum(self.problem.to_constants(theta)[:, self.index], 1e-300))
         return logs
 
 
-def _prior(problem: Problem, name: str, value: float, factor: float, noise: float) -> newton.Spring:
-    at = problem.names.index(name)
-
-    target = np.log([value])
-    return newton.Spring(LogConstant(problem, at), target, (noise / math.log(factor)) ** 2)
+def _prior(
+    problem: Problem, name: str, value: float, factor: float, noise: float
+) -> newton.Penalty:
+    """Return the penalty of a log-normal prior, relative to the noise of the rows."""
+    constant = LogConstant(problem, problem.constant_names.index(name))
+    return newton.Penalty(constant, np.log([value]), (noise / math.log(factor)) ** 2)

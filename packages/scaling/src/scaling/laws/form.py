@@ -1,8 +1,13 @@
-"""What a scaling law is, as data: positive terms, linear amplitudes, nonlinear exponents.
+"""Scaling laws as data: positive terms with linear amplitudes and nonlinear exponents.
 
-Notable: y = (sum_k sign_k a_k g_k(x; exponents))^power with a_k >= 0. Whoever writes down log g_k
-has a law that `fit_law` fits, proves, resamples and compares; catalog.toml is nothing else, and
-`fit_parametric` is this fit of its first entry.
+Note [Form of a law]
+Every law of this package has the form
+
+    y = (sum_k sign_k a_k g_k(x; exponents))^power,   a_k >= 0.
+
+Only log g_k differs from law to law, so a law is defined by one expression per term. `fit_law` can
+fit, resample and compare every such law. catalog.toml contains published laws in this notation, and
+`fit_parametric` fits its first entry.
 """
 
 import ast
@@ -19,49 +24,54 @@ from numpy.typing import ArrayLike
 
 from scaling.runs import Array
 
+#: Functions that an expression may call.
 FUNCTIONS = {k: getattr(np, k) for k in ("exp", "expm1", "log", "minimum", "maximum")}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A family of laws.
+    """A family of laws: see Note [Form of a law].
 
-    `terms` are the logarithms of the g_k, by the names of their amplitudes: expressions of the
-    inputs, the exponents, what `where` defines, and `FUNCTIONS`. `exponents` have a least and a
-    largest value each; one whose least is above zero is searched in its logarithm. ValueError for
-    a name that is none of these.
+    An expression that uses an unknown name raises `ValueError`.
     """
 
     name: str
     inputs: Sequence[str]
+    #: The expression of log g_k by the name of the amplitude a_k. It may use inputs, exponents,
+    #: definitions of `where` and `FUNCTIONS`.
     terms: Mapping[str, str]
+    #: Lower and upper bound of each exponent. If the lower bound is positive, the grid of the
+    #: search is even in the exponent's logarithm.
     exponents: Mapping[str, Sequence[float]]
+    #: Definitions of names that the terms use, as (name, expression), in order.
     where: Sequence[tuple[str, str]] = ()
+    #: The sign of each negative term.
     signs: Mapping[str, int] = field(default_factory=dict)
+    #: The name of the exponent that is the power of the sum; None means a power of one.
     power: str | None = None
-    """Which exponent is that of the sum; None: one."""
     target: str = "loss"
+    #: Inputs that may be zero.
     zero: Sequence[str] = ()
-    """Inputs that may be zero."""
     published: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 
     def __post_init__(self) -> None:
         known = {*self.inputs, *self.exponents, *FUNCTIONS, *(name for name, _ in self.where)}
         for text in (*self.terms.values(), *(text for _, text in self.where)):
-            if strange := _names(text) - known:
+            if unknown := _names_in(text) - known:
                 raise ValueError(
-                    f"{self.name}: {sorted(strange)} in {text!r} are not of {sorted(known)}"
+                    f"{self.name}: {text!r} uses the unknown names {sorted(unknown)}; expected"
+                    f" names among {sorted(known)}"
                 )
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """Amplitudes, then exponents."""
+        """Names of the constants: the amplitudes, then the exponents."""
         return (*self.terms, *self.exponents)
 
     @cached_property
-    def occurring(self) -> list[list[int]]:
-        """Of each term, which exponents it holds."""
+    def term_exponents(self) -> list[list[int]]:
+        """Indices of the exponents that occur in each term."""
         return [
             [i for i, name in enumerate(self.exponents) if name in needed]
             for needed, _, _ in self._compiled
@@ -69,33 +79,33 @@ class Form:
 
     @cached_property
     def _compiled(self) -> list[tuple[set[str], list[tuple[str, CodeType]], CodeType]]:
-        """Of each term the names that it needs, what defines some of them, and its code."""
-        found = []
+        """The names that each term needs, the compiled definitions it uses, and its own code."""
+        result = []
         for text in self.terms.values():
-            needed, code = _names(text), compile(text, self.name, "eval")
-            named: list[tuple[str, CodeType]] = []
-            for name, meaning in reversed(self.where):
+            needed = _names_in(text)
+            definitions: list[tuple[str, CodeType]] = []
+            for name, expression in reversed(self.where):
                 if name in needed:
-                    needed |= _names(meaning)
-                    named.insert(0, (name, compile(meaning, self.name, "eval")))
-            found.append((needed, named, code))
-        return found
+                    needed |= _names_in(expression)
+                    definitions.insert(0, (name, compile(expression, self.name, "eval")))
+            result.append((needed, definitions, compile(text, self.name, "eval")))
+        return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: compiled code cannot be pickled, and is compiled again."""
+        """Return the fields alone, because compiled code cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name in _FIELDS}
 
     def log_term(self, k: int, columns: Mapping[str, Array], exponents: Mapping[str, Any]) -> Any:
-        """log g of a term, of inputs (n,) and exponents (S, 1), which may be complex."""
+        """Return log g_k for inputs (n,) and exponents (S, 1), which may be complex."""
         scope: dict[str, Any] = {**FUNCTIONS, "__builtins__": {}, **exponents, **columns}
-        _, named, term = self._compiled[k]
-        for name, code in named:
+        _, definitions, term = self._compiled[k]
+        for name, code in definitions:
             scope[name] = eval(code, scope)
-        with np.errstate(divide="ignore"):  # log 0 is -inf, and its term none
+        with np.errstate(divide="ignore"):  # log 0 is -inf, and such a term is zero
             return eval(term, scope)
 
     def predict(self, constants: Mapping[str, float], **inputs: ArrayLike) -> Array:
-        """y of a law of the family with these constants; broadcasts."""
+        """Return y for these constants; inputs broadcast."""
         columns = {k: np.asarray(inputs[k], np.float64) for k in self.inputs}
         exponents = {k: constants[k] for k in self.exponents}
         total = sum(
@@ -109,16 +119,17 @@ class Form:
 _FIELDS = frozenset(f.name for f in fields(Form))
 
 
-def _names(text: str) -> set[str]:
+def _names_in(text: str) -> set[str]:
+    """Return the names that an expression uses."""
     return {
         node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name)
     }
 
 
-CATALOG = {
-    name: Form(name, **law)
-    for name, law in tomllib.loads(
-        files("scaling.laws").joinpath("catalog.toml").read_text("utf-8")
-    ).items()
-}
-"""The laws by name."""
+def _load_catalog() -> dict[str, Form]:
+    text = files("scaling.laws").joinpath("catalog.toml").read_text("utf-8")
+    return {name: Form(name, **law) for name, law in tomllib.loads(text).items()}
+
+
+#: Published laws by name.
+CATALOG = _load_catalog()

@@ -1,1 +1,1 @@
-"""One page that shows runs, fits, residuals, backtests and answers."""
+"""The HTML report about a table of runs."""

@@ -1,7 +1,7 @@
-"""Runs as one self-contained HTML page: data, fits, residuals, backtests, answers, doubts.
+"""A self-contained HTML page about runs: answers, warnings, data, fits and backtests.
 
-Notable: figures are SVG in the text's own color, so that the page is as good in the dark; nothing
-is loaded from anywhere; a method that cannot fit the runs says so in its place.
+Figures are SVG in the color of the text, so they are legible in dark mode too. The page loads
+nothing. A method that cannot fit the runs is listed among the warnings with its reason.
 """
 
 import html
@@ -14,49 +14,51 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING
 
-from scaling.extras import need
+from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning
-from scaling.uncertainty.backtest import Foretold, backtest
+from scaling.uncertainty.backtest import BacktestRow, backtest
+from scaling.uncertainty.quantity import FIELDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: Everything drawn in this color gets the color of the text.
 INK = "#010203"
-"""Drawn in this color is what shall have the color of the text."""
 
 Fit = ParametricFit | IsoflopFit
 
 
 def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws of runs") -> str:
-    """The page; `at` are budgets in FLOPs, by default ten and a hundred times the largest run.
+    """Return an HTML page about runs; needs matplotlib.
 
-    ValueError where neither a law nor IsoFLOP curves can be fitted. Needs matplotlib.
+    `at` are the budgets in FLOPs of the answers, by default ten and a hundred times the largest
+    run. Raises `ValueError` if neither a law nor IsoFLOP curves can be fitted.
     """
-    need("matplotlib", "plot")
+    require_module("matplotlib", "plot")
     at = list(at) or [float(10 * runs.compute.max()), float(100 * runs.compute.max())]
     fits: dict[str, Fit] = {}
-    sorry: list[str] = []
-    rows: tuple[Foretold, ...] = ()
+    failures: list[str] = []
+    rows: tuple[BacktestRow, ...] = ()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ScalingWarning)
-        for name, fitted in (("Parametric law", fit_parametric), ("IsoFLOP curves", fit_isoflop)):
+        for name, fit_runs in (("Parametric law", fit_parametric), ("IsoFLOP curves", fit_isoflop)):
             try:
-                fits[name] = fitted(runs)
+                fits[name] = fit_runs(runs)
             except ValueError as error:
-                sorry.append(f"{name}: {error}")
+                failures.append(f"{name}: {error}")
         if not fits:
-            raise ValueError("; ".join(sorry))
+            raise ValueError("; ".join(failures))
         try:
             rows = backtest(runs)
         except ValueError as error:
-            sorry.append(f"Backtest: {error}")
+            failures.append(f"Backtest: {error}")
         answers = _answers(fits, at)
-    doubts = list(dict.fromkeys(str(w.message) for w in caught)) + sorry
-    parts = ["<h2>Answers</h2>", answers, "<h2>Doubts</h2>", _list(doubts)]
+    messages = list(dict.fromkeys(str(w.message) for w in caught)) + failures
+    parts = ["<h2>Answers</h2>", answers, "<h2>Warnings</h2>", _list(messages)]
     parts += ["<h2>Data</h2>", f"<pre>{html.escape(runs.explanation or f'{len(runs)} runs')}</pre>"]
     for name, fit in fits.items():
         parts += [f"<h2>{name}</h2>", _constants(fit), _figure(plot(fit, up_to=max(at)))]
@@ -67,54 +69,49 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
 
 
 def _answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
+    """Return a table of the best models at each compute by each fit."""
     rows = []
     for compute in at:
         for name, fit in fits.items():
             best = fit.optimal(compute)
-            told = [_with(getattr(best, k), (best.intervals or {}).get(k)) for k in _FIELDS]
-            rows.append([f"{compute:.3g}", name, *told])
-    return _table(["FLOPs", "by", "parameters", "tokens", "loss"], rows)
-
-
-_FIELDS = ("parameters", "tokens", "loss")
+            cells = [_format(getattr(best, k), (best.intervals or {}).get(k)) for k in FIELDS]
+            rows.append([f"{compute:.3g}", name, *cells])
+    return _table(["FLOPs", "by", *FIELDS], rows)
 
 
 def _constants(fit: Fit) -> str:
+    """Return the law of a fit, with a table of its constants or of its valleys."""
     if isinstance(fit, IsoflopFit):
         law = f"N = {fit.scale:.4g} C^{fit.exponent:.4f}"
-        bottoms = [
-            [
-                f"{v.compute:.3g}",
-                len(v.runs),
-                f"{v.parameters:.4g}",
-                f"{v.tokens:.4g}",
-                f"{v.loss:.4f}",
-            ]
-            for v in fit.valleys
-        ]
+        bottoms: list[list[object]] = []
+        for v in fit.valleys:
+            numbers = [f"{v.parameters:.4g}", f"{v.tokens:.4g}", f"{v.loss:.4f}"]
+            bottoms.append([f"{v.compute:.3g}", len(v.runs), *numbers])
         head = ["budget, FLOPs", "runs", "best parameters", "tokens", "loss"]
         return f"<p>{law}</p>" + _table(head, bottoms)
     names = ("E", "A", "B", "alpha", "beta", "exponent")
-    rows = [[k, _with(getattr(fit.law, k), fit.resampled.interval(k))] for k in names]
-    law = "<p>L = E + A / N^alpha + B / D^beta. The intervals of the constants are of noise alone;"
-    law += f" the answers also allow for drift, {fit.drift.size:.2g} in log N and"
+    rows = [[k, _format(getattr(fit.law, k), fit.resampled.interval(k))] for k in names]
+    law = "<p>L = E + A / N^alpha + B / D^beta. The intervals of the constants include noise"
+    law += f" alone; the answers also include drift, {fit.drift.size:.2g} in log N and"
     law += f" {fit.drift.loss:.2g} in log loss per decade beyond the runs.</p>"
     return law + _table(["constant", "95 %, noise alone"], rows)
 
 
-def _backtest(rows: Sequence[Foretold]) -> str:
-    told = []
+def _backtest(rows: Sequence[BacktestRow]) -> str:
+    """Return a table of the predictions of a backtest."""
+    lines: list[list[object]] = []
     for r in rows:
-        held = "held" if r.size_held else '<b class="no">missed</b>'
-        losses = f"{r.losses_held} of {r.losses}, {r.loss_error:.2%} off" if r.losses else "–"
-        size = _with(r.size, r.size_interval)
-        cells = [r.method, f"{r.cut:.2g}", r.runs, f"{r.decades:.1f}", size, f"{r.size_by_all:.3g}"]
-        told.append([*cells, held, losses])
+        verdict = "covered" if r.size_covered else '<b class="no">missed</b>'
+        losses = f"{r.losses_covered} of {r.losses}, {r.loss_error:.2%} off" if r.losses else "–"
+        size = _format(r.size, r.size_interval)
+        fitted = [r.method, f"{r.cut:.2g}", r.runs, f"{r.decades:.1f}"]
+        lines.append([*fitted, size, f"{r.full_fit_size:.3g}", verdict, losses])
     head = ["method", "runs up to, FLOPs", "runs", "decades", "best size at the top", "by all"]
-    return _table([*head, "", "losses held"], told)
+    return _table([*head, "", "losses covered"], lines)
 
 
-def _with(value: float, interval: Interval | None) -> str:
+def _format(value: float, interval: Interval | None) -> str:
+    """Return a value with its interval; a dash if the value is unknown."""
     if not math.isfinite(value):
         return "–"
     ends = f" [{interval.low:.3g}, {interval.high:.3g}]" if interval else ""
@@ -135,10 +132,10 @@ def _list(items: Sequence[str]) -> str:
 
 
 def _figure(figure: "Figure") -> str:
-    """As SVG in the color of the text, on no ground."""
+    """Return a figure as SVG in the color of the text, with a transparent background."""
     import matplotlib
 
-    written = io.StringIO()
+    buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "scaling"}):
         for axes in figure.axes:
             axes.patch.set_alpha(0)
@@ -154,7 +151,7 @@ def _figure(figure: "Figure") -> str:
             for line in (*axes.lines, *(legend.get_lines() if legend else ())):
                 if line.get_color() in ("k", "black"):
                     line.set_color(INK)
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    svg = written.getvalue()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     return f"<figure>{re.sub(r'<metadata>.*?</metadata>', '', svg, flags=re.DOTALL)}</figure>"

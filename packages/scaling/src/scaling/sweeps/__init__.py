@@ -1,1 +1,1 @@
-"""Learning rate against batch size, by training."""
+"""Sweeps of the learning rate over batch sizes, by training or from tables of runs."""

@@ -1,8 +1,8 @@
-"""Learning rate against batch size: which rate is best, and how it grows with the batch.
+"""Sweeps of the learning rate against the batch size, by training many small models at once.
 
-Notable: all rates of a batch size see the same data, so they are columns of one matrix product, and
-their curves rise and fall together; for SGD on linear regression the loss is known exactly, and the
-sweep is checked against it. (McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon".)
+All rates of a batch size see the same data, so they are columns of one matrix product and their
+noise is common. For SGD on linear regression the loss is known exactly, which checks the sweep
+(McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon").
 """
 
 from collections.abc import Callable, Sequence
@@ -11,18 +11,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scaling.extras import need
+from scaling.extras import require_module
 from scaling.runs import Array
-from scaling.sweeps.own import trained
-from scaling.sweeps.sweep import Sweep, swept, tried
+from scaling.sweeps.sweep import Sweep, build_sweep, sweep_function, validate_grid
 
 Task = Literal["linear", "mlp"]
 Optimizer = Literal["sgd", "adam"]
 
 
 class Setting(NamedTuple):
-    """The defaults of one sweep; rates are the first, the last and how many, evenly in logs."""
+    """The defaults of a sweep."""
 
+    #: The first rate, the last rate and the number of rates, evenly spaced in logs.
     rates: tuple[float, float, int]
     batch_sizes: tuple[int, ...]
     seeds: int
@@ -40,10 +40,10 @@ SETTINGS: dict[tuple[Task, Optimizer], Setting] = {
 
 
 def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
-    """B / (B + d + 1), the best rate of SGD on noiseless linear regression, x ~ N(0, I).
+    """Return B / (B + d + 1), the best rate of SGD on noiseless linear regression, x ~ N(0, I).
 
     A step of rate r on half the mean squared error multiplies E|w - w*|^2 by
-    1 - 2 r + r^2 (1 + (d + 1) / B), whatever w; that is least at this r.
+    1 - 2 r + r^2 (1 + (d + 1) / B) for any w. This factor is least at the returned rate.
     """
     b = np.asarray(batch_size, np.float64)
     return b / (b + dimension + 1)
@@ -52,9 +52,9 @@ def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
 def exact_loss(
     rates: ArrayLike, batch_size: float, dimension: int, *, steps: int, noise: float = 0.0
 ) -> Array:
-    """E|w - w*|^2 / 2 after `steps` of SGD from |w - w*|^2 = d, with label noise of this deviation.
+    """Return E|w - w*|^2 / 2 after `steps` of SGD from |w - w*|^2 = d, with label noise.
 
-    v' = (1 - 2 r + r^2 (1 + (d + 1) / B)) v + r^2 noise^2 d / B, iterated.
+    It iterates v' = (1 - 2 r + r^2 (1 + (d + 1) / B)) v + r^2 noise^2 d / B.
     """
     r = np.asarray(rates, np.float64)
     factor = 1 - 2 * r + r**2 * (1 + (dimension + 1) / batch_size)
@@ -77,37 +77,74 @@ def sweep_learning_rate(
     seed: int = 0,
     device: str = "cpu",
 ) -> Sweep:
-    """Train at every rate, batch size and seed, on fresh data at every step; needs torch.
+    """Train at every rate, batch size and seed, on fresh data at every step.
 
-    "linear" is regression on x ~ N(0, I) from |w - w*|^2 = d; "mlp" is a network of 64 ReLUs that
-    learns another one like it. What is None comes from `SETTINGS`. A task of one's own is a
-    function of (rate, batch size, seed) that trains and returns the final loss, nan if it diverged;
-    it needs `rates` and `batch_sizes`, and has one seed unless told. ScalingWarning where the least
-    loss is at the lowest or highest rate.
+    Args:
+        task: "linear" is regression on x ~ N(0, I) from |w - w*|^2 = d. "mlp" is a network of 64
+            ReLUs that learns another such network. A function of (rate, batch size, seed) trains
+            and returns the final loss, or nan if the run diverged; it needs `rates` and
+            `batch_sizes`, and has one seed by default.
+        optimizer: "sgd" or "adam", for the built-in tasks.
+        rates: The learning rates; the default of this and the next arguments is in `SETTINGS`.
+        batch_sizes: The batch sizes.
+        seeds: The number of seeds.
+        steps: The number of steps.
+        dimension: The input dimension.
+        noise: The standard deviation of the label noise.
+        seed: The first seed.
+        device: The torch device of the built-in tasks.
+
+    Built-in tasks need torch. A `ScalingWarning` reports that the least loss of a batch size is at
+    the lowest or highest rate.
     """
     if callable(task):
-        return trained(task, rates, batch_sizes, seeds or 1, seed)
+        return sweep_function(task, rates, batch_sizes, seeds or 1, seed)
     if (task, optimizer) not in SETTINGS:
-        raise ValueError(f"{task!r} with {optimizer!r}: the sweeps are {sorted(SETTINGS)}")
-    need("torch", "sweep")
+        raise ValueError(f"expected one of {sorted(SETTINGS)}, got {task!r} with {optimizer!r}")
+    require_module("torch", "sweep")
     from scaling.sweeps import training  # torch is only needed here
 
     default = SETTINGS[task, optimizer]
-    usual = np.geomspace(*default.rates)
-    grid, sizes = tried(usual if rates is None else rates, batch_sizes or default.batch_sizes)
-    asked: dict[str, Any] = {"seeds": seeds, "steps": steps, "dimension": dimension, "noise": noise}
-    chosen = default._replace(**{k: v for k, v in asked.items() if v is not None})
-    if min(chosen.seeds, chosen.steps, chosen.dimension) < 1 or not chosen.noise >= 0:
-        raise ValueError(f"seeds, steps and dimension are one or more, noise not negative: {asked}")
-    options = {k: getattr(chosen, k) for k in asked} | {"seed": seed, "device": device}
-    counts = [int(b) for b in sizes]
-    by_seed, squares = training.train(task, optimizer, rates=grid, batch_sizes=counts, **options)
+    default_rates = np.geomspace(*default.rates)
+    grid, sizes = validate_grid(
+        default_rates if rates is None else rates, batch_sizes or default.batch_sizes
+    )
+    requested: dict[str, Any] = {
+        "seeds": seeds,
+        "steps": steps,
+        "dimension": dimension,
+        "noise": noise,
+    }
+    setting = default._replace(**{k: v for k, v in requested.items() if v is not None})
+    if min(setting.seeds, setting.steps, setting.dimension) < 1 or not setting.noise >= 0:
+        raise ValueError(
+            f"expected seeds, steps and dimension >= 1 and noise >= 0, got {requested}"
+        )
+    by_seed, squares = training.train(
+        task,
+        optimizer,
+        rates=grid,
+        batch_sizes=[int(b) for b in sizes],
+        seeds=setting.seeds,
+        steps=setting.steps,
+        dimension=setting.dimension,
+        noise=setting.noise,
+        seed=seed,
+        device=device,
+    )
     exact = None
     if (task, optimizer) == ("linear", "sgd"):
-        exact = exact_rate(sizes, chosen.dimension)
-        if chosen.noise:
-            known: dict[str, Any] = {"steps": chosen.steps, "noise": chosen.noise}
-            fine = np.geomspace(1e-5, 2, 20_001)
-            curves = [exact_loss(fine, b, chosen.dimension, **known) for b in sizes]
-            exact = fine[np.argmin(curves, axis=1)]
-    return swept(task, optimizer, grid, sizes.astype(float), by_seed, exact, squares)
+        exact = _exact_best_rates(sizes, setting)
+    return build_sweep(task, optimizer, grid, sizes.astype(float), by_seed, exact, squares)
+
+
+def _exact_best_rates(sizes: Array, setting: Setting) -> Array:
+    """Return the best rates of SGD on linear regression by theory."""
+    if not setting.noise:
+        return exact_rate(sizes, setting.dimension)
+    grid = np.geomspace(1e-5, 2, 20_001)
+    best = []
+    for size in sizes:
+        curve = exact_loss(grid, size, setting.dimension, steps=setting.steps, noise=setting.noise)
+        best.append(grid[np.argmin(curve)])
+    return np.array(best)

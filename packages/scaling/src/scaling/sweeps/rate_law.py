@@ -1,8 +1,8 @@
-"""The best learning rate as a function of batch size: saturating (SGD) or surging (Adam).
+"""The best learning rate as a function of batch size: saturating for SGD, surging for Adam.
 
-Notable: SGD's rate is linear in B until the noise of the gradient is averaged away. Adam moves by
-signs, and how sure signs are goes with erf(sqrt(B)): its rate grows as a square root, peaks, and
-falls to a plateau. (McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon".)
+The best rate of SGD is linear in the batch size B until the gradient noise is averaged away. Adam
+steps by signs, whose reliability grows as erf(sqrt(B)), so its best rate grows as a square root,
+peaks and falls to a plateau (McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon").
 """
 
 from dataclasses import dataclass
@@ -14,75 +14,94 @@ from scipy.special import erf, erfinv
 
 from scaling.runs import Array
 
-Shape = Literal["saturating", "surge"]
+RateShape = Literal["saturating", "surge"]
 
+#: Values of `RateLaw.surge` that a fit tries.
 SURGES = np.geomspace(1.05, 30, 40)
+
+#: The regime below, about and above the characteristic batch size of each shape.
+REGIMES = {
+    "saturating": ("linear", "saturating", "saturated"),
+    "surge": ("square root", "peak", "falling"),
+}
 
 
 @dataclass(frozen=True)
 class RateLaw:
-    """r / (1 + B_c / B), or 2 r / (1 / s + s) with s = k erf(erfinv(1 / k) sqrt(B / B_c))."""
+    """The best rate at batch size B.
 
-    shape: Shape
+    A saturating law is r / (1 + B_c / B). A surge is 2 r / (1 / s + s), with
+    s = k erf(erfinv(1 / k) sqrt(B / B_c)).
+    """
+
+    shape: RateShape
+    #: r, the plateau of a saturating law or the peak of a surge.
     highest_rate: float
-    """r, the plateau of a saturating law and the peak of a surge."""
+    #: B_c, where a saturating law reaches half its height and a surge its peak.
     batch_size: float
-    """B_c, where a saturating law is at half its height and a surge at its peak."""
+    #: k, the reliability of signs at large batches. The plateau is 2 / (1 / k + k) of the peak. It
+    #: is 1 for a saturating law.
     surge: float
-    """k, how sure the signs become: the plateau is 2 / (1 / k + k) of the peak. 1 if saturating."""
+    #: Root mean square of log predicted over observed rate.
     error: float
-    """Root mean square of log predicted over observed rate."""
 
     def predict(self, batch_size: ArrayLike) -> Array:
-        """The best rate at a batch size."""
+        """Return the best rate at a batch size."""
         u = np.asarray(batch_size, np.float64) / self.batch_size
-        return self.highest_rate * (
-            _saturating(u) if self.shape == "saturating" else _surge(u, self.surge)
-        )
+        form = _saturating(u) if self.shape == "saturating" else _surging(u, self.surge)
+        return self.highest_rate * form
 
     def regime(self, batch_size: float) -> str:
-        """What a larger batch would do to the best rate."""
+        """Return in words how the best rate changes with the batch size at this batch size."""
         u = batch_size / self.batch_size
-        below, here, above = {
-            "saturating": ("linear", "saturating", "saturated"),
-            "surge": ("square root", "peak", "falling"),
-        }[self.shape]
-        return below if u < 0.2 else above if u > 5 else here
+        below, about, above = REGIMES[self.shape]
+        if u < 0.2:
+            return below
+        return above if u > 5 else about
 
 
 def _saturating(u: Array) -> Array:
     return u / (1 + u)
 
 
-def _surge(u: Array, k: float) -> Array:
-    sure: Array = k * erf(erfinv(1 / k) * np.sqrt(u))
-    return 2 / (1 / sure + sure)
+def _surging(u: Array, k: float) -> Array:
+    reliability: Array = k * erf(erfinv(1 / k) * np.sqrt(u))
+    return 2 / (1 / reliability + reliability)
 
 
 def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
-    """The shape and constants of least squared log error; a surge must earn its third constant.
+    """Fit the shape and the constants of least squared log error.
 
-    ValueError for fewer than five batch sizes. The shapes are compared by AICc.
+    The shapes are compared by AICc, because a surge has a third constant. Raises `ValueError` for
+    fewer than five batch sizes.
     """
-    b, r = np.asarray(batch_sizes, np.float64), np.asarray(rates, np.float64)
+    b = np.asarray(batch_sizes, np.float64)
+    r = np.asarray(rates, np.float64)
     if len(np.unique(b)) < 5 or not ((b > 0).all() and (r > 0).all()):
-        raise ValueError(f"need positive rates at five batch sizes: {b.tolist()}, {r.tolist()}")
+        raise ValueError(
+            f"expected positive rates at five or more batch sizes, got {r.tolist()} at {b.tolist()}"
+        )
     grid = np.geomspace(b.min() / 100, b.max() * 100, 1001)
     u = b / grid[:, None]
-    saturating = _least("saturating", 1.0, _saturating(u), r, grid)
-    surge = min((_least("surge", k, _surge(u, k), r, grid) for k in SURGES), key=lambda f: f.error)
+    saturating = _fit_scale("saturating", 1.0, _saturating(u), r, grid)
+    surges = [_fit_scale("surge", k, _surging(u, k), r, grid) for k in SURGES]
+    surge = min(surges, key=lambda law: law.error)
     n = len(b)
 
-    def score(fit: RateLaw, constants: int) -> float:
-        return float(2 * n * np.log(fit.error + 1e-12) + 2 * constants * n / (n - constants - 1))
+    def aicc(law: RateLaw, constants: int) -> float:
+        correction = 2 * constants * n / (n - constants - 1)
+        return float(2 * n * np.log(law.error + 1e-12) + correction)
 
-    return surge if score(surge, 3) < score(saturating, 2) else saturating
+    return surge if aicc(surge, 3) < aicc(saturating, 2) else saturating
 
 
-def _least(shape: Shape, k: float, form: Array, rates: Array, sizes: Array) -> RateLaw:
-    """The best B_c of a grid, each with its best height; form is (sizes, rates)."""
-    error = np.log(rates) - np.log(form)
+def _fit_scale(shape: RateShape, k: float, forms: Array, rates: Array, sizes: Array) -> RateLaw:
+    """Return the law with the best B_c of a grid, and its best height.
+
+    `forms` are the values of the law of unit height for each B_c in `sizes`, (sizes, rates).
+    """
+    error = np.log(rates) - np.log(forms)
     height = error.mean(1)
     spread = np.sqrt(((error - height[:, None]) ** 2).mean(1))
-    at = int(np.argmin(spread))
-    return RateLaw(shape, float(np.exp(height[at])), float(sizes[at]), float(k), float(spread[at]))
+    i = int(np.argmin(spread))
+    return RateLaw(shape, float(np.exp(height[i])), float(sizes[i]), float(k), float(spread[i]))

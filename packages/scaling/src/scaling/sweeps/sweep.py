@@ -1,12 +1,12 @@
-"""A sweep: losses by rate, batch size and seed; each batch size's best rate, and how sure it is.
+"""Sweeps: losses by learning rate, batch size and seed, and the best rate of each batch size.
 
-Notable: the best rate is the bottom of a curve in log rate and log loss, not the best rate tried; a
-least loss at the edge of the rates is no bottom, and is refused.
+The best rate is the bottom of a curve through log losses over log rates, not the best rate that was
+tried. A least loss at the edge of the rates is not a bottom, so such a batch size has no best rate.
 """
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,87 +18,115 @@ from scaling.law import Interval
 from scaling.runs import Array, ScalingWarning
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 
+#: Rates within this factor of the best are part of the fitted curve.
+FIT_RANGE = 1.6
+
 
 @dataclass(frozen=True, eq=False)
 class Sweep(ComparesArrays):
-    """Mean final loss of every (batch size, rate), and the rate at the bottom of each curve.
+    """Mean final losses by batch size and rate, and the best rate of each batch size.
 
-    A minimum at the lowest or highest rate is no optimum: `best_rates` is nan there, and the law
-    goes without it.
+    If the least loss of a batch size is at the lowest or highest rate, its best rate is nan and the
+    rate law ignores it.
     """
 
     task: str
     optimizer: str
     rates: Array
     batch_sizes: Array
+    #: Log of the mean loss, (batch sizes, rates); inf if a run diverged, nan if none was trained.
+    #: Built-in tasks have half the mean squared error without label noise.
     log_loss: Array
-    """(batch sizes, rates), the log of the mean loss (of the built-in tasks half the mean squared
-    error less label noise, which may be below any float64); inf where it diverged, nan where
-    nothing was trained."""
+    #: The best rate of each batch size, (batch sizes,); nan if the rates do not bracket it.
     best_rates: Array
-    """(batch sizes,) the bottom of a polynomial through the log losses about the least; nan where
-    the rates do not bracket it."""
+    #: 95 % interval of each best rate: a jackknife over seeds, or with fewer than three seeds the
+    #: scatter about a parabola. It is (0, inf) if neither is available.
     intervals: tuple[Interval, ...]
-    """95 % of each best rate: by leaving out each seed, or by the scatter about a parabola;
-    (0, inf) where there is neither."""
+    #: The best rates by theory, for SGD on linear regression.
     exact_rates: Array | None
-    """The same from theory: SGD on linear regression."""
+    #: Mean squared norm of the first step's gradient, (batch sizes,).
     gradient_squares: Array
-    """(batch sizes,) mean squared norm of the first step's gradient."""
     runs: int
+    #: Number of diverged runs. A rate at which any run diverged is not used.
     diverged: int = 0
-    """Number of runs that diverged; a rate at which any run did is not used."""
+    #: A text on the columns of a table that were read and the runs that were left out.
     explanation: str = ""
-    """Which columns of a table were read, and which runs were left out."""
 
     @property
     def loss(self) -> Array:
-        """(batch sizes, rates) of `log_loss`."""
+        """Mean loss, (batch sizes, rates)."""
         return np.exp(self.log_loss)
 
     @property
     def law(self) -> RateLaw:
-        """The curve that the best rates follow; ValueError for fewer than five of them."""
-        found = np.isfinite(self.best_rates)
-        return fit_rate_law(self.batch_sizes[found], self.best_rates[found])
+        """The law of the best rates; `ValueError` if there are fewer than five."""
+        known = np.isfinite(self.best_rates)
+        return fit_rate_law(self.batch_sizes[known], self.best_rates[known])
 
     @property
     def critical_batch_size(self) -> float:
-        """The gradient noise scale at the start, `gradient_noise_scale`; nan where no gradient was
-        seen."""
+        """The gradient noise scale at the start of training; nan without gradients."""
         if np.isnan(self.gradient_squares).all():
             return math.nan
         return gradient_noise_scale(self.batch_sizes, self.gradient_squares)
 
 
 def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) -> float:
-    """tr(S) / |G|^2 in examples: the batch above which averaging more of them stops paying.
+    """Return tr(S) / |G|^2 in examples, the batch size above which larger batches stop paying off.
 
-    E|g_B|^2 = |G|^2 + tr(S) / B is a line in 1 / B, fitted to squared norms at two batch sizes or
-    more (McCandlish et al. 2018, appendix A.1). For linear regression at |w - w*|^2 = d it is
-    d + 1 + noise^2, the same d + 1 as in `exact_rate`.
+    E|g_B|^2 = |G|^2 + tr(S) / B is a line in 1 / B, fitted to the squared norms at two or more
+    batch sizes (McCandlish et al. 2018, appendix A.1). For linear regression at |w - w*|^2 = d it
+    is d + 1 + noise^2, with the same d + 1 as in `exact_rate`.
     """
     b = np.asarray(batch_sizes, np.float64)
     squares = np.asarray(gradient_squares, np.float64)
     if not (np.isfinite([b, squares]).all() and (b > 0).all() and (squares > 0).all()):
-        raise ValueError(f"{b.tolist()}, {squares.tolist()}: must be positive and finite")
+        raise ValueError(
+            f"batch sizes {b.tolist()} and squares {squares.tolist()} must be positive and finite"
+        )
     if len(np.unique(b)) < 2:
         raise ValueError(f"batch sizes {b.tolist()}: a noise scale needs two different ones")
-    # Relative errors are alike at all batch sizes, so weigh by the inverse of the square.
+    # Relative errors are equal at all batch sizes; polyfit squares its weights.
     trace, square = np.polyfit(1 / b, squares, 1, w=1 / squares)
-    return float(trace / square) if square > 0 else float("inf")
+    return float(trace / square) if square > 0 else math.inf
 
 
-def tried(rates: Sequence[float] | Array, batch_sizes: Sequence[int]) -> tuple[Array, Array]:
-    """Both in order; ValueError unless there are some, all positive and finite."""
-    grid, sizes = np.sort(np.asarray(rates, np.float64)), np.sort(np.asarray(batch_sizes))
+def validate_grid(
+    rates: Sequence[float] | Array, batch_sizes: Sequence[int]
+) -> tuple[Array, Array]:
+    """Return rates and batch sizes in order; raise `ValueError` unless all are positive."""
+    grid = np.sort(np.asarray(rates, np.float64))
+    sizes = np.sort(np.asarray(batch_sizes))
     for name, values in (("rates", grid), ("batch sizes", sizes)):
         if not (len(values) and (values > 0).all() and np.isfinite(values).all()):
             raise ValueError(f"{name} must be positive and finite: {values.tolist()}")
     return grid, sizes
 
 
-def swept(
+def sweep_function(
+    task: Callable[[float, int, int], float],
+    rates: Sequence[float] | None,
+    batch_sizes: Sequence[int] | None,
+    seeds: int,
+    seed: int,
+) -> Sweep:
+    """Return the sweep of a function of (rate, batch size, seed), called once per setting."""
+    if rates is None or batch_sizes is None:
+        raise ValueError("a function as task needs rates and batch_sizes, the settings to try")
+    grid, sizes = validate_grid(rates, batch_sizes)
+    losses = np.empty((len(sizes), seeds, len(grid)))
+    for i, size in enumerate(sizes.tolist()):
+        for k in range(seeds):
+            for j, rate in enumerate(grid.tolist()):
+                losses[i, k, j] = float(task(rate, size, seed + k))
+    losses[~np.isfinite(losses)] = np.inf
+    if (losses <= 0).any():
+        raise ValueError(f"the task's loss is {losses.min():g}; it must be positive")
+    name = getattr(task, "__name__", "function")
+    return build_sweep(name, "function", grid, sizes.astype(float), np.log(losses))
+
+
+def build_sweep(
     task: str,
     optimizer: str,
     rates: Array,
@@ -107,28 +135,34 @@ def swept(
     exact: Array | None = None,
     squares: Array | None = None,
 ) -> Sweep:
-    """The sweep of (batch sizes, seeds, rates) log losses."""
-    log_loss = np.stack([_mean(one) for one in by_seed])
+    """Return the sweep of log losses (batch sizes, seeds, rates), with warnings about its edges."""
+    log_loss = np.stack([_mean(losses) for losses in by_seed])
     best = np.array([_bottom(rates, curve) for curve in log_loss])
-    edges = [_edges(curve) for curve in log_loss]
-    # Whoever asks for one or two rates looks for no bottom.
-    for side, beyond in ((1, "below"), (2, "above")) if len(rates) > 2 else ():
-        if found := [i for i, at in enumerate(edges) if at[0] == at[side]]:
-            warnings.warn(
-                f"the least loss at batch sizes {', '.join(f'{sizes[i]:g}' for i in found)} is at"
-                f" the edge of the rates: sweep rates {beyond} {rates[edges[found[0]][side]]:.3g}"
-                " too; these have no best rate",
-                ScalingWarning,
-                stacklevel=3,
-            )
+    if len(rates) > 2:
+        _warn_of_edges(rates, sizes, log_loss)
     intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best, strict=True))
     squares = np.full(len(sizes), np.nan) if squares is None else squares
     runs = int((~np.isnan(by_seed)).sum())
     return Sweep(task, optimizer, rates, sizes, log_loss, best, intervals, exact, squares, runs)
 
 
+def _warn_of_edges(rates: Array, sizes: Array, log_loss: Array) -> None:
+    """Issue a warning for batch sizes whose least loss is at the lowest or highest rate."""
+    edges = [_edges(curve) for curve in log_loss]
+    for side, direction in ((1, "below"), (2, "above")):
+        at_edge = [i for i, edge in enumerate(edges) if edge[0] == edge[side]]
+        if at_edge:
+            warnings.warn(
+                f"the least loss at batch sizes {', '.join(f'{sizes[i]:g}' for i in at_edge)} is at"
+                f" the edge of the rates: sweep rates {direction}"
+                f" {rates[edges[at_edge[0]][side]]:.3g} too; these have no best rate",
+                ScalingWarning,
+                stacklevel=4,
+            )
+
+
 def _mean(log_losses: Array) -> Array:
-    """(rates,) log of the mean loss over the seeds that were trained."""
+    """Return the log of the mean loss (rates,) over the seeds that were trained."""
     count = (~np.isnan(log_losses)).sum(0)
     filled = np.where(np.isnan(log_losses), -np.inf, log_losses)
     mean: Array = np.logaddexp.reduce(filled, axis=0) - np.log(np.maximum(count, 1))
@@ -136,71 +170,90 @@ def _mean(log_losses: Array) -> Array:
 
 
 def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
-    """The jackknife over seeds where there are three or more, else the scatter about a parabola."""
-    deviation, freedom = math.inf, 0
+    """Return the interval of a best rate: see `Sweep.intervals`."""
     trained = by_seed[~np.isnan(by_seed).all(1)]
-    if math.isfinite(best) and len(trained) >= 3:
-        every = [_bottom(rates, _mean(np.delete(trained, i, 0))) for i in range(len(trained))]
-        logs, freedom = np.log([b for b in every if math.isfinite(b)]), len(trained) - 1
-        if len(logs) == len(trained):
-            deviation = math.sqrt(freedom / len(logs) * float(((logs - logs.mean()) ** 2).sum()))
-    elif math.isfinite(best):
-        curve = _mean(trained)
-        x = np.log(rates / best)
-        near = np.isfinite(curve) & _near(rates, curve)
-        freedom = int(near.sum()) - 3
-        if freedom > 0:
-            (a, b, _), spread = np.polyfit(x[near], curve[near], 2, cov=True)
-            if a > 0:
-                slope = np.array([b / (2 * a**2), -1 / (2 * a), 0.0])
-                deviation = math.sqrt(float(slope @ spread @ slope))
+    deviation = math.inf
+    freedom = 0
+    if math.isfinite(best):
+        if len(trained) >= 3:
+            deviation, freedom = _jackknife_deviation(rates, trained)
+        else:
+            deviation, freedom = _parabola_deviation(rates, _mean(trained), best)
     if not (math.isfinite(deviation) and freedom > 0):
         return Interval(0.0, math.inf)
     half = min(float(stdtrit(freedom, 0.975)) * deviation, 600.0)
     return Interval(best * math.exp(-half), best * math.exp(half))
 
 
+def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
+    """Return the deviation of the log best rate by leaving out each seed; inf if it has none."""
+    count = len(trained)
+    bottoms = [_bottom(rates, _mean(np.delete(trained, i, 0))) for i in range(count)]
+    if not np.isfinite(bottoms).all():
+        return math.inf, count - 1
+    logs = np.log(bottoms)
+    squares = float(((logs - logs.mean()) ** 2).sum())
+    return math.sqrt((count - 1) / count * squares), count - 1
+
+
+def _parabola_deviation(rates: Array, curve: Array, best: float) -> tuple[float, int]:
+    """Return the deviation of the bottom of a parabola about the least loss, by linearization."""
+    x = np.log(rates / best)
+    near = np.isfinite(curve) & _near_best(rates, curve)
+    freedom = int(near.sum()) - 3
+    if freedom <= 0:
+        return math.inf, freedom
+    (a, b, _), covariance = np.polyfit(x[near], curve[near], 2, cov=True)
+    if not a > 0:
+        return math.inf, freedom
+    # The bottom of a x^2 + b x + c is at -b / (2 a).
+    gradient = np.array([b / (2 * a**2), -1 / (2 * a), 0.0])
+    return math.sqrt(float(gradient @ covariance @ gradient)), freedom
+
+
 def _edges(log_loss: Array) -> tuple[int, int, int]:
-    """Where the least loss is, and the lowest and highest rates that were trained."""
+    """Return the index of the least loss, and of the lowest and highest rates with a loss."""
     trained = np.flatnonzero(~np.isnan(log_loss))
     least = int(np.nanargmin(log_loss))
     return least, int(trained[0]), int(trained[-1])
 
 
-def _near(rates: Array, log_loss: Array) -> NDArray[np.bool_]:
-    """The rates within a factor of 1.6 of the best, and two on each side of it."""
+def _near_best(rates: Array, log_loss: Array) -> NDArray[np.bool_]:
+    """Return flags of the rates within `FIT_RANGE` of the best, and of two on each side of it."""
     trained = np.flatnonzero(~np.isnan(log_loss))
     best = int(np.nanargmin(log_loss))
-    near: NDArray[np.bool_] = np.abs(np.log(rates / rates[best])) < np.log(1.6)
-    at = int(np.searchsorted(trained, best))
-    near[trained[max(at - 2, 0) : at + 3]] = True
+    near: NDArray[np.bool_] = np.abs(np.log(rates / rates[best])) < np.log(FIT_RANGE)
+    position = int(np.searchsorted(trained, best))
+    near[trained[max(position - 2, 0) : position + 3]] = True
     return near & np.isfinite(log_loss)
 
 
 def _bottom(rates: Array, log_loss: Array) -> float:
-    """The rate at the bottom of a polynomial, in log rate and log loss, about the least loss.
+    """Return the rate at the bottom of a polynomial in log rate through log losses.
 
-    A quartic over the rates within a factor of 1.6, where the grid is fine; else a parabola over
-    five points. nan where the least is at an edge.
+    The polynomial is a quartic over the rates near the best if the grid is fine, and otherwise a
+    parabola over five points. The result is nan if the least loss is at an edge.
     """
     best, *ends = _edges(log_loss)
     if best in ends:
         return math.nan
-    near = _near(rates, log_loss)
+    near = _near_best(rates, log_loss)
     if near.sum() < 3:
         return float(rates[best])
     x = np.log(rates) - np.log(rates[best])
-    degree = 4 if near.sum() > 6 else 2
-    curve = np.polynomial.Polynomial.fit(x[near], log_loss[near], degree)
-    fine = np.linspace(x[near][0], x[near][-1], 2001)
-    bottom = float(fine[np.argmin(curve(fine))])
+    bottom = _polynomial_minimum(x[near], log_loss[near], 4 if near.sum() > 6 else 2)
     trained = np.flatnonzero(~np.isnan(log_loss))
-    at = int(np.searchsorted(trained, best))
-    around = trained[at - 1 : at + 2]
-    if not x[around[0]] <= bottom <= x[around[-1]]:
-        # The curve is no parabola that far out: the neighbors of the least loss bracket its bottom.
-        around = around[np.isfinite(log_loss[around])]
-        curve = np.polynomial.Polynomial.fit(x[around], log_loss[around], len(around) - 1)
-        fine = np.linspace(x[around[0]], x[around[-1]], 2001)
-        bottom = float(fine[np.argmin(curve(fine))])
+    position = int(np.searchsorted(trained, best))
+    neighbors = trained[position - 1 : position + 2]
+    if not x[neighbors[0]] <= bottom <= x[neighbors[-1]]:
+        # The curve is not a parabola that far out, but the neighbors bracket its bottom.
+        neighbors = neighbors[np.isfinite(log_loss[neighbors])]
+        bottom = _polynomial_minimum(x[neighbors], log_loss[neighbors], len(neighbors) - 1)
     return float(rates[best] * np.exp(bottom))
+
+
+def _polynomial_minimum(x: Array, y: Array, degree: int) -> float:
+    """Return where a polynomial fit of y over x is least within the range of x."""
+    curve = np.polynomial.Polynomial.fit(x, y, degree)
+    grid = np.linspace(x[0], x[-1], 2001)
+    return float(grid[np.argmin(curve(grid))])

@@ -1,7 +1,8 @@
 """Many small trainings at once: every rate and seed of a batch size is a slice of one tensor.
 
-Notable: parameters are (seed, rate, …) and data (seed, example, input), so the rates of a seed
-share one matrix product; gradients are written out, which is what makes 150 steps take a second.
+Parameters have shape (seed, rate, …) and data (seed, example, input), so the rates of a seed are
+one matrix product. Gradients are written by hand, without autograd's overhead on tiny tensors.
+Suffixes name dimensions: S seeds, R rates, B examples, D inputs, H hidden units.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,15 @@ from torch import Tensor
 
 from scaling.runs import Array
 
+#: Hidden units of the MLP and of its teacher.
 WIDTH = 64
-"""Hidden units of the MLP and of its teacher."""
-# The log of a loss that nobody would wait to see grow further; Adam's constants, as torch has them.
-DIVERGED, BETAS, EPSILON = 80.0, (0.9, 0.999), 1e-8
+
+#: Log loss above which a run counts as diverged.
+DIVERGED = 80.0
+
+#: Adam's defaults in torch.
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
 
 
 def train(
@@ -31,17 +37,22 @@ def train(
     seed: int,
     device: str,
 ) -> tuple[Array, Array]:
-    """(batch sizes, seeds, rates) logs of final losses, inf where they diverged, and (batch sizes,)
-    mean first squared gradients."""
+    """Train every setting; return log final losses and squared norms of the first gradients.
+
+    The losses have shape (batch sizes, seeds, rates) and are inf for diverged runs. The squared
+    norms have shape (batch sizes,) and are averaged over the seeds.
+    """
     rate = torch.tensor(rates, device=device)
-    # Without noise a step of SGD on regression multiplies the error: its size may be kept apart.
-    scalable = optimizer == "sgd" and not noise
-    losses, squares = [], []
+    # Without noise a step of SGD on regression multiplies the error by a number, so the size of the
+    # error can be stored separately as a logarithm.
+    can_rescale = optimizer == "sgd" and not noise
+    losses = []
+    squares = []
     for batch in batch_sizes:
-        # The same starts and teachers at every batch size, but other data.
+        # Starts and teachers are the same at every batch size, but the data differ.
         random = torch.Generator(device).manual_seed(seed)
-        made = _Linear if task == "linear" else _MLP
-        model: _Linear | _MLP = made(seeds, len(rates), dimension, random)
+        model_class = _Linear if task == "linear" else _MLP
+        model: _Linear | _MLP = model_class(seeds, len(rates), dimension, random)
         random.manual_seed((seed + 1) * 1_000_003 + batch)
         rule = (_SGD if optimizer == "sgd" else _Adam)(model.parameters, rate)
         for step in range(steps):
@@ -54,7 +65,7 @@ def train(
                 squares.append(float(first))
             for p, move in zip(model.parameters, rule.moves(gradients), strict=True):
                 p -= move
-            if scalable and isinstance(model, _Linear):
+            if can_rescale and isinstance(model, _Linear):
                 model.rescale()
         loss = model.log_loss()
         diverged = loss.isnan() | (loss > DIVERGED)
@@ -63,12 +74,12 @@ def train(
 
 
 def draw(*shape: int, random: torch.Generator) -> Tensor:
-    """Normal numbers in float64, since a loss falls by a hundred orders of magnitude."""
+    """Return normal numbers in float64, since losses fall by a hundred orders of magnitude."""
     return torch.randn(*shape, generator=random, device=random.device).double()
 
 
 class _Linear:
-    """Regression on x ~ N(0, I), in terms of the error w - w* (S, R, D) with |w - w*|^2 = D."""
+    """Regression on x ~ N(0, I), by the error w - w* (S, R, D), which starts at |w - w*|^2 = D."""
 
     def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
         start = draw(seeds, 1, dimension, random=random)
@@ -77,7 +88,7 @@ class _Linear:
         self.log_size = start.new_zeros(seeds, rates)
 
     def rescale(self) -> None:
-        """Take the size out of the error, which 0.06^400 would carry below any number."""
+        """Move the size of the error to `log_size`, since 0.06^400 underflows."""
         size_SR1 = self.parameters[0].norm(dim=-1, keepdim=True)
         self.parameters[0] /= size_SR1
         self.log_size += size_SR1.squeeze(-1).log()
@@ -91,7 +102,7 @@ class _Linear:
 
 
 class _MLP:
-    """A network of ReLUs without biases that learns another of the same width from samples."""
+    """A ReLU network without biases that learns another network of the same width."""
 
     def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
         def layers() -> tuple[Tensor, Tensor]:
@@ -119,7 +130,7 @@ class _MLP:
 
 
 def _forward(inner_SRHD: Tensor, outer_SRH: Tensor, x_SBD: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden (S, B, R, H) and output (S, B, R)."""
+    """Return the hidden activations (S, B, R, H) and the output (S, B, R)."""
     hidden = (x_SBD @ inner_SRHD.flatten(1, 2).mT).clamp_(min=0)
     hidden = hidden.view(*hidden.shape[:2], *outer_SRH.shape[1:])
     return hidden, (hidden * outer_SRH[:, None]).sum(-1)
@@ -127,7 +138,7 @@ def _forward(inner_SRHD: Tensor, outer_SRH: Tensor, x_SBD: Tensor) -> tuple[Tens
 
 class _SGD:
     def __init__(self, parameters: list[Tensor], rates: Tensor) -> None:
-        # Shaped to multiply (S, R, …).
+        # The shape broadcasts to (S, R, …).
         self.rates = [rates.view(1, -1, *[1] * (p.dim() - 2)) for p in parameters]
 
     def moves(self, gradients: list[Tensor]) -> Iterator[Tensor]:

@@ -1,1 +1,1 @@
-"""Tables as people keep them: records from any source, their columns by name, their cells."""
+"""Tables of runs: records from any source, columns recognized by name, and cells as numbers."""

@@ -1,7 +1,7 @@
-"""Cells to numbers: 7B, 1.4T, 49,893,420, 3,2157, 6x10^18, 300B tokens.
+"""Conversion of cells to numbers: 7B, 1.4T, 49,893,420, 3,2157, 6x10^18, 300B tokens.
 
-Notable: whether a comma parts thousands or begins decimals is asked of the whole table, since one
-cell (2,859) cannot say; where its cells contradict each other both are named.
+A comma may separate thousands or start the decimals. A single cell such as 2,859 is ambiguous, so
+the decision is made for the whole table, and a table with contradictory cells is refused.
 """
 
 import math
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from scaling.tables.names import FLOPS, PETAFLOP_DAY, PREFIXES, UNITS
 
+#: Texts of cells without a value.
 BLANK = {"", "na", "n/a", "nan", "none", "null", "-", "--", "?", "nil", "#n/a", "undefined"}
 
+#: A number with optional separators, a power of ten and a unit.
 NUMBER = re.compile(
     r"(?P<digits>[-+]?(?:\d[\d,._'\u2019\u00a0\u202f ]*|\.\d+))"
     r"(?:\s*(?:[x*\u00d7\u00b7]\s*10\s*(?:\^|\*\*)?\s*|e)(?P<power>[-+]?\d+))?"
@@ -26,8 +28,8 @@ SEPARATORS = re.compile(r"(?<=\d)[_'\u2019\u00a0\u202f ](?=\d{3})")
 DIGITS = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
 
 
-def blank(cell: Any) -> bool:
-    """Whether nothing was measured there."""
+def is_blank(cell: Any) -> bool:
+    """Return True if a cell has no value."""
     if cell is None or cell is np.ma.masked:
         return True
     if isinstance(cell, str):
@@ -38,40 +40,55 @@ def blank(cell: Any) -> bool:
         return str(cell) in ("<NA>", "NaT")
 
 
-def decimal_comma(columns: Iterable[tuple[str, Sequence[tuple[int, Any]]]]) -> bool:
-    """Whether the comma begins decimals in a table, of (name, (row, cell)…) of its columns."""
-    comma, point = "", ""
+def uses_decimal_comma(columns: Iterable[tuple[str, Sequence[tuple[int, Any]]]]) -> bool:
+    """Return True if the decimal mark of a table is a comma.
+
+    `columns` are (name, [(row, cell), …]) pairs. Raises `ValueError` if some cells have a decimal
+    comma and others a decimal point.
+    """
+    comma = ""
+    point = ""
     for name, cells in columns:
         for row, cell in cells:
-            if not isinstance(cell, str) or not (found := NUMBER.match(cell.strip())):
+            parsed = NUMBER.match(cell.strip()) if isinstance(cell, str) else None
+            if not parsed:
                 continue
-            digits, where = found["digits"].strip(), f"column {name!r}, row {row}: {cell!r}"
-            grouped = re.fullmatch(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+", digits)
-            dotted = re.fullmatch(r"[-+]?[1-9]\d{0,2}(?:\.\d{3})+", digits)
-            if "," in digits and "." in digits:
-                comma, point = (
-                    (where, point) if digits.rfind(",") > digits.rfind(".") else (comma, where)
-                )
-            elif digits.count(",") == 1 and (not grouped or found["power"]):
-                comma = where
-            elif digits.count(".") == 1 and (not dotted or found["power"]):
-                point = where
-            elif digits.count(",") > 1:
-                point = point or where
-            elif digits.count(".") > 1:
-                comma = comma or where
+            mark, is_certain = _decimal_mark(parsed["digits"].strip(), bool(parsed["power"]))
+            location = f"column {name!r}, row {row}: {cell!r}"
+            if mark == "," and (is_certain or not comma):
+                comma = location
+            elif mark == "." and (is_certain or not point):
+                point = location
     if comma and point:
         raise ValueError(
-            f"the decimal mark is a comma in {comma} and a point in {point}: write one of them"
+            f"the decimal mark is a comma in {comma} and a point in {point}: use one of them"
         )
     return bool(comma)
 
 
-def number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1.0) -> float:
-    """A cell as a float; nan where it is none. A suffix multiplies, or `unit` where there is none.
+def _decimal_mark(digits: str, has_power: bool) -> tuple[str, bool]:
+    """Return the decimal mark that a number implies ("" if it implies none).
 
-    `comma`: the comma begins decimals. `thousands` false: one mark before three digits is decimal
-    even so, as in a loss of 2,859.
+    The second value is False if the number only implies it by separating thousands with the other
+    mark.
+    """
+    if "," in digits and "." in digits:
+        return ("," if digits.rfind(",") > digits.rfind(".") else "."), True
+    for mark, other in ((",", "."), (".", ",")):
+        if digits.count(mark) == 1:
+            is_grouped = re.fullmatch(rf"[-+]?[1-9]\d{{0,2}}(?:\{mark}\d{{3}})+", digits)
+            return (mark if has_power or not is_grouped else ""), True
+        if digits.count(mark) > 1:
+            return other, False
+    return "", True
+
+
+def parse_number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1.0) -> float:
+    """Return a cell as a float; nan if it is not a number.
+
+    A suffix such as B multiplies the number; a number without a suffix is multiplied by `unit`.
+    `comma` is True if the decimal mark is a comma. With `thousands` False, a single mark before
+    three digits is a decimal mark even if it is the other one, as in a loss of 2,859.
     """
     if not isinstance(cell, str):
         try:
@@ -79,11 +96,11 @@ def number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1.0) ->
         except (TypeError, ValueError):
             return math.nan
     text = cell.strip().lstrip("$~\u2248").strip()
-    found = NUMBER.fullmatch(text)
-    if not found:
+    parsed = NUMBER.fullmatch(text)
+    if not parsed:
         return float(text) if text.lower() in ("inf", "-inf", "infinity") else math.nan
-    said = _unit(found["unit"])
-    digits = SEPARATORS.sub("", found["digits"].strip())
+    suffix_unit = _suffix_unit(parsed["unit"])
+    digits = SEPARATORS.sub("", parsed["digits"].strip())
     mark, other = (",", ".") if comma else (".", ",")
     if other in digits:
         if not thousands and re.fullmatch(rf"[-+]?\d{{1,2}}\{other}\d+", digits):
@@ -91,19 +108,21 @@ def number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1.0) ->
         elif re.fullmatch(rf"[-+]?\d{{1,3}}(?:\{other}\d{{3}})+(?:\{mark}\d*)?", digits):
             digits = digits.replace(other, "")
     digits = digits.replace(mark, ".")
-    if not DIGITS.fullmatch(digits) or math.isnan(said):
+    if not DIGITS.fullmatch(digits) or math.isnan(suffix_unit):
         return math.nan
-    return float(f"{digits}e{found['power'] or 0}") * (said or unit)
+    return float(f"{digits}e{parsed['power'] or 0}") * (suffix_unit or unit)
 
 
-def _unit(text: str | None) -> float:
-    """What a suffix multiplies by; nan if it is none, 0 if it names no unit."""
+def _suffix_unit(text: str | None) -> float:
+    """Return the factor of a suffix; nan if it is not a unit, 0 if there is none."""
     words = re.sub(r"[ .]", "", (text or "").lower())
     words = re.sub("(?:tokens?|param(?:eter)?s?)$", "", words)
     if not words or words in ("flop", "flops"):
         return 0.0
-    if words in ("nat", "nats", "bit", "bits"):
-        return 1.0 if words.startswith("n") else math.log(2)
+    if words in ("nat", "nats"):
+        return 1.0
+    if words in ("bit", "bits"):
+        return math.log(2)
     if words in UNITS:
         return UNITS[words]
     if re.fullmatch("(?:pf|pflops?|petaflops?)(?:/?s)?-?days?", words):
@@ -113,14 +132,15 @@ def _unit(text: str | None) -> float:
     return math.nan
 
 
-def numbers(
+def parse_numbers(
     cells: Sequence[Any], comma: bool, thousands: bool = True, unit: float = 1.0
 ) -> NDArray[np.float64]:
-    """All cells of a column."""
-    return np.array([number(cell, comma, thousands, unit) for cell in cells], np.float64)
+    """Return all cells of a column as floats: see `parse_number`."""
+    return np.array([parse_number(cell, comma, thousands, unit) for cell in cells], np.float64)
 
 
 def list_some(items: Iterable[object]) -> str:
-    """Return the first eight items as text, and the number of the others."""
+    """Return the first eight items as text, and the number of the other items."""
     listed = [str(item) for item in items]
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return ", ".join(listed[:8]) + more

@@ -1,189 +1,264 @@
-"""Which column is the parameters, the tokens, the compute and the loss.
+"""Recognition of the columns that contain parameters, tokens, compute and loss.
 
-Notable: the most telling name wins, so `train_tokens` before a `d` that may be a width; what a
-name says besides (a unit, that embeddings are not counted, bits instead of nats) is kept.
+The most specific name wins, so `train_tokens` is preferred to a `d` that may be a width. A name may
+also state a unit, that embeddings are not counted, or that the loss is in bits; see `Column`.
 """
 
 import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 _DATA: dict[str, dict[str, str]] = tomllib.loads(
     files("scaling.tables").joinpath("names.toml").read_text("utf-8")
 )
-NAMES, SWEPT = ({k: v.split() for k, v in _DATA[t].items()} for t in ("names", "sweeps"))
-UNITS = {word: float(unit) for unit, words in _DATA["units"].items() for word in words.split()}
-_WORDS = {kind: words.split() for kind, words in _DATA["words"].items()}
-HELD_OUT, NO_LOSS, NO_TOKENS, SAYS_NOTHING, RATES, SETS, *_MORE = _WORDS.values()
-REPETITIONS, PARTS, NO_COMPUTE, PATHS, VAGUE = _MORE
-STATES = {kind: frozenset(words.split()) for kind, words in _DATA["states"].items()}
-OTHERS = {
+
+
+def _word_lists(table: str) -> dict[str, list[str]]:
+    return {key: words.split() for key, words in _DATA[table].items()}
+
+
+#: Names of each column of `Runs`, without case and punctuation.
+NAMES = _word_lists("names")
+
+#: Names of each column of a learning-rate sweep.
+SWEEP_NAMES = _word_lists("sweeps")
+
+#: Factor of each unit word.
+UNITS = {word: float(unit) for unit, words in _word_lists("units").items() for word in words}
+
+#: Lists of words with a common meaning: see names.toml.
+WORDS = _word_lists("words")
+
+#: Words for the states of runs.
+STATES = {kind: frozenset(words) for kind, words in _word_lists("states").items()}
+
+#: For each column of ours, the names of the other columns.
+OTHER_NAMES = {
     ours: {"token", *(name for kind in NAMES if kind != ours for name in NAMES[kind])}
     for ours in NAMES
 }
+
 PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
 PETAFLOP_DAY = 86_400e15
 FLOPS = re.compile("([kmgtpezy])(?:ilo|ega|iga|era|eta|xa|etta|otta)?flops?")
+PETAFLOP_DAYS = re.compile(r"(?:petaflops?|pf|pflops?)s?days?$")
+POWER_OF_TEN = re.compile(r"1?e(\d+)")
 LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
 
 EMBEDDINGS = "(?:emb|embd|embed|embedding)s?"
+
+#: Kinds of parameters that a name may state, with the pattern of each.
 KINDS = (
     ("non-embedding", f"(?:non?|w/?o|without|excl?|excluding|exclude){EMBEDDINGS}"),
     ("active", "activ(?:e|ated)"),
     ("total", "total"),
 )
 
+#: Ranks of columns that could be the loss. A held-out loss ranks above others, training loss below.
+FULL_LOSS_RANK = 20.0
+HELD_OUT_RANK = 10.0
+OTHER_UNIT_RANK = -3.0
+
 
 @dataclass(frozen=True)
 class Column:
-    """A column that was recognized, and what its name says of its numbers."""
+    """A recognized column, with what its name states about its numbers."""
 
     name: str
     unit: float = 1.0
-    said: str = ""
-    """In words: "non-embedding", "bits per byte", "perplexity", …; empty if nothing."""
+    #: The statement of the name in words: "non-embedding", "bits per byte", "perplexity", …
+    description: str = ""
+    #: Higher ranks are more specific.
     rank: float = 0.0
+    #: Kinds of parameters that the column counts: "non-embedding", "active", "total".
     kinds: frozenset[str] = frozenset()
-    """Kinds of parameters that the name says it counts: "non-embedding", "active", "total"."""
-    letter: bool = False
-    """Whether the name is a single letter, which may stand for layers or a width as well."""
+    #: True if the name is a single letter, which may also stand for layers or a width.
+    is_letter: bool = False
 
 
 @dataclass(frozen=True)
 class Match:
     """The columns of a table by our names, and the columns that could be read instead."""
 
-    found: dict[str, Column]
+    chosen: dict[str, Column]
+    #: Columns that should contain the same numbers, so they must agree with the chosen column.
     rivals: dict[str, list[Column]]
-    """Columns that claim to hold the same numbers; they must agree with the column that is used."""
-    other: dict[str, list[Column]]
-    """Columns of another kind of parameters, or losses that are less to the point."""
+    #: Columns of another kind of parameters, and less specific losses.
+    alternatives: dict[str, list[Column]]
 
 
-def match(present: Sequence[str], given: Mapping[str, str], source: str) -> Match:
-    """Match columns to our names; `ValueError` if there are too few or two are equally likely."""
-    if unknown := set(given) - set(NAMES):
-        raise ValueError(f"columns names {sorted(unknown)}; it may name {list(NAMES)}")
-    found: dict[str, Column] = {}
-    rivals: dict[str, list[Column]] = {}
-    other: dict[str, list[Column]] = {}
+def match_columns(present: Sequence[str], named: Mapping[str, str], source: str) -> Match:
+    """Match the columns of a table to our names.
+
+    `named` contains the user's choices. Raises `ValueError` if a column is missing or if two
+    columns are equally likely.
+    """
+    if unknown := set(named) - set(NAMES):
+        raise ValueError(f"expected names among {list(NAMES)} in columns=…, got {sorted(unknown)}")
+    result = Match({}, {}, {})
     for ours in NAMES:
-        if ours in given:
-            if given[ours] not in present:
-                raise ValueError(f"{source} has no column {given[ours]!r}; it has {list(present)}")
-            found[ours] = recognize(given[ours], ours) or Column(given[ours])
+        if ours in named:
+            name = named[ours]
+            if name not in present:
+                raise ValueError(f"{source} has no column {name!r}; it has {list(present)}")
+            result.chosen[ours] = recognize(name, ours) or Column(name)
             continue
         likely = [c for name in present if (c := recognize(name, ours))]
-        if not likely:
-            continue
-        pool = _preferred(likely)
-        best = max(c.rank for c in pool)
-        top = [c for c in pool if c.rank == best]
-        if len(top) > 1:
-            raise ValueError(f"{source}: {ambiguous(ours, [c.name for c in top])}")
-        found[ours] = top[0]
-        rest = [c for c in likely if c is not top[0]]
-        rivals[ours] = [c for c in rest if (c in pool or c.letter) and ours != "loss"]
-        other[ours] = [c for c in rest if c not in rivals[ours] and not c.letter]
-    if "loss" not in found or len(found) < 3:
+        if likely:
+            _choose(ours, likely, source, result)
+    if "loss" not in result.chosen or len(result.chosen) < 3:
         raise ValueError(
-            f"{source} has columns {list(present)}; needed are loss and two of parameters, tokens "
-            f"and compute, found {sorted(found)}; name the others with columns={{'loss': '…'}}"
+            f"{source} has columns {list(present)}; expected a loss and two of parameters, tokens"
+            f" and compute, recognized {sorted(result.chosen)}; name the other columns with"
+            " columns={'loss': '…'}"
         )
-    return Match(found, rivals, other)
+    return result
 
 
-def ambiguous(ours: str, names: Sequence[str]) -> str:
-    """Return that each of these columns may be the one, and how to say which is."""
+def _choose(ours: str, likely: list[Column], source: str, result: Match) -> None:
+    """Choose the most specific of the likely columns, and sort the other ones."""
+    preferred = _preferred(likely)
+    best_rank = max(column.rank for column in preferred)
+    best = [column for column in preferred if column.rank == best_rank]
+    if len(best) > 1:
+        raise ValueError(f"{source}: {ambiguity(ours, [column.name for column in best])}")
+    result.chosen[ours] = best[0]
+    result.rivals[ours] = []
+    result.alternatives[ours] = []
+    for column in likely:
+        if column is best[0]:
+            continue
+        if ours != "loss" and (column in preferred or column.is_letter):
+            result.rivals[ours].append(column)
+        elif not column.is_letter:
+            result.alternatives[ours].append(column)
+
+
+def ambiguity(ours: str, names: Sequence[str]) -> str:
+    """Return a message that any of these columns could be read, and how to choose one."""
     readings = " or ".join(f"columns={{{ours!r}: {name!r}}}" for name in names)
-    return f"columns {list(names)} may each be the {ours}; say which with {readings}"
+    return f"columns {list(names)} may each be the {ours}; choose one with {readings}"
 
 
 def _preferred(likely: list[Column]) -> list[Column]:
-    """Return the columns of the kind that C = 6 N D needs, named by more than a letter if any are.
+    """Return the columns of the kind that C = 6 N D needs, without single letters if possible.
 
-    Active parameters of a mixture of experts come before all of them, since only they compute; with
-    embeddings comes before without.
+    Active parameters of a mixture of experts are preferred to all parameters, because only they
+    compute. Parameters with embeddings are preferred to those without.
     """
     if any("active" in c.kinds for c in likely):
         likely = [c for c in likely if "active" in c.kinds]
-    if any("non-embedding" not in c.kinds for c in likely if not c.letter):
+    if any("non-embedding" not in c.kinds for c in likely if not c.is_letter):
         likely = [c for c in likely if "non-embedding" not in c.kinds]
-    return [c for c in likely if not c.letter] or likely
+    return [c for c in likely if not c.is_letter] or likely
 
 
-def is_known(name: str) -> bool:
-    """Whether a name is one of those that are looked for."""
+def is_known_name(name: str) -> bool:
+    """Return True if a name is recognized as any of our columns."""
     return any(recognize(name, ours) for ours in NAMES)
 
 
 def recognize(name: str, ours: str) -> Column | None:
-    """The column as one of ours, or None."""
-    words = [word for word in _words(name) if word != "in"]
+    """Return a column if its name is recognized as our column `ours`, otherwise None."""
+    words = [word for word in split_words(name) if word != "in"]
     if ours == "loss":
-        return _loss(name, words)
-    if not words or ("per" in words and words[-1] in RATES) or "mfu" in words:
+        return _recognize_loss(name, words)
+    if not words or _is_other_measurement(words, ours):
         return None
-    if ours == "compute" and {*NO_COMPUTE} & set(words):
-        return None
-    if ours == "tokens" and {*HELD_OUT, *NO_TOKENS} & set(words):
-        return None
-    if words[0] in LOGARITHMS:
-        return None
-    unit, said = 1.0, ""
-    if ours == "compute":
-        joined = "".join(words)
-        if days := re.search(r"(?:petaflops?|pf|pflops?)s?days?$", joined):
-            return Column(name, PETAFLOP_DAY, "petaflop/s-days", 8.0 + days.start() / 100)
-        for count in (2, 1):
-            if scaled := FLOPS.fullmatch("".join(words[-count:])):
-                unit, said = PREFIXES[scaled[1]], f"in {scaled[0]}"
-                words = [*words[:-count], "flops"]
-                break
-    # Another unit stands at the end: params_B, tokens (billions), C [1e18].
-    for end in range(len(words) - 1, 0, -1):
-        tail = "".join(words[end:])
-        power = re.fullmatch(r"1?e(\d+)", tail)
-        if tail in UNITS or power:
-            unit = 10.0 ** int(power[1]) if power else UNITS[tail]
-            words, said = words[:end], f"in units of {unit:g}"
-            break
+    if ours == "compute" and (days := PETAFLOP_DAYS.search("".join(words))):
+        return Column(name, PETAFLOP_DAY, "petaflop/s-days", 8.0 + days.start() / 100)
+    words, unit, description = _split_unit(words, ours)
     kinds: frozenset[str] = frozenset()
     if ours == "parameters":
-        words, kinds = _without_kinds(words)
-        if set(words[:-1]) & {*PARTS}:
+        words, kinds = _split_kinds(words)
+        if set(words[:-1]) & {*WORDS["parts"]}:
             return None
     if ours == "tokens":
         words = [word for word in words if word != "total"]
+    return _match_stem(Column(name, unit, description, kinds=kinds), words, ours)
+
+
+def _match_stem(column: Column, words: list[str], ours: str) -> Column | None:
+    """Return a column with its rank if the last of its words are one of our names."""
     for start in range(len(words)):
-        # A path is shortened from its front: throughput/total_tokens, config.model.n_params.
+        # Paths such as throughput/total_tokens and config.model.n_params match without their front.
         stem = "".join(words[start:])
-        # D/N and tokens/params are ratios of two of ours, not paths.
         before = words[:start]
-        if stem in NAMES[ours] and not {*before} & OTHERS[ours]:
-            # batch_size and time_budget are other things; config.size is a path.
-            if stem in VAGUE and not {*before} <= {*PATHS, *UNITS}:
-                return None
-            last = before[-1] if before else ""
-            power = re.fullmatch(r"1?e(\d+)", last)
-            if power or (len(last) > 3 and last in UNITS):  # 1e18 FLOPs, billion tokens
-                unit = 10.0 ** int(power[1]) if power else UNITS[last]
-                said = f"in units of {unit:g}"
-            said = ", ".join([*sorted(kinds), *filter(None, [said])])
-            rank = len(stem) - start / 10
-            return Column(name, unit, said, rank, kinds, len(stem) == 1 and not kinds)
+        # Ratios such as D/N and tokens/params also contain a name of another column.
+        if stem not in NAMES[ours] or {*before} & OTHER_NAMES[ours]:
+            continue
+        # config.size is a path, but batch_size and time_budget are different quantities.
+        if stem in WORDS["vague"] and not {*before} <= {*WORDS["paths"], *UNITS}:
+            return None
+        leading_unit = _leading_unit(before[-1]) if before else None
+        if leading_unit is not None:
+            unit_text = f"in units of {leading_unit:g}"
+            column = replace(column, unit=leading_unit, description=unit_text)
+        parts = sorted(column.kinds)
+        if column.description:
+            parts.append(column.description)
+        return replace(
+            column,
+            description=", ".join(parts),
+            rank=len(stem) - start / 10,
+            is_letter=len(stem) == 1 and not column.kinds,
+        )
     return None
 
 
-def _without_kinds(words: list[str]) -> tuple[list[str], frozenset[str]]:
-    """Return the words that do not say which parameters are counted, and the kinds that they say.
+def _is_other_measurement(words: list[str], ours: str) -> bool:
+    """Return True if the words of a name describe a rate, a logarithm or another quantity."""
+    if "per" in words and words[-1] in WORDS["rates"]:
+        return True
+    if "mfu" in words or words[0] in LOGARITHMS:
+        return True
+    if ours == "compute":
+        return bool({*WORDS["no_compute"]} & set(words))
+    if ours == "tokens":
+        return bool({*WORDS["held_out"], *WORDS["no_tokens"]} & set(words))
+    return False
 
-    A kind may be several words (`non_embedding_params`) or part of one (`nonembedding`).
+
+def _split_unit(words: list[str], ours: str) -> tuple[list[str], float, str]:
+    """Return the words without a unit at the end, the unit, and its description.
+
+    Units are as in params_B, tokens (billions), C [1e18] and, for compute, exaFLOPs.
     """
-    text, kinds = " ".join(words), set()
+    unit = 1.0
+    description = ""
+    if ours == "compute":
+        for count in (2, 1):
+            if scaled := FLOPS.fullmatch("".join(words[-count:])):
+                unit = PREFIXES[scaled[1]]
+                description = f"in {scaled[0]}"
+                words = [*words[:-count], "flops"]
+                break
+    for end in range(len(words) - 1, 0, -1):
+        tail = "".join(words[end:])
+        power = POWER_OF_TEN.fullmatch(tail)
+        if tail in UNITS or power:
+            unit = 10.0 ** int(power[1]) if power else UNITS[tail]
+            return words[:end], unit, f"in units of {unit:g}"
+    return words, unit, description
+
+
+def _leading_unit(word: str) -> float | None:
+    """Return the unit before a name, as in 1e18 FLOPs and billion tokens; None if there is none."""
+    if power := POWER_OF_TEN.fullmatch(word):
+        return 10.0 ** int(power[1])
+    return UNITS[word] if len(word) > 3 and word in UNITS else None
+
+
+def _split_kinds(words: list[str]) -> tuple[list[str], frozenset[str]]:
+    """Split off the words that name a kind of parameters; return the other words and the kinds.
+
+    A kind may be several words (`non_embedding_params`) or a part of one (`nonembedding`).
+    """
+    text = " ".join(words)
+    kinds = set()
     for kind, form in KINDS:
         spaced = form.replace(EMBEDDINGS, f" ?{EMBEDDINGS}")
         text, count = re.subn(rf"(?:^|(?<= )|(?<=n)){spaced}(?= |$|param)", " ", text)
@@ -192,43 +267,52 @@ def _without_kinds(words: list[str]) -> tuple[list[str], frozenset[str]]:
     return text.split(), frozenset(kinds)
 
 
-def _loss(name: str, words: list[str]) -> Column | None:
-    joined = "".join(words)
-    kinds = {
-        "perplexity": r"ppl|perplexity",
-        "bits per byte": "bpb|bitsperbyte",
-        "bits per character": "bpc",
-    }
-    said = next((kind for kind, form in kinds.items() if re.search(form, joined)), "")
-    unit = 1.0
-    # Not the loss of weights of so many bits.
-    counted = re.search(r"(?:^| )\d+ bits?\b", " ".join(words))
-    if not said and not counted and {"bits", "bitspertoken", "bpt"} & {*words, joined}:
-        said, unit = "bits, turned into nats", math.log(2)
-    if set(words) & {*NO_LOSS}:
+def _recognize_loss(name: str, words: list[str]) -> Column | None:
+    """Return a column if its name is recognized as a loss, otherwise None."""
+    if set(words) & {*WORDS["no_loss"]}:
         return None
+    joined = "".join(words)
+    description, unit = _loss_unit(words)
     units = {"nats", "bits"} if unit != 1 or "nats" in words else set()
-    plain = [w for w in words if w not in {*HELD_OUT, *SAYS_NOTHING, *units}]
-    core = "".join(plain)
-    if core not in NAMES["loss"]:
-        # One corpus of several, say eval/c4/loss; taken only if there is no other.
-        if not re.search("loss|crossentropy|bpb|bpt|bitspertoken|perplexity|ppl", joined):
-            return None
+    ignored = {*WORDS["held_out"], *WORDS["says_nothing"], *units}
+    core = "".join(word for word in words if word not in ignored)
+    if core in NAMES["loss"]:
+        rank = FULL_LOSS_RANK + len(core) / 10
+    elif re.search("loss|crossentropy|bpb|bpt|bitspertoken|perplexity|ppl", joined):
+        # The loss on one of several corpora, such as eval/c4/loss, is read only as a last resort.
         rank = 0.0
     else:
-        rank = 20.0 + len(core) / 10
-    told = [h for h in HELD_OUT if h in words or joined.startswith(h)]
-    if told:
-        rank += 10.0 - HELD_OUT.index(told[0]) / 10
+        return None
+    held_out = [h for h in WORDS["held_out"] if h in words or joined.startswith(h)]
+    is_nats = not description
+    if held_out:
+        rank += HELD_OUT_RANK - WORDS["held_out"].index(held_out[0]) / 10
     elif "train" in words or "training" in words or joined.startswith("train"):
-        rank -= 10.0
-        said = ("training " + said).strip()
-    # Nats before bits, bits before perplexity.
-    rank -= {"": 0.0, "training": 0.0}.get(said, 3.0)
-    return Column(name, unit, said, rank)
+        rank -= HELD_OUT_RANK
+        description = f"training {description}".strip()
+    # Nats are preferred to bits and perplexity.
+    if not is_nats:
+        rank += OTHER_UNIT_RANK
+    return Column(name, unit, description, rank)
 
 
-def _words(name: str) -> list[str]:
-    """Lower-case words of snake_case, camelCase, paths and brackets."""
+def _loss_unit(words: list[str]) -> tuple[str, float]:
+    """Return what the words of a loss's name state about its unit, and the factor to nats."""
+    joined = "".join(words)
+    if re.search("ppl|perplexity", joined):
+        return "perplexity", 1.0
+    if re.search("bpb|bitsperbyte", joined):
+        return "bits per byte", 1.0
+    if "bpc" in joined:
+        return "bits per character", 1.0
+    # "4 bits" is the precision of the weights, not the unit of the loss.
+    is_precision = re.search(r"(?:^| )\d+ bits?\b", " ".join(words))
+    if not is_precision and {"bits", "bitspertoken", "bpt"} & {*words, joined}:
+        return "bits, converted to nats", math.log(2)
+    return "", 1.0
+
+
+def split_words(name: str) -> list[str]:
+    """Return the lower-case words of snake_case, camelCase, paths and brackets."""
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
     return [w for w in re.split(r"[^a-z0-9.]+|(?<!\d)\.|\.(?!\d)", spaced.lower()) if w]

@@ -1,1 +1,1 @@
-"""How sure a law is: resampling, profiles, and what earlier cuts would have foretold."""
+"""Uncertainty of fitted laws: bootstrap, profile likelihood, drift and backtests."""

@@ -1,7 +1,7 @@
-"""Foretell the past: fit the runs below a cut in compute, and hold the rest against the intervals.
+"""Backtests: fit the runs below a cut in compute and compare the intervals with the later runs.
 
-Notable: it is the only judge of an interval that does not assume the law. What it finds within the
-runs of a fit widens that fit's intervals already (see `drift`); here it is a table to look at.
+A backtest is the only check of an interval that does not assume the law. The drift that it finds
+within the runs of a fit already widens that fit's intervals (`scaling.uncertainty.drift`).
 """
 
 import math
@@ -22,84 +22,111 @@ METHODS = ("parametric", "isoflop")
 
 
 @dataclass(frozen=True, eq=False)
-class Foretold(ComparesArrays):
-    """One method at one cut."""
+class BacktestRow(ComparesArrays):
+    """The predictions of one method at one cut."""
 
     method: str
+    #: Compute in FLOPs of the largest fitted run.
     cut: float
-    """FLOPs of the largest run that was fitted."""
     runs: int
     held_out: int
+    #: Decades from the cut to the largest run of the table.
     decades: float
-    """From the cut to the largest run of all."""
+    #: Predicted best number of parameters at the largest run's compute, and its interval.
     size: float
-    """The best number of parameters there, as foretold."""
     size_interval: Interval
-    size_by_all: float
-    """The same by a fit of all runs."""
+    #: The best number of parameters there by a fit of all runs.
+    full_fit_size: float
+    #: Median of |predicted / observed - 1| over held-out runs; nan for an IsoFLOP fit.
     loss_error: float
-    """Median of |foretold / observed - 1| over the runs held out; nan for an IsoFLOP fit."""
-    losses_held: int
-    """How many of them lay in their 95 % intervals; 0 of 0 for an IsoFLOP fit."""
+    #: Number of held-out losses inside their 95 % intervals; 0 for an IsoFLOP fit.
+    losses_covered: int
+    #: Number of held-out losses that were predicted; 0 for an IsoFLOP fit.
     losses: int
 
     @property
-    def size_held(self) -> bool:
-        """Whether the interval holds the best size by all runs."""
-        return self.size_by_all in self.size_interval
+    def size_covered(self) -> bool:
+        """True if the interval contains the best size by a fit of all runs."""
+        return self.full_fit_size in self.size_interval
 
 
 def backtest(
-    runs: Runs, *, shares: Sequence[float] = (0.4, 0.6, 0.8), methods: Sequence[str] = METHODS
-) -> tuple[Foretold, ...]:
-    """Fit the given shares of the runs, by compute, with each method, and foretell the rest.
+    runs: Runs, *, fractions: Sequence[float] = (0.4, 0.6, 0.8), methods: Sequence[str] = METHODS
+) -> tuple[BacktestRow, ...]:
+    """Fit the given fractions of the runs, ordered by compute, and predict the other runs.
 
-    A method that cannot fit the runs below a cut (too few, or not at budgets) has no row there.
-    ValueError where no method can fit any.
+    A method that cannot fit the runs below a cut has no row there. Raises `ValueError` if no method
+    can fit any cut.
     """
     if unknown := set(methods) - set(METHODS):
-        raise ValueError(f"methods {sorted(unknown)} are not among {METHODS}")
-    if not all(0 < share < 1 for share in shares):
-        raise ValueError(f"shares = {tuple(shares)}: each must lie between 0 and 1")
+        raise ValueError(f"expected methods among {METHODS}, got {sorted(unknown)}")
+    if not all(0 < fraction < 1 for fraction in fractions):
+        raise ValueError(f"expected fractions between 0 and 1, got {tuple(fractions)}")
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
-    top, cuts = float(compute.max()), np.unique(np.quantile(compute, shares, method="higher"))
-    found: list[Foretold] = []
+    highest = float(compute.max())
+    cuts = np.unique(np.quantile(compute, fractions, method="higher"))
+    rows: list[BacktestRow] = []
     reasons: list[str] = []
     with warnings.catch_warnings():
-        # That a part of the runs carries little is what this is about.
+        # Fits of few runs warn, which is expected here.
         warnings.simplefilter("ignore", ScalingWarning)
         for method in methods:
             try:
                 whole = _fit(method, runs)
-                of = whole.law if isinstance(whole, ParametricFit) else whole
-                by_all = of.optimal(top).parameters
+                law = whole.law if isinstance(whole, ParametricFit) else whole
+                full_fit_size = law.optimal(highest).parameters
                 for cut in cuts:
                     below = compute <= cut * (1 + 1e-9)
                     if not below.all():
-                        found.append(_foretell(method, runs, below, float(cut), top, by_all))
+                        rows.append(
+                            _predict_held_out(
+                                method, runs, below, float(cut), highest, full_fit_size
+                            )
+                        )
             except ValueError as error:
                 reasons.append(f"{method}: {error}")
-    if not found:
+    if not rows:
         raise ValueError("no cut of these runs can be fitted:\n" + "\n".join(reasons))
-    return tuple(found)
+    return tuple(rows)
 
 
 def _fit(method: str, runs: Runs) -> ParametricFit | IsoflopFit:
     return fit_parametric(runs) if method == "parametric" else fit_isoflop(runs)
 
 
-def _foretell(
-    method: str, runs: Runs, below: NDArray[np.bool_], cut: float, top: float, by_all: float
-) -> Foretold:
-    fit, rest = _fit(method, runs[below]), runs[~below]
-    best = fit.optimal(top)
-    losses, held, error = 0, 0, math.nan
+def _predict_held_out(
+    method: str,
+    runs: Runs,
+    below: NDArray[np.bool_],
+    cut: float,
+    highest: float,
+    full_fit_size: float,
+) -> BacktestRow:
+    """Fit the runs below a cut and compare the predictions with the other runs."""
+    fit = _fit(method, runs[below])
+    held_out = runs[~below]
+    best = fit.optimal(highest)
+    losses = 0
+    covered = 0
+    error = math.nan
     if isinstance(fit, ParametricFit):
-        models = zip(rest.parameters, rest.tokens, strict=True)
-        foretold = [fit.predict(float(n), float(d)) for n, d in models]
-        losses = len(rest)
-        held = sum(z in p.interval for z, p in zip(rest.loss, foretold, strict=True))
-        error = float(np.median(np.abs(np.array([p.loss for p in foretold]) / rest.loss - 1)))
-    size = (best.parameters, (best.intervals or {})["parameters"], by_all)
-    away = math.log10(top / cut)
-    return Foretold(method, cut, int(below.sum()), len(rest), away, *size, error, held, losses)
+        models = zip(held_out.parameters, held_out.tokens, strict=True)
+        predictions = [fit.predict(float(n), float(d)) for n, d in models]
+        pairs = zip(held_out.loss, predictions, strict=True)
+        covered = sum(loss in prediction.interval for loss, prediction in pairs)
+        losses = len(held_out)
+        predicted = np.array([prediction.loss for prediction in predictions])
+        error = float(np.median(np.abs(predicted / held_out.loss - 1)))
+    return BacktestRow(
+        method=method,
+        cut=cut,
+        runs=int(below.sum()),
+        held_out=len(held_out),
+        decades=math.log10(highest / cut),
+        size=best.parameters,
+        size_interval=(best.intervals or {})["parameters"],
+        full_fit_size=full_fit_size,
+        loss_error=error,
+        losses_covered=covered,
+        losses=losses,
+    )

@@ -1,20 +1,22 @@
-"""Drift: how far the law of the smaller runs misses the larger ones.
+"""Drift: by how much laws fitted to small runs miss larger runs.
 
-Resampled runs show the noise of the runs, not the error of a law that is only nearly true. That
-error shows in a backtest: fit the runs below a cut and compare with all runs at the top.
+Resampling measures the noise of the runs, but not the error of a law that holds only approximately.
+A backtest measures that error: fit the runs below a cut in compute, and compare the prediction at
+the largest compute with a fit of all runs.
 
 Note [Shrunken drift]
 The cuts of one table share their runs, so together they are worth about one observation of the
-drift per decade. A rule that switches the drift on where one observation is significant makes an
-interval jump between x2 and x100 when a single run is dropped. So there is no test: the drift is a
-weighted mean of the usual drift of published tables, which counts as `PRIOR_WEIGHT` observations,
-and of this table's drift, which counts as at most one. A cut counts less the more of its error its
-noise explains, and a cut of few runs counts less, so that no cut enters or leaves abruptly.
+drift per decade. If the drift were added only where it is significant, an interval could jump from
+x2 to x100 when a single run is dropped. There is therefore no test. The drift is a weighted mean of
+the typical drift of published tables, which counts as `PRIOR_WEIGHT` observations, and the drift of
+this table, which counts as at most one. A cut counts less the more of its error is explained by
+noise. A cut of few runs counts less too, so that no cut enters or leaves the mean abruptly.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri
@@ -23,173 +25,205 @@ from scaling.law import Interval, Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction
 
-SHARES = (0.25, 0.35, 0.5, 0.65, 0.8)
-"""Shares of the runs, by compute, below the cuts."""
+#: Fractions of the runs, ordered by compute, that lie below the cuts.
+CUT_FRACTIONS = (0.25, 0.35, 0.5, 0.65, 0.8)
 
-USUAL_SIZE, USUAL_LOSS = 0.2, 0.01
-"""Usual drift per decade of log best size and of log loss. With these, the 95 % intervals of seven
-published tables hold what came later (see test_backtest.py)."""
+#: Typical drift per decade of log best size and of log loss. With these values the 95 % intervals
+#: of seven published tables cover later runs as often as they state (`test_backtest.py`).
+PRIOR_SIZE_DRIFT = 0.2
+PRIOR_LOSS_DRIFT = 0.01
 
+#: Number of observations that the typical drift counts as.
 PRIOR_WEIGHT = 4.0
-"""Number of observations that the usual drift counts as."""
 
-FEWEST_RUNS, ENOUGH_RUNS = 10, 22
-"""Runs of a cut at which it starts to count, and at which it counts fully."""
+#: Number of runs at which a cut starts to count, and at which it counts fully.
+FEWEST_RUNS = 10
+FULL_WEIGHT_RUNS = 22
 
-RAMP = 0.5
-"""Decades beyond the runs over which the factor for single runs grows to its full value."""
+#: Decades beyond the runs over which `Drift.run_error_ratio` reaches its full effect.
+RUN_ERROR_RAMP = 0.5
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The runs below a cut held against all runs, at their highest compute; errors are in logs."""
+    """The errors, in logs, of a fit of the runs below a cut."""
 
+    #: Compute of the largest fitted run.
     compute: float
     runs: int
+    #: Decades from the cut to the largest run.
     decades: float
+    #: Error of the best size at the largest compute, and its standard deviation by noise.
     size_error: float
     size_deviation: float
-    """What the resamples of both fits explain of it."""
+    #: Median error of the loss of runs beyond the cut, and its standard deviation by noise.
     loss_error: float
-    """The median over the runs beyond the cut."""
     loss_deviation: float
+    #: 95 % quantile of |error| / expected error over the runs beyond the cut. It is 1.96 if the
+    #: losses follow the law.
     run_error: float
-    """The 95 % quantile of |error| of a run beyond the cut, in units of what was to be expected
-    with its noise: 1.96 where the law holds."""
 
     @property
     def weight(self) -> float:
         """Weight of the cut by its number of runs, from 0 to 1."""
-        return min(max((self.runs - FEWEST_RUNS) / (ENOUGH_RUNS - FEWEST_RUNS), 0.0), 1.0)
+        return min(max((self.runs - FEWEST_RUNS) / (FULL_WEIGHT_RUNS - FEWEST_RUNS), 0.0), 1.0)
+
+
+class CutError(NamedTuple):
+    """The error of one quantity at one cut, in logs."""
+
+    decades: float
+    error: float
+    #: Standard deviation of the error that noise explains.
+    deviation: float
+    weight: float
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Standard deviations in logs, per decade beyond the runs."""
+    """Standard deviations, in logs and per decade beyond the runs, of a law's errors."""
 
+    #: Compute of the largest run. Nothing is extrapolated up to it.
     highest: float
-    """FLOPs of the largest run: at or below it nothing is extrapolated."""
     cuts: tuple[Cut, ...]
     size: float
     loss: float
-    run: float
-    """Ratio of the errors of runs beyond the cuts to the expected errors; at least 1."""
+    #: Ratio of the errors of runs beyond the cuts to their expected errors, at least 1.
+    run_error_ratio: float
 
-    def widened(self, best: Optimum) -> Optimum:
-        """An optimum whose intervals allow for the drift up to its compute."""
-        each = {"parameters": self.size, "tokens": self.size, "loss": self.loss}
-        spread = {k: each[k] * self.decades(best.compute) for k in best.intervals or {}}
-        intervals = (best.intervals or {}).items()
-        return replace(
-            best, intervals={k: _widen(i, getattr(best, k), spread[k]) for k, i in intervals}
-        )
+    def widen(self, best: Optimum) -> Optimum:
+        """Return an optimum whose intervals include the drift up to its compute."""
+        decades = self.decades(best.compute)
+        per_decade = {"parameters": self.size, "tokens": self.size, "loss": self.loss}
+        intervals = {}
+        for name, interval in (best.intervals or {}).items():
+            value = getattr(best, name)
+            intervals[name] = _widen(interval, value, per_decade[name] * decades)
+        return replace(best, intervals=intervals)
 
-    def of_a_run(self, mean: Prediction, compute: float, residuals: Array) -> Interval:
-        """Return the interval of one more run: of the mean, the noise of a run, and the drift."""
+    def interval_of_run(self, mean: Prediction, compute: float, residuals: Array) -> Interval:
+        """Return the interval of a further run: that of the mean, with noise and drift."""
         decades = self.decades(compute)
+        ratio = self.run_error_ratio ** min(decades / RUN_ERROR_RAMP, 1.0)
         noise = run_noise(residuals, mean.interval.level)
-        times = self.run ** min(decades / RAMP, 1.0)
-        widened = _widen(mean.interval, mean.loss, noise)
-        return _widen(widened, mean.loss, self.loss * decades, times)
+        with_noise = _widen(mean.interval, mean.loss, noise)
+        return _widen(with_noise, mean.loss, self.loss * decades, ratio)
 
     def decades(self, compute: float) -> float:
-        """How far a compute lies beyond the runs."""
+        """Return by how many decades a compute exceeds the largest run; 0 if it does not."""
         return max(math.log10(compute / self.highest), 0.0)
 
 
 def run_noise(residuals: Array, level: float = 0.95) -> float:
-    """The deviation of a run from the law, of the normal distribution that reaches as far."""
+    """Return the standard deviation of runs about the law.
+
+    It is the deviation of a normal distribution that has the same `level` quantile of |residual|.
+    """
     n = len(residuals)
-    far = float(np.quantile(np.abs(residuals), level))
-    return far * math.sqrt(n / max(n - 5, 1)) / _reach(level)
+    quantile = float(np.quantile(np.abs(residuals), level))
+    return quantile * math.sqrt(n / max(n - 5, 1)) / normal_quantile(level)
 
 
-def drift(runs: Runs, refit: Callable[[Runs], Bootstrap]) -> Drift:
-    """Refit the runs below each of five cuts in compute; `refit` may raise ValueError."""
+def measure_drift(runs: Runs, refit: Callable[[Runs], Bootstrap]) -> Drift:
+    """Measure the drift by refitting the runs below each of five cuts in compute.
+
+    `refit` fits and resamples some of the runs, and raises `ValueError` if they cannot be fitted.
+    """
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
-    highest, cuts = float(compute.max()), []
+    highest = float(compute.max())
     try:
         whole = refit(runs)
     except ValueError:
-        return Drift(highest, (), USUAL_SIZE, USUAL_LOSS, 1.0)
-    for limit in np.unique(np.quantile(compute, SHARES, method="lower")):
+        return Drift(highest, (), PRIOR_SIZE_DRIFT, PRIOR_LOSS_DRIFT, 1.0)
+    cuts = []
+    for limit in np.unique(np.quantile(compute, CUT_FRACTIONS, method="lower")):
         below = compute <= limit
         if below.sum() <= FEWEST_RUNS or below.all():
             continue
         try:
-            cuts.append(_cut(refit(runs[below]), whole, runs[~below], float(limit), highest))
+            part = refit(runs[below])
         except ValueError:
             continue
-    size = per_decade([(c.decades, c.size_error, c.size_deviation, c.weight) for c in cuts])
-    loss = per_decade(
-        [(c.decades, c.loss_error, c.loss_deviation, c.weight) for c in cuts], usual=USUAL_LOSS
+        cuts.append(_cut(part, whole, runs[~below], float(limit), highest))
+    sizes = [CutError(c.decades, c.size_error, c.size_deviation, c.weight) for c in cuts]
+    losses = [CutError(c.decades, c.loss_error, c.loss_deviation, c.weight) for c in cuts]
+    ratios = [max(c.run_error / normal_quantile(0.95), 1.0) ** c.weight for c in cuts]
+    return Drift(
+        highest,
+        tuple(cuts),
+        drift_per_decade(sizes),
+        drift_per_decade(losses, prior=PRIOR_LOSS_DRIFT),
+        max(ratios, default=1.0),
     )
-    times = [max(c.run_error / _reach(0.95), 1.0) ** c.weight for c in cuts]
-    return Drift(highest, tuple(cuts), size, loss, max(times, default=1.0))
 
 
 def _cut(part: Bootstrap, whole: Bootstrap, beyond: Runs, limit: float, highest: float) -> Cut:
-    sizes = [math.log(fit.fit.law.optimal(highest).parameters) for fit in (part, whole)]
-    deviations = [_deviation(np.log(fit.sizes(highest))) for fit in (part, whole)]
-    error = np.log(part.fit.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
+    """Compare the fit of the runs below a cut with the runs beyond it and with the whole fit."""
+    log_sizes = [math.log(fit.fit.law.optimal(highest).parameters) for fit in (part, whole)]
+    size_deviations = [_deviation(np.log(fit.sizes(highest))) for fit in (part, whole)]
+    predicted = part.fit.law.predict(beyond.parameters, beyond.tokens)
+    errors = np.log(predicted) - np.log(beyond.loss)
     models = zip(beyond.parameters, beyond.tokens, strict=True)
-    explained = np.array([_deviation(np.log(part.losses(n, d))) for n, d in models])
-    at = int(np.argsort(error)[len(beyond) // 2])
-    expected = np.hypot(explained, run_noise(part.fit.residuals))
+    deviations = np.array([_deviation(np.log(part.losses(n, d))) for n, d in models])
+    median = int(np.argsort(errors)[len(beyond) // 2])
+    expected = np.hypot(deviations, run_noise(part.fit.residuals))
+    median_deviation = _deviation(errors) / math.sqrt(len(beyond))
     return Cut(
-        limit,
-        len(part.fit.runs),
-        math.log10(highest / limit),
-        sizes[0] - sizes[1],
-        math.hypot(*deviations),
-        float(np.median(error)),
-        math.hypot(explained[at], _deviation(error) / math.sqrt(len(beyond))),
-        float(np.quantile(np.abs(error) / expected, 0.95)),
+        compute=limit,
+        runs=len(part.fit.runs),
+        decades=math.log10(highest / limit),
+        size_error=log_sizes[0] - log_sizes[1],
+        size_deviation=math.hypot(*size_deviations),
+        loss_error=float(np.median(errors)),
+        loss_deviation=math.hypot(deviations[median], median_deviation),
+        run_error=float(np.quantile(np.abs(errors) / expected, 0.95)),
     )
 
 
-def per_decade(
-    cuts: Sequence[tuple[float, float, float, float]], *, usual: float = USUAL_SIZE
-) -> float:
-    """Return the drift per decade of cuts of (decades, error, deviation, weight).
+def drift_per_decade(cuts: Sequence[CutError], *, prior: float = PRIOR_SIZE_DRIFT) -> float:
+    """Return the drift per decade, shrunken towards the typical drift `prior`.
 
-    See Note [Shrunken drift]. Without cuts it is the usual drift.
+    See Note [Shrunken drift]. Without cuts the result is `prior`.
     """
-    seen, weight = 0.0, 0.0
-    for decades, error, deviation, share in cuts:
-        signal, noise = (usual * decades) ** 2, deviation**2
+    total = 0.0
+    total_weight = 0.0
+    for decades, error, deviation, weight in cuts:
+        signal = (prior * decades) ** 2
         if signal == 0:
             continue
-        # Informative is the part of the expected error that is drift, not noise.
-        informative = share * signal / (signal + noise)
-        # sqrt(pi / 2) makes a mean absolute error a standard deviation.
-        seen += informative * abs(error) / decades * math.sqrt(math.pi / 2)
-        weight += informative
-    observations = weight / len(SHARES)
-    if not observations:
-        return usual
-    observations = min(observations, 1.0)
-    return (PRIOR_WEIGHT * usual + observations * seen / weight) / (PRIOR_WEIGHT + observations)
+        # The fraction of the expected squared error that is drift rather than noise.
+        informative = weight * signal / (signal + deviation**2)
+        # sqrt(pi / 2) converts a mean absolute error to a standard deviation.
+        total += informative * abs(error) / decades * math.sqrt(math.pi / 2)
+        total_weight += informative
+    if not total_weight:
+        return prior
+    measured = total / total_weight
+    observations = min(total_weight / len(CUT_FRACTIONS), 1.0)
+    return (PRIOR_WEIGHT * prior + observations * measured) / (PRIOR_WEIGHT + observations)
 
 
 def _deviation(values: Array) -> float:
-    """Half the width of the middle two thirds: resamples have long tails."""
+    """Return half the width of the middle 68 %, since resamples have long tails."""
     low, high = np.quantile(values, [0.16, 0.84])
     return max(float(high - low) / 2, 1e-12)
 
 
-def _reach(level: float) -> float:
+def normal_quantile(level: float) -> float:
+    """Return the number of standard deviations within which a normal variable has this chance."""
     return float(ndtri(0.5 + level / 2))
 
 
-def _widen(interval: Interval, value: float, spread: float, times: float = 1.0) -> Interval:
-    """Both ends `times` as far, then out by a normal deviation of `spread`, in logs.
+def _widen(interval: Interval, value: float, deviation: float, ratio: float = 1.0) -> Interval:
+    """Return an interval widened in logs: by a factor, then by an independent normal deviation.
 
-    One without ends stays.
+    Unbounded intervals are returned unchanged.
     """
-    if not (spread or times > 1) or not 0 < interval.low <= value <= interval.high < math.inf:
+    if not (deviation or ratio > 1):
         return interval
-    more = _reach(interval.level) * spread
-    low = math.hypot(times * math.log(value / interval.low), more)
-    high = math.hypot(times * math.log(interval.high / value), more)
+    if not 0 < interval.low <= value <= interval.high < math.inf:
+        return interval
+    extra = normal_quantile(interval.level) * deviation
+    low = math.hypot(ratio * math.log(value / interval.low), extra)
+    high = math.hypot(ratio * math.log(interval.high / value), extra)
     return Interval(value * math.exp(-low), value * math.exp(min(high, 600.0)), interval.level)

@@ -1,4 +1,4 @@
-"""What can be asked of a law, as functions of many laws at once: one form for all intervals."""
+"""Quantities that a law implies, evaluated for many laws at once."""
 
 import math
 from collections.abc import Callable
@@ -15,43 +15,47 @@ FIELDS = ("parameters", "tokens", "loss")
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that a law implies: `of` takes (laws, 5) constants to (laws,)."""
+    """A number that a law implies, such as the best size at some compute."""
 
     name: str
-    of: Callable[[Array], Array]
+    #: A function from constants (laws, 5) to values (laws,).
+    evaluate: Callable[[Array], Array]
 
 
-def quantity(name: str) -> Quantity:
-    """Return the quantity of a constant, or "exponent", that of N_opt in C."""
+def named_quantity(name: str) -> Quantity:
+    """Return a constant as a quantity, or "exponent", the power of C with which N_opt grows."""
     if name == "exponent":
         return Quantity(name, _exponent)
     if name not in CONSTANTS:
-        raise ValueError(f"{name!r} is not one of {CONSTANTS} or 'exponent'")
+        raise ValueError(f"expected one of {CONSTANTS} or 'exponent', got {name!r}")
     return Quantity(name, partial(_constant, CONSTANTS.index(name)))
 
 
 def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Quantity:
-    """The "parameters", "tokens" or "loss" of the best model for `compute` FLOPs."""
+    """Return the "parameters", "tokens" or "loss" of the best model for `compute` FLOPs."""
     if field not in FIELDS:
-        raise ValueError(f"{field!r} is not one of {FIELDS}")
+        raise ValueError(f"expected one of {FIELDS}, got {field!r}")
     require_numbers(compute=compute, inference_tokens=inference_tokens)
     if not 0 < compute < math.inf:
-        raise ValueError(f"compute = {compute}: must be positive and finite")
-    row, name = FIELDS.index(field), f"best {field} at {compute:.3g} FLOPs"
+        raise ValueError(f"expected a positive and finite compute, got {compute}")
+    row = FIELDS.index(field)
+    name = f"best {field} at {compute:.3g} FLOPs"
     return Quantity(name, partial(_optimum, row, compute, inference_tokens))
 
 
 def loss_at(parameters: float, tokens: float) -> Quantity:
-    """The loss of one model."""
+    """Return the loss of one model."""
     require_numbers(parameters=parameters, tokens=tokens)
     if not (parameters > 0 and tokens > 0):
-        raise ValueError(f"parameters = {parameters}, tokens = {tokens}: must be positive")
-    told = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
-    return Quantity(told, partial(_loss, parameters, tokens))
+        raise ValueError(
+            f"expected positive numbers, got parameters = {parameters}, tokens = {tokens}"
+        )
+    name = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
+    return Quantity(name, partial(_loss, parameters, tokens))
 
 
 def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:
-    """(3, laws): N, D and loss of the optimum of each of (laws, 5)."""
+    """Return N, D and loss (3, laws) of the optimum of each law (laws, 5)."""
     if not inference_tokens:
         return optima_of(constants, compute)
     laws = (Law(*map(float, row)) for row in constants)
@@ -59,7 +63,7 @@ def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> A
     return np.array([(o.parameters, o.tokens, o.loss) for o in best]).T
 
 
-# Functions of this module rather than lambdas, so that a quantity can be pickled.
+# Quantities are built from functions of this module rather than lambdas, so they can be pickled.
 
 
 def _exponent(constants: Array) -> Array:

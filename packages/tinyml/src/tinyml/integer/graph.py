@@ -257,7 +257,10 @@ class _Walk:
         return self._by_channel(node, x, factor, shift)
 
     def _by_channel(self, node: fx.Node, x: Step, factor: Tensor, shift: Tensor) -> Step:
-        """Make factor * x + shift per channel: a product with one weight per channel."""
+        """Build the step factor * x + shift per channel.
+
+        It is a depthwise 1x1 convolution for 4 dimensions and a diagonal product for 2.
+        """
         if len(x.shape) == 4:
             weight, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(factor))
         elif len(x.shape) == 2:

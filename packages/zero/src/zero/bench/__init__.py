@@ -1,4 +1,4 @@
-"""Time and count each stage beside its peers, in turns (python -m zero.bench)."""
+"""The benchmark of all stages beside torch's implementations: `python -m zero.bench`."""
 
 from zero.bench.rows import bench, main, table
 

@@ -1,4 +1,4 @@
-"""python -m zero.bench."""
+"""The command `python -m zero.bench`."""
 
 from zero.bench.rows import main
 

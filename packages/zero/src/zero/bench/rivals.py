@@ -1,8 +1,8 @@
-"""One model, and the six ways to train it that the bench compares: ours and torch's own.
+"""One model, and the implementations of data parallelism that the benchmark compares.
 
-Torch's own are set up as its documentation advises: DDP with gradients as views of its buckets,
-ZeroRedundancyOptimizer with parameters as views of its own, FSDP2 on each block and on the whole.
-`fsdp2_layers` shards the same modules as ours instead.
+torch's implementations are set up as its documentation advises. DDP's gradients are
+views of its buckets, ZeroRedundancyOptimizer's parameters too, and FSDP2 shards each block and the
+root. `fsdp2_layers` shards the same modules as this package instead.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero.fsdp.fsdp import FSDP
-from zero.optimizer.optimizer import ShardedOptimizer
-from zero.wire import DryRun
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.process_groups import DryRun
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
-# vocabulary, width, layers, tokens a rank
+#: Vocabulary, width, layers, and tokens per rank.
 SIZES = {"quick": (1024, 128, 2, 64), "full": (4096, 512, 6, 128)}
 NAMES = ("ddp", "ddp_zero_redundancy", "stage1", "stage2", "fsdp2", "fsdp2_layers", "stage3")
-# What bounds a step from below: all but communication; only torch's own collectives of its bytes.
+#: Lower bounds of a step: without communication, and torch's collectives of the same bytes alone.
 FLOORS = ("no_communication", "bare_sums", "bare_sums_and_gathers")
-# What each is held against: the stage of torch's own that shards as much.
+#: torch's implementations that shard as much as each stage.
 RIVALS = {
     "stage1": ("ddp_zero_redundancy",),
     "stage2": ("ddp_zero_redundancy",),
@@ -44,13 +44,13 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus what the layers make of it."""
+        """Return x plus the output of the layers."""
         result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
         return result
 
 
 def make_model(size: str) -> nn.Sequential:
-    """An embedding, blocks and a head: all the weight that a language model has."""
+    """Return an embedding, blocks and a head: all weights of a language model."""
     vocabulary, width, layers, _ = SIZES[size]
     torch.manual_seed(0)
     blocks = [Block(width) for _ in range(layers)]
@@ -59,13 +59,13 @@ def make_model(size: str) -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, size: str) -> Tensor:
-    """The loss of one batch of zeros, on the default device: for counting bytes."""
+    """Return the loss of a batch of zeros on the default device."""
     ids = torch.zeros(SIZES[size][3], dtype=torch.long)
     return F.cross_entropy(model(ids), ids)
 
 
 def build(name: str, model: nn.Module) -> Trained:
-    """`model` under one of NAMES, with AdamW."""
+    """Return `model` wrapped by one of NAMES, and AdamW."""
     if name == "no_communication":
         world = DryRun(dist.get_world_size(), dist.get_rank())
         return build_stage(1, model, world)
@@ -73,16 +73,17 @@ def build(name: str, model: nn.Module) -> Trained:
         return _ddp(model, sharded=name == "ddp_zero_redundancy")
     if name in ("fsdp2", "fsdp2_layers"):
         return _fsdp2(model, (Block,) if name == "fsdp2" else (nn.Linear, nn.Embedding))
-    # Of one group, several optimizers would send when backward ends.
+    # In one group, the reducers of several optimizers would wait for the end of backward.
     return build_stage(int(name[-1]), model, dist.new_group())
 
 
 def bare(name: str, model: nn.Module) -> Callable[[], None]:
-    """Only the collectives of a step: a sum of the gradients, and a gather of the parameters."""
+    """Return a function that runs the collectives of a step alone."""
     first = next(model.parameters())
     world = dist.get_world_size()
     numel = -(-sum(p.numel() for p in model.parameters()) // world) * world
-    whole, shard = first.new_zeros(numel), first.new_zeros(numel // world)
+    whole = first.new_zeros(numel)
+    shard = first.new_zeros(numel // world)
 
     def call() -> None:
         dist.all_reduce(whole)
@@ -93,7 +94,7 @@ def bare(name: str, model: nn.Module) -> Callable[[], None]:
 
 
 def build_stage(stage: int, model: nn.Module, group: Any = None) -> Trained:
-    """`model` under our stage 0 (alone), 1, 2 or 3, with AdamW."""
+    """Return `model` and AdamW at stage 0 (not sharded), 1, 2 or 3."""
     if stage == 3:
         model = FSDP(model, group=group)
     if stage in (0, 3):
@@ -104,10 +105,10 @@ def build_stage(stage: int, model: nn.Module, group: Any = None) -> Trained:
 
 
 def payload_of(trained: Trained) -> Callable[[], dict[str, int]] | None:
-    """What tells the bytes handed to each collective, where it is ours."""
+    """Return the function that reports payload bytes, for this package's implementations."""
     for part in trained:
         if isinstance(part, FSDP | ShardedOptimizer):
-            return part.wire.take
+            return part.communicator.pop_bytes
     return None
 
 

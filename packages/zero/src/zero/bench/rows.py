@@ -1,7 +1,8 @@
-"""Step time, wire bytes and peak memory of stages 0 to 3 beside torch's own.
+"""Step time, bytes on the wire and peak memory of all stages beside torch's implementations.
 
-Stage 0 is torch DDP; the rivals of stages 1 and 2 are DDP + ZeroRedundancyOptimizer, of 3 FSDP2.
-Under torchrun (or tests/emulated_hosts.py) it uses that group; else it starts two processes.
+Stage 0 is torch's DDP. Stages 1 and 2 are compared with DDP and ZeroRedundancyOptimizer, stage 3
+with FSDP2. Under torchrun or tests/emulated_hosts.py the benchmark uses that process group;
+otherwise it starts two processes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,15 @@ from zero.bench import rivals
 from zero.fsdp.fsdp import FSDP
 from zero.memory import memory_report
 from zero.partition import by_element, by_parameter
-from zero.wire import wire_bytes
+from zero.process_groups import wire_bytes
 
 Row = dict[str, float | int | str]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Rows of `balance`, `memory`, `peak`, `stage3` and `step`, from rank 0.
+    """Return the rows of the cases `balance`, `memory`, `peak`, `stage3` and `step`, on rank 0.
 
-    On a CPU two processes; on GPUs as many as there are, two at the most.
+    It runs two processes, or one if there is only one GPU.
     """
     if "RANK" in os.environ:
         return _on_this_rank(device, quick)
@@ -48,7 +50,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def gpt2_shapes() -> list[tuple[int, ...]]:
-    """Parameter shapes of GPT-2 124M."""
+    """Return the parameter shapes of GPT-2 124M."""
     width = 768
     block: list[tuple[int, ...]] = [
         (width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,),
@@ -64,8 +66,8 @@ def _balance() -> list[Row]:
         row: Row = {"case": "balance", "ranks": world}
         for name, cut in (("elements", by_element), ("whole_parameters", by_parameter)):
             partition = cut(numels, world, 25 * 2**18)
-            held = [sum(p.numel for p in partition.shard_pieces(r)) for r in range(world)]
-            row[f"{name}_max_over_mean"] = max(held) / statistics.mean(held)
+            sizes = [sum(p.numel for p in partition.shard_pieces(r)) for r in range(world)]
+            row[f"{name}_max_over_mean"] = max(sizes) / statistics.mean(sizes)
         rows.append(row)
     return rows
 
@@ -74,10 +76,10 @@ def _memory(size: str, device: str) -> list[Row]:
     rows: list[Row] = []
     for stage in range(4):
 
-        def build_one(group: Any, stage: int = stage) -> rivals.Trained:
+        def build(group: Any, stage: int = stage) -> rivals.Trained:
             return rivals.build_stage(stage, rivals.make_model(size), group)
 
-        report = memory_report(build_one, partial(rivals.loss_of, size=size), device=device)
+        report = memory_report(build, partial(rivals.loss_of, size=size), device=device)
         before = report.measured[2]
         row: Row = {"case": "memory", "stage": stage, "ranks": dist.get_world_size()}
         row["parameters_mib"] = before.parameters / 2**20
@@ -91,8 +93,7 @@ def _memory(size: str, device: str) -> list[Row]:
 
 
 def _peaks(size: str, device: str) -> list[Row]:
-    """What the allocator counts, for ours and torch's own alike."""
-
+    """Return the allocator's peak of every implementation."""
     peaks = {}
     for name in rivals.NAMES:
         with torch.device(device):
@@ -110,19 +111,21 @@ def _peaks(size: str, device: str) -> list[Row]:
 
 
 def _layers(size: str, device: str) -> Row:
-    """How much of stage 3's parameters is whole at once, seen from hooks of every layer."""
+    """Return how many of stage 3's parameters are full at once, measured in hooks of all layers."""
     model, _ = rivals.build_stage(3, rivals.make_model(size).to(device))
     assert isinstance(model, FSDP)
-    units, largest = model.units, [0]
+    units = model.units
+    largest = 0
 
-    def look(*_: Any) -> None:
-        largest[0] = max(largest[0], sum(unit.unsharded_bytes for unit in units))
+    def measure(*_: Any) -> None:
+        nonlocal largest
+        largest = max(largest, sum(unit.unsharded_bytes for unit in units))
 
     for module in model.modules():
-        module.register_forward_pre_hook(look)
+        module.register_forward_pre_hook(measure)
     for unit in units:
         for parameter in unit.parameters:
-            parameter.whole.register_hook(look)
+            parameter.full.register_hook(measure)
     with torch.device(device):
         for _ in range(2):
             rivals.loss_of(model, size).backward()
@@ -133,7 +136,7 @@ def _layers(size: str, device: str) -> Row:
         "ranks": world,
         "share_times_ranks_over_parameters": sum(u.shard.numel() for u in units)
         * (world / parameters),
-        "whole_at_once_over_largest_layer": largest[0] / max(u.full.numel() * 4 for u in units),
+        "whole_at_once_over_largest_layer": largest / max(u.full.numel() * 4 for u in units),
     }
 
 
@@ -146,19 +149,25 @@ def _on_this_rank(device: str, quick: bool) -> list[Row]:
     return rows if dist.get_rank() == 0 else []
 
 
+@dataclass
+class _Samples:
+    """Measurements of one implementation, one per round."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+    #: The payload of each collective in the latest step, if it is known.
+    payload: dict[str, int] | None = None
+
+
 def _steps(size: str, device: str, rounds: int) -> list[Row]:
     vocabulary, _, _, tokens = rivals.SIZES[size]
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs, targets = torch.randint(vocabulary, (2, tokens), generator=generator).to(device)
-    sent = _sent_bytes()
     names = rivals.NAMES + rivals.FLOORS
-    times: dict[str, list[float]] = {name: [] for name in names}
-    cpu: dict[str, list[float]] = {name: [] for name in names}
-    wires: dict[str, list[int]] = {name: [] for name in names}
-    payload: dict[str, dict[str, int]] = {}
-    made = {name: rivals.make_model(size).to(device) for name in names}
-    bare = {name: rivals.bare(name, made.pop(name)) for name in names if name.startswith("bare")}
-    built = {name: rivals.build(name, model) for name, model in made.items()}
+    models = {name: rivals.make_model(size).to(device) for name in names}
+    bare = {name: rivals.bare(name, models.pop(name)) for name in names if name.startswith("bare")}
+    built = {name: rivals.build(name, model) for name, model in models.items()}
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         F.cross_entropy(model(inputs), targets).backward()
@@ -166,50 +175,62 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
         optimizer.zero_grad()
 
     steps = {name: partial(train, *trained) for name, trained in built.items()} | bare
-    takes = {name: rivals.payload_of(built[name]) for name in rivals.NAMES}
-    for turn in range(rounds + 2):
+    pop_payload = {name: rivals.payload_of(built[name]) for name in rivals.NAMES}
+    samples = {name: _Samples() for name in names}
+    for round_index in range(rounds + 2):
         for name in names:
-            dist.barrier()
-            before, start, worked = sent(), time.perf_counter(), time.process_time()
-            steps[name]()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds, crossed = time.perf_counter() - start, sent() - before
-            # A slow rank makes the step slow.
-            both = [seconds, time.process_time() - worked]
-            slowest = torch.tensor(both, dtype=torch.float64, device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            take = takes.get(name)
-            if take is not None:
-                payload[name] = take()
-            # The first step learns orders, the second still warms up.
-            if turn >= 2:
-                times[name].append(slowest[0].item())
-                cpu[name].append(slowest[1].item())
-                wires[name].append(crossed)
+            sample = samples[name] if round_index >= 2 else _Samples()
+            # The first step determines the orders, and the second is still a warm-up.
+            _measure_step(steps[name], device, sample)
+            pop = pop_payload.get(name)
+            if pop is not None:
+                sample.payload = pop()
     model_bytes = sum(p.numel() * p.element_size() for p in built["ddp"][0].parameters())
-    rows: list[Row] = []
-    for name in names:
-        link = "loopback" if _loopback() else os.environ.get("LINK", "network")
-        row: Row = {"case": "step", "link": link, "name": name, "ranks": dist.get_world_size()}
-        row["time_ms"] = 1e3 * statistics.median(times[name])
-        row["sent_over_parameters"] = statistics.median(wires[name]) / model_bytes
-        row["predicted_over_parameters"] = (
-            wire_bytes(payload[name], dist.get_world_size()) / model_bytes
-            if name in payload
-            else float("nan")
-        )
-        # Torch's own take the faster of two ways.
-        rival = min(rivals.RIVALS.get(name, ("ddp",)), key=lambda r: statistics.median(times[r]))
-        ratios = [a / b for a, b in zip(times[name], times[rival], strict=True)]
-        row["rival"] = rival
-        row["ratio_p50"] = statistics.median(ratios)
-        row["ratio_p10"], row["ratio_p90"] = _quantile(ratios, 0.1), _quantile(ratios, 0.9)
-        # What a rank works, all its threads together: it does not depend on who else is running.
-        pairs = zip(cpu[name], cpu[rival], strict=True)
-        row["cpu_ratio_p50"] = statistics.median(a / b for a, b in pairs)
-        rows.append(row)
-    return rows
+    return [_step_row(name, samples, model_bytes) for name in names]
+
+
+def _measure_step(step: Callable[[], None], device: str, sample: _Samples) -> None:
+    sent = _sent_bytes()
+    dist.barrier()
+    sent_before = sent()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    sample.sent_bytes.append(sent() - sent_before)
+    # The slowest rank determines the time of the step.
+    times = [seconds, time.process_time() - cpu_start]
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    sample.seconds.append(slowest[0].item())
+    sample.cpu_seconds.append(slowest[1].item())
+
+
+def _step_row(name: str, samples: dict[str, _Samples], model_bytes: int) -> Row:
+    sample = samples[name]
+    world = dist.get_world_size()
+    link = "loopback" if _is_loopback() else os.environ.get("LINK", "network")
+    row: Row = {"case": "step", "link": link, "name": name, "ranks": world}
+    row["time_ms"] = 1e3 * statistics.median(sample.seconds)
+    row["sent_over_parameters"] = statistics.median(sample.sent_bytes) / model_bytes
+    row["predicted_over_parameters"] = float("nan")
+    if sample.payload is not None:
+        row["predicted_over_parameters"] = wire_bytes(sample.payload, world) / model_bytes
+    # Each stage is compared with the faster of torch's implementations.
+    candidates = rivals.RIVALS.get(name, ("ddp",))
+    rival = min(candidates, key=lambda candidate: statistics.median(samples[candidate].seconds))
+    pairs = zip(sample.seconds, samples[rival].seconds, strict=True)
+    ratios = [seconds / rival_seconds for seconds, rival_seconds in pairs]
+    row["rival"] = rival
+    row["ratio_p50"] = statistics.median(ratios)
+    row["ratio_p10"] = _quantile(ratios, 0.1)
+    row["ratio_p90"] = _quantile(ratios, 0.9)
+    # The CPU time of all threads of a rank does not depend on other programs' load.
+    cpu_pairs = zip(sample.cpu_seconds, samples[rival].cpu_seconds, strict=True)
+    row["cpu_ratio_p50"] = statistics.median(a / b for a, b in cpu_pairs)
+    return row
 
 
 def _quantile(values: list[float], q: float) -> float:
@@ -217,15 +238,15 @@ def _quantile(values: list[float], q: float) -> float:
 
 
 def _sent_bytes() -> Callable[[], int]:
-    """The kernel's count of bytes that left by the interface of this group."""
+    """Return a function that reads the kernel's count of bytes sent by the group's interface."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
-    # On the loopback every rank's bytes leave by the same interface.
-    sharing = dist.get_world_size() if _loopback() else 1
-    return lambda: int(path.read_text()) // sharing if path.exists() else 0
+    # On the loopback all ranks send by the same interface.
+    num_ranks = dist.get_world_size() if _is_loopback() else 1
+    return lambda: int(path.read_text()) // num_ranks if path.exists() else 0
 
 
-def _loopback() -> bool:
+def _is_loopback() -> bool:
     return os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo"
 
 
@@ -244,11 +265,11 @@ def _spawned(rank: int, folder: str, device: str, quick: bool, world: int) -> No
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table; write the rows as JSON if asked."""
+    """Print the rows as tables, and write them to a JSON file if one is given."""
     parser = argparse.ArgumentParser(prog="python -m zero.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
-    parser.add_argument("--link", default="network", help="what to call the link in the rows")
+    parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
+    parser.add_argument("--link", default="network", help="name of the link in the rows")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     os.environ["LINK"] = arguments.link
@@ -260,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as aligned text, a block for each set of columns."""
+    """Return rows as aligned text, with one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]

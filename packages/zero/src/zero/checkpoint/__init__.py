@@ -1,1 +1,1 @@
-"""A checkpoint of shards that any number of ranks can read."""
+"""Checkpoints of shards that any number of ranks can read."""

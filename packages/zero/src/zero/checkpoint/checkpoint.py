@@ -1,12 +1,10 @@
-"""Checkpoints that any stage at any number of ranks writes and any other reads, exactly.
+"""Checkpoints that any stage at any number of ranks writes, and any other loads exactly.
 
-Notable:
-- the folder is an ordinary torch.distributed.checkpoint: whole tensors under the unwrapped module's
-  names, written by each rank in boxes that cover its run of elements;
-- it is written beside its final name and renamed when every rank is done, so that whatever happens
-  while saving, the last good one stays;
-- a load checks everything before it changes anything;
-- weights of others are read as well, each rank its own elements only.
+The folder is an ordinary torch.distributed.checkpoint with whole tensors under the unwrapped
+module's names, which each rank writes in boxes that cover its elements. It is written beside its
+final path and renamed when every rank is done, so the last good checkpoint survives any failure.
+A load checks everything before it changes anything. Weights of other programs can be loaded too;
+each rank reads its elements only.
 """
 
 from __future__ import annotations
@@ -30,45 +28,49 @@ from torch import nn
 
 from zero.checkpoint.contents import HEADER, VERSION, read_contents
 from zero.checkpoint.draft import PathLock, current
-from zero.checkpoint.holding import (
+from zero.checkpoint.loading import Loading
+from zero.checkpoint.other_formats import check_format
+from zero.checkpoint.ownership import (
     Part,
     Slot,
     group_names,
     model_parts,
-    second_names,
     slots,
+    tied_names,
 )
-from zero.checkpoint.loading import Loading
 from zero.checkpoint.storage import Writer, find, fingerprint, together
 from zero.checkpoint.weights import find_weights
-from zero.optimizer.optimizer import ShardedOptimizer
-from zero.optimizer.state import options_of
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.state_dict import options_of
 
 
 class Saving:
-    """A save under way: `wait()`, called by every rank, publishes it.
+    """A save in progress, which `wait()` publishes; every rank must call it.
 
-    Saves that were begun before it are finished first, in their order, whoever is waited for. What
-    nobody waits for is published when the program ends, if all ranks have written by then.
+    Earlier saves are published first, in their order. Saves that nobody waits for are published
+    when the program exits, if all ranks have written their files.
     """
 
-    def __init__(self, path: str, publish: Callable[[], None], alone: Callable[[], bool]) -> None:
+    def __init__(
+        self, path: str, publish: Callable[[], None], publish_at_exit: Callable[[], bool]
+    ) -> None:
         self.path = path
         self._publish: Callable[[], None] | None = publish
-        self._alone = alone
+        self._publish_at_exit = publish_at_exit
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        """Block until the checkpoint is on disk under its name; raise what went wrong."""
-        if self in _under_way:
-            _settle(_under_way.index(self))
-            _under_way.remove(self)
-            self._settle()
+        """Block until the checkpoint is at its final path; raise if the save failed."""
+        if self in _pending_saves:
+            _publish_first(_pending_saves.index(self))
+            _pending_saves.remove(self)
+            self._publish_once()
         if self._error is not None:
             raise self._error
 
-    def _settle(self) -> None:
-        publish, self._publish = self._publish, None
+    def _publish_once(self) -> None:
+        publish = self._publish
+        self._publish = None
         if publish is not None:
             try:
                 publish()
@@ -76,34 +78,37 @@ class Saving:
                 self._error = error
 
 
-# Asynchronous saves that were not published yet, in the order in which all ranks began them.
-_under_way: list[Saving] = []
+#: Asynchronous saves that were not published yet, in the order in which all ranks started them.
+_pending_saves: list[Saving] = []
 
 
-def _settle(count: int) -> None:
-    """Publish the first of the saves under way."""
+def _publish_first(count: int) -> None:
+    """Publish the first `count` pending saves; warn of those that failed."""
     for _ in range(count):
-        saving = _under_way.pop(0)
-        saving._settle()
+        saving = _pending_saves.pop(0)
+        saving._publish_once()
         if saving._error is not None:
             warnings.warn(f"{saving._error}", RuntimeWarning, stacklevel=3)
 
 
-def _settle_until(path: str) -> None:
-    """Publish what was begun for `path`, and all before it."""
-    places = [i for i, saving in enumerate(_under_way) if saving.path == path]
-    _settle(places[-1] + 1 if places else 0)
+def _publish_until(path: str) -> None:
+    """Publish the pending saves to `path`, and all earlier ones."""
+    count = 0
+    for index, saving in enumerate(_pending_saves):
+        if saving.path == path:
+            count = index + 1
+    _publish_first(count)
 
 
 @atexit.register
-def _publish_the_rest() -> None:
-    """At the end ranks may be in different places, so nothing is communicated."""
-    for saving in _under_way:
+def _publish_at_exit() -> None:
+    """Publish the remaining saves without communication, because other ranks may have exited."""
+    for saving in _pending_saves:
         try:
-            good = saving._alone()
+            is_published = saving._publish_at_exit()
         except Exception:
-            good = False
-        if not good:
+            is_published = False
+        if not is_published:
             print(f"{saving.path} was not saved: nobody waited for it", file=sys.stderr)
 
 
@@ -119,39 +124,28 @@ def save_checkpoint(
 ) -> Saving | None:
     """Write model, optimizer and `extra` (plain values and tensors) to the folder `path`.
 
-    Every rank calls it. `async_op=True` copies the state, writes in a thread and returns a Saving,
-    whose `wait()` publishes the checkpoint; a later save to the same path finishes it first.
-    `keep`: of checkpoints whose names differ from this one's in their last number only, such as
-    `step-100`, the newest so many stay. Raises RuntimeError on every rank, naming those that
-    failed; what was at `path` before is then untouched.
+    Every rank must call it. If a rank fails, RuntimeError is raised on every rank with the failed
+    ranks, and the folder is unchanged.
+
+    async_op: copy the state, write in a thread, and return a Saving, whose `wait()` publishes the
+        checkpoint; a later save to the same path publishes it first.
+    keep: the number of checkpoints to keep whose names differ from this one's in the last number
+        only, such as `step-100`; older ones are removed.
     """
-    place, real = os.path.abspath(path), os.path.realpath(path)
-    if keep is not None and (keep < 1 or not re.search(r"\d", Path(place).name)):
-        raise ValueError(
-            f"keep={keep} with the path {path}: keep at least 1, of names with a number, such as "
-            "run/step-100"
-        )
-    _settle_until(real)
+    final = Path(os.path.abspath(path))
+    real = os.path.realpath(path)
+    _check_keep(keep, final)
+    _publish_until(real)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    parts, objects = _state(model, optimizer, rank)
+    all_parts, objects = _collect_state(model, optimizer, rank)
     if rank == 0:
-        groups = _groups(model, optimizer) if optimizer else []
-        for number, each in enumerate(groups):
-            # Where torch's own reader looks for them.
-            for key, value in each.items():
-                objects[f"optimizer.param_groups.{number}.{key}"] = value
-        objects[HEADER] = {
-            "version": VERSION,
-            "groups": len(groups),
-            "modules": model_parts(model)[1],
-            "extra": extra or {},
-        }
-    mine = [part for part in parts if part.written_by(rank, world)]
+        objects |= _header_objects(model, optimizer, extra)
+    parts = [part for part in all_parts if part.is_written_by(rank, world)]
     if async_op:
-        mine = [replace(p, values=_copied(p.values), holder=None) for p in mine]
+        parts = [replace(p, values=_copy_to_cpu(p.values), target=None) for p in parts]
         objects = copy.deepcopy(objects)
-    second = {f"model.{second}": f"model.{first}" for second, first in second_names(model).items()}
-    writer = Writer(Path(path), mine, objects, group, second)
+    tied = {f"model.{name}": f"model.{first}" for name, first in tied_names(model).items()}
+    writer = Writer(Path(path), parts, objects, group, tied)
     try:
         writer.plan()
         if not async_op:
@@ -164,17 +158,17 @@ def save_checkpoint(
     def publish() -> None:
         writer.publish()
         if rank == 0 and keep is not None:
-            _remove_older(Path(place), keep)
+            _remove_older(final, keep)
 
     if not async_op:
         publish()
         return None
-    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def write() -> None:
         writer.write()
         writer.leave_note()
 
+    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = pool.submit(write)
     pool.shutdown(wait=False)
 
@@ -183,12 +177,39 @@ def save_checkpoint(
         publish()
 
     saving = Saving(real, publish_when_written, lambda: rank > 0 or writer.publish_by_notes(world))
-    _under_way.append(saving)
+    _pending_saves.append(saving)
     return saving
 
 
-def _copied(values: torch.Tensor) -> torch.Tensor:
-    """On the CPU, in memory of its own."""
+def _check_keep(keep: int | None, path: Path) -> None:
+    if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
+        raise ValueError(
+            f"expected keep >= 1 and a name with a number, got keep={keep} and {path}: pass a path "
+            "such as run/step-100"
+        )
+
+
+def _header_objects(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the objects that rank 0 writes: options of groups, states of modules, and `extra`."""
+    objects: dict[str, Any] = {}
+    groups = _groups(model, optimizer) if optimizer else []
+    for index, group in enumerate(groups):
+        # torch's reader expects these names.
+        for key, value in group.items():
+            objects[f"optimizer.param_groups.{index}.{key}"] = value
+    objects[HEADER] = {
+        "version": VERSION,
+        "groups": len(groups),
+        "modules": model_parts(model)[1],
+        "extra": extra or {},
+    }
+    return objects
+
+
+def _copy_to_cpu(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy in CPU memory."""
     values = values.detach()
     return values.clone() if values.device.type == "cpu" else values.cpu()
 
@@ -234,26 +255,27 @@ def load_checkpoint(
     prefix: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill model and optimizer from `path`; return what was saved as `extra`.
+    """Fill model and optimizer from `path`; return the `extra` that was saved.
 
-    `path` is what `save_checkpoint` wrote, at any number of ranks and any stage; another folder of
-    torch.distributed.checkpoint; or Hugging Face's safetensors or torch's files of weights, in a
-    folder or alone. Of others' weights each rank reads its own elements, in the model's dtype.
+    `path` is a checkpoint of `save_checkpoint`, from any number of ranks and any stage; another
+    folder of torch.distributed.checkpoint; or weights in safetensors or torch files, as a folder
+    or one file. Every rank must call it, and reads its elements only. Weights of other programs
+    are cast to the model's dtype. If the checkpoint is damaged, newer, or of another model,
+    RuntimeError is raised on every rank before anything is changed.
 
-    Every rank calls it. Raises RuntimeError on every rank before anything is changed if the
-    checkpoint is damaged, newer, or of another model. `strict=False` warns of tensors that only one
-    of model and checkpoint has, and leaves them. `prefix`: what stands before the model's names in
-    others' checkpoints; found by itself where only one fits.
+    strict: False warns of tensors that only the model or only the checkpoint has, and skips them.
+    prefix: the prefix of the model's names in other programs' checkpoints; by default the one that
+        fits.
     """
-    _settle_until(os.path.realpath(path))
+    _publish_until(os.path.realpath(path))
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []
 
     def check() -> int:
-        place = current(Path(path))
-        before = fingerprint(place)
+        folder = current(Path(path))
+        before = fingerprint(folder)
         try:
-            opened.append(_open(place, model, optimizer, strict, prefix))
+            opened.append(_open(folder, model, optimizer, strict, prefix))
         except Exception as error:
             if fingerprint(current(Path(path))) != before:
                 raise RuntimeError(
@@ -262,17 +284,17 @@ def load_checkpoint(
             raise
         return before
 
-    found = together(check, group, failure)
-    if len(set(found)) > 1:
+    fingerprints = together(check, group, failure)
+    if len(set(fingerprints)) > 1:
         raise RuntimeError(f"{failure}: ranks found different checkpoints there; load again")
     loading = opened[0]
 
     def fill() -> None:
         loading.fill()
-        if fingerprint(current(Path(path))) != found[0]:
+        if fingerprint(current(Path(path))) != fingerprints[0]:
             raise RuntimeError(
                 "another job replaced the checkpoint while it was being loaded, so the model may "
-                "hold parts of both: load again"
+                "have parts of both: load again"
             )
 
     together(fill, group, failure)
@@ -288,45 +310,61 @@ def _open(
     strict: bool,
     prefix: str | None,
 ) -> Loading:
-    """Match what is at `path` with the model and the optimizer, and check the stored bytes."""
+    """Match the checkpoint with the model and the optimizer, and verify the stored bytes."""
+    check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
-    names = [*(part.name for part in model_parts(model)[0]), *second_names(model)]
+    names = [*(part.name for part in model_parts(model)[0]), *tied_names(model)]
     contents = read_contents(weights or find(path), names, prefix)
     loading = Loading(contents, model, optimizer, strict)
     loading.verify()
     return loading
 
 
-def _state(
+def _collect_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> tuple[list[Part], dict[str, Any]]:
-    parts = [replace(p, name=f"model.{p.name}") for p in model_parts(model)[0]]
+    """Return this rank's parts of the model and the optimizer, and its objects."""
+    parts = [replace(part, name=f"model.{part.name}") for part in model_parts(model)[0]]
     objects: dict[str, Any] = {}
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     if optimizer is None or inner is None:
         return parts, objects
-    for slot in (slot for group in slots(model, optimizer) for slot in group):
-        run = slot.run
-        if run is None:
-            continue
-        # Of what all holders have alike, the holder of the first element writes.
-        first = not slot.copy and not run.start and (run.stop > 0 or _writes_empty(slot, rank))
-        for key, value in inner.state.get(slot.local, {}).items():
-            name = f"optimizer.state.{slot.name}.{key}"
-            flat = value.detach().reshape(-1) if isinstance(value, torch.Tensor) else None
-            if flat is not None and value.shape == run.shape:
-                place = slot.whole, run.start, run.stop
-                parts.append(Part(name, *place, flat, slot.replicated, slot.copy))
-            elif flat is not None and first:
-                parts.append(Part(name, value.shape, 0, value.numel(), flat, slot.replicated))
-            elif first and (not slot.replicated or rank == 0):
-                objects[name] = value
+    for group in slots(model, optimizer):
+        for slot in group:
+            state = inner.state.get(slot.parameter, {})
+            _collect_slot(slot, state, rank, parts, objects)
     return parts, objects
 
 
-def _writes_empty(slot: Slot, rank: int) -> bool:
-    """Whether this rank may write the state of a parameter without elements."""
-    return not slot.whole.numel() and (slot.replicated or rank == 0)
+def _collect_slot(
+    slot: Slot, state: dict[str, Any], rank: int, parts: list[Part], objects: dict[str, Any]
+) -> None:
+    """Add the state of one parameter to `parts` and `objects`."""
+    run = slot.run
+    if run is None:
+        return
+    # Values that all ranks with a part of the parameter share, such as a count of steps, are
+    # written by the rank with its first element.
+    has_first = run.stop > 0 or _writes_empty_parameter(slot, rank)
+    is_first = not slot.is_copy and run.start == 0 and has_first
+    for key, value in state.items():
+        name = f"optimizer.state.{slot.name}.{key}"
+        if not isinstance(value, torch.Tensor):
+            if is_first and (not slot.is_replicated or rank == 0):
+                objects[name] = value
+            continue
+        flat = value.detach().reshape(-1)
+        if value.shape == run.shape:
+            parts.append(
+                Part(name, slot.shape, run.start, run.stop, flat, slot.is_replicated, slot.is_copy)
+            )
+        elif is_first:
+            parts.append(Part(name, value.shape, 0, value.numel(), flat, slot.is_replicated))
+
+
+def _writes_empty_parameter(slot: Slot, rank: int) -> bool:
+    """Return True if this rank may write the state of a parameter without elements."""
+    return not slot.shape.numel() and (slot.is_replicated or rank == 0)
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

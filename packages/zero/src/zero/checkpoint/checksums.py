@@ -1,7 +1,8 @@
-"""Checksums of a checkpoint: one for each stored range of bytes, so that no flipped bit is read.
+"""Checksums of a checkpoint, one per stored range of bytes, so that no corrupted byte is loaded.
 
-A file beside the data, `checksums.json`: its first line is the checksum of the rest, which holds
-that of `.metadata` and, for each file, (offset, length, checksum) of every box and object in it.
+They are in the file `checksums.json` beside the data. Its first line is the checksum of its
+second line. The second line contains the checksum of `.metadata` and, for each file, the offset,
+length and checksum of every box and object in it.
 """
 
 from __future__ import annotations
@@ -21,69 +22,74 @@ CHUNK = 1 << 22
 crc32 = zlib.crc32
 
 T = TypeVar("T")
+#: (offset, length, checksum) of ranges, by the name of their file.
 Ranges = dict[str, list[tuple[int, int, int]]]
-Place = tuple[Path, int, int]
+#: File, offset and length.
+FileRange = tuple[Path, int, int]
 
 
 def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
-    """The CRC-32 of a range of a file, which is the whole file by default."""
+    """Return the CRC-32 of a range of a file, which is the whole file by default."""
     size = path.stat().st_size - offset if length is None else length
-    return sums_of([(path, offset, size)])[0]
+    return checksums_of([(path, offset, size)])[0]
 
 
-def sums_of(places: Sequence[Place], *, ahead: bool = False) -> list[int]:
-    """The CRC-32 of each (file, offset, length); `ahead`: the disk does not wait for the sums."""
-    crcs = [0] * len(places)
-    chunks = _read(places)
-    if ahead and sum(length for _, _, length in places) > CHUNK:
-        chunks = _ahead(chunks)
+def checksums_of(ranges: Sequence[FileRange], *, read_ahead: bool = False) -> list[int]:
+    """Return the CRC-32 of each range; `read_ahead` reads the next chunk while one is summed."""
+    crcs = [0] * len(ranges)
+    chunks = _read_chunks(ranges)
+    if read_ahead and sum(length for _, _, length in ranges) > CHUNK:
+        chunks = _read_ahead(chunks)
     for index, chunk in chunks:
         crcs[index] = crc32(chunk, crcs[index])
     return crcs
 
 
-def _read(places: Sequence[Place]) -> Iterator[tuple[int, memoryview]]:
-    """Each place's bytes in order, with its number; they last until the next but one is asked."""
-    size = min(CHUNK, max((length for _, _, length in places), default=0))
+def _read_chunks(ranges: Sequence[FileRange]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of each range in chunks, with the range's index.
+
+    A chunk is valid until the second next one is requested.
+    """
+    size = min(CHUNK, max((length for _, _, length in ranges), default=0))
     buffers = cycle([memoryview(bytearray(size)), memoryview(bytearray(size))])
-    for path, numbered in groupby(enumerate(places), key=lambda entry: entry[1][0]):
+    for path, numbered in groupby(enumerate(ranges), key=lambda entry: entry[1][0]):
         with path.open("rb", buffering=0) as file:
             for index, (_, offset, length) in numbered:
                 file.seek(offset)
-                left = length
-                while left > 0:
-                    chunk = next(buffers)[:left]
+                remaining = length
+                while remaining > 0:
+                    chunk = next(buffers)[:remaining]
                     count = file.readinto(chunk)
                     if not count:
                         raise ValueError(f"{path} ends before byte {offset + length}")
-                    left -= count
+                    remaining -= count
                     yield index, chunk[:count]
 
 
-def _ahead(made: Iterator[T]) -> Iterator[T]:
-    """The same, the next one made in a thread while the caller uses this one."""
+def _read_ahead(chunks: Iterator[T]) -> Iterator[T]:
+    """Yield the same items, each requested in a thread while the caller uses the previous one."""
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
-        coming = thread.submit(next, made, None)
-        while (now := coming.result()) is not None:
-            coming = thread.submit(next, made, None)
-            yield now
+        pending = thread.submit(next, chunks, None)
+        while (chunk := pending.result()) is not None:
+            pending = thread.submit(next, chunks, None)
+            yield chunk
 
 
 def of_ranges(folder: Path, infos: Iterable[Any]) -> Ranges:
-    """The checksums of ranges that were written, each with relative_path, offset and length."""
-    sums: Ranges = {}
+    """Return the checksums of written ranges, each with `relative_path`, `offset` and `length`."""
+    ranges: Ranges = {}
     written = list(infos)
-    crcs = sums_of([(folder / i.relative_path, i.offset, i.length) for i in written])
+    crcs = checksums_of([(folder / i.relative_path, i.offset, i.length) for i in written])
     for info, crc in zip(written, crcs, strict=True):
-        sums.setdefault(info.relative_path, []).append((info.offset, info.length, crc))
-    return sums
+        ranges.setdefault(info.relative_path, []).append((info.offset, info.length, crc))
+    return ranges
 
 
-def write(folder: Path, everyones: Iterable[Ranges], token: str = "") -> None:
-    """Write the sums of all ranks, that of the table of contents, and which save it was."""
+def write(folder: Path, ranges_of_ranks: Iterable[Ranges], token: str = "") -> None:
+    """Write the checksums of all ranks and of `.metadata`, and the token of the save."""
     files: Ranges = {}
-    for sums in everyones:
-        for name, ranges in sums.items():
+    for ranges_of_rank in ranges_of_ranks:
+        for name, ranges in ranges_of_rank.items():
             files.setdefault(name, []).extend(ranges)
     contents: dict[str, Any] = {"files": files, "save": token}
     if (folder / ".metadata").exists():
@@ -96,7 +102,7 @@ def write(folder: Path, everyones: Iterable[Ranges], token: str = "") -> None:
 
 
 def token_of(folder: Path) -> str | None:
-    """Which save the folder is of, if it can be read."""
+    """Return the token of the save that wrote a folder, or None if it cannot be read."""
     try:
         token: str = json.loads((folder / NAME).read_text().splitlines()[1])["save"]
     except (OSError, ValueError, LookupError):
@@ -105,46 +111,62 @@ def token_of(folder: Path) -> str | None:
 
 
 class Verifier:
-    """Compares what is about to be read with what was written."""
+    """Compares bytes before they are loaded with the checksums of the bytes that were written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Of each file, the ranges that were not compared yet: (offset, length) -> checksum.
+        #: The checksums that were not compared yet, by (offset, length), of each file.
         self.known: dict[str, dict[tuple[int, int], int]] = {}
         self.present = (folder / NAME).exists()
         if not self.present:
             return
-        try:
-            first, text = (folder / NAME).read_text().splitlines()
-            intact = int(first) == zlib.crc32(text.encode())
-            found = json.loads(text) if intact else {}
-        except ValueError:
-            intact, found = False, {}
-        if not intact:
-            raise ValueError(f"{folder / NAME} is damaged: use an older checkpoint")
-        expected = found.get("metadata")
+        contents = self._read()
+        expected = contents.get("metadata")
         if expected is not None and checksum(folder / ".metadata") != expected:
             raise ValueError(f"{folder}/.metadata is damaged: use an older checkpoint")
-        for name, ranges in found["files"].items():
+        for name, ranges in contents["files"].items():
             self.known[name] = {(offset, length): crc for offset, length, crc in ranges}
 
-    def check(self, wanted: Iterable[tuple[str, str, int, int]]) -> None:
-        """Raise ValueError if any of (what it is, file, offset, length) is damaged.
+    def _read(self) -> dict[str, Any]:
+        path = self.folder / NAME
+        try:
+            first, text = path.read_text().splitlines()
+            if int(first) == zlib.crc32(text.encode()):
+                contents: dict[str, Any] = json.loads(text)
+                return contents
+        except ValueError:
+            # The file is not text, or does not have two lines with a number first.
+            pass
+        raise ValueError(f"{path} is damaged: use an older checkpoint")
 
-        Compared are all ranges that were written and hold some of these bytes, each of them once.
+    def check(self, wanted: Iterable[tuple[str, str, int, int]]) -> None:
+        """Raise ValueError if any of (description, file, offset, length) is damaged.
+
+        All written ranges that overlap with these bytes are compared, each of them once.
         """
         due: dict[tuple[str, tuple[int, int]], str] = {}
         for name, file, offset, length in dict.fromkeys(wanted):
-            known, exact = self.known.get(file, {}), (offset, length)
-            overlap = (at for at in known if at[0] < offset + length and offset < sum(at))
-            for at in [exact] if exact in known else overlap:
-                due.setdefault((file, at), name)
-        # In the order in which they lie on the disk.
-        places = sorted(due)
-        crcs = sums_of([(self.folder / file, *at) for file, at in places], ahead=True)
-        for (file, at), crc in zip(places, crcs, strict=True):
-            if self.known[file].pop(at) != crc:
+            known = self.known.get(file, {})
+            for written in _overlapping(known, offset, length):
+                due.setdefault((file, written), name)
+        # In the order of the disk.
+        ordered = sorted(due)
+        ranges = [(self.folder / file, *written) for file, written in ordered]
+        crcs = checksums_of(ranges, read_ahead=True)
+        for (file, written), crc in zip(ordered, crcs, strict=True):
+            if self.known[file].pop(written) != crc:
                 raise ValueError(
-                    f"{due[file, at]} in {self.folder / file} is damaged (its checksum differs): "
-                    "use an older checkpoint"
+                    f"{due[file, written]} in {self.folder / file} is damaged (its checksum "
+                    "differs): use an older checkpoint"
                 )
+
+
+def _overlapping(
+    known: dict[tuple[int, int], int], offset: int, length: int
+) -> list[tuple[int, int]]:
+    """Return the written ranges that share bytes with a range."""
+    if (offset, length) in known:
+        return [(offset, length)]
+    return [
+        (start, size) for start, size in known if start < offset + length and offset < start + size
+    ]

@@ -1,10 +1,9 @@
-"""What a checkpoint holds of a model and an optimizer, whoever wrote it, by the model's own names.
+"""The contents of any program's checkpoint, by the model's names.
 
-Notable:
-- names may stand under a prefix (`model.`), which is found by looking which fits the most of them;
-- an optimizer's names may lack all or part of that prefix, even where the model's begin with it;
-- an optimizer's state may be under parameters' names or numbers, nested or flat, as torch's
-  `get_optimizer_state_dict` and `Optimizer.state_dict` give it.
+The model's names may have a prefix in the checkpoint (`model.`), which is the one that fits most
+names. An optimizer's names may have all, part or none of that prefix, even if the model's own
+names begin with it. An optimizer's state may be stored under names or numbers of parameters,
+nested or flat, as torch's `get_optimizer_state_dict` and `Optimizer.state_dict` return it.
 """
 
 from __future__ import annotations
@@ -17,113 +16,142 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.holding import Part
+from zero.checkpoint.ownership import Part
 from zero.checkpoint.storage import Folder
 from zero.checkpoint.weights import Weights
-from zero.optimizer.state import options_of
+from zero.optimizer.state_dict import options_of
 
-# 2: checksums, and second names of tied tensors. 3: optimizers' state under torch's names.
+#: Version 2 added checksums and second names of tied tensors; version 3 torch's names for the state
+#: of optimizers.
 VERSION = 3
 HEADER = "zero"
-USUAL = ("", "model.", "module.")
+USUAL_PREFIXES = ("", "model.", "module.")
 
-# Of each parameter, by its name in the model or its number in the optimizer: (key, stored name).
+#: (key, stored name) of each parameter's state, by its name in the model or its number in the
+#: optimizer.
 States = dict[str | int, list[tuple[str, str]]]
 
 
 @dataclass
 class Contents:
-    """A source, and which of its tensors and objects are which of ours."""
+    """A source, and the mapping of its tensors and objects to those of a model and an optimizer."""
 
     source: Folder | Weights
-    # Each stored tensor of the model: our name -> the source's.
+    #: The stored name of each of the model's tensors, by its name in the model.
     model: dict[str, str]
     states: States = field(default_factory=dict)
-    # The optimizer's groups: names of parameters, and options.
+    #: The optimizer's groups: names of parameters, and options.
     groups: list[dict[str, Any]] | None = None
     modules: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    # Whether `save_checkpoint` wrote it.
-    own: bool = False
-    # Where the optimizers are: one prefix each, of all names of its state and groups.
+    #: True if `save_checkpoint` wrote the checkpoint.
+    is_native: bool = False
+    #: The prefix of each optimizer: the part of the names before `state` and `param_groups`.
     optimizers: list[str] = field(default_factory=list)
-    # Stored state of parameters that the model does not have.
+    #: Stored state of parameters that the model does not have.
     foreign_states: list[str] = field(default_factory=list)
 
-    def about(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """The shape and dtype of a stored tensor of the model."""
-        found: Any = self.source.tensors[self.model[name]]
-        return found if isinstance(found, tuple) else (found.shape, found.dtype)
+    def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Return the shape and dtype of a stored tensor of the model."""
+        stored: Any = self.source.tensors[self.model[name]]
+        return stored if isinstance(stored, tuple) else (stored.shape, stored.dtype)
 
 
 def read_contents(source: Folder | Weights, names: Sequence[str], prefix: str | None) -> Contents:
-    """Find the model's tensors, `names`, and all that belongs to them."""
+    """Find the tensors of a model with these names, and the state that belongs to them."""
     if isinstance(source, Folder) and HEADER in source.objects:
-        return _own(source)
+        return _read_native(source)
     stored = list(source.tensors)
-    prefix = _prefix(stored, names) if prefix is None else prefix
+    prefix = _find_prefix(stored, names) if prefix is None else prefix
     model = {n.removeprefix(prefix): n for n in stored if n.startswith(prefix)}
-    if isinstance(source, Weights):
-        return Contents(source, model)
-    return _of_torch(source, Contents(source, model), set(names), prefix)
-
-
-def _of_torch(folder: Folder, contents: Contents, names: set[str], prefix: str) -> Contents:
-    """Sort the entries of another program's folder into model, optimizer and extra."""
-    every = [
-        name
-        for name in folder.metadata.state_dict_metadata
-        if not (name.startswith(prefix) and name.removeprefix(prefix) in names)
-    ]
-    contents.optimizers = _optimizers(every, names, prefix)
-    innermost = sorted(contents.optimizers, key=len, reverse=True)
-    groups: dict[str, dict[str, Any]] = {}
-    stored: list[tuple[str, str, str]] = []
-    for name in every:
-        root = next((root for root in innermost if name.startswith(root)), None)
-        what, _, entry = name.removeprefix(root or "").partition(".")
-        if root is not None and what == "state":
-            parameter, _, key = entry.rpartition(".")
-            stored.append((parameter, key, name))
-        elif root is not None and what == "param_groups" and entry:
-            number, _, option = entry.rpartition(".")
-            groups.setdefault(number, {})[option] = _read_one(folder, name)
-        elif root is not None and what == "param_groups":
-            groups.update((str(i), group) for i, group in enumerate(_read_one(folder, name)))
-        elif name in folder.objects:
-            contents.extra[name] = _read_one(folder, name)
-            continue
-        else:
-            continue
-        contents.model.pop(name.removeprefix(prefix), None)
-    if len(contents.optimizers) > 1:
-        return contents
-    spelled = [parameter for parameter, _, _ in stored]
-    spelled += [m for g in groups.values() for m in g.get("params", ()) if isinstance(m, str)]
-    strip = _state_prefix(spelled or list(groups), names, prefix)
-    if groups:
-        ordered = sorted(groups, key=lambda k: (len(k), k) if k.isdigit() else (0, k))
-        contents.groups = [_group(groups[key], key, strip) for key in ordered]
-    for parameter, key, name in stored:
-        ours = _name_of(parameter, strip, names, groups)
-        if ours is None:
-            contents.foreign_states.append(name)
-        else:
-            contents.states.setdefault(ours, []).append((key, name))
+    contents = Contents(source, model)
+    if isinstance(source, Folder):
+        _OtherFolder(source, contents, set(names), prefix).sort_entries()
     return contents
 
 
-def _optimizers(every: Sequence[str], names: set[str], prefix: str) -> list[str]:
+class _OtherFolder:
+    """The entries of another program's folder, sorted into model, optimizer and extra."""
+
+    def __init__(self, folder: Folder, contents: Contents, names: set[str], prefix: str) -> None:
+        self.folder = folder
+        self.contents = contents
+        self.names = names
+        self.prefix = prefix
+        #: The options of each parameter group by its number or its parameter's name.
+        self.groups: dict[str, dict[str, Any]] = {}
+        #: Parameter, key and stored name of each entry of the optimizer's state.
+        self.states: list[tuple[str, str, str]] = []
+
+    def sort_entries(self) -> None:
+        """Complete the contents."""
+        contents = self.contents
+        others = [
+            name
+            for name in self.folder.metadata.state_dict_metadata
+            if not (name.startswith(self.prefix) and name.removeprefix(self.prefix) in self.names)
+        ]
+        contents.optimizers = _optimizer_prefixes(others, self.names, self.prefix)
+        innermost_first = sorted(contents.optimizers, key=len, reverse=True)
+        for name in others:
+            root = next((root for root in innermost_first if name.startswith(root)), None)
+            if root is not None and self._add_optimizer_entry(name, name.removeprefix(root)):
+                contents.model.pop(name.removeprefix(self.prefix), None)
+            elif name in self.folder.objects:
+                contents.extra[name] = _read_entry(self.folder, name)
+        if len(contents.optimizers) <= 1:
+            self._name_parameters()
+
+    def _add_optimizer_entry(self, name: str, path: str) -> bool:
+        """Add state or options; return False if the entry is neither."""
+        kind, _, entry = path.partition(".")
+        if kind == "state":
+            parameter, _, key = entry.rpartition(".")
+            self.states.append((parameter, key, name))
+        elif kind == "param_groups" and entry:
+            number, _, option = entry.rpartition(".")
+            self.groups.setdefault(number, {})[option] = _read_entry(self.folder, name)
+        elif kind == "param_groups":
+            groups = _read_entry(self.folder, name)
+            self.groups.update((str(index), group) for index, group in enumerate(groups))
+        else:
+            return False
+        return True
+
+    def _name_parameters(self) -> None:
+        """Find the model's name of each parameter in the optimizer's groups and state."""
+        contents = self.contents
+        spelled = [parameter for parameter, _, _ in self.states]
+        for group in self.groups.values():
+            spelled += [member for member in group.get("params", ()) if isinstance(member, str)]
+        strip = _state_prefix(spelled or list(self.groups), self.names, self.prefix)
+        if self.groups:
+            keys = sorted(self.groups, key=_numbers_by_value)
+            contents.groups = [_make_group(self.groups[key], key, strip) for key in keys]
+        for parameter, key, name in self.states:
+            model_name = _find_name(parameter, strip, self.names, self.groups)
+            if model_name is None:
+                contents.foreign_states.append(name)
+            else:
+                contents.states.setdefault(model_name, []).append((key, name))
+
+
+def _numbers_by_value(key: str) -> tuple[int, str]:
+    """Return a sort key that puts "2" before "10", and names in the order of the alphabet."""
+    return (len(key), key) if key.isdigit() else (0, key)
+
+
+def _optimizer_prefixes(entries: Sequence[str], names: set[str], prefix: str) -> list[str]:
     """Return the prefix of each optimizer: the part of its names before `param_groups`."""
-    roots = {_before(name, "param_groups") for name in every} - {None}
+    roots = {_before(name, "param_groups") for name in entries} - {None}
     if not roots:
-        # State alone, of parameters that are known.
-        strips = _suffixes(prefix)
-        for name in every:
+        # Without groups, an entry `state` counts if the model has its parameter.
+        suffixes = _suffixes(prefix)
+        for name in entries:
             root = _before(name, "state")
             if root is not None:
                 parameter = name.removeprefix(f"{root}state.").rpartition(".")[0]
-                if any(parameter.removeprefix(strip) in names for strip in strips):
+                if any(parameter.removeprefix(suffix) in names for suffix in suffixes):
                     roots.add(root)
     return sorted(root for root in roots if root is not None)
 
@@ -133,15 +161,16 @@ def _before(name: str, word: str) -> str | None:
     components = name.split(".")
     if word not in components:
         return None
-    return "".join(f"{each}." for each in components[: components.index(word)])
+    return "".join(f"{component}." for component in components[: components.index(word)])
 
 
 def _suffixes(prefix: str) -> list[str]:
     """Return the empty string and all endings of a prefix, shortest first."""
     components = prefix.split(".")[:-1]
-    return [
-        "".join(f"{each}." for each in components[at:]) for at in range(len(components), -1, -1)
-    ]
+    suffixes = [""]
+    for component in reversed(components):
+        suffixes.append(f"{component}.{suffixes[-1]}")
+    return suffixes
 
 
 def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
@@ -150,11 +179,11 @@ def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
     In `{"model": ..., "optimizer": ...}` the model's tensors are stored under `model.`, and the
     optimizer's state names them without it, even if the model's own names begin with `model.`.
     """
-    count = {
-        strip: len({s for s in spelled if s.startswith(strip) and s.removeprefix(strip) in names})
-        for strip in _suffixes(prefix)
-    }
-    best = [strip for strip, number in count.items() if number == max(count.values())]
+    count = {}
+    for suffix in _suffixes(prefix):
+        fitting = {s for s in spelled if s.startswith(suffix) and s.removeprefix(suffix) in names}
+        count[suffix] = len(fitting)
+    best = [suffix for suffix, number in count.items() if number == max(count.values())]
     if len(best) > 1 and count[best[0]]:
         raise ValueError(
             f"the optimizer's state may name parameters with or without {best[-1]!r}: rename the "
@@ -163,24 +192,28 @@ def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
     return best[0]
 
 
-def _name_of(
+def _find_name(
     parameter: str, strip: str, names: set[str], groups: dict[str, dict[str, Any]]
 ) -> str | int | None:
     """Return the model's name of a stored parameter, or its number; None if it has neither."""
-    members = [member for group in groups.values() for member in group.get("params", ())]
-    given = [name for group in groups.values() for name in group.get("param_names", ())]
+    members = []
+    member_names = []
+    for group in groups.values():
+        members += group.get("params", ())
+        member_names += group.get("param_names", ())
     if parameter.isdigit() and int(parameter) in members:
         number = int(parameter)
-        named = len(given) == len(members)
-        return str(given[members.index(number)]).removeprefix(strip) if named else number
-    ours = parameter.removeprefix(strip)
-    if ours in names:
-        return ours
+        if len(member_names) == len(members):
+            return str(member_names[members.index(number)]).removeprefix(strip)
+        return number
+    name = parameter.removeprefix(strip)
+    if name in names:
+        return name
     return int(parameter) if parameter.isdigit() and not members else None
 
 
-def _read_one(folder: Folder, name: str) -> Any:
-    """One object, or one whole tensor."""
+def _read_entry(folder: Folder, name: str) -> Any:
+    """Return an object, or a whole tensor."""
     if name in folder.objects:
         return folder.read([], [name])[name]
     shape, dtype = folder.tensors[name]
@@ -189,29 +222,40 @@ def _read_one(folder: Folder, name: str) -> Any:
     return values.view(shape)
 
 
-def _own(folder: Folder) -> Contents:
+def _read_native(folder: Folder) -> Contents:
+    """Return the contents of a folder that `save_checkpoint` wrote."""
     header: dict[str, Any] = folder.read([], [HEADER])[HEADER]
     if header["version"] > VERSION:
         raise ValueError(
-            f"{folder.path} has format {header['version']}, newer than {VERSION}, the newest that "
-            "this version of zero reads: upgrade it"
+            f"expected a format of at most {VERSION}, got {header['version']} in {folder.path}: "
+            "upgrade zero"
         )
     if header["version"] >= 2 and not folder.verifier.present:
         raise ValueError(f"{folder.path} has lost its checksums: use an older checkpoint")
     model: dict[str, str] = {}
     states: States = {}
     for name in folder.metadata.state_dict_metadata:
-        whose, _, rest = name.partition(".")
-        if whose == "model":
-            model[rest] = name
-        elif whose == "optimizer" and not rest.startswith("param_groups."):
-            parameter, _, key = rest.partition(".")[2].rpartition(".")
+        kind, _, path = name.partition(".")
+        if kind == "model":
+            model[path] = name
+        elif kind == "optimizer" and not path.startswith("param_groups."):
+            parameter, _, key = path.partition(".")[2].rpartition(".")
             states.setdefault(parameter, []).append((key, name))
-    named = header["groups"] if header["version"] < 3 else _own_groups(folder, header["groups"])
-    return Contents(folder, model, states, named, header["modules"], dict(header["extra"]), True)
+    groups = header["groups"]
+    if header["version"] >= 3:
+        groups = _read_native_groups(folder, header["groups"])
+    return Contents(
+        folder,
+        model,
+        states,
+        groups,
+        modules=header["modules"],
+        extra=dict(header["extra"]),
+        is_native=True,
+    )
 
 
-def _own_groups(folder: Folder, count: int) -> list[dict[str, Any]]:
+def _read_native_groups(folder: Folder, count: int) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [{} for _ in range(count)]
     options = [name for name in folder.objects if name.startswith("optimizer.param_groups.")]
     for name, value in folder.read([], options).items():
@@ -220,29 +264,30 @@ def _own_groups(folder: Folder, count: int) -> list[dict[str, Any]]:
     return [{"names": group.pop("params"), "options": group} for group in groups]
 
 
-def _prefix(stored: Iterable[str], names: Sequence[str]) -> str:
-    """What stands before most of the names."""
-    wanted, count = set(names), Counter[str]()
+def _find_prefix(stored: Iterable[str], names: Sequence[str]) -> str:
+    """Return the prefix that fits most of the names."""
+    wanted = set(names)
+    count = Counter[str]()
     for name in stored:
         starts = [0, *(match.end() for match in re.finditer(r"\.", name))]
-        count.update(name[:at] for at in starts if name[at:] in wanted)
+        count.update(name[:start] for start in starts if name[start:] in wanted)
     most = max(count.values(), default=0)
     best = [prefix for prefix, number in count.items() if number == most]
-    usual = [prefix for prefix in USUAL if prefix in best]
+    usual = [prefix for prefix in USUAL_PREFIXES if prefix in best]
     if len(best) > 1 and not usual:
+        candidates = ", ".join(repr(prefix) for prefix in sorted(best))
         raise ValueError(
-            f"the model may be what is under {', '.join(map(repr, sorted(best)))}: pass prefix=..."
+            f"expected one prefix of the model's names, got {candidates}: pass prefix=..."
         )
     return (usual or best or [""])[0]
 
 
-def _group(group: dict[str, Any], key: str, strip: str) -> dict[str, Any]:
-    """One group; flat dictionaries have the options of each parameter under its name, `key`."""
-    members = [m.removeprefix(strip) if isinstance(m, str) else m for m in group.get("params", [])]
-    members = members or [key.removeprefix(strip)]
-    options = options_of(group)
-    given = group.get("param_names")
-    if given:
-        # Numbers, with the names that torch keeps beside them.
-        members = [m.removeprefix(strip) for m in given]
-    return {"names": members, "options": options}
+def _make_group(group: dict[str, Any], key: str, strip: str) -> dict[str, Any]:
+    """Return a group's parameters and options.
+
+    Flattened dictionaries have the options of each parameter under its name, which is `key`.
+    """
+    # torch stores names beside numbers.
+    members = group.get("param_names") or group.get("params") or [key]
+    names = [m.removeprefix(strip) if isinstance(m, str) else m for m in members]
+    return {"names": names, "options": options_of(group)}

@@ -1,7 +1,7 @@
-"""A folder that is written beside its final path and takes its place when it is complete.
+"""A folder that is written beside its final path and renamed to it when it is complete.
 
 Note [Two jobs, one path]
-Each save writes to a folder of its own, so the files of two saves never mix. The path is locked
+Each save writes to a separate folder, so the files of two saves never mix. The path is locked
 from the first file to the last rename, so a second job is refused instead of replacing what the
 first one has just saved. The operating system releases the lock when its process dies.
 """
@@ -46,8 +46,8 @@ class PathLock:
                 if error.errno in LOCKED_BY_ANOTHER:
                     holder = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
                     raise RuntimeError(
-                        f"{self.path} is being saved to by {holder}: give each job a path of its "
-                        "own, or wait until that save is done"
+                        f"{self.path} is being saved to by {holder}: save to a separate path per "
+                        "job, or wait until that save is done"
                     ) from None
                 raise OSError(
                     error.errno,
@@ -97,9 +97,9 @@ class Draft:
             raise
 
     def publish(self, is_ours: Callable[[Path], bool]) -> None:
-        """Give the folder its final name, with the files of others that are at the path."""
+        """Give the folder its final name, and copy other programs' files to it."""
         keep_others(self.path, self.folder, is_ours)
-        put_in_place(self.folder, self.path)
+        replace_folder(self.folder, self.path)
 
     def close(self) -> None:
         """Unlock the path, and remove the folder unless it was published."""
@@ -120,17 +120,17 @@ def draft_folder(path: Path, token: str) -> Path:
 
 
 def previous(path: Path) -> Path:
-    """Return the name of the last good checkpoint while a new one takes its place."""
+    """Return the path of the last good checkpoint while a new one replaces it."""
     return path.with_name(f".{path.name}.previous")
 
 
 def current(path: Path) -> Path:
-    """Return where the checkpoint of `path` is, also if a save was killed between its renames."""
+    """Return the path of the checkpoint, also if a save was killed between its renames."""
     real = Path(os.path.realpath(path))
     return previous(real) if not real.exists() and previous(real).exists() else path
 
 
-def check_place(path: Path, *, other: str, unless: str = "") -> None:
+def check_target(path: Path, *, other: str, unless: str = "") -> None:
     """Raise if `path` is a file or contains a checkpoint of another kind."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file: choose a folder")
@@ -141,7 +141,7 @@ def check_place(path: Path, *, other: str, unless: str = "") -> None:
 
 
 def keep_others(path: Path, draft: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Link the files of others that are in `path` into `draft`, which is to take its place."""
+    """Link other programs' files in `path` into `draft`, which will replace it."""
     for other in path.iterdir() if path.is_dir() else ():
         there = draft / other.name
         if is_ours(other) or there.exists():
@@ -160,8 +160,8 @@ def _link_or_copy(file: str | Path, there: str | Path) -> None:
         shutil.copy2(file, there, follow_symlinks=False)
 
 
-def put_in_place(draft: Path, path: Path) -> None:
-    """Rename a finished folder to `path`; what was there is at `previous(path)` until then."""
+def replace_folder(draft: Path, path: Path) -> None:
+    """Rename a finished folder to `path`; the old folder is at `previous(path)` until then."""
     old = previous(path)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Fills a model and an optimizer from what a checkpoint holds, after checking all of it."""
+"""Filling a model and an optimizer from a checkpoint, after everything has been checked."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero.checkpoint.contents import Contents
-from zero.checkpoint.holding import (
+from zero.checkpoint.ownership import (
     Part,
     Slot,
     group_names,
     model_parts,
-    second_names,
     slots,
+    tied_names,
     unwrapped,
 )
 from zero.checkpoint.storage import Folder
-from zero.optimizer.elementwise import ELEMENTWISE
-from zero.optimizer.optimizer import ShardedOptimizer
-from zero.optimizer.state import options_of
+from zero.optimizer.optimizer_kinds import ELEMENTWISE
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.state_dict import options_of
 
 
 class Loading:
-    """One load: what goes where is found out, and checked, when it is made; `fill()` does it."""
+    """One load: the constructor matches and checks names and shapes, `fill()` reads the data."""
 
     def __init__(
         self,
@@ -34,111 +34,117 @@ class Loading:
         optimizer: torch.optim.Optimizer | None,
         strict: bool,
     ) -> None:
-        self.contents, self.model, self.optimizer = contents, model, optimizer
+        self.contents = contents
+        self.model = model
+        self.optimizer = optimizer
         self.strict = strict
-        # What strict=False passes over, in words.
+        #: Descriptions of the tensors that `strict=False` leaves out.
         self.left_out: list[str] = []
-        self.tied = second_names(model)
-        self.parts = self._match(model_parts(model)[0], self.tied)
+        self.tied = tied_names(model)
+        self.parts = self._match_model(model_parts(model)[0])
         self.groups: list[dict[str, Any]] = []
-        # For each parameter of the optimizer: (key, name in the checkpoint).
-        self.states: list[list[tuple[str, str]]] = []
+        #: The optimizer's parameters, and (key, name in the checkpoint) of the state of each.
         self.slots: list[list[Slot]] = []
+        self.states: list[list[tuple[str, str]]] = []
         if optimizer is not None:
             self._match_optimizer(model, optimizer)
 
     def verify(self) -> None:
         """Raise ValueError if anything that `fill` would read is damaged."""
         source = self.contents.source
-        # Nothing is read yet, so no memory is needed.
-        flat = [
-            replace(p, name=self.contents.model[p.name], values=_nowhere(p)) for p in self.parts
-        ]
+        # Only the byte ranges are needed, so the values have no memory.
+        parts = []
+        for part in self.parts:
+            nothing = torch.empty(part.stop - part.start, dtype=part.values.dtype, device="meta")
+            parts.append(replace(part, name=self.contents.model[part.name], values=nothing))
         if not isinstance(source, Folder):
-            return source.verify(flat)
+            return source.verify(parts)
         tensors, objects = self._state_parts("meta")
-        source.verify([*flat, *(part for _, _, part in tensors)], [name for _, _, name in objects])
+        source.verify([*parts, *(part for _, _, part in tensors)], [name for _, _, name in objects])
 
     def fill(self) -> None:
-        """Read it all."""
-        alike, source = [], self.contents.source
+        """Read the data into the model and the optimizer."""
+        source = self.contents.source
+        direct = []
         for part in self.parts:
             stored = replace(part, name=self.contents.model[part.name])
-            _, dtype = self.contents.about(part.name)
-            holder = part.holder
-            assert holder is not None
-            if dtype == holder.dtype and holder.is_contiguous():
-                alike.append(stored)
+            _, dtype = self.contents.shape_and_dtype(part.name)
+            target = part.target
+            assert target is not None
+            if dtype == target.dtype and target.is_contiguous():
+                direct.append(stored)
                 continue
-            # One at a time, in the dtype that it has there.
+            # Other tensors are read one at a time in their stored dtype, to limit the memory.
             values = torch.empty(part.stop - part.start, dtype=dtype)
             source.read([replace(stored, values=values)])
-            holder.copy_(values.view(holder.shape))
-        source.read(alike)
+            target.copy_(values.view(target.shape))
+        source.read(direct)
         if self.optimizer is not None:
             self._fill_optimizer(self.optimizer)
         if self.contents.modules:
             unwrapped(self.model).load_state_dict(self.contents.modules, strict=False)
 
-    def _match(self, parts: list[Part], tied: dict[str, str]) -> list[Part]:
-        """The model's parts that the checkpoint has; raise if it is of another model."""
+    def _match_model(self, parts: list[Part]) -> list[Part]:
+        """Return the model's parts that the checkpoint has; raise if it is of another model."""
         saved = self.contents.model
-        wanted = {part.name: part for part in parts}
-        for second, first in tied.items():
-            if second in saved and first not in saved:
-                # Others keep a tied tensor under one of its names.
-                saved[first] = saved[second]
-            elif second in saved and first in wanted:
-                self._check_same(wanted[first], second)
-        only_model = sorted(wanted.keys() - saved.keys())
-        only_saved = sorted(saved.keys() - wanted.keys() - tied.keys())
-        for names, where in (
-            (only_model, "the model, not in the checkpoint"),
-            (only_saved, "the checkpoint only"),
-        ):
-            if not names:
-                continue
-            more = f" and {len(names) - 1} more" if names[1:] else ""
-            if self.strict:
-                raise ValueError(
-                    f"{names[0]}{more} is in {where}: load into the model that was saved, or pass "
-                    "strict=False"
-                )
-            self.left_out.append(f"{', '.join(names)}: in {where}")
-        found = [part for part in parts if part.name in saved]
-        for part in found:
-            shape, dtype = self.contents.about(part.name)
-            ours, theirs = (tuple(part.shape), part.values.dtype), (tuple(shape), dtype)
-            # Others' weights are often in half precision, and are taken in the model's dtype.
-            if ours[0] != theirs[0] or (self.contents.own and ours != theirs):
-                raise ValueError(
-                    f"{part.name} is {theirs} in the checkpoint, {ours} in the model: load into "
-                    "the model that was saved"
-                )
-            if part.values.is_meta:
-                raise ValueError(
-                    f"{part.name} is on the meta device: give it memory first, by "
-                    "model.to_empty(device=...) or FSDP(model, device=...)"
-                )
-        return found
+        part_of = {part.name: part for part in parts}
+        for name, first in self.tied.items():
+            if name in saved and first not in saved:
+                # Other programs store a tied tensor under one of its names.
+                saved[first] = saved[name]
+            elif name in saved and first in part_of:
+                self._check_tied(part_of[first], name)
+        only_model = sorted(part_of.keys() - saved.keys())
+        only_saved = sorted(saved.keys() - part_of.keys() - self.tied.keys())
+        self._check_missing(only_model, "the model, not in the checkpoint")
+        self._check_missing(only_saved, "the checkpoint only")
+        matched = [part for part in parts if part.name in saved]
+        for part in matched:
+            self._check_part(part)
+        return matched
 
-    def _check_same(self, part: Part, second: str) -> None:
-        """Raise if a tied tensor's two names are of different values in the checkpoint."""
+    def _check_missing(self, names: list[str], description: str) -> None:
+        if not names:
+            return
+        if self.strict:
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            raise ValueError(
+                f"{names[0]}{more} is in {description}: load into the model that was saved, or "
+                "pass strict=False"
+            )
+        self.left_out.append(f"{', '.join(names)}: in {description}")
+
+    def _check_part(self, part: Part) -> None:
+        """Raise if a stored tensor does not fit the model's."""
+        saved_shape, saved_dtype = self.contents.shape_and_dtype(part.name)
+        # Weights of other programs are often in half precision, and are cast to the model's dtype.
+        has_dtype = saved_dtype == part.values.dtype or not self.contents.is_native
+        if saved_shape != part.shape or not has_dtype:
+            raise ValueError(
+                f"{part.name} is {tuple(saved_shape), saved_dtype} in the checkpoint, "
+                f"{tuple(part.shape), part.values.dtype} in the model: load into the model that "
+                "was saved"
+            )
+        if part.values.is_meta:
+            raise ValueError(
+                f"{part.name} is on the meta device: allocate it first, with "
+                "model.to_empty(device=...) or FSDP(model, device=...)"
+            )
+
+    def _check_tied(self, part: Part, second: str) -> None:
+        """Raise if a tied tensor's two names have different values in the checkpoint."""
         source = self.contents.source
         stored = [self.contents.model[name] for name in (part.name, second)]
-        if isinstance(source, Folder):
-            found = (source.metadata.storage_data or {}).items()
-            a, b = ([(i.offset, info) for i, info in found if i.fqn == name] for name in stored)
-            if a == b:
-                return
+        if isinstance(source, Folder) and source.are_same_bytes(*stored):
+            return
         values = []
         for name, shown in zip(stored, (part.name, second), strict=True):
-            shape, dtype = self.contents.about(shown)
+            shape, dtype = self.contents.shape_and_dtype(shown)
             if shape != part.shape:
                 break
-            # This rank's elements only; the other ranks compare theirs.
+            # Each rank compares its own elements.
             values.append(torch.empty(part.stop - part.start, dtype=dtype))
-            source.read([replace(part, name=name, values=values[-1], holder=None)])
+            source.read([replace(part, name=name, values=values[-1], target=None)])
         if len(values) < 2 or not torch.equal(*values):
             raise ValueError(
                 f"{second} and {part.name} are one tensor in the model and two in the checkpoint: "
@@ -146,55 +152,63 @@ class Loading:
             )
 
     def _match_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        ours = group_names(model, optimizer)
+        names_of_groups = group_names(model, optimizer)
+        names = [name for group in names_of_groups for name in group]
         self._check_one_optimizer()
         saved = self.contents.groups
         if saved is None and self.strict:
-            raise ValueError("the checkpoint holds no optimizer: load the model alone")
-        flat = [name for group in ours for name in group]
+            raise ValueError("the checkpoint has no optimizer: load the model alone")
         states: dict[str, list[tuple[str, str]]] = {}
         for stored, entries in self.contents.states.items():
-            name = flat[stored] if isinstance(stored, int) else stored
-            # Others may keep the state of a tied tensor under any of its names.
+            name = names[stored] if isinstance(stored, int) else stored
+            # Other programs may store the state of a tied tensor under any of its names.
             states.setdefault(self.tied.get(name, name), entries)
         if saved is not None:
-            numbers = iter(flat)
-            if not self.contents.own:
-                saved = _by_our_groups(saved, ours)
-            named = [
-                [self.tied.get(n, n) if isinstance(n, str) else next(numbers, "") for n in each]
-                for each in (group["names"] for group in saved)
-            ]
-            _check_groups(named, ours)
+            if not self.contents.is_native:
+                saved = _merge_groups(saved, names_of_groups)
+            numbers = iter(names)
+            saved_names = []
+            for group in saved:
+                members = []
+                for member in group["names"]:
+                    if isinstance(member, str):
+                        members.append(self.tied.get(member, member))
+                    else:
+                        members.append(next(numbers, ""))
+                saved_names.append(members)
+            _check_groups(saved_names, names_of_groups)
             self.groups = saved
         self.slots = slots(model, optimizer)
         self.states = [states.get(slot.name, []) for group in self.slots for slot in group]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         if type(inner) in ELEMENTWISE:
-            self._check_shapes()
+            self._check_state_shapes()
 
-    def _check_shapes(self) -> None:
-        """Raise if an element-wise optimizer's state is not shaped as its parameter."""
-        held = [slot for group in self.slots for slot in group]
+    def _check_state_shapes(self) -> None:
+        """Raise if an element-wise optimizer's state does not have its parameter's shape."""
+        flat_slots = [slot for group in self.slots for slot in group]
         stored = self.contents.source.tensors
-        for slot, entries in zip(held, self.states, strict=True):
+        for slot, entries in zip(flat_slots, self.states, strict=True):
             for key, name in entries:
-                found: Any = stored.get(name)
-                if found is not None and found[0].numel() != 1 and found[0] != slot.whole:
+                entry: Any = stored.get(name)
+                if entry is None:
+                    continue
+                shape = entry[0]
+                if shape.numel() != 1 and shape != slot.shape:
                     raise ValueError(
-                        f"{name} ({key}) has shape {tuple(found[0])} in the checkpoint, and "
-                        f"{slot.name} has {tuple(slot.whole)}: give the optimizer its parameters "
-                        "in the order in which they were saved"
+                        f"{name} ({key}) has shape {tuple(shape)} in the checkpoint, and "
+                        f"{slot.name} has {tuple(slot.shape)}: pass the parameters to the "
+                        "optimizer in the order in which they were saved"
                     )
 
     def _check_one_optimizer(self) -> None:
         """Raise if it is not certain which stored state belongs to which parameter."""
         contents = self.contents
         if len(contents.optimizers) > 1:
+            prefixes = ", ".join(repr(prefix) for prefix in contents.optimizers)
             raise ValueError(
-                f"the checkpoint holds {len(contents.optimizers)} optimizers, under "
-                f"{', '.join(map(repr, contents.optimizers))}: load the model alone, and each "
-                "optimizer with torch.distributed.checkpoint"
+                f"the checkpoint has {len(contents.optimizers)} optimizers, under {prefixes}: load "
+                "the model alone, and each optimizer with torch.distributed.checkpoint"
             )
         foreign = contents.foreign_states
         if foreign and self.strict:
@@ -208,27 +222,21 @@ class Loading:
     def _state_parts(
         self, device: str | None = None
     ) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
-        """The optimizer's tensors to read: (parameter's number, key, part); and the objects."""
-        tensors, objects = [], []
-        held = [slot for group in self.slots for slot in group]
+        """Return the optimizer's state to read: (parameter's number, key, part or object)."""
+        tensors = []
+        objects = []
+        flat_slots = [slot for group in self.slots for slot in group]
         stored = self.contents.source.tensors
-        for index, (slot, entries) in enumerate(zip(held, self.states, strict=True)):
-            for key, name in entries if slot.run else ():
+        for index, (slot, entries) in enumerate(zip(flat_slots, self.states, strict=True)):
+            if slot.run is None:
+                continue
+            for key, name in entries:
                 if name in stored:
-                    tensors.append((index, key, self._room(name, stored[name], slot, key, device)))
+                    part = _allocate_state(name, stored[name], slot, key, device)
+                    tensors.append((index, key, part))
                 else:
                     objects.append((index, key, name))
         return tensors, objects
-
-    def _room(self, name: str, found: Any, slot: Slot, key: str, device: str | None) -> Part:
-        (size, dtype), run = found, slot.run
-        if run is not None and size == slot.whole and key != "step":
-            place = device or slot.local.device
-            values = torch.empty(run.stop - run.start, dtype=dtype, device=place)
-            shaped = values.view(run.shape)
-            return Part(name, size, run.start, run.stop, values, holder=shaped)
-        values = torch.empty(size.numel(), dtype=dtype, device=device)
-        return Part(name, size, 0, size.numel(), values)
 
     def _fill_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         source = self.contents.source
@@ -237,56 +245,72 @@ class Loading:
         loaded = source.read([part for _, _, part in tensors], [name for _, _, name in objects])
         state: dict[int, dict[str, Any]] = {}
         for index, key, part in tensors:
-            shape = part.shape if part.holder is None else part.holder.shape
+            shape = part.shape if part.target is None else part.target.shape
             state.setdefault(index, {})[key] = part.values.view(shape)
         for index, key, name in objects:
             state.setdefault(index, {})[key] = loaded[name]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         options = [group["options"] for group in self.groups] or [{}] * len(self.slots)
-        numbers = iter(range(len(self.states)))
-        inner.load_state_dict(
-            {
-                # No entry for what was never stepped: an empty one is taken for a broken one.
-                "state": dict(sorted(state.items())),
-                "param_groups": [
-                    {**options_of(group), **chosen, "params": [next(numbers) for _ in members]}
-                    for group, chosen, members in zip(
-                        inner.param_groups, options, self.slots, strict=True
-                    )
-                ],
-            }
-        )
+        groups = []
+        start = 0
+        for group, saved_options, members in zip(
+            inner.param_groups, options, self.slots, strict=True
+        ):
+            stop = start + len(members)
+            params = list(range(start, stop))
+            groups.append({**options_of(group), **saved_options, "params": params})
+            start = stop
+        # Parameters that were never stepped have no entry: an empty entry makes optimizers fail.
+        inner.load_state_dict({"state": dict(sorted(state.items())), "param_groups": groups})
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.show_state(bool(self.contents.states))
-        for chosen, group in zip(options, optimizer.param_groups, strict=True):
-            group.update(chosen)
+        for saved_options, group in zip(options, optimizer.param_groups, strict=True):
+            group.update(saved_options)
 
 
-def _by_our_groups(saved: list[dict[str, Any]], ours: list[list[str]]) -> list[dict[str, Any]]:
-    """Return options that are stored for each parameter alone as groups."""
-    alone = {group["names"][0]: group["options"] for group in saved if len(group["names"]) == 1}
-    if len(alone) < len(saved) or not all(name in alone for names in ours for name in names):
+def _allocate_state(name: str, stored: Any, slot: Slot, key: str, device: str | None) -> Part:
+    """Return the part of a state tensor that this rank reads, with memory for it."""
+    shape, dtype = stored
+    run = slot.run
+    if run is not None and shape == slot.shape and key != "step":
+        values = torch.empty(
+            run.stop - run.start, dtype=dtype, device=device or slot.parameter.device
+        )
+        return Part(name, shape, run.start, run.stop, values, target=values.view(run.shape))
+    values = torch.empty(shape.numel(), dtype=dtype, device=device)
+    return Part(name, shape, 0, shape.numel(), values)
+
+
+def _merge_groups(
+    saved: list[dict[str, Any]], names_of_groups: list[list[str]]
+) -> list[dict[str, Any]]:
+    """Merge options that are stored per parameter into the optimizer's groups."""
+    options_of_name = {g["names"][0]: g["options"] for g in saved if len(g["names"]) == 1}
+    names = [name for group in names_of_groups for name in group]
+    if len(options_of_name) < len(saved) or not all(name in options_of_name for name in names):
         return saved
-    for first, *others in ours:
+    for first, *others in names_of_groups:
         for name in others:
-            if alone[name] != alone[first]:
+            if options_of_name[name] != options_of_name[first]:
                 raise ValueError(
                     f"{first} and {name} are in one parameter group of the optimizer and have "
-                    f"different options in the checkpoint ({alone[first]}, {alone[name]}): make "
-                    "the same groups as when saving"
+                    f"different options in the checkpoint ({options_of_name[first]}, "
+                    f"{options_of_name[name]}): make the same groups as when saving"
                 )
-    return [{"names": names, "options": alone[names[0]]} for names in ours if names]
+    return [
+        {"names": group, "options": options_of_name[group[0]]} for group in names_of_groups if group
+    ]
 
 
-def _nowhere(part: Part) -> Tensor:
-    return torch.empty(part.stop - part.start, dtype=part.values.dtype, device="meta")
-
-
-def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:
-    if len(saved) != len(ours):
-        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, not {len(ours)}")
-    for index, (a, b) in enumerate(zip(saved, ours, strict=True)):
-        different = set(a) ^ set(b)
+def _check_groups(saved: list[list[str]], current: list[list[str]]) -> None:
+    """Raise if the checkpoint's groups have other parameters than the optimizer's."""
+    if len(saved) != len(current):
+        raise ValueError(
+            f"expected {len(current)} parameter groups as in the optimizer, got {len(saved)} in "
+            "the checkpoint: make the same groups as when saving"
+        )
+    for index, (saved_names, current_names) in enumerate(zip(saved, current, strict=True)):
+        different = set(saved_names) ^ set(current_names)
         if different:
             raise ValueError(
                 f"{min(different)} is in parameter group {index} of only one of checkpoint and "

@@ -1,7 +1,7 @@
-"""What of a torch.distributed.checkpoint folder each rank writes and reads.
+"""The boxes of a torch.distributed.checkpoint folder that each rank writes and reads.
 
-Notable: a run of elements of an n-dimensional tensor is at most 2n-1 boxes, which is what that
-format stores; so the folder holds whole tensors that any other reader of it can load.
+The format stores boxes of tensors. A run of elements of an n-dimensional tensor is at most 2n-1
+boxes, so the folder contains whole tensors that any other reader of the format can load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zero.checkpoint.holding import Part
+from zero.checkpoint.ownership import Part
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -53,16 +53,16 @@ class SavePlanner(DefaultSavePlanner):
         self.plan = SavePlan(items)
 
     def create_local_plan(self) -> SavePlan:
-        """Return all of it; who writes what was decided before."""
+        """Return the plan to write all parts, because they have been distributed before."""
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the values of one box, or an object."""
+        """Return the values of a box, or an object."""
         return self._objects[index]
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Fills the values of `parts` from whatever boxes were saved; reads `objects` into `loaded`."""
+    """Fills the values of `parts` from saved boxes of any shape, and loads `objects`."""
 
     def __init__(self, parts: Sequence[Part], objects: Sequence[str]) -> None:
         super().__init__()
@@ -72,16 +72,16 @@ class LoadPlanner(DefaultLoadPlanner):
         self._values: dict[MetadataIndex, Tensor] = {}
 
     def plan_for(self, metadata: Metadata) -> LoadPlan:
-        """Say which saved boxes overlap with which of ours."""
+        """Return the plan to read all overlaps of saved boxes with the boxes of the parts."""
         items: list[ReadItem] = []
         for number, part in enumerate(self._parts):
             saved = metadata.state_dict_metadata[part.name]
             assert isinstance(saved, TensorStorageMetadata)
             wanted = list(_chunks(part))
             for item in create_read_items_for_chunk_list(part.name, saved, [c for c, _ in wanted]):
-                # Two parts may want the same elements, so the place is named by the part's number.
-                place = MetadataIndex(str(number), item.dest_index.offset)
-                items.append(dataclasses.replace(item, dest_index=place))
+                # Two parts may contain the same elements, so parts are identified by number.
+                index = MetadataIndex(str(number), item.dest_index.offset)
+                items.append(dataclasses.replace(item, dest_index=index))
             for chunk, values in wanted:
                 self._values[MetadataIndex(str(number), chunk.offsets)] = values
         nothing = torch.Size((0,))
@@ -91,51 +91,54 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Keep one object."""
+        """Load an object."""
         self.loaded[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return where the values of one box go."""
+        """Return the tensor to fill with a box."""
         return self._values[index]
 
 
-def boxes(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cover row-major elements `start` to `stop` by boxes, in order: (offsets, sizes) of each."""
+#: The offsets and sizes of a box.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cover row-major elements `start` to `stop` by boxes; yield offsets and sizes in order."""
     if start >= stop:
         return
     if not shape:
         yield (), ()
         return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
+    row_numel = prod(shape[1:])
+    # The first row that starts in the run, and the row in which the run stops.
+    first = -(-start // row_numel)
+    last = stop // row_numel
     if first > last:
-        # Within one row.
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        # The run is within one row.
+        yield from _boxes_of_row(shape, last, start - last * row_numel, stop - last * row_numel)
         return
-    if start < first * row:
-        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if start < first * row_numel:
+        row_start = (first - 1) * row_numel
+        yield from _boxes_of_row(shape, first - 1, start - row_start, row_numel)
     if first < last:
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if last * row < stop:
-        yield from _in_row(shape, last, 0, stop - last * row)
+    if last * row_numel < stop:
+        yield from _boxes_of_row(shape, last, 0, stop - last * row_numel)
 
 
-def _in_row(
-    shape: Sequence[int], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _boxes_of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
     for offsets, sizes in boxes(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes)
 
 
 def _chunks(part: Part) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-    """The boxes of a part, each with its values in its shape."""
-    at = 0
+    """Yield the boxes of a part, each with its values in its shape."""
+    start = 0
     wanted = boxes(part.shape, part.start, part.stop)
     if prod(part.shape) == 0:
         wanted = iter([(tuple(0 for _ in part.shape), tuple(part.shape))])
     for offsets, sizes in wanted:
-        values = part.values[at : at + prod(sizes)].view(sizes)
-        at += values.numel()
+        values = part.values[start : start + prod(sizes)].view(sizes)
+        start += values.numel()
         yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), values

@@ -1,7 +1,7 @@
-"""A torch.distributed.checkpoint folder, written and read by all ranks together.
+"""A torch.distributed.checkpoint folder that all ranks write and read together.
 
-It is written beside its final path and renamed when every rank is done, so that the last good
-checkpoint survives whatever happens while saving.
+The folder is written beside its final path and renamed when every rank is done, so the last good
+checkpoint survives any failure while saving.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan
 
 from zero.checkpoint import checksums
-from zero.checkpoint.draft import Draft, check_place, current, draft_folder
-from zero.checkpoint.holding import Part
+from zero.checkpoint.draft import Draft, check_target, current, draft_folder
+from zero.checkpoint.ownership import Part
 from zero.checkpoint.planner import LoadPlanner, SavePlanner
-from zero.faults import explain
+from zero.diagnostics import explain
 
 T = TypeVar("T")
-# How long rank 0 waits at its end for what other ranks still write.
+#: Time that rank 0 waits at the end of the program for the files of other ranks.
 PATIENCE_SECONDS = 60.0
-# The least of a box that is worth the milliseconds of looking where in it the elements are.
-STRAIGHT_BYTES = 1 << 21
+#: Boxes of fewer bytes are read whole, because finding the offset of elements takes milliseconds.
+DIRECT_READ_BYTES = 1 << 21
 
 
 class Writer:
-    """Writes one checkpoint: `plan`, `write` (no communication), `publish`."""
+    """Writes one checkpoint: `plan()`, then `write()` without communication, then `publish()`."""
 
     def __init__(
         self,
@@ -48,28 +48,28 @@ class Writer:
         parts: Sequence[Part],
         objects: dict[str, Any],
         group: dist.ProcessGroup | None,
-        second_names: dict[str, str],
+        tied_names: dict[str, str],
     ) -> None:
-        # What a link points to is written, and the link stays.
-        self.path = path = Path(os.path.realpath(path))
-        self.second_names = second_names
+        # The target of a symbolic link is written, and the link stays.
+        self.path = Path(os.path.realpath(path))
+        self.tied_names = tied_names
         self.group = group
         self.rank = dist.get_rank(group)
-        # Rank 0's, from `plan` until the save is published or has failed.
+        #: Rank 0's draft, from `plan` until the save is published or has failed.
         self._draft: Draft | None = None
         self.folder: Path
         self.storage: FileSystemWriter
         self.planner = SavePlanner(parts, objects)
         self.error: Exception | None = None
         self.results: list[Any] = []
-        self.sums: checksums.Ranges = {}
-        # Names this save, so that those who survive rank 0 can tell whether it was published.
+        self.ranges: checksums.Ranges = {}
+        #: Identifies the save, so that ranks that survive rank 0 know whether it was published.
         self.token = ""
         self.metadata: Metadata | None = None
         self.local_plan = SavePlan([])
 
     def plan(self) -> None:
-        """Agree on who writes what, in a new folder."""
+        """Create a new folder, and agree on the data that each rank writes to it."""
 
         def prepare() -> SavePlan:
             _check_loadable(self.planner.objects)
@@ -87,37 +87,37 @@ class Writer:
     def _open(self) -> str:
         if self.rank > 0:
             return ""
-        check_place(self.path, other=checksums.NAME, unless=".metadata")
+        check_target(self.path, other=checksums.NAME, unless=".metadata")
         self._draft = Draft(self.path)
         return self._draft.token
 
     def close(self) -> None:
-        """Unlock the path; what was not published is removed."""
-        draft, self._draft = self._draft, None
+        """Unlock the path, and remove the folder unless it was published."""
+        draft = self._draft
+        self._draft = None
         if draft is not None:
             draft.close()
 
     def write(self) -> None:
-        """Write this rank's file; what goes wrong is told by `publish`."""
+        """Write this rank's file; `publish` raises the error if it fails."""
         try:
             done = self.storage.write_data(self.local_plan, self.planner)
             self.results = done.wait()
-            self.sums = checksums.of_ranges(self.folder, (r.storage_data for r in self.results))
+            self.ranges = checksums.of_ranges(self.folder, (r.storage_data for r in self.results))
         except Exception as error:
             self.error = error
 
     def publish(self) -> None:
-        """Put the finished folder in its place, or raise on every rank."""
-        first = self.rank == 0
+        """Rename the finished folder to its final path, or raise on every rank."""
 
-        def written() -> tuple[list[Any], checksums.Ranges]:
+        def check_written() -> tuple[list[Any], checksums.Ranges]:
             if self.error is not None:
                 raise self.error
-            return self.results, self.sums
+            return self.results, self.ranges
 
         try:
-            everyones = self._together(written)
-            self._together(lambda: self._swap(everyones) if first else None)
+            written = self._together(check_written)
+            self._together(lambda: self._finish(written) if self.rank == 0 else None)
         except RuntimeError as error:
             if checksums.token_of(self.path) != self.token:
                 raise
@@ -128,15 +128,15 @@ class Writer:
             self.close()
 
     def leave_note(self) -> None:
-        """Tell rank 0 in a file what was written, for a save that nobody waits for."""
+        """Write the results to a file for rank 0, in case nobody waits for the save."""
         note = self.folder / f".written-{self.rank}"
         with contextlib.suppress(OSError):
             draft = note.with_suffix(".draft")
-            draft.write_bytes(pickle.dumps((self.results, self.sums, self.error is None)))
+            draft.write_bytes(pickle.dumps((self.results, self.ranges, self.error is None)))
             draft.rename(note)
 
     def publish_by_notes(self, world: int) -> bool:
-        """Publish on rank 0 without communication; return whether all ranks had written."""
+        """Publish on rank 0 without communication; return True if all ranks had written."""
         notes = [self.folder / f".written-{rank}" for rank in range(world)]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not all(note.exists() for note in notes) and time.monotonic() < deadline:
@@ -144,25 +144,29 @@ class Writer:
         try:
             if not all(note.exists() for note in notes):
                 return False
-            everyones = [pickle.loads(note.read_bytes()) for note in notes]
-            if all(good for _, _, good in everyones):
-                self._swap([(results, sums) for results, sums, _ in everyones])
-            return all(good for _, _, good in everyones)
+            contents = [pickle.loads(note.read_bytes()) for note in notes]
+            are_written = all(is_written for _, _, is_written in contents)
+            if are_written:
+                self._finish([(results, ranges) for results, ranges, _ in contents])
+            return are_written
         finally:
             self.close()
 
-    def _swap(self, everyones: Sequence[tuple[list[Any], checksums.Ranges]]) -> None:
+    def _finish(self, written: Sequence[tuple[list[Any], checksums.Ranges]]) -> None:
+        """Write the metadata and the checksums of all ranks' files, and rename the folder."""
         assert self.metadata is not None
+        assert self._draft is not None
         for note in self.folder.glob(".written-*"):
             note.unlink()
-        self.storage.finish(self.metadata, [self._name_twice(results) for results, _ in everyones])
-        checksums.write(self.folder, (ranges for _, ranges in everyones), self.token)
-        self._check_complete([result for results, _ in everyones for result in results])
-        assert self._draft is not None
-        self._draft.publish(_is_ours)
+        self.storage.finish(
+            self.metadata, [self._add_tied_names(results) for results, _ in written]
+        )
+        checksums.write(self.folder, (ranges for _, ranges in written), self.token)
+        self._check_complete([result for results, _ in written for result in results])
+        self._draft.publish(_is_checkpoint_file)
 
     def _check_complete(self, results: Sequence[Any]) -> None:
-        """Raise if a file was removed or cut since it was written."""
+        """Raise if a file was removed or truncated since it was written."""
         for info in (result.storage_data for result in results):
             file = self.folder / info.relative_path
             if not file.exists() or file.stat().st_size < info.offset + info.length:
@@ -171,14 +175,14 @@ class Writer:
                     "and let no other program write there"
                 )
 
-    def _name_twice(self, results: list[Any]) -> list[Any]:
-        """List tied tensors under their second names too, in the same bytes."""
+    def _add_tied_names(self, results: list[Any]) -> list[Any]:
+        """List the bytes of tied tensors under their other names too."""
         assert self.metadata is not None
         contents = self.metadata.state_dict_metadata
-        for second, first in self.second_names.items():
-            contents[second] = contents[first]
+        for name, first in self.tied_names.items():
+            contents[name] = contents[first]
             results = results + [
-                replace(result, index=replace(result.index, fqn=second))
+                replace(result, index=replace(result.index, fqn=name))
                 for result in results
                 if result.index.fqn == first
             ]
@@ -194,25 +198,25 @@ class Writer:
 
 def together(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str) -> list[T]:
     """Run `act` on every rank; return all results, or raise on every rank and name the failed."""
-    mine: tuple[Any, str | None]
+    outcome: tuple[Any, str | None]
     try:
-        mine = act(), None
+        outcome = act(), None
     except Exception as error:
-        mine = None, f"{type(error).__name__}: {error}"
-    everyone: list[Any] = [None] * dist.get_world_size(group)
+        outcome = None, f"{type(error).__name__}: {error}"
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(everyone, mine, group=group)
+        dist.all_gather_object(outcomes, outcome, group=group)
     except RuntimeError as error:
-        raise explain(error, group, f"{failure}: a meeting of all ranks") from error
-    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
+        raise explain(error, group, f"{failure}: a rendezvous of all ranks") from error
+    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error]
     if errors:
         raise RuntimeError(f"{failure}: {'; '.join(errors)}")
-    return [result for result, _ in everyone]
+    return [result for result, _ in outcomes]
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint that was found: where, its table of contents, and its checksums."""
+    """A checkpoint that was found: its path, metadata and checksums."""
 
     path: Path
     metadata: Metadata
@@ -220,26 +224,33 @@ class Folder:
 
     @property
     def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Every tensor's whole shape and dtype."""
+        """The whole shape and dtype of every tensor."""
         return {
-            name: (about.size, about.properties.dtype)
-            for name, about in self.metadata.state_dict_metadata.items()
-            if isinstance(about, TensorStorageMetadata)
+            name: (entry.size, entry.properties.dtype)
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
 
     @property
     def objects(self) -> list[str]:
-        """The names of all else."""
+        """The names of all entries that are not tensors."""
         return [n for n in self.metadata.state_dict_metadata if n not in self.tensors]
 
+    def are_same_bytes(self, first: str, second: str) -> bool:
+        """Return True if two names refer to the same stored bytes."""
+        stored: dict[str, list[Any]] = {first: [], second: []}
+        for index, info in (self.metadata.storage_data or {}).items():
+            if index.fqn in stored:
+                stored[index.fqn].append((index.offset, info))
+        return stored[first] == stored[second]
+
     def verify(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> None:
-        """Raise ValueError if stored bytes that these are made of are damaged."""
-        wanted = LoadPlanner(parts, objects).plan_for(self.metadata).items
-        found = (
-            (item.storage_index.fqn, self.metadata.storage_data[item.storage_index])
-            for item in wanted
-        )
-        self.verifier.check((name, i.relative_path, i.offset, i.length) for name, i in found)
+        """Raise ValueError if stored bytes of these parts or objects are damaged."""
+        wanted = []
+        for item in LoadPlanner(parts, objects).plan_for(self.metadata).items:
+            info = self.metadata.storage_data[item.storage_index]
+            wanted.append((item.storage_index.fqn, info.relative_path, info.offset, info.length))
+        self.verifier.check(wanted)
 
     def read(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> dict[str, Any]:
         """Fill the values of `parts`; return the named objects."""
@@ -248,23 +259,22 @@ class Folder:
         reader = FileSystemReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = planner.plan_for(self.metadata)
-        # Autograd's threads are made by the first backward, one for each device. The pretended
-        # tensors below bring pretended GPUs, whose threads can abort a process when it ends.
+        # The first backward of a process starts autograd's threads, one per device. It must run
+        # before the fake tensors of `_read_direct` add fake GPUs, whose threads can abort a process
+        # when it exits.
         torch.ones(1, requires_grad=True).backward()
-        rest = [item for item in plan.items if not self._read_straight(item, planner, reader)]
-        plan = replace(plan, items=rest)
+        remaining = [item for item in plan.items if not self._read_direct(item, planner, reader)]
+        plan = replace(plan, items=remaining)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
         return planner.loaded
 
-    def _read_straight(
-        self, item: ReadItem, planner: LoadPlanner, reader: FileSystemReader
-    ) -> bool:
-        """Read the elements of a large box from their place in the file, if they lie together.
+    def _read_direct(self, item: ReadItem, planner: LoadPlanner, reader: FileSystemReader) -> bool:
+        """Read the wanted elements of a large box only; return False if they are not contiguous.
 
-        torch's reader makes the whole box and copies what is wanted.
+        torch's reader allocates and reads the whole box.
         """
         info = self.metadata.storage_data[item.storage_index]
-        if item.type != LoadItemType.TENSOR or info.length < STRAIGHT_BYTES:
+        if item.type != LoadItemType.TENSOR or info.length < DIRECT_READ_BYTES:
             return False
         target = planner.lookup_tensor(item.dest_index)
         target = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
@@ -272,39 +282,40 @@ class Folder:
             return False
         with (self.path / info.relative_path).open("rb") as file:
             with FakeTensorMode():
-                # Its form, and where in the file its memory is; nothing of that is read.
+                # This reads the box's shape, strides and offset in the file, but no elements.
                 box = torch.load(reader._slice_file(file, info), "cpu", weights_only=True)
             wanted = narrow_tensor_by_index(box, item.storage_offsets, item.lengths)
-            at = getattr(box.untyped_storage(), "_checkpoint_offset", None)
-            alike = target.dtype == wanted.dtype and target.shape == wanted.shape
-            if at is None or not (alike and wanted.is_contiguous() and target.is_contiguous()):
+            box_offset = getattr(box.untyped_storage(), "_checkpoint_offset", None)
+            has_same_form = target.dtype == wanted.dtype and target.shape == wanted.shape
+            is_contiguous = wanted.is_contiguous() and target.is_contiguous()
+            if box_offset is None or not (has_same_form and is_contiguous):
                 return False
-            file.seek(info.offset + at + wanted.storage_offset() * wanted.itemsize)
+            file.seek(info.offset + box_offset + wanted.storage_offset() * wanted.itemsize)
             read_into(file, target)
         return True
 
 
 def read_into(file: IO[bytes], tensor: Tensor) -> None:
-    """Fill a contiguous CPU tensor from where the file stands."""
-    memory = bytes_of(tensor)
+    """Fill a contiguous CPU tensor from the current position of a file."""
+    memory = memory_of(tensor)
     while memory:
         count = file.readinto(memory)  # type: ignore[attr-defined]
         if not count:
             raise ValueError(f"{file.name} ends early: use another copy")
         memory = memory[count:]
-    # Autograd is to know, as of any write.
+    # Autograd must notice the write as it notices any in-place operation.
     torch.autograd.graph.increment_version(tensor)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def find(path: Path) -> Folder:
-    """Find the checkpoint at `path`, check that its files are whole, read its table of contents.
+    """Find the checkpoint at `path`, check the sizes of its files, and read its metadata.
 
-    If a save was interrupted between its two renames, the previous checkpoint is the one.
+    If a save was interrupted between its two renames, this is the previous checkpoint.
     """
     path = current(path)
     if not (path / ".metadata").exists():
@@ -317,7 +328,8 @@ def find(path: Path) -> Folder:
             f"{path}/.metadata is damaged ({error}): use an older checkpoint"
         ) from None
     for info in (metadata.storage_data or {}).values():
-        file, end = path / info.relative_path, info.offset + info.length
+        file = path / info.relative_path
+        end = info.offset + info.length
         size = file.stat().st_size if file.exists() else -1
         if size < end:
             state = "missing" if size < 0 else f"truncated to {size} bytes of at least {end}"
@@ -336,6 +348,7 @@ def fingerprint(path: Path) -> int:
 
 
 def _check_loadable(objects: dict[str, Any]) -> None:
+    """Raise TypeError if an object could not be loaded with `weights_only=True`."""
     for name, value in objects.items():
         pickled = io.BytesIO()
         try:
@@ -344,11 +357,12 @@ def _check_loadable(objects: dict[str, Any]) -> None:
             torch.load(pickled, weights_only=True)
         except Exception as error:
             raise TypeError(
-                f"{name} holds more than plain values and tensors, which a load would refuse "
-                f"({str(error).splitlines()[0]}): save what it is made of"
+                f"expected plain values and tensors in {name}, got an object that a load would "
+                f"refuse ({str(error).splitlines()[0]}): save the values that it consists of"
             ) from error
 
 
-def _is_ours(file: Path) -> bool:
-    own = file.name in (".metadata", checksums.NAME) or file.name.startswith(".written-")
-    return own or (file.name.startswith("__") and file.suffix == ".distcp")
+def _is_checkpoint_file(file: Path) -> bool:
+    if file.name in (".metadata", checksums.NAME) or file.name.startswith(".written-"):
+        return True
+    return file.name.startswith("__") and file.suffix == ".distcp"

@@ -1,1 +1,1 @@
-"""Stage 3: each rank keeps its share of the parameters, and has the rest while a layer runs."""
+"""Stage 3: each rank stores its shards of the parameters, and gathers a layer while it runs."""

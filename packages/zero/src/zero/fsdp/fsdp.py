@@ -1,11 +1,25 @@
-"""Stage 3: parameters sharded too, whole only in the layer that is running and the next.
+"""Stage 3: parameters are sharded too, and full only in the layer that runs and in the next one.
 
-    forward    all-gather layer i+1 while layer i runs, then free layer i    S (n-1)/n sent a rank
+    forward    all-gather layer i+1 while layer i runs, then free layer i    S (n-1)/n sent per rank
     backward   all-gather layer i-1 while layer i runs, then free layer i    S (n-1)/n
                reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
 
-The last layer of forward is the first of backward and stays; an embedding's backward does not read
-its weight, so that is not gathered again.
+The last layer of forward is the first of backward, so it is not freed in between. The backward of
+an embedding does not read its weight, so the weight is not gathered for it.
+
+Note [Parameters that other modules read]
+Some modules read the parameter of another module without calling it: `nn.MultiheadAttention` reads
+`out_proj.weight`. The hooks that gather a unit before the forward of its module do not run then.
+- `intercept_reads` calls `_full_if_running` for every read of a parameter as an attribute. If the
+  parameter is sharded at that time, its unit is gathered on the spot, is kept unsharded until
+  forward ends, and is recorded in `_uncalled_units`.
+- The module that reads the parameter is unknown. At the end of that forward, `_assign_readers`
+  assigns the unit to the module of the parameter, and the unit is gathered with that module from
+  then on. If a later forward still reads the parameter while it is sharded, the unit is assigned to
+  the next module further out, up to the root.
+- The time at which autograd needs such a parameter is unknown too. A unit in `_uncalled_units` is
+  gathered when backward starts and is kept until backward ends. A unit with a reader
+  (`_units_read_by`) is kept from the start of the reader's backward until its end.
 """
 
 from __future__ import annotations
@@ -22,47 +36,58 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from zero.faults import difference
-from zero.fsdp.marks import after_gradient, before_gradient, cast, hides_tensors
-from zero.fsdp.optimizers import install
-from zero.fsdp.replicated import Replicated
-from zero.fsdp.unit import ShardedParameter, Unit, home_of
-from zero.fsdp.whole import StateDictionaries, summoned
-from zero.fsdp.wrap import (
-    Materialize,
-    bytes_by_class,
-    clean,
-    make_units,
-    reads_weight_in_backward,
-    watch,
+from zero.diagnostics import describe_difference
+from zero.fsdp.autograd_hooks import (
+    call_after_gradients,
+    call_before_gradients,
+    cast,
+    hides_tensors,
 )
-from zero.wire import Collective, DryRun, Group, Wire
+from zero.fsdp.optimizer_hooks import install
+from zero.fsdp.replicated import ReplicatedParameters
+from zero.fsdp.state_dict import StateDictHooks, use_full_parameters
+from zero.fsdp.unit import ShardedParameter, Unit, find_unit
+from zero.fsdp.wrapping import (
+    Materialize,
+    ShardPolicy,
+    bytes_by_class,
+    intercept_reads,
+    make_units,
+    original_name,
+    reads_weight_in_backward,
+)
+from zero.process_groups import Collective, Communicator, DryRun, Group
 
-# A class of modules that holds this fraction of the model, or more, unsharded is worth a warning.
-WHOLE_FRACTION = 0.05
+#: FSDP warns of a class of modules that has this fraction of the model unsharded, or more.
+WARN_FRACTION = 0.05
 
 
 class FSDP(nn.Module):
-    """Fully sharded data parallelism: modules of the classes in `shard` hold 1/n of themselves.
+    """Fully sharded data parallelism: modules that `shard` selects store 1/n of their parameters.
 
-    Between steps `parameters()` are this rank's shards, one flat tensor a parameter, for any
-    element-wise torch optimizer. Everything else is replicated, and its gradients are all-reduced.
+    Between steps `parameters()` are this rank's shards, one column of elements per parameter, for
+    any torch optimizer. All other parameters are replicated, and their gradients are all-reduced.
 
-    compute_dtype: parameters and inputs of sharded modules are cast to it; shards stay as they are.
-    gradient_dtype: what gradients travel in; by default what they are computed in.
-    device, initialize: where modules on the meta device get their memory, one sharded module at a
-        time, and what then fills a module's own tensors; by default its `reset_parameters()`.
-    in_flight: how many reduce-scatters may be under way; each holds a layer's gradients.
-    group: a process group, or a DeviceMesh: of one dimension to shard over, or of two, to replicate
+    shard: classes and names of modules, or a predicate of name and module. Each selected module is
+        gathered as one unit, without the parameters of selected modules within it. "blocks" shards
+        all parameters: each block of the model's outermost lists is a unit, and the root module is
+        the unit of all other parameters.
+    compute_dtype: the dtype of parameters and inputs while sharded modules run; shards keep theirs.
+    gradient_dtype: the dtype in which gradients are sent; by default the one they are computed in.
+    device, initialize: where modules on the meta device are allocated, one sharded module at a
+        time, and the function that fills a module's tensors; by default its `reset_parameters()`.
+    in_flight: the number of reduce-scatters in progress; each holds the gradients of one layer.
+    group: a process group, or a DeviceMesh of one dimension to shard over, or of two to replicate
         over the first and shard over the second (hybrid sharding).
-    reshard_after_forward: False keeps layers whole until their backward, and gathers each once.
-    prefetch: how many layers are gathered ahead of the one that runs.
-    ignored_params: left to the caller, not sharded, averaged or made equal on all ranks.
-    elementwise_optimizers: classes besides torch's own that treat every element by itself, and may
-        step shards. A trial verifies this at the first step. Any other class of optimizer gets each
-        parameter whole, on one rank, while it steps.
-    cpu_offload: shards and their gradients lie on the host, where an optimizer keeps its state and
-        steps; a device holds the layers that run.
+    reshard_after_forward: False keeps layers unsharded until their backward and gathers them once.
+    prefetch: the number of layers that are gathered ahead of the one that runs.
+    ignored_params: parameters that are not sharded, averaged or synchronized.
+    elementwise_optimizers: classes besides torch's own that treat every element by itself and may
+        step shards. A trial verifies this at the first step. While any other class of optimizer
+        steps, each parameter is full on one rank.
+    cpu_offload: shards, their gradients and the optimizer's state are in CPU memory, where the
+        optimizer steps; the device stores the layers that run.
+    reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     """
 
     def __init__(
@@ -71,7 +96,7 @@ class FSDP(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         group: Group = None,
-        shard: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding),
+        shard: ShardPolicy = (nn.Linear, nn.Embedding),
         gradient_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
@@ -86,23 +111,8 @@ class FSDP(nn.Module):
         all_reduce: Collective | None = None,
     ) -> None:
         super().__init__()
-        for name, inner in module.named_modules():
-            if isinstance(inner, FSDP):
-                raise ValueError(
-                    f"{name or 'the module'} is FSDP already: wrap the whole model once, and say "
-                    "with shard=(...) which layers are gathered by themselves"
-                )
-            embeds = isinstance(inner, nn.Embedding | nn.EmbeddingBag)
-            if embeds and inner.max_norm is not None:
-                raise ValueError(
-                    f"{name or 'the module'} is {type(inner).__name__}(max_norm={inner.max_norm}), "
-                    "whose forward writes to its weight; that would be lost at stage 3: pass "
-                    "max_norm=None and renormalize the rows after each step"
-                )
-        for name, parameter in module.named_parameters():
-            if home_of(parameter) is not None:
-                raise ValueError(f"parameter {name} is another FSDP's shard: wrap a model once")
-        self.wire = Wire(
+        _check_module(module)
+        self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
             all_gather_into_tensor=all_gather_into_tensor,
@@ -113,77 +123,93 @@ class FSDP(nn.Module):
         self.in_flight = in_flight
         self.reshard_after_forward = reshard_after_forward
         self.prefetch = prefetch
-        self._sync = True
         ignored = set(ignored_params)
         named = list(module.named_parameters(remove_duplicate=False))
-        self._names = [clean(name) for name, _ in named]
-        mine = [
-            (clean(n), tuple(p.shape), str(p.dtype), p.requires_grad)
-            for n, p in named
-            if p not in ignored
-        ]
-        problem = difference(self.wire.objects(mine))
-        if problem:
-            raise ValueError(problem)
-        place = torch.device(device) if device else self.wire.device
-        materialize = None if isinstance(group, DryRun) else Materialize(place, initialize)
+        self._names = [original_name(name) for name, _ in named]
+        self._check_ranks_agree([(name, p) for name, p in named if p not in ignored])
+        target = torch.device(device) if device else self.communicator.device
         self.units, self._units_of = make_units(
             module,
             shard,
-            materialize,
-            partial(Unit, self.wire, compute_dtype, gradient_dtype, cpu_offload),
+            None if isinstance(group, DryRun) else Materialize(target, initialize),
+            partial(Unit, self.communicator, compute_dtype, gradient_dtype, cpu_offload),
             ignored,
         )
         for unit in self.units:
             unit.elementwise_optimizers = tuple(elementwise_optimizers)
-        sharded = {p.local for unit in self.units for p in unit.parameters}
-        rest = [p for p in module.parameters() if p not in sharded | ignored]
-        self._replicated = Replicated(self.wire, rest)
-        #: Bytes of the parameters that every rank keeps whole, by the class of their module.
-        self.whole_bytes = bytes_by_class(module, rest)
-        if self.wire.rank == 0:
-            self._warn_of_whole_parameters(shard)
-        for tensor in [*rest, *module.buffers()]:
-            self.wire.broadcast_first(tensor.detach())
-        self._order: list[Unit] = []
-        self._position: dict[nn.Module, int] = {}
-        self._last_order: list[Unit] = []
-        self._hooked: set[nn.Parameter] = set()
-        self._in_backward = False
-        # Whether what runs is a backward(), and not torch.autograd.grad().
-        self._accumulates = False
-        self._reducing: deque[Unit] = deque()
-        self._ready: dict[Unit, int] = {}
-        # Each shard's unit; the units that were read without a call of their module since the
-        # latest step, the modules that they are gathered with since, where in the tree those are.
-        self._sharded: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
-        self._read_outside: list[Unit] = []
-        self._version = -1
-        self._lifted: dict[nn.Module, set[Unit]] = {}
-        self._path_of: dict[Unit, str] = {}
-        # How many sharded modules, and the whole, are in their forward, one within the other.
-        self._running = 0
-        self._summoned = False
-        self.state_dictionaries = StateDictionaries(self.wire)
-        self._hook_ids: dict[nn.Module, set[int]] = {}
+        sharded = {p.shard for unit in self.units for p in unit.parameters}
+        replicated = [p for p in module.parameters() if p not in sharded | ignored]
+        self._replicated = ReplicatedParameters(self.communicator, replicated)
+        #: Bytes of the parameters that every rank keeps full, by the class of their module.
+        self.replicated_bytes = bytes_by_class(module, replicated)
+        if self.communicator.rank == 0:
+            self._warn_of_replicated_parameters(shard)
+        for tensor in [*replicated, *module.buffers()]:
+            self.communicator.broadcast_first(tensor.detach())
+        self._init_runtime_state()
         self._hook_modules()
         if compute_dtype is not None:
             self._replicated.keep_dtype(module)
         install()
-        self.wire.take()
+        self.communicator.pop_bytes()
 
-    def _warn_of_whole_parameters(self, shard: tuple[type[nn.Module], ...]) -> None:
-        """Warn if a considerable part of the model is not sharded, and say how to shard it."""
-        sharded = sum(p.whole.numel() * p.local.itemsize for u in self.units for p in u.parameters)
-        total = sharded + sum(self.whole_bytes.values())
-        large = {k: v / total for k, v in self.whole_bytes.items() if v >= WHOLE_FRACTION * total}
+    def _init_runtime_state(self) -> None:
+        #: False under `no_sync()`.
+        self._sync_gradients = True
+        #: The units in the order of this forward and of the previous one, and the number of units
+        #: that ran before each module.
+        self._forward_order: list[Unit] = []
+        self._previous_order: list[Unit] = []
+        self._position: dict[nn.Module, int] = {}
+        self._hooked_parameters: set[nn.Parameter] = set()
+        self._in_backward = False
+        #: False in `torch.autograd.grad()`, which does not change `.grad`.
+        self._accumulates_gradients = False
+        self._reducing_units: deque[Unit] = deque()
+        self._num_ready_gradients: dict[Unit, int] = {}
+        self._unit_of: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
+        #: The sum of the shards' versions in the latest forward; a step of an optimizer changes it.
+        self._shards_version = -1
+        #: The units that were read while sharded since the latest step, the units that are gathered
+        #: with each reader, and the path of each unit's reader.
+        #: See Note [Parameters that other modules read].
+        self._uncalled_units: list[Unit] = []
+        self._units_read_by: dict[nn.Module, set[Unit]] = {}
+        self._reader_paths: dict[Unit, str] = {}
+        #: The number of nested hooked modules that are in forward.
+        self._num_running = 0
+        self._is_summoned = False
+        self.state_dict_hooks = StateDictHooks(self.communicator)
+        self._hook_ids: dict[nn.Module, set[int]] = {}
+
+    def _check_ranks_agree(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        described = [
+            (original_name(name), tuple(p.shape), str(p.dtype), p.requires_grad)
+            for name, p in named
+        ]
+        problem = describe_difference(self.communicator.gather_objects(described))
+        if problem:
+            raise ValueError(problem)
+
+    def _warn_of_replicated_parameters(self, shard: ShardPolicy) -> None:
+        """Warn if a considerable part of the model is not sharded, and name the remedy."""
+        sharded = sum(p.full.numel() * p.shard.itemsize for u in self.units for p in u.parameters)
+        total = sharded + sum(self.replicated_bytes.values())
+        large = {
+            name: nbytes / total
+            for name, nbytes in self.replicated_bytes.items()
+            if nbytes >= WARN_FRACTION * total
+        }
         if not large:
             return
         parts = ", ".join(f"{name} {fraction:.0%}" for name, fraction in large.items())
-        classes = ", ".join([*(cls.__name__ for cls in shard), *large])
+        remedy = 'pass shard="blocks"'
+        if isinstance(shard, tuple):
+            names = [repr(entry) if isinstance(entry, str) else entry.__name__ for entry in shard]
+            remedy += f" or shard=({', '.join([*names, *large])},)"
         warnings.warn(
             f"FSDP keeps {1 - sharded / total:.0%} of the model whole on every rank ({parts}), "
-            f"because these classes are not in shard=: pass shard=({classes},)",
+            f"because shard= does not select these modules: {remedy}",
             stacklevel=3,
         )
 
@@ -191,283 +217,316 @@ class FSDP(nn.Module):
         """Run the module on this rank's part of the batch."""
         return self.module(*args, **kwargs)
 
-    def _begin_forward(self) -> None:
-        """Before the outermost module that runs: `fsdp.module(x)` is `fsdp(x)`."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._forget_backward()
-        self._running += 1
-        if self._summoned:
-            raise RuntimeError("leave summon_full_params before the next forward")
-        if self._running > 1 or self._in_backward:
-            return
-        self._last_order, self._order = self._order, []
-        for unit in self.units:
-            unit.expire()
-        self._follow()
-        version = sum(unit.shard._version for unit in self.units)
-        if version != self._version:
-            # Until a step, earlier forwards' backward may still come.
-            self._version = version
-            self._read_outside.clear()
-        self.state_dictionaries.forget()
-
-    def _end_forward(self, output: Any) -> Any:
-        self._running = max(0, self._running - 1)
-        if self._running or self._in_backward:
-            return output
-        for unit in self._read_outside:
-            unit.check_unchanged()
-        self._lift()
-        if torch.is_grad_enabled():
-            kept = self._order[-1:] if self.reshard_after_forward else self._order
-        else:
-            kept = []
-        for unit in self.units:
-            unit.pinned = False
-            if unit not in kept:
-                unit.free()
-        return before_gradient(output, self._begin_backward)
-
     @contextmanager
     def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
-        """Let modules hold whole parameters for a while, all of them; every rank calls it.
+        """Let modules have all full parameters within the context; every rank must enter it.
 
-        `writeback`: afterwards each rank takes its own elements of what they are then, so all ranks
-        make the same changes.
+        writeback: at exit each rank copies its elements of the full parameters into its shards, so
+            all ranks must make the same changes.
         """
-        if self._running or self._in_backward or self._summoned:
-            raise RuntimeError("summon_full_params works between steps, once at a time")
+        if self._num_running or self._in_backward or self._is_summoned:
+            raise RuntimeError("summon_full_params works between steps, and is not nested")
         for unit in self.units:
-            unit.expire()
-        self._summoned = True
+            unit.reshard_after_step()
+        self._is_summoned = True
         try:
-            with summoned(self.units, writeback=writeback):
+            with use_full_parameters(self.units, writeback=writeback):
                 yield
         finally:
-            self._summoned = False
+            self._is_summoned = False
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the average over ranks.
 
-        The end of backward does this already; calling it again costs nothing.
+        The end of backward does this already; another call has no effect.
         """
         if self._in_backward:
             self._end_backward()
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter whole, under the unwrapped module's names; every rank calls it."""
-        whole: dict[str, Tensor] = {}
+        """Return every parameter in full under the unwrapped module's names.
+
+        Every rank must call it.
+        """
+        full: dict[str, Tensor] = {}
         for unit in self.units:
-            whole |= unit.full_parameters()
-        for compiled_name, parameter in self.module.named_parameters(remove_duplicate=False):
-            name = clean(compiled_name)
-            if name not in whole:
-                whole[name] = self._tied(parameter, whole)
-        return {name: whole[name] for name in self._names}
+            full |= unit.gather_full_parameters()
+        for wrapped_name, parameter in self.module.named_parameters(remove_duplicate=False):
+            name = original_name(wrapped_name)
+            if name in full:
+                continue
+            if parameter in self._unit_of:
+                # A further name of a tied parameter.
+                full[name] = full[self._unit_of[parameter][1].name]
+            else:
+                full[name] = parameter.detach().clone()
+        return {name: full[name] for name in self._names}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients pile up locally, unsharded: for every backward of a step but the last."""
-        before, self._sync = self._sync, False
+        """Accumulate local, unsharded gradients: for every backward of a step but the last."""
+        before = self._sync_gradients
+        self._sync_gradients = False
         try:
             yield
         finally:
-            self._sync = before
+            self._sync_gradients = before
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` of everything but ignored parameters."""
-        shards = [p.local for unit in self.units for p in unit.parameters]
+        """Clip the gradients of all parameters except ignored ones by their total norm."""
+        shards = [p.shard for unit in self.units for p in unit.parameters]
         return nn.utils.clip_grad_norm_(shards + self._replicated.parameters, max_norm)
 
-    def _tied(self, parameter: nn.Parameter, whole: dict[str, Tensor]) -> Tensor:
-        for unit in self.units:
-            for sharded in unit.parameters:
-                if sharded.local is parameter:
-                    return whole[sharded.name]
-        return parameter.detach().clone()
+    # Hooks
 
     def _hook_modules(self) -> None:
-        # The whole module begins and ends a forward, if it has no parameters of its own either.
+        # The root starts and ends a forward, even if it has no unit.
         self._units_of.setdefault(self.module, [])
         for module in self._units_of:
             self._hook_module(module)
-        owners: dict[nn.Module, dict[str, tuple[Unit, ShardedParameter]]] = {}
+        parameters_of: dict[nn.Module, dict[str, tuple[Unit, ShardedParameter]]] = {}
         for unit in self.units:
-            for sharded in unit.parameters:
-                self._sharded[sharded.local] = unit, sharded
-                for module, attribute in sharded.places:
-                    watch(module, self._read)
-                    owners.setdefault(module, {})[attribute] = unit, sharded
-        for module, own in owners.items():
-            ids = self.state_dictionaries.attach(module, own)
+            for parameter in unit.parameters:
+                self._unit_of[parameter.shard] = unit, parameter
+                for module, name in parameter.owners:
+                    intercept_reads(module, self._full_if_running)
+                    parameters_of.setdefault(module, {})[name] = unit, parameter
+        for module, parameters in parameters_of.items():
+            ids = self.state_dict_hooks.attach(module, parameters)
             self._hook_ids.setdefault(module, set()).update(ids)
-        self._follow()
+        self._adopt_shard_changes()
 
     def _hook_module(self, module: nn.Module) -> None:
-        # A compiled module runs these between its graphs.
+        # A compiled module runs these hooks between its graphs.
         before: Any = torch.compiler.disable(self._before_forward)
         after: Any = torch.compiler.disable(self._after_forward)
-        first = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        then = module.register_forward_hook(after, always_call=True)
-        self._hook_ids.setdefault(module, set()).update((first.id, then.id))
+        pre_hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        hook = module.register_forward_hook(after, always_call=True)
+        self._hook_ids.setdefault(module, set()).update((pre_hook.id, hook.id))
 
-    def _read(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What a module sees that reads another's sharded parameter without calling it."""
-        found = self._sharded.get(parameter)
-        if found is None or not (self._running or self._in_backward):
-            return parameter
-        unit, sharded = found
-        unit.gather()
-        unit.pinned = True
-        if unit not in self._read_outside:
-            self._read_outside.append(unit)
-        return sharded.whole
-
-    def _lift(self) -> None:
-        """From now on gather what was read by others with a module further out, up to the root."""
-        for unit in self._read_outside:
-            path = self._path_of.get(unit) or unit.parameters[0].name
-            if unit in self._path_of and not path:
-                continue
-            path = self._path_of[unit] = path.rpartition(".")[0]
-            reader = self.module.get_submodule(path)
-            if reader not in self._units_of:
-                self._units_of[reader] = []
-                self._hook_module(reader)
-            if unit not in self._units_of[reader]:
-                self._units_of[reader].append(unit)
-            unit.read_in_backward = True
-            self._lifted.setdefault(reader, set()).add(unit)
-
-    def _follow(self) -> None:
-        """Let backward reach what is trainable now, which a caller may have changed."""
+    def _adopt_shard_changes(self) -> None:
+        """Follow the caller's changes to the shards, and hook parameters that became trainable."""
         for unit in self.units:
-            unit.follow()
-            for sharded in unit.parameters:
-                self._hook_gradient(sharded.whole, partial(self._gradient_ready, unit))
-        for parameter in self._replicated.parameters:
-            self._hook_gradient(parameter, self._replicated_ready)
+            unit.adopt_shard_changes()
+            for parameter in unit.parameters:
+                self._hook_gradient(parameter.full, partial(self._gradient_ready, unit))
+        for replicated in self._replicated.parameters:
+            self._hook_gradient(replicated, self._replicated_gradient_ready)
 
-    def _hook_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
-        if parameter.requires_grad and parameter not in self._hooked:
-            self._hooked.add(parameter)
-            parameter.register_post_accumulate_grad_hook(call)
+    def _hook_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+        if parameter.requires_grad and parameter not in self._hooked_parameters:
+            self._hooked_parameters.add(parameter)
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    # Forward
+
+    def _begin_forward(self) -> None:
+        """Prepare a forward if the outermost hooked module starts: `fsdp.module(x)` is one too."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._reset_after_error()
+        self._num_running += 1
+        if self._is_summoned:
+            raise RuntimeError("leave summon_full_params before the next forward")
+        if self._num_running > 1 or self._in_backward:
+            return
+        self._previous_order = self._forward_order
+        self._forward_order = []
+        for unit in self.units:
+            unit.reshard_after_step()
+        self._adopt_shard_changes()
+        version = sum(unit.shard._version for unit in self.units)
+        if version != self._shards_version:
+            # Before a step, the backward of an earlier forward may still read these units.
+            self._shards_version = version
+            self._uncalled_units.clear()
+        self.state_dict_hooks.discard_gathered()
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather a module's units, prefetch the next ones, and hook the gradients of its inputs."""
         if module is self.module and not self._in_backward:
-            # An interrupt may have left an earlier forward without its end.
-            self._running = 0
+            # An interrupt may have prevented the end of an earlier forward.
+            self._num_running = 0
         self._begin_forward()
         units = self._units_of[module]
-        self._position[module] = len(self._order)
+        self._position[module] = len(self._forward_order)
         for unit in units:
-            unit.gather()
-            unit.swap_in_whole()
+            unit.wait_for_unshard()
+            unit.set_unsharded_parameters()
             if not self._in_backward:
-                self._order.append(unit)
+                self._forward_order.append(unit)
         if not self._in_backward:
-            for unit in self._last_order[len(self._order) :][: self.prefetch]:
-                unit.start_gather()
+            start = len(self._forward_order)
+            for unit in self._previous_order[start : start + self.prefetch]:
+                unit.unshard()
         if units and self.compute_dtype is not None:
             args, kwargs = cast(self.compute_dtype, (args, kwargs))
         if units and torch.is_grad_enabled():
-            done = partial(self._after_backward, module)
-            again = partial(self._before_backward_again, module)
-            args, kwargs = after_gradient((args, kwargs), done, again)
+            args, kwargs = call_after_gradients(
+                (args, kwargs),
+                partial(self._after_backward, module),
+                before_double_backward=partial(self._before_double_backward, module),
+            )
         return args, kwargs
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        # The last layer of forward is the first of backward.
-        keep = torch.is_grad_enabled() and (
-            self._order == self._last_order or not self.reshard_after_forward
-        )
+        """Free a module's units, and hook the gradients of its outputs."""
         units = self._units_of[module]
-        for unit in units if output is not None else ():
+        if output is not None:
             # Without an output the forward has raised.
-            unit.check_unchanged()
+            for unit in units:
+                unit.check_unchanged()
+        is_last_layer = self._forward_order == self._previous_order
+        keep = torch.is_grad_enabled() and (is_last_layer or not self.reshard_after_forward)
         for unit in units:
-            unit.swap_in_local()
+            unit.set_sharded_parameters()
             if not keep and not self._in_backward:
-                unit.free()
+                unit.reshard()
         if units and reads_weight_in_backward(module, self._hook_ids[module]):
-            # What is recomputed in backward has a backward of its own, without layers before it.
-            position = 0 if self._in_backward else self._position[module]
-            before = partial(self._before_backward, module, position)
             if torch.is_grad_enabled() and hides_tensors(output):
                 raise TypeError(
                     f"{type(module).__name__} returns a {type(output).__name__} in which no tensor "
                     "is found, so its weights could not be gathered for backward: return tensors "
                     "in containers or attributes"
                 )
-            output = before_gradient(output, before, args)
+            # A segment that is recomputed in backward has its own backward, before which no layer
+            # of the segment's order may be prefetched.
+            position = 0 if self._in_backward else self._position[module]
+            before_backward = partial(self._before_backward, module, position)
+            output = call_before_gradients(output, before_backward, args)
         return self._end_forward(output)
 
-    def _before_backward(self, module: nn.Module, position: int) -> None:
-        self._begin_backward()
-        for unit in self._units_of[module]:
-            unit.gather()
-        for unit in self._lifted.get(module, ()):
-            unit.pinned = True
-        for unit in self._order[max(0, position - self.prefetch) : position][::-1]:
-            if unit.read_in_backward:
-                unit.start_gather()
+    def _end_forward(self, output: Any) -> Any:
+        """Finish a forward if the outermost hooked module ends."""
+        self._num_running = max(0, self._num_running - 1)
+        if self._num_running or self._in_backward:
+            return output
+        for unit in self._uncalled_units:
+            unit.check_unchanged()
+        self._assign_readers()
+        unsharded: list[Unit] = []
+        if torch.is_grad_enabled():
+            unsharded = self._forward_order
+            if self.reshard_after_forward:
+                # The last layer of forward is the first of backward, and the root ends after it.
+                unsharded = [*self._forward_order[-1:], *self._units_of[self.module]]
+        for unit in self.units:
+            unit.keep_unsharded = False
+            if unit not in unsharded:
+                unit.reshard()
+        return call_before_gradients(output, self._begin_backward)
 
-    def _before_backward_again(self, module: nn.Module) -> None:
-        """Gather for a backward of a backward (create_graph=True), which reads the weights too."""
+    def _full_if_running(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that a module sees if it reads one without calling its module.
+
+        See Note [Parameters that other modules read].
+        """
+        location = self._unit_of.get(parameter)
+        if location is None or not (self._num_running or self._in_backward):
+            return parameter
+        unit, sharded = location
+        unit.wait_for_unshard()
+        unit.keep_unsharded = True
+        if unit not in self._uncalled_units:
+            self._uncalled_units.append(unit)
+        return sharded.full
+
+    def _assign_readers(self) -> None:
+        """Assign units that were read while sharded to a module further out than before.
+
+        See Note [Parameters that other modules read].
+        """
+        for unit in self._uncalled_units:
+            path = self._reader_paths.get(unit)
+            if path == "":
+                # The root is the outermost module.
+                continue
+            path = (path or unit.parameters[0].name).rpartition(".")[0]
+            self._reader_paths[unit] = path
+            reader = self.module.get_submodule(path)
+            if reader not in self._units_of:
+                self._units_of[reader] = []
+                self._hook_module(reader)
+            if unit not in self._units_of[reader]:
+                self._units_of[reader].append(unit)
+            unit.is_read_in_backward = True
+            self._units_read_by.setdefault(reader, set()).add(unit)
+
+    # Backward
+
+    def _begin_backward(self) -> None:
+        """Prepare a backward when the first of its hooks runs."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._accumulates_gradients = self._will_accumulate_gradients()
+        for unit in self.units:
+            unit.discard_cleared_gradients()
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+        for unit in self._uncalled_units:
+            unit.wait_for_unshard()
+            unit.keep_unsharded = True
+
+    def _before_backward(self, module: nn.Module, position: int) -> None:
+        """Gather a module's units before its backward, and prefetch the previous ones."""
         self._begin_backward()
         for unit in self._units_of[module]:
-            unit.gather()
-            unit.pinned = True
+            unit.wait_for_unshard()
+        for unit in self._units_read_by.get(module, ()):
+            unit.keep_unsharded = True
+        previous = self._forward_order[max(0, position - self.prefetch) : position]
+        for unit in reversed(previous):
+            if unit.is_read_in_backward:
+                unit.unshard()
+
+    def _before_double_backward(self, module: nn.Module) -> None:
+        """Gather for the backward of a backward (`create_graph=True`), which reads weights too."""
+        self._begin_backward()
+        for unit in self._units_of[module]:
+            unit.wait_for_unshard()
+            unit.keep_unsharded = True
 
     def _after_backward(self, module: nn.Module) -> None:
-        for unit in self._lifted.get(module, set()).difference(self._read_outside):
-            unit.pinned = False
+        """Free a module's units after its backward."""
+        for unit in self._units_read_by.get(module, ()):
+            if unit not in self._uncalled_units:
+                unit.keep_unsharded = False
         for unit in self._units_of[module]:
-            unit.free()
+            unit.reshard()
 
     @torch.no_grad()
     def _gradient_ready(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
-        # Of a backward within a backward, as of reentrant checkpoints, the outer graph shows none.
-        self._accumulates = True
-        self._ready[unit] = self._ready.get(unit, 0) + 1
-        if self._sync and self._ready[unit] == unit.expected_gradients():
+        # In a backward within a backward (reentrant checkpointing), the outer graph does not show
+        # that gradients are accumulated.
+        self._accumulates_gradients = True
+        self._num_ready_gradients[unit] = self._num_ready_gradients.get(unit, 0) + 1
+        if self._sync_gradients and self._num_ready_gradients[unit] == unit.num_trainable():
             self._reduce(unit)
 
-    def _replicated_ready(self, _: Tensor) -> None:
+    def _replicated_gradient_ready(self, _: Tensor) -> None:
         self._begin_backward()
-        self._accumulates = True
+        self._accumulates_gradients = True
 
     def _reduce(self, unit: Unit) -> None:
-        while len(self._reducing) >= self.in_flight:
-            self._reducing.popleft().finish_reduce()
-        unit.start_reduce()
-        self._reducing.append(unit)
+        while len(self._reducing_units) >= self.in_flight:
+            self._reducing_units.popleft().wait_for_reduce_grads()
+        unit.reduce_grads()
+        self._reducing_units.append(unit)
 
-    def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self._accumulates = self._gradients_are_accumulated()
-            for unit in self.units:
-                unit.drop_what_was_dropped()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
-            for unit in self._read_outside:
-                unit.gather()
-                unit.pinned = True
-
-    def _gradients_are_accumulated(self) -> bool:
-        """Whether this is a backward(), not a torch.autograd.grad() of something else."""
-        wholes = [p.whole for unit in self.units for p in unit.parameters]
-        trained = (p for p in [*wholes, *self._replicated.parameters] if p.requires_grad)
+    def _will_accumulate_gradients(self) -> bool:
+        """Return True in a `backward()`, False in a `torch.autograd.grad()` of other tensors."""
+        parameters = [p.full for unit in self.units for p in unit.parameters]
+        parameters += self._replicated.parameters
         try:
-            # In a plain backward() this is so of each.
+            # In a `backward()` this holds for every parameter of the graph.
             return any(
                 torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-                for parameter in trained
+                for parameter in parameters
+                if parameter.requires_grad
             )
         except RuntimeError:
-            # What torch says of a parameter that is an input of torch.autograd.grad.
+            # torch raises if a parameter is an input of `torch.autograd.grad`.
             return False
 
     @torch.no_grad()
@@ -475,52 +534,60 @@ class FSDP(nn.Module):
         if not self._in_backward:
             return
         self._in_backward = False
-        self._ready.clear()
-        if self._sync and self._accumulates:
-            for unit in self.units:
-                if unit.has_gradient():
-                    self._reduce(unit)
-            agreed = self.wire.any([used for unit in self.units for used in unit.used])
-            waits = self._replicated.start()
-            while self._reducing:
-                self._reducing.popleft().finish_reduce()
-            for wait in waits:
-                wait()
-            anywhere = iter(agreed())
-            for unit in self.units:
-                unit.settle([next(anywhere) for _ in unit.parameters])
+        self._num_ready_gradients.clear()
+        if self._sync_gradients and self._accumulates_gradients:
+            self._finish_reductions()
         for unit in self.units:
-            if not self._sync:
-                unit.show_waiting()
-            unit.expire()
+            if not self._sync_gradients:
+                unit.mark_unreduced_gradients()
+            unit.reshard_after_step()
 
-    def _forget_backward(self) -> None:
-        """Clean up after a backward that was broken off by an exception."""
-        self._in_backward = False
-        self._ready.clear()
-        self._reducing.clear()
+    def _finish_reductions(self) -> None:
+        """Reduce the remaining gradients, and give all ranks the same set of `.grad`s."""
         for unit in self.units:
-            unit.forget()
+            if unit.has_unreduced_gradients():
+                self._reduce(unit)
+        agreed = self.communicator.any_rank([used for unit in self.units for used in unit.is_used])
+        wait_functions = self._replicated.start_reduce()
+        while self._reducing_units:
+            self._reducing_units.popleft().wait_for_reduce_grads()
+        for wait in wait_functions:
+            wait()
+        used_anywhere = iter(agreed())
+        for unit in self.units:
+            unit.assign_unclaimed_averages([next(used_anywhere) for _ in unit.parameters])
+
+    def _reset_after_error(self) -> None:
+        """Discard a backward that an exception interrupted."""
+        self._in_backward = False
+        self._num_ready_gradients.clear()
+        self._reducing_units.clear()
+        for unit in self.units:
+            unit.reset_after_error()
+
+    # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
-        """Return a copy over the same ranks, with shards of its own."""
-        if self._running or self._in_backward:
+        """Return a copy over the same ranks with separate shards."""
+        if self._num_running or self._in_backward:
             raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
         for unit in self.units:
-            unit.expire()
+            unit.reshard_after_step()
         copied: FSDP = type(self).__new__(type(self))
         memo[id(self)] = copied
-        for unit in [copy.deepcopy(unit, memo) for unit in self.units]:
-            unit.find_places(memo)
-        own = ("_hooked", "_hook_ids", "_sharded", "state_dictionaries")
-        copied.__dict__.update(
-            copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo)
-        )
-        copied._hooked, copied._hook_ids, copied._sharded = set(), {}, {}
-        copied.state_dictionaries = StateDictionaries(copied.wire)
+        copied_units = [copy.deepcopy(unit, memo) for unit in self.units]
+        for unit in copied_units:
+            unit.copy_owners(memo)
+        not_copied = ("_hooked_parameters", "_hook_ids", "_unit_of", "state_dict_hooks")
+        attributes = {k: v for k, v in self.__dict__.items() if k not in not_copied}
+        copied.__dict__.update(copy.deepcopy(attributes, memo))
+        copied._hooked_parameters = set()
+        copied._hook_ids = {}
+        copied._unit_of = {}
+        copied.state_dict_hooks = StateDictHooks(copied.communicator)
         for module, ids in self._hook_ids.items():
-            twin = memo[id(module)]
-            for hooks in vars(twin).values():
+            # The copied modules still have the hooks of the original.
+            for hooks in vars(memo[id(module)]).values():
                 if isinstance(hooks, OrderedDict):
                     for key in ids & hooks.keys():
                         del hooks[key]
@@ -529,11 +596,31 @@ class FSDP(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "FSDP holds this rank's share only, so it is not pickled: use save_checkpoint, or "
-            "gather_full_params() and save what it returns"
+            "FSDP stores this rank's shards only, so it cannot be pickled: use save_checkpoint, or "
+            "save the result of gather_full_params()"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> FSDP:
         raise RuntimeError(
             "FSDP's shards cannot be moved or cast: call .to(...) on the module before FSDP(module)"
         )
+
+
+def _check_module(module: nn.Module) -> None:
+    """Raise if a module cannot be sharded."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, FSDP):
+            raise ValueError(
+                f"{name or 'the module'} is FSDP already: wrap the whole model once, and select "
+                "the layers that are gathered separately with shard=(...)"
+            )
+        is_embedding = isinstance(inner, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and inner.max_norm is not None:
+            raise ValueError(
+                f"{name or 'the module'} is {type(inner).__name__}(max_norm={inner.max_norm}), "
+                "whose forward writes to its weight, and stage 3 would lose the written values: "
+                "pass max_norm=None and renormalize the rows after each step"
+            )
+    for name, parameter in module.named_parameters():
+        if find_unit(parameter) is not None:
+            raise ValueError(f"parameter {name} is another FSDP's shard: wrap a model once")

@@ -1,4 +1,4 @@
-"""What stage 3 does not shard: parameters that every rank holds whole, as under DDP."""
+"""Parameters that stage 3 does not shard: every rank has them in full, as under DDP."""
 
 from __future__ import annotations
 
@@ -8,62 +8,65 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zero.direct import Work
-from zero.fsdp.marks import cast
-from zero.wire import Wire
+from zero.fsdp.autograd_hooks import cast
+from zero.gloo_collectives import Work
+from zero.process_groups import Communicator
 
 
-class Replicated:
-    """Parameters whose gradients are all-reduced, one flat tensor a dtype, when backward ends."""
+class ReplicatedParameters:
+    """Parameters whose gradients are all-reduced when backward ends, in one tensor per dtype."""
 
-    def __init__(self, wire: Wire, parameters: list[nn.Parameter]) -> None:
-        self.wire = wire
+    def __init__(self, communicator: Communicator, parameters: list[nn.Parameter]) -> None:
+        self.communicator = communicator
         self.parameters = parameters
 
-    def start(self) -> list[Callable[[], None]]:
-        """Begin to sum the gradients; call what is returned to have their averages in `.grad`."""
-        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+    def start_reduce(self) -> list[Callable[[], None]]:
+        """Start to sum the gradients; return functions that wait and assign averages to `.grad`."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.parameters:
             if parameter.requires_grad:
-                kinds.setdefault(parameter.dtype, []).append(parameter)
-        waits: list[Callable[[], None]] = []
-        for parameters in kinds.values():
-            flat = torch.cat(
-                [
-                    (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-                    for p in parameters
-                ]
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        wait_functions: list[Callable[[], None]] = []
+        for parameters in by_dtype.values():
+            gradients = []
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is None:
+                    gradient = torch.zeros_like(parameter)
+                gradients.append(gradient.reshape(-1))
+            flat = torch.cat(gradients)
+            used_anywhere = self.communicator.any_rank([p.grad is not None for p in parameters])
+            work = self.communicator.all_reduce_gradient(flat)
+            wait_functions.append(
+                partial(self._finish_reduce, parameters, flat, work, used_anywhere)
             )
-            anywhere = self.wire.any([p.grad is not None for p in parameters])
-            work = self.wire.all_reduce_gradient(flat)
-            waits.append(partial(self._finish, parameters, flat, work, anywhere))
-        return waits
+        return wait_functions
 
-    def _finish(
+    def _finish_reduce(
         self,
         parameters: list[nn.Parameter],
         flat: Tensor,
         work: Work,
-        anywhere: Callable[[], list[bool]],
+        used_anywhere: Callable[[], list[bool]],
     ) -> None:
         work.wait()
-        flat /= self.wire.copies
+        flat /= self.communicator.num_gradients
         start = 0
-        for parameter, some in zip(parameters, anywhere(), strict=True):
+        for parameter, is_used in zip(parameters, used_anywhere(), strict=True):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
-            if some and parameter.grad is None:
+            if is_used and parameter.grad is None:
                 parameter.grad = part.clone()
-            elif some and parameter.grad is not None:
+            elif is_used and parameter.grad is not None:
                 parameter.grad.copy_(part)
 
     def keep_dtype(self, root: nn.Module) -> None:
-        """Let modules whose own parameters these are compute in the parameters' dtype."""
-        mine = set(self.parameters)
+        """Cast inputs of leaf modules with replicated parameters to the parameters' dtype."""
+        replicated = set(self.parameters)
         for module in root.modules():
-            own = [p for p in module._parameters.values() if p in mine]
-            if own and not list(module.children()):
-                dtype = own[0].dtype
+            parameters = [p for p in module._parameters.values() if p in replicated]
+            if parameters and not list(module.children()):
+                dtype = parameters[0].dtype
                 module.register_forward_pre_hook(
                     lambda _, args, kwargs, dtype=dtype: cast(dtype, (args, kwargs)),
                     with_kwargs=True,

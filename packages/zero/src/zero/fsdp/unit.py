@@ -1,9 +1,28 @@
-"""One sharded layer of stage 3: its parameters exist whole only while they are used.
+"""A unit of stage 3: parameters that are gathered, used and freed together.
 
-Notable:
-- the whole parameters keep one storage for good, which is emptied and refilled: what autograd saved
-  of them in forward is valid again in backward, and nothing is copied after the all-gather;
-- they have a version counter of their own, so refilling does not look like an in-place change.
+Note [Lifetime of a unit]
+The parameters of a unit are in one of three states:
+
+| state      | memory of the full parameters | transitions                                     |
+|------------|-------------------------------|-------------------------------------------------|
+| SHARDED    | none                          | `unshard()` -> UNSHARDING                       |
+| UNSHARDING | an all-gather fills it        | `wait_for_unshard()` -> UNSHARDED               |
+| UNSHARDED  | equal to all ranks' shards    | `reshard()` -> SHARDED, unless the unit is used |
+|            |                               | `unshard()` -> UNSHARDING, if a shard changed   |
+
+`reduce_grads()` starts to average the gradients and frees the local ones;
+`wait_for_reduce_grads()` adds the average to the shards' `.grad`. The reduction starts with the
+last gradient of a unit, while its module is still in backward, so it is not a fourth state: an
+UNSHARDED unit may be reducing.
+
+A unit is used while a module that has its parameters is in forward (`_num_users`), or while a
+module that only reads them is in backward (`keep_unsharded`).
+
+Note [One storage for full parameters]
+The full parameters always have the same storage, which is resized to zero and refilled. The tensors
+that autograd saved in forward are therefore valid again in backward, and nothing is copied after an
+all-gather. The full parameters do not share the storage's version counter (`partition.alias`), so
+that a refill is not an in-place change to autograd.
 """
 
 from __future__ import annotations
@@ -11,6 +30,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from math import prod
 from typing import Any
 from weakref import ref
@@ -20,71 +40,91 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero.direct import Work
-from zero.gradients import AveragedGradient, ShardGradient, shard_gradient
-from zero.host import to_device, to_host
+from zero.cpu_offload import to_device, to_host
+from zero.gloo_collectives import Work
+from zero.gradients import AveragedGradient, ElementRange, ShardGradient, shard_gradient
 from zero.partition import alias, by_element
-from zero.wire import Wire
+from zero.process_groups import Communicator
+
+#: A module and the name of one of its parameters.
+Owner = tuple[nn.Module, str]
+
+
+class UnitState(Enum):
+    """The state of a unit's parameters: Note [Lifetime of a unit]."""
+
+    SHARDED = auto()
+    UNSHARDING = auto()
+    UNSHARDED = auto()
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """One parameter: `local` is this rank's elements `start` to `stop` of it, in a column."""
+    """One parameter of a unit: its elements `start` to `stop` are this rank's shard."""
 
     name: str
     shape: torch.Size
     start: int
     stop: int
-    local: nn.Parameter
-    whole: nn.Parameter
-    # Every module that has it, and under which attribute: more than one if it is tied.
-    places: tuple[tuple[nn.Module, str], ...]
+    #: The shard, which optimizers see.
+    shard: nn.Parameter
+    #: The full parameter, which modules see in forward and which autograd differentiates.
+    full: nn.Parameter
+    #: The modules that have the parameter; more than one if it is tied.
+    owners: tuple[Owner, ...]
+
+    @property
+    def elements(self) -> ElementRange:
+        """The elements of this rank's shard."""
+        return ElementRange(self.start, self.stop, self.shape)
 
 
-# Each shard's unit, and its number there: optimizers are known by the parameters that they hold.
-_homes = WeakTensorKeyDictionary()
+#: Each shard's unit and index in it, because optimizers are known by their parameters.
+_units = WeakTensorKeyDictionary()
 
 
-def home_of(parameter: Tensor) -> tuple[Unit, ShardedParameter] | None:
-    """The unit of a shard; None for any other parameter."""
-    unit, number = _homes.get(parameter, (lambda: None, 0))
-    home = unit()
-    return (home, home.parameters[number]) if home else None
+def find_unit(parameter: Tensor) -> tuple[Unit, ShardedParameter] | None:
+    """Return the unit of a shard, or None for any other parameter."""
+    unit_ref, index = _units.get(parameter, (lambda: None, 0))
+    unit = unit_ref()
+    return (unit, unit.parameters[index]) if unit else None
 
 
-# torch's own attribute.
+#: The descriptor of torch's own attribute, which `Shard.grad` wraps.
 GRAD: Any = Tensor.grad
 
 
 class Shard(nn.Parameter):
-    """This rank's elements of a parameter; whatever is put into its `.grad` acts as the whole's."""
+    """A parameter's elements on this rank, whose `.grad` is always a ShardGradient."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient's elements, a ShardGradient; autograd's own are made one here."""
+        """The average of this rank's elements."""
         gradient = GRAD.__get__(self)
         if type(gradient) is Tensor:
+            # Autograd and C++ code bypass the setter below.
             self.grad = gradient
             gradient = GRAD.__get__(self)
         return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        home = home_of(self)
-        if home and not home[0].lent and isinstance(gradient, Tensor):
-            place = home[1].start, home[1].stop, home[1].shape
+        location = find_unit(self)
+        if location and not location[0].holds_full_tensors and isinstance(gradient, Tensor):
+            unit, parameter = location
+            elements = parameter.elements
             if type(gradient) is Tensor and gradient.shape == self.shape:
-                gradient = shard_gradient(gradient, home[0].wire, place)
-            elif isinstance(gradient, ShardGradient) and gradient.place != place:
+                gradient = shard_gradient(gradient, unit.communicator, elements)
+            elif isinstance(gradient, ShardGradient) and gradient.elements != elements:
                 raise RuntimeError(
-                    f"the gradient assigned to {home[1].name} is of other elements than this rank "
-                    "holds of it: p.grad.full_tensor(), called by every rank, gathers that"
+                    f"the gradient assigned to {parameter.name} has other elements than this "
+                    "rank's shard: assign elements of p.grad.full_tensor(), called by every rank"
                 )
             elif gradient.shape != self.shape:
                 raise RuntimeError(
-                    f"a gradient of shape {tuple(gradient.shape)} is assigned to {home[1].name}, "
-                    f"of which this rank holds {tuple(self.shape)}: assign these elements, "
-                    f"{place[0]} to {place[1]} of the whole"
+                    f"expected a gradient of shape {tuple(self.shape)} for this rank's shard of "
+                    f"{parameter.name}, got shape {tuple(gradient.shape)}: assign elements "
+                    f"{elements.start} to {elements.stop} of the whole gradient"
                 )
         GRAD.__set__(self, gradient)
 
@@ -93,386 +133,440 @@ class Shard(nn.Parameter):
         GRAD.__delete__(self)
 
 
-# Optimizers take their fast ways for these classes of parameters.
+# torch's optimizers use their fast implementations for these classes of parameters only.
 if Shard not in _foreach_supported_types:
     _foreach_supported_types.append(Shard)
 
 
 class Unit:
-    """Parameters of one dtype that are gathered, used and freed together."""
+    """Parameters of one dtype that are gathered, used and freed together.
+
+    See Note [Lifetime of a unit] and Note [One storage for full parameters].
+    """
 
     def __init__(
         self,
-        wire: Wire,
+        communicator: Communicator,
         compute_dtype: torch.dtype | None,
         gradient_dtype: torch.dtype | None,
         cpu_offload: bool,
-        named: Sequence[tuple[str, nn.Parameter, tuple[tuple[nn.Module, str], ...]]],
+        named: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
     ) -> None:
-        self.wire = wire
-        # Whether shards, and so what an optimizer keeps of them, are on the host.
+        self.communicator = communicator
+        #: True if shards, and so an optimizer's state for them, are in CPU memory.
         self.cpu_offload = cpu_offload
-        first = named[0][1]
-        # The same on every rank, and another than any other unit's.
-        self.label = f"{named[0][0]} and {len(named) - 1} more" if named[1:] else named[0][0]
+        first_name, first, _ = named[0]
+        #: Identifies the unit in collectives: equal on all ranks, and different from other units'.
+        self.label = f"{first_name} and {len(named) - 1} more" if named[1:] else first_name
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
-        # Whether autograd reads the parameters again: not for an embedding.
-        self.read_in_backward = True
+        #: False if no backward reads the parameters, as that of an embedding does not.
+        self.is_read_in_backward = True
         self.gradient_dtype = gradient_dtype or dtype
-        partition = by_element([p.numel() for _, p, _ in named], wire.world, 1 << 62)
-        flat = first.new_zeros(partition.numel)
-        for (_, parameter, _), offset in zip(named, partition.offsets, strict=True):
-            flat[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
-        wire.broadcast_first(flat)
-        low, high = partition.spans[0].shard(wire.rank, wire.world) if partition.spans else (0, 0)
-        self.shard = to_host(flat[low:high]) if cpu_offload else flat[low:high].clone()
-        self.full = torch.empty_like(flat, dtype=dtype)
-        self._nbytes = self.full.untyped_storage().nbytes()
-        self._partition = partition
-        mine = {piece.index: piece for piece in partition.pieces(low, high)}
-        self.parameters = []
-        for index, (name, parameter, places) in enumerate(named):
-            offset = partition.offsets[index]
-            whole = nn.Parameter(alias(self.full, offset, parameter.shape), parameter.requires_grad)
-            piece = mine.get(index)
-            start, stop = (piece.start, piece.stop) if piece else (0, 0)
-            at = piece.offset - low if piece else 0
-            values = in_column(self.shard[at : at + stop - start], parameter.dim())
-            local = Shard(values, parameter.requires_grad)
-            self.parameters.append(
-                ShardedParameter(name, parameter.shape, start, stop, local, whole, places)
-            )
-        # Classes that the caller has declared element-wise.
+        world = communicator.world
+        self._partition = by_element([p.numel() for _, p, _ in named], world, 1 << 62)
+        values = first.new_zeros(self._partition.numel)
+        for (_, parameter, _), offset in zip(named, self._partition.offsets, strict=True):
+            values[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
+        communicator.broadcast_first(values)
+        low = high = 0
+        if self._partition.spans:
+            low, high = self._partition.spans[0].shard(communicator.rank, world)
+        #: This rank's shards of all parameters, end to end.
+        self.shard = to_host(values[low:high]) if cpu_offload else values[low:high].clone()
+        #: The full parameters, end to end; without memory while the unit is SHARDED.
+        self.full = torch.empty_like(values, dtype=dtype)
+        self._full_nbytes = self.full.untyped_storage().nbytes()
+        self.parameters = self._make_parameters(named, low, high)
+        #: Classes of optimizers that the caller has declared element-wise.
         self.elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...] = ()
-        # Whether shards are whole for a while, for an optimizer that needs that.
-        self.lent = False
-        self._unsharded = False
-        # The shard's version that was gathered: an optimizer step makes it stale.
-        self._version = -1
-        # The whole parameters' versions when they were gathered, and how often they were checked.
-        self._whole_versions: list[int] = []
-        self._checks = 0
-        self._gathering: Work | None = None
-        self._source: Tensor | None = None
-        self._users = 0
-        # Whether a module that reads it without owning it is in its backward.
-        self.pinned = False
-        self._reducing: tuple[Work, Tensor, Tensor] | None = None
-        # Which parameters this rank's backward reached, and the averages of the others.
-        self.used = [False] * len(self.parameters)
-        self._undecided: dict[int, Tensor] = {}
-        # What `.grad` is where a backward under no_sync() left a gradient that is not averaged yet.
-        self._waiting: dict[int, AveragedGradient] = {}
-        # Those gradients, where they travel in another dtype than they are computed in.
-        self._piled: dict[int, Tensor] = {}
+        #: True while an optimizer steps that needs full tensors in its parameters' `.data`.
+        self.holds_full_tensors = False
+        self.state = UnitState.SHARDED
+        #: The version of `shard` that was gathered; an optimizer's step makes it stale.
+        self._gathered_version = -1
+        #: The full parameters' versions when they were gathered, and the number of checks since.
+        self._full_versions: list[int] = []
+        self._num_checks = 0
+        self._unshard_work: Work | None = None
+        self._unshard_input: Tensor | None = None
+        self._num_users = 0
+        #: True while a module that reads the parameters without having them is in backward.
+        self.keep_unsharded = False
+        #: The reduction in progress: its work, output and input.
+        self._reduction: tuple[Work, Tensor, Tensor] | None = None
+        #: True for each parameter that this rank's backward has reached.
+        self.is_used = [False] * len(self.parameters)
+        #: Averages of the other parameters, until it is known whether another rank used them.
+        self._unclaimed_averages: dict[int, Tensor] = {}
+        #: The `.grad` of parameters with a gradient from `no_sync()` that is not averaged yet.
+        self._placeholders: dict[int, AveragedGradient] = {}
+        #: Gradients from `no_sync()` that are sent in another dtype than they are computed in.
+        self._accumulated: dict[int, Tensor] = {}
         self.full.untyped_storage().resize_(0)
-        self.swap_in_local()
+        self.set_sharded_parameters()
         self._register()
 
-    def run_of(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
-        """The elements of a parameter that a rank holds."""
+    def _make_parameters(
+        self,
+        named: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
+        low: int,
+        high: int,
+    ) -> list[ShardedParameter]:
+        """Create the shards and the full parameters as views of `shard` and `full`."""
+        pieces = {piece.index: piece for piece in self._partition.pieces(low, high)}
+        parameters = []
+        for index, (name, parameter, owners) in enumerate(named):
+            offset = self._partition.offsets[index]
+            full = nn.Parameter(alias(self.full, offset, parameter.shape), parameter.requires_grad)
+            start = stop = shard_offset = 0
+            if index in pieces:
+                start = pieces[index].start
+                stop = pieces[index].stop
+                shard_offset = pieces[index].offset - low
+            values = self.shard[shard_offset : shard_offset + stop - start]
+            shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
+            parameters.append(
+                ShardedParameter(name, parameter.shape, start, stop, shard, full, owners)
+            )
+        return parameters
+
+    def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
+        """Return the elements of a parameter in a rank's shard."""
         index = self.parameters.index(parameter)
-        pieces = (p for p in self._partition.shard_pieces(rank) if p.index == index)
-        return next(((piece.start, piece.stop) for piece in pieces), (0, 0))
+        for piece in self._partition.shard_pieces(rank):
+            if piece.index == index:
+                return piece.start, piece.stop
+        return 0, 0
 
     def _register(self) -> None:
-        for number, parameter in enumerate(self.parameters):
-            _homes[parameter.local] = ref(self), number
+        for index, parameter in enumerate(self.parameters):
+            _units[parameter.shard] = ref(self), index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """Return a copy with memory of its own, without gradients, as torch copies parameters."""
-        if self._gathering is not None or self._reducing is not None:
+        """Return a copy with separate memory and without gradients, as torch copies parameters."""
+        if self._unshard_work is not None or self._reduction is not None:
             raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
         copied: Unit = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__)
-        copied.wire = copy.deepcopy(self.wire, memo)
+        copied.communicator = copy.deepcopy(self.communicator, memo)
         copied.shard = to_host(self.shard) if self.cpu_offload else self.shard.clone()
         copied.full = self.full.new_empty(self.full.shape)
         copied.full.untyped_storage().resize_(0)
-        copied._unsharded, copied._version, copied._users = False, -1, 0
-        copied._whole_versions = []
-        copied._waiting, copied._piled = {}, {}
-        copied.parameters, at = [], 0
+        copied.state = UnitState.SHARDED
+        copied._gathered_version = -1
+        copied._num_users = 0
+        copied._full_versions = []
+        copied.is_used = [False] * len(self.parameters)
+        copied._unclaimed_averages = {}
+        copied._placeholders = {}
+        copied._accumulated = {}
+        copied.parameters = []
+        start = 0
         for old, offset in zip(self.parameters, self._partition.offsets, strict=True):
-            values = copied.shard[at : at + old.stop - old.start]
-            at += values.numel()
-            local = Shard(in_column(values, len(old.shape)), old.local.requires_grad)
-            whole = nn.Parameter(alias(copied.full, offset, old.shape), old.whole.requires_grad)
-            memo[id(old.local)], memo[id(old.whole)] = local, whole
-            copied.parameters.append(replace(old, local=local, whole=whole))
+            values = copied.shard[start : start + old.stop - old.start]
+            start += values.numel()
+            shard = Shard(as_column(values, len(old.shape)), old.shard.requires_grad)
+            full = nn.Parameter(alias(copied.full, offset, old.shape), old.full.requires_grad)
+            memo[id(old.shard)] = shard
+            memo[id(old.full)] = full
+            copied.parameters.append(replace(old, shard=shard, full=full))
         copied._register()
         return copied
 
-    def find_places(self, memo: dict[int, Any]) -> None:
-        """After a copy of all units: point at the copied modules, which hold their parameters."""
+    def copy_owners(self, memo: dict[int, Any]) -> None:
+        """Refer to the copied modules, after all units were copied with the same `memo`."""
         for index, old in enumerate(self.parameters):
-            places = tuple((copy.deepcopy(module, memo), name) for module, name in old.places)
-            self.parameters[index] = replace(old, places=places)
+            owners = tuple((copy.deepcopy(module, memo), name) for module, name in old.owners)
+            self.parameters[index] = replace(old, owners=owners)
 
-    def follow(self) -> None:
-        """Take over what a caller did to the shards: froze them, gave them other memory."""
-        at = 0
+    def adopt_shard_changes(self) -> None:
+        """Follow the caller's changes to the shards: `requires_grad` and assigned `.data`."""
+        start = 0
         for parameter in self.parameters:
-            local, whole = parameter.local, parameter.whole
-            if local.requires_grad != whole.requires_grad:
-                whole.requires_grad_(local.requires_grad)
-                whole.grad = None
-            place = self.shard[at : at + parameter.stop - parameter.start].view_as(local)
-            at += place.numel()
-            now = local.data
-            if now.data_ptr() == place.data_ptr() or not place.numel():
+            shard = parameter.shard
+            full = parameter.full
+            if shard.requires_grad != full.requires_grad:
+                full.requires_grad_(shard.requires_grad)
+                full.grad = None
+            stored = self.shard[start : start + parameter.stop - parameter.start].view_as(shard)
+            start += stored.numel()
+            data = shard.data
+            if data.data_ptr() == stored.data_ptr() or not stored.numel():
                 continue
-            if (now.shape, now.dtype, now.device) != (place.shape, place.dtype, place.device):
+            if (data.shape, data.dtype, data.device) != (stored.shape, stored.dtype, stored.device):
                 raise RuntimeError(
-                    f"the shard of {parameter.name} is now {tuple(now.shape)} {now.dtype} on "
-                    f"{now.device}; it was {tuple(place.shape)} {place.dtype} on {place.device} "
-                    "when FSDP was made: give the module its dtype and device before that"
+                    f"expected the shard of {parameter.name} to stay {tuple(stored.shape)} "
+                    f"{stored.dtype} on {stored.device}, got {tuple(data.shape)} {data.dtype} on "
+                    f"{data.device}: change dtype and device of the module before FSDP(module)"
                 )
-            place.copy_(now)
-            local.data = place
+            stored.copy_(data)
+            shard.data = stored
 
-    def expected_gradients(self) -> int:
-        """How many of the parameters a backward may reach."""
-        return sum(parameter.whole.requires_grad for parameter in self.parameters)
+    def num_trainable(self) -> int:
+        """Return the number of parameters that a backward may reach."""
+        return sum(parameter.full.requires_grad for parameter in self.parameters)
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes held now by whole parameters."""
+        """The bytes that full parameters occupy now."""
         return self.full.untyped_storage().nbytes()
 
-    def start_gather(self) -> None:
-        """Begin to collect the whole parameters, unless they are there or coming."""
-        if self._gathering is not None:
+    def unshard(self) -> None:
+        """Start to gather the full parameters, unless they are valid or being gathered."""
+        if self.state is UnitState.UNSHARDING:
             return
-        if self._unsharded and self._version == self.shard._version:
+        is_valid = self._gathered_version == self.shard._version
+        if self.state is UnitState.UNSHARDED and is_valid:
             return
-        self._version = self.shard._version
-        self.full.untyped_storage().resize_(self._nbytes)
-        self._source = self._on_device(self.full)
-        self._gathering = self.wire.all_gather(self.full, self._source, self.label)
+        self._gathered_version = self.shard._version
+        self.full.untyped_storage().resize_(self._full_nbytes)
+        self._unshard_input = self._shard_on_device(self.full)
+        self._unshard_work = self.communicator.all_gather(
+            self.full, self._unshard_input, self.label
+        )
+        self.state = UnitState.UNSHARDING
 
-    def gather(self) -> None:
-        """Have the whole parameters."""
-        self.start_gather()
-        if self._gathering is not None:
-            # Forgotten first: work that failed must not be waited for again.
-            work, self._gathering = self._gathering, None
-            work.wait()
-            self._source = None
-            self._unsharded = True
-            self._whole_versions = [p.whole._version for p in self.parameters]
+    def wait_for_unshard(self) -> None:
+        """Wait until the full parameters are valid; start to gather them if necessary."""
+        self.unshard()
+        work = self._unshard_work
+        if work is None:
+            return
+        # Work that fails must not be waited for again.
+        self._unshard_work = None
+        self.state = UnitState.SHARDED
+        work.wait()
+        self._unshard_input = None
+        self.state = UnitState.UNSHARDED
+        self._full_versions = [parameter.full._version for parameter in self.parameters]
 
-    def _on_device(self, like: Tensor) -> Tensor:
+    def _shard_on_device(self, like: Tensor) -> Tensor:
         return to_device(self.shard, like) if self.cpu_offload else self.shard.to(like.dtype)
 
-    def expire(self) -> None:
-        """Gather anew before the next use: a caller may have changed shards unseen (`.data`)."""
-        self.pinned = False
-        self.free()
-
-    def free(self) -> None:
-        """Give the whole parameters' memory back."""
-        if self._gathering is not None:
-            self.gather()
-        if self._unsharded and not self._users and not self.pinned:
+    def reshard(self) -> None:
+        """Free the full parameters, unless the unit is used."""
+        if self.state is UnitState.UNSHARDING:
+            self.wait_for_unshard()
+        is_in_use = self._num_users > 0 or self.keep_unsharded
+        if self.state is UnitState.UNSHARDED and not is_in_use:
             self._check_versions()
             self.full.untyped_storage().resize_(0)
-            self._unsharded = False
+            self.state = UnitState.SHARDED
+
+    def reshard_after_step(self) -> None:
+        """Free the full parameters at the end of a forward or backward pass.
+
+        A caller may change shards through `.data`, which leaves no trace in their version.
+        """
+        self.keep_unsharded = False
+        self.reshard()
 
     def check_unchanged(self) -> None:
-        """Raise if a forward has written to the whole parameters, which would be lost."""
+        """Raise if a forward has written to the full parameters, because that would be lost."""
         self._check_versions()
-        self._checks += 1
-        # Writes through `.data` leave no trace but the values. Each rank compares its own elements,
-        # ever more seldom: in the checks numbered 1, 2, 4, 8, ...
-        is_due = self._checks & (self._checks - 1) == 0
-        if not (is_due and self._unsharded and self._version == self.shard._version):
+        self._num_checks += 1
+        # A write through `.data` changes the values and not the version. Each rank compares its own
+        # elements at checks 1, 2, 4, 8, ..., so that the cost vanishes.
+        is_due = self._num_checks & (self._num_checks - 1) == 0
+        is_valid = self._gathered_version == self.shard._version
+        if not (is_due and self.state is UnitState.UNSHARDED and is_valid):
             return
-        first = self.wire.rank * self.shard.numel()
-        mine = self.full[first : first + self.shard.numel()]
-        expected = self._on_device(self.full)
-        if not mine.is_meta and not torch.equal(bits(mine), bits(expected)):
-            raise RuntimeError(self._written(self.label))
+        start = self.communicator.rank * self.shard.numel()
+        gathered = self.full[start : start + self.shard.numel()]
+        expected = self._shard_on_device(self.full)
+        # Compared as bytes, because NaN is not equal to itself.
+        if not gathered.is_meta and not torch.equal(
+            gathered.view(torch.uint8), expected.view(torch.uint8)
+        ):
+            raise RuntimeError(self._describe_write(self.label))
 
     def _check_versions(self) -> None:
-        for parameter, version in zip(self.parameters, self._whole_versions, strict=False):
-            if parameter.whole._version != version:
-                # Said once: the backward of this step may still free the layer.
-                self._whole_versions = []
-                raise RuntimeError(self._written(parameter.name))
+        for parameter, version in zip(self.parameters, self._full_versions, strict=False):
+            if parameter.full._version != version:
+                # Raised once only: cleaning up after the error frees the unit too.
+                self._full_versions = []
+                raise RuntimeError(self._describe_write(parameter.name))
 
-    def _written(self, name: str) -> str:
+    def _describe_write(self, name: str) -> str:
         return (
-            f"rank {self.wire.rank}: forward or backward wrote to {name}, which is whole only "
-            "while its layer runs, so the written values would be lost: change parameters between "
-            "steps"
+            f"rank {self.communicator.rank}: forward or backward wrote to {name}, which is whole "
+            "only while its layer runs, so the written values would be lost: change parameters "
+            "between steps"
         )
 
-    def forget(self) -> None:
-        """Drop the gradients and the memory of a backward that was broken off."""
-        self._whole_versions = []
-        self._reducing, self._users, self.pinned = None, 0, False
-        self._undecided.clear()
-        self._piled.clear()
-        self.used = [False] * len(self.parameters)
+    def reset_after_error(self) -> None:
+        """Discard the gradients and the full parameters of a backward that was interrupted."""
+        self._full_versions = []
+        self._reduction = None
+        self._num_users = 0
+        self.keep_unsharded = False
+        self._unclaimed_averages.clear()
+        self._accumulated.clear()
+        self.is_used = [False] * len(self.parameters)
         for parameter in self.parameters:
-            parameter.whole.grad = None
-        self.swap_in_local()
-        self.free()
+            parameter.full.grad = None
+        self.set_sharded_parameters()
+        self.reshard()
 
-    def swap_in_whole(self) -> None:
-        """Let the modules see whole parameters."""
-        self._users += 1
+    def set_unsharded_parameters(self) -> None:
+        """Let the modules have the full parameters."""
+        self._num_users += 1
         for parameter in self.parameters:
-            for module, attribute in parameter.places:
-                module._parameters[attribute] = parameter.whole
+            for module, name in parameter.owners:
+                module._parameters[name] = parameter.full
 
-    def swap_in_local(self) -> None:
-        """Let the modules, and so an optimizer, see this rank's shards."""
-        self._users = max(0, self._users - 1)
-        if not self._users:
+    def set_sharded_parameters(self) -> None:
+        """Let the modules, and so an optimizer, have this rank's shards."""
+        self._num_users = max(0, self._num_users - 1)
+        if not self._num_users:
             for parameter in self.parameters:
-                for module, attribute in parameter.places:
-                    module._parameters[attribute] = parameter.local
+                for module, name in parameter.owners:
+                    module._parameters[name] = parameter.shard
 
-    def has_gradient(self) -> bool:
-        """Whether any of the whole parameters has a gradient to be reduced."""
-        return bool(self._piled) or any(p.whole.grad is not None for p in self.parameters)
+    def has_unreduced_gradients(self) -> bool:
+        """Return True if any full parameter has a gradient that is not averaged yet."""
+        return bool(self._accumulated) or any(p.full.grad is not None for p in self.parameters)
 
-    def start_reduce(self) -> None:
-        """Begin to sum the gradients over ranks; they are freed here."""
-        self.finish_reduce()
-        here = [p.whole.grad is not None or i in self._piled for i, p in enumerate(self.parameters)]
-        self.used = [a or b for a, b in zip(self.used, here, strict=True)]
-        buffer = self._gradient_buffer()
-        if self.wire.sums_in_place:
-            output = buffer.view(self.wire.world, -1)[self.wire.rank]
+    def reduce_grads(self) -> None:
+        """Start to sum the gradients over ranks, and free the local gradients."""
+        self.wait_for_reduce_grads()
+        for index, parameter in enumerate(self.parameters):
+            if parameter.full.grad is not None or index in self._accumulated:
+                self.is_used[index] = True
+        buffer = self._pop_gradients()
+        if self.communicator.sums_in_place:
+            output = buffer.view(self.communicator.world, -1)[self.communicator.rank]
         else:
             output = buffer.new_empty(self.shard.shape)
-        self._reducing = self.wire.reduce_scatter(output, buffer, self.label), output, buffer
+        work = self.communicator.reduce_scatter(output, buffer, self.label)
+        self._reduction = work, output, buffer
 
-    def _gradient_buffer(self) -> Tensor:
-        """The gradients end to end; a lone one as it is."""
-        only = self.parameters[0].whole
-        if len(self.parameters) == 1 and only.grad is not None and not self._piled:
-            gradient = only.grad.reshape(-1).to(self.gradient_dtype)
+    def _pop_gradients(self) -> Tensor:
+        """Return the local gradients end to end, and free them."""
+        first = self.parameters[0].full
+        if len(self.parameters) == 1 and first.grad is not None and not self._accumulated:
+            # A single gradient without padding needs no copy.
+            gradient = first.grad.reshape(-1).to(self.gradient_dtype)
             if gradient.numel() == self.full.numel():
-                only.grad = None
+                first.grad = None
                 return gradient
         buffer = self.full.new_empty(self.full.numel(), dtype=self.gradient_dtype)
         end = 0
         for index, parameter in enumerate(self.parameters):
             offset = self._partition.offsets[index]
             end = offset + prod(parameter.shape)
-            part = buffer[offset:end]
-            if parameter.whole.grad is None:
-                part.zero_()
+            target = buffer[offset:end]
+            if parameter.full.grad is None:
+                target.zero_()
             else:
-                part.copy_(parameter.whole.grad.reshape(-1))
-                parameter.whole.grad = None
-            if index in self._piled:
-                part += self._piled.pop(index).reshape(-1)
+                target.copy_(parameter.full.grad.reshape(-1))
+                parameter.full.grad = None
+            if index in self._accumulated:
+                target += self._accumulated.pop(index).reshape(-1)
         buffer[end:].zero_()
         return buffer
 
-    def finish_reduce(self) -> None:
-        """Add the averaged gradient to the shards' `.grad`."""
-        if self._reducing is None:
+    def wait_for_reduce_grads(self) -> None:
+        """Wait for the reduction in progress, and add the average to the shards' `.grad`."""
+        if self._reduction is None:
             return
-        work, output, _ = self._reducing
-        self._reducing = None
+        work, output, _ = self._reduction
+        self._reduction = None
         work.wait()
         average = output.to(self.shard.dtype)
-        average /= self.wire.copies
+        average /= self.communicator.num_gradients
         if self.cpu_offload:
             average = to_host(average)
-        elif average is output and self.wire.sums_in_place:
-            # So that the rest of the buffer may go.
+        elif average is output and self.communicator.sums_in_place:
+            # A view would keep the gradients of all ranks' elements alive.
             average = average.clone()
-        at = 0
+        start = 0
         for index, parameter in enumerate(self.parameters):
-            part = average[at : at + parameter.stop - parameter.start]
-            at += part.numel()
-            if self.used[index]:
-                self._give(index, part)
+            part = average[start : start + parameter.stop - parameter.start]
+            start += part.numel()
+            if self.is_used[index]:
+                self._accumulate_grad(index, part)
             else:
-                self._undecided[index] = part
+                self._unclaimed_averages[index] = part
 
-    def settle(self, used: Sequence[bool]) -> None:
-        """Give gradients to the parameters that other ranks used, none to what nobody did."""
-        for index, part in self._undecided.items():
-            if used[index]:
-                self._give(index, part)
-        self._undecided.clear()
-        self.used = [False] * len(self.parameters)
+    def assign_unclaimed_averages(self, used_anywhere: Sequence[bool]) -> None:
+        """Assign gradients to parameters that other ranks have used, and none to unused ones."""
+        for index, part in self._unclaimed_averages.items():
+            if used_anywhere[index]:
+                self._accumulate_grad(index, part)
+        self._unclaimed_averages.clear()
+        self.is_used = [False] * len(self.parameters)
 
-    def show_waiting(self) -> None:
-        """Let `.grad` say that it is not averaged yet: whatever looks at it raises."""
+    def mark_unreduced_gradients(self) -> None:
+        """Replace each `.grad` that is not averaged yet by a placeholder that raises if read."""
         for index, parameter in enumerate(self.parameters):
-            gradient = parameter.whole.grad
+            gradient = parameter.full.grad
             if gradient is None:
                 continue
             if gradient.dtype != self.gradient_dtype:
                 gradient = gradient.to(self.gradient_dtype)
-                piled = self._piled.get(index)
-                self._piled[index] = gradient if piled is None else piled.add_(gradient)
-                parameter.whole.grad = None
-            if index not in self._waiting:
-                local = parameter.local
-                waiting = AveragedGradient(local, self, local.grad)
-                waiting.local = local.detach()
-                local.grad = self._waiting[index] = waiting
+                accumulated = self._accumulated.get(index)
+                if accumulated is not None:
+                    gradient = accumulated.add_(gradient)
+                self._accumulated[index] = gradient
+                parameter.full.grad = None
+            if index not in self._placeholders:
+                shard = parameter.shard
+                # The key is the average of earlier backwards, which `_accumulate_grad` restores.
+                placeholder = AveragedGradient(shard, self, shard.grad)
+                placeholder.unreduced = shard.detach()
+                self._placeholders[index] = placeholder
+                shard.grad = placeholder
 
-    def drop_what_was_dropped(self) -> None:
-        """Give up what is not averaged yet where a caller has given `.grad` up."""
-        for index, waiting in list(self._waiting.items()):
-            if self.parameters[index].local.grad is not waiting:
-                self.parameters[index].whole.grad = None
-                self._piled.pop(index, None)
-                del self._waiting[index]
+    def discard_cleared_gradients(self) -> None:
+        """Discard unreduced gradients whose `.grad` the caller has cleared."""
+        for index, placeholder in list(self._placeholders.items()):
+            if self.parameters[index].shard.grad is not placeholder:
+                self.parameters[index].full.grad = None
+                self._accumulated.pop(index, None)
+                del self._placeholders[index]
 
-    def fetch(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
-        """Say what AveragedGradient asks of its source: nothing has arrived."""
-        raise AssertionError("a gradient that waits is not read")
+    def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
+        """Raise, because the gradient of a placeholder has not been averaged."""
+        raise AssertionError("a gradient that is not averaged yet has no elements")
 
-    def _give(self, index: int, part: Tensor) -> None:
+    def _accumulate_grad(self, index: int, part: Tensor) -> None:
+        """Add an average to a shard's `.grad`, and run the hooks that autograd would run."""
         parameter = self.parameters[index]
-        waiting = self._waiting.pop(index, None)
-        if waiting is not None and parameter.local.grad is waiting:
-            parameter.local.grad = waiting.key
-        if parameter.local.requires_grad:
-            place = parameter.start, parameter.stop, parameter.shape
-            part = shard_gradient(part.view_as(parameter.local), self.wire, place)
-            # Nor do these hooks see what goes to the whole parameter.
-            for change in list((parameter.local._backward_hooks or {}).values()):
-                changed = change(part)
-                part = part if changed is None else changed
-            if parameter.local.grad is None:
-                parameter.local.grad = part
-            else:
-                parameter.local.grad += part
-            # Autograd accumulates into the whole parameter only, so these are called here.
-            hooks = parameter.local._post_accumulate_grad_hooks or {}
-            for hook in list(hooks.values()):
-                hook(parameter.local)
+        shard = parameter.shard
+        placeholder = self._placeholders.pop(index, None)
+        if placeholder is not None and shard.grad is placeholder:
+            shard.grad = placeholder.key
+        if not shard.requires_grad:
+            return
+        part = shard_gradient(part.view_as(shard), self.communicator, parameter.elements)
+        # Autograd accumulates into the full parameter only, so hooks of the shard run here.
+        for hook in list((shard._backward_hooks or {}).values()):
+            changed = hook(part)
+            if changed is not None:
+                part = changed
+        if shard.grad is None:
+            shard.grad = part
+        else:
+            shard.grad += part
+        for hook in list((shard._post_accumulate_grad_hooks or {}).values()):
+            hook(shard)
 
     @torch.no_grad()
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Whole parameters in the master dtype; every rank calls it."""
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """Return the full parameters in the shards' dtype; every rank must call it."""
         flat = self.full.new_empty(self.full.shape, dtype=self.shard.dtype)
-        self.wire.all_gather(flat, self._on_device(flat)).wait()
+        self.communicator.all_gather(flat, self._shard_on_device(flat)).wait()
         return {
             parameter.name: flat[offset : offset + prod(parameter.shape)].view(parameter.shape)
             for parameter, offset in zip(self.parameters, self._partition.offsets, strict=True)
         }
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as bytes, which compare alike for NaN too."""
-    return tensor.view(torch.uint8)
+def as_column(values: Tensor, dim: int) -> Tensor:
+    """Return elements with the parameter's number of dimensions, all but the first of size 1.
 
-
-def in_column(values: Tensor, dim: int) -> Tensor:
-    """Give a run of elements as many dimensions as the whole has: `p.dim() >= 2` finds matrices."""
+    Rules such as `p.dim() >= 2` then find matrices.
+    """
     return values.view(values.numel(), *[1] * (dim - 1)) if dim > 1 else values

@@ -1,1 +1,1 @@
-"""Stages 1 and 2: each rank keeps the optimizer state, and the sums, of its share."""
+"""Stages 1 and 2: each rank stores the optimizer state, and the averages, of its shard."""

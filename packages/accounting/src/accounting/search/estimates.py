@@ -1,0 +1,287 @@
+"""Quick estimates of the memory and time of every plan, which decide what is computed in full.
+
+An estimate is arithmetic on a few numbers per plan, so that tens of thousands of plans are sorted
+in less than a second. Nothing that a user sees is an estimate: `search/plans.py` computes the
+memory and the step time of the most promising plans in full.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from accounting.flops import flops
+from accounting.hardware import Hardware
+from accounting.memory.activations import activations
+from accounting.memory.training import device_parameters, one_layer
+from accounting.model.shape import Shape
+from accounting.plan import Plan, even
+from accounting.precision import bytes_of
+from accounting.workload import Workload
+
+#: Compute time relative to a step without recomputation.
+RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
+#: Fraction of the peak that the estimate assumes for all arithmetic.
+ASSUMED_UTILIZATION = 0.7
+#: Estimates may be a tenth too high, so plans that exceed the memory by less are kept.
+MEMORY_TOLERANCE = 1.1
+
+
+class Candidate(NamedTuple):
+    """The degrees and the schedule of a plan, before the plan is built and checked."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+    expert: int
+    microbatches: int
+    virtual_stages: int
+    schedule: str
+    zero: int
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that store the same dense weights."""
+        return self.data * self.context
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations a stage stores at once."""
+        if self.schedule == "gpipe":
+            return self.microbatches
+        return min(self.microbatches, self.pipeline)
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if weights stay sharded; FSDP2 in a pipeline keeps them whole during a step."""
+        return self.zero == 3 and self.pipeline == 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """True if each micro-batch reduces and shards its gradients."""
+        return self.zero == 2 or self.shards_weights
+
+    @property
+    def gathers(self) -> int:
+        """Collectives over the weights or gradients of a stage per step."""
+        if self.zero == 3:
+            return self.microbatches + 2 if self.pipeline > 1 else 3 * self.microbatches
+        return self.microbatches if self.zero == 2 else 1
+
+
+class Estimate(NamedTuple):
+    """The estimated time and memory of one candidate with one kind of recomputation."""
+
+    seconds: float
+    #: Bytes on one device.
+    memory_bytes: float
+    candidate: Candidate
+    recompute: str
+
+
+class TensorShard(NamedTuple):
+    """Sizes that depend on the tensor-parallel degree alone."""
+
+    #: Parameters per device outside the experts, before the pipeline divides them.
+    dense: int
+    #: Parameters of the experts per device, before pipeline and expert parallelism divide them.
+    routed: int
+    #: Bytes of saved activations per token and layer, by kind of recomputation.
+    activation_bytes: dict[str, float]
+
+
+class Estimator:
+    """Estimates for one question: a model, a batch, a number of devices, and fixed fields."""
+
+    def __init__(
+        self,
+        model: Shape,
+        device: Hardware,
+        devices: int,
+        work: Workload,
+        memory_bytes: float,
+        fixed: Mapping[str, Any],
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.devices = devices
+        self.work = work
+        self.memory_bytes = memory_bytes
+        self.fixed = fixed
+        self.offload = fixed.get("offload", "none")
+        kind = work.kind
+        operations = float(flops(model, seq=work.seq, batch=work.batch).total) / devices
+        self.compute_seconds = operations / (ASSUMED_UTILIZATION * device.peak(kind.compute))
+        self.weight_bytes = float(bytes_of(kind.weights))
+        self.gradient_bytes = float(bytes_of(kind.gradients))
+        states = float(kind.bytes_per_parameter) - self.weight_bytes - self.gradient_bytes
+        self.optimizer_bytes = 0.0 if self.offload == "optimizer" else states
+
+    def estimates(self) -> Iterator[Estimate]:
+        """Yield every plan that may fit the memory."""
+        for estimate in self._all_estimates():
+            if estimate.memory_bytes <= MEMORY_TOLERANCE * self.memory_bytes:
+                yield estimate
+
+    def least_memory(self) -> float | None:
+        """Return the least bytes per device over all candidates, or None without candidates."""
+        return min((estimate.memory_bytes for estimate in self._all_estimates()), default=None)
+
+    def _all_estimates(self) -> Iterator[Estimate]:
+        for tensor in self._tensor_degrees():
+            shard = self._tensor_shard(tensor)
+            for candidate in self._candidates(tensor):
+                whole = self._whole_parameters(candidate, shard)
+                state_bytes = self._state_bytes(candidate, shard, whole)
+                exposed = self._exposed_seconds(candidate, whole)
+                idle = (candidate.pipeline - 1) / (
+                    candidate.microbatches * candidate.virtual_stages
+                )
+                stored_tokens = self._tokens(candidate) * candidate.in_flight
+                layers = self.model.layers / candidate.pipeline
+                for recompute, token_bytes in shard.activation_bytes.items():
+                    needed = state_bytes + token_bytes * stored_tokens * layers
+                    busy = self.compute_seconds * RECOMPUTE_FACTOR[recompute] + exposed
+                    yield Estimate(busy * (1 + idle), needed, candidate, recompute)
+
+    def fields_of_plan(self, estimate: Estimate) -> dict[str, Any]:
+        """Return the arguments of `Plan` that an estimate is for."""
+        return estimate.candidate._asdict() | {
+            "recompute": estimate.recompute,
+            "sequence_parallel": self._sequence_parallel(estimate.candidate.tensor),
+            "reshard_after_forward": self.fixed.get("reshard_after_forward", True),
+            "offload": self.offload,
+        }
+
+    def _choices(self, name: str, default: Iterable[Any]) -> list[Any]:
+        return [self.fixed[name]] if name in self.fixed else list(default)
+
+    def _sequence_parallel(self, tensor: int) -> bool:
+        return bool(self.fixed.get("sequence_parallel", tensor > 1))
+
+    def _tensor_degrees(self) -> Iterator[int]:
+        """Yield tensor-parallel degrees inside a node that divide the model."""
+        largest = min(self.device.devices_per_node, self.devices)
+        for tensor in self._choices("tensor", powers_of_two(largest)):
+            divides = self.model.heads % tensor == 0 and self.model.d_ff % tensor == 0
+            if divides or "tensor" in self.fixed:
+                yield tensor
+
+    def _tensor_shard(self, tensor: int) -> TensorShard:
+        dense, routed = device_parameters(self.model, Plan(tensor=tensor))
+        if self.offload == "activations":
+            return TensorShard(dense, routed, {"full": 0.0})
+        layer = one_layer(self.model)
+        token = replace(self.work, batch=1, seq=1, fused_gate=False)
+        sequence_parallel = self._sequence_parallel(tensor)
+        saved = {}
+        for recompute in self._choices("recompute", RECOMPUTE_FACTOR):
+            plan = Plan(tensor=tensor, sequence_parallel=sequence_parallel, recompute=recompute)
+            saved[recompute] = float(activations(layer, plan, token).total)
+        return TensorShard(dense, routed, saved)
+
+    def _candidates(self, tensor: int) -> Iterator[Candidate]:
+        """Yield the candidates of a tensor-parallel degree that divide devices and batch."""
+        model, devices = self.model, self.devices
+        most_context = min(devices, max(1, self.work.seq // 1024))
+        for pipeline in self._choices("pipeline", powers_of_two(min(model.layers, devices))):
+            for context in self._choices("context", powers_of_two(most_context)):
+                data, remainder = divmod(devices, tensor * pipeline * context)
+                if remainder or not data or self.work.batch % data:
+                    continue
+                if self.fixed.get("data", data) == data:
+                    yield from self._schedules(tensor, pipeline, context, data)
+
+    def _schedules(
+        self, tensor: int, pipeline: int, context: int, data: int
+    ) -> Iterator[Candidate]:
+        """Yield the expert degrees, micro-batches, chunks and ZeRO stages of four degrees."""
+        batch, replicas = self.work.batch // data, data * context
+        experts = powers_of_two(replicas) if self.model.experts else [1]
+        stages = [0, 1, 2, 3] if replicas > 1 else [0]
+        chunks = self._choices("virtual_stages", self._virtual_stages(pipeline))
+        for expert in self._choices("expert", experts):
+            for microbatches in self._choices("microbatches", microbatch_counts(batch)):
+                if batch % microbatches:
+                    continue
+                for virtual in chunks:
+                    if virtual > 1 and microbatches % pipeline:
+                        continue
+                    usual = "interleaved" if virtual > 1 else "1f1b"
+                    schedule = self.fixed.get("schedule", usual)
+                    for zero in self._choices("zero", stages):
+                        # torch's schedules accumulate whole gradients, so ZeRO-2 would shard none.
+                        if zero == 2 and pipeline > 1 and "zero" not in self.fixed:
+                            continue
+                        yield Candidate(
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            context=context,
+                            data=data,
+                            expert=expert,
+                            microbatches=microbatches,
+                            virtual_stages=virtual,
+                            schedule=schedule,
+                            zero=zero,
+                        )
+
+    def _virtual_stages(self, pipeline: int) -> list[int]:
+        """Return the numbers of chunks per stage; Megatron interleaves equal chunks only."""
+        layers = self.model.layers
+        interleaved = [v for v in (2, 4, 8) if pipeline > 1 and even(layers, pipeline * v)]
+        return [1, *interleaved]
+
+    def _tokens(self, candidate: Candidate) -> float:
+        """Return the tokens of a micro-batch on one device."""
+        sequences = self.work.batch / candidate.data / candidate.microbatches
+        return sequences * self.work.seq / candidate.context
+
+    def _whole_parameters(self, candidate: Candidate, shard: TensorShard) -> float:
+        """Return the parameters of a stage per device before ZeRO shards them."""
+        return (shard.dense + shard.routed / candidate.expert) / candidate.pipeline
+
+    def _state_bytes(self, candidate: Candidate, shard: TensorShard, whole: float) -> float:
+        """Return the bytes of weights, gradients and optimizer state."""
+        sharded = (shard.dense + shard.routed) / candidate.pipeline / candidate.replicas
+        weights = sharded if candidate.shards_weights else whole
+        gradients = sharded if candidate.shards_gradients else whole
+        states = sharded if candidate.zero else whole
+        return (
+            self.weight_bytes * weights
+            + self.gradient_bytes * gradients
+            + self.optimizer_bytes * states
+        )
+
+    def _exposed_seconds(self, candidate: Candidate, whole: float) -> float:
+        """Return the seconds of traffic that compute does not hide, and of reading the weights."""
+        device, microbatches = self.device, candidate.microbatches
+        layers = self.model.layers / candidate.pipeline
+        moved = 8 * layers * self._tokens(candidate) * microbatches * self.model.d_model
+        seconds = moved / device.node_link.bandwidth if candidate.tensor > 1 else 0.0
+        nodes_share = device.devices_per_node // candidate.tensor
+        if candidate.expert > 1 and self.model.experts:
+            inside = candidate.expert <= nodes_share
+            link = device.node_link if inside else device.network
+            seconds += moved * self.model.experts.per_token / link.bandwidth
+        if candidate.tensor * candidate.replicas <= device.devices_per_node:
+            bandwidth = device.node_link.bandwidth
+        else:
+            bandwidth = device.network.bandwidth * max(1, nodes_share)
+        gathered = 4 * whole / bandwidth * candidate.gathers
+        seconds += max(0.0, gathered - 2 / 3 * self.compute_seconds)
+        # Every micro-batch reads all weights of the device three times.
+        return seconds + 3 * microbatches * 2 * whole / (0.8 * device.memory_bandwidth)
+
+
+def powers_of_two(largest: int) -> list[int]:
+    """Return the powers of two from 1 to `largest`."""
+    return [1 << exponent for exponent in range(largest.bit_length())]
+
+
+def microbatch_counts(batch: int) -> list[int]:
+    """Return the numbers of micro-batches that split a rank's batch into 1, 2, 4 or all sequences.
+
+    A micro-batch of `batch` sequences means no accumulation.
+    """
+    sizes = [size for size in (1, 2, 4, batch) if size <= batch and batch % size == 0]
+    return sorted({batch // size for size in sizes})

@@ -1,0 +1,208 @@
+"""The decision which ranks caused a failed call, as a pure function of the ranks' reports."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from collectives.errors import Mismatch
+from collectives.shared_memory.fingerprint import Lengths, compare, compare_lengths
+
+# Note [Attribution of a failure]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A broken connection shows that a rank has ended, but not which one: ranks that fail close their
+# connections, so that the messages of the other ranks fail too. Each rank that still runs therefore
+# publishes a report, and every rank applies the rules below to the same reports. The first rule
+# that matches decides.
+#
+#   what the reports show                                         cause                ranks
+#   1. a rank knows that calls differ (MISMATCH)                  REPORTED_MISMATCH    as reported
+#   2. a rank knows which ranks are lost (RANK_LOST)              REPORTED_LOSS        as reported
+#   3. a rank left before this call (LEFT)                        LEFT                 these ranks
+#   4. the last call that all ranks have made differs             MISMATCH             deviating
+#   5. connections to ranks without a report are closed           DISCONNECTED         these ranks
+#   6. awaited ranks have no report and do not wait themselves    SILENT               these ranks
+#   7. the connection to a known peer failed                      PEER_DISCONNECTED    the peer
+#   8. otherwise                                                  UNKNOWN              none
+#
+# - An awaited rank takes part in the failed call, or another rank reports that it waits for it.
+# - A rank that waits is not blamed by rule 6: it waits for the lost rank itself. If all awaited
+#   ranks wait, those without a report are blamed, because they had the whole timeout to report.
+# - A wait that times out closes connections too. If an awaited rank is missing, rule 5 does not
+#   apply to ranks that wait: they are about to report.
+# - Rule 4 comes before rule 5 because a rank without a report may have completed this call. If
+#   rule 5 applies, rule 4 considers the reports only.
+
+
+class Status(Enum):
+    """The state of a rank when it wrote its report."""
+
+    #: The rank waits in a call.
+    WAITING = "waiting"
+    #: Messages of the rank failed; it does not know why.
+    FAILED = "failed"
+    #: The rank waited for the group's timeout.
+    TIMED_OUT = "timed out"
+    #: The rank knows which ranks are lost.
+    RANK_LOST = "rank lost"
+    #: The rank knows that ranks made different calls.
+    MISMATCH = "mismatch"
+    #: The rank left the group in good order after its last call.
+    LEFT = "left"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's view of a failed call."""
+
+    rank: int
+    status: Status
+    #: Number of calls that the rank has made; the last one failed.
+    call_number: int = 0
+    #: The last calls, packed and in hexadecimal; the failed one is the last.
+    calls: Sequence[str] = ()
+    #: Elements that the rank sends to, and expects from, each rank of an all-to-all.
+    lengths: tuple[list[int], list[int]] | None = None
+    #: The rank whose message this rank waits for, if it knows.
+    waits_for: int | None = None
+    #: Ranks whose connections to this rank are closed.
+    disconnected: Sequence[int] = ()
+    #: Ranks that this rank knows to be the cause.
+    blamed: Sequence[int] = ()
+    #: The difference between the calls, for `Status.MISMATCH`.
+    difference: str = ""
+
+    def call(self, number: int) -> bytes:
+        """Return the packed call of that number, or nothing if it is too old."""
+        age = self.call_number - number
+        return bytes.fromhex(self.calls[-1 - age]) if age < len(self.calls) else b""
+
+    def to_json(self) -> str:
+        """Return the report as text for the store."""
+        return json.dumps(asdict(self) | {"status": self.status.value})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Report":
+        """Return the report that `to_json` wrote."""
+        fields = json.loads(text)
+        return Report(**(fields | {"status": Status(fields["status"])}))
+
+
+class Cause(Enum):
+    """The reason for a failed call: see Note [Attribution of a failure]."""
+
+    REPORTED_MISMATCH = "reported mismatch"
+    REPORTED_LOSS = "reported loss"
+    LEFT = "left"
+    MISMATCH = "mismatch"
+    DISCONNECTED = "disconnected"
+    SILENT = "silent"
+    PEER_DISCONNECTED = "peer disconnected"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The cause of a failed call and the ranks that are blamed for it."""
+
+    cause: Cause
+    ranks: Sequence[int] = ()
+    #: The rank whose report names the cause, if one does.
+    reporter: int | None = None
+    #: The difference between the calls, if they differ.
+    difference: str = ""
+
+
+def attribute(
+    reports: Mapping[int, Report],
+    waiting: Mapping[int, Report],
+    *,
+    call_number: int,
+    awaited: Collection[int],
+    world: int,
+    peer: int | None = None,
+) -> Attribution:
+    """Return the cause of a failed call: see Note [Attribution of a failure].
+
+    Args:
+        reports: the reports of ranks whose call has failed, by rank.
+        waiting: the reports of ranks that wait and have not failed yet, by rank.
+        call_number: the number of the failed call.
+        awaited: the ranks that take part in the call.
+        world: the number of ranks in the group.
+        peer: the rank whose connection failed, if known.
+    """
+    reported = _reported_cause(reports, call_number)
+    if reported is not None:
+        return reported
+    alive = {**reports, **waiting}
+    expected = {report.waits_for for report in alive.values() if report.waits_for is not None}
+    missing = expected.union(awaited) - alive.keys()
+    disconnected = disconnected_ranks(reports)
+    if missing and any(report.status is Status.TIMED_OUT for report in reports.values()):
+        disconnected = [rank for rank in disconnected if rank not in waiting]
+    difference = _find_difference(reports if disconnected else alive, world)
+    if difference is not None:
+        return Attribution(Cause.MISMATCH, difference.ranks, difference=str(difference))
+    if disconnected:
+        return Attribution(Cause.DISCONNECTED, disconnected)
+    silent = sorted(missing) or sorted(set(awaited) - reports.keys())
+    if silent:
+        return Attribution(Cause.SILENT, silent)
+    if peer is None:
+        return Attribution(Cause.UNKNOWN)
+    return Attribution(Cause.PEER_DISCONNECTED, [peer])
+
+
+def disconnected_ranks(reports: Mapping[int, Report]) -> list[int]:
+    """Return the ranks whose connections are closed and that have no report.
+
+    A rank that reports closes its connections afterwards.
+    """
+    ranks = {rank for report in reports.values() for rank in report.disconnected}
+    return sorted(ranks - reports.keys())
+
+
+def ranks_that_left(reports: Mapping[int, Report], call_number: int) -> list[int]:
+    """Return the ranks that left the group in good order before the call of that number."""
+    return sorted(
+        rank
+        for rank, report in reports.items()
+        if report.status is Status.LEFT and report.call_number < call_number
+    )
+
+
+def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribution | None:
+    """Return the cause that a rank already knows (rules 1 to 3), or None."""
+    for rank, report in reports.items():
+        if report.status is Status.MISMATCH:
+            return Attribution(
+                Cause.REPORTED_MISMATCH, report.blamed, reporter=rank, difference=report.difference
+            )
+        if report.status is Status.RANK_LOST:
+            return Attribution(Cause.REPORTED_LOSS, report.blamed, reporter=rank)
+    left = ranks_that_left(reports, call_number)
+    return Attribution(Cause.LEFT, left) if left else None
+
+
+def _find_difference(reports: Mapping[int, Report], world: int) -> Mismatch | None:
+    """Return the difference between the ranks' calls, or None if they made the same call.
+
+    A rank that completed a call may already be in a later one. The reports are therefore compared
+    at the last call that all of them have made.
+    """
+    number = min((report.call_number for report in reports.values()), default=0)
+    calls = {rank: report.call(number) for rank, report in reports.items()}
+    calls = {rank: call for rank, call in calls.items() if call}
+    lengths = {
+        rank: Lengths(*report.lengths)
+        for rank, report in reports.items()
+        if report.lengths and report.call_number == number
+    }
+    try:
+        if calls:
+            compare(list(calls.values()), list(calls))
+        compare_lengths(lengths, range(world))
+    except Mismatch as difference:
+        return difference
+    return None

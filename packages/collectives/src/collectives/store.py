@@ -1,0 +1,115 @@
+"""Access to a process group's store that is bounded in time.
+
+Unless it is a file, the store is served by rank 0's process or by the launcher. It may therefore be
+as dead as the rank that is being searched for. Every query runs on a separate thread, which is
+abandoned if the store does not answer.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from collectives.errors import RankLost
+from collectives.shared_memory.fingerprint import format_ranks
+
+# A store that serves many ranks at once is slow. Only a longer silence counts as a failure.
+STORE_SECONDS = 0.8
+T = TypeVar("T")
+
+
+def clone_store(store: Store) -> Store:
+    """Return the same store over a separate connection, or the store itself if it has only one.
+
+    A client that waits in a store blocks every other call on the same connection.
+    """
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError):
+        return store
+
+
+def fresh_store(store: Store, world: int, seconds: float) -> Store:
+    """Return a part of a store that no earlier group of the same ranks has written to.
+
+    A store may outlive a group, and under an elastic launcher it may outlive the processes. Without
+    a separate prefix, the next group would read the addresses of ranks that have ended. Every rank
+    of a group must call this function. The prefix starts with the launcher's restart count, because
+    ranks that died while they set up a group did not all increment the generation.
+    """
+    attempt = PrefixStore(f"collectives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    count = query_store(seconds, lambda: attempt.add("generation", 1))
+    return PrefixStore(str((count - 1) // world), attempt)
+
+
+def run_within(
+    seconds: float, function: Callable[[], T], last_answer: Callable[[], float] = lambda: 0.0
+) -> T:
+    """Return the result of `function`, or raise its error; raise TimeoutError after `seconds`.
+
+    The time limit restarts at `last_answer()`, a value of time.monotonic. After a timeout the
+    thread that runs `function` is abandoned.
+    """
+    future = Future[T]()
+    start_time = time.monotonic()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="collectives store").start()
+    while (remaining := max(start_time, last_answer()) + seconds - time.monotonic()) > 0:
+        wait([future], remaining)
+        if future.done():
+            break
+    return future.result(0)
+
+
+def query_store(
+    seconds: float, function: Callable[[], T], last_answer: Callable[[], float] = lambda: 0.0
+) -> T:
+    """Run a query on a store as `run_within` does; raise RankLost if the store does not answer."""
+    try:
+        return run_within(seconds, function, last_answer)
+    except (TimeoutError, RuntimeError) as error:
+        raise RankLost([0], "rank 0 is lost: the group's store does not answer") from error
+
+
+def fetch(
+    store: Store, keys: Mapping[int, str], deadline: float, publish: Mapping[str, str] | None = None
+) -> dict[int, bytes]:
+    """Write `publish` to the store, then return the value of `keys[rank]` for every rank.
+
+    Raise RankLost with the ranks that have not written theirs by `deadline`, a value of
+    time.monotonic.
+    """
+    values: dict[int, bytes] = {}
+    start_time = time.monotonic()
+
+    def query() -> None:
+        for key, text in (publish or {}).items():
+            store.set(key, text)
+        for rank, key in keys.items():
+            with suppress(RuntimeError):
+                remaining = max(0.01, deadline - time.monotonic())
+                store.wait([key], timedelta(seconds=remaining))
+                values[rank] = store.get(key)
+
+    query_store(max(0.0, deadline - start_time) + STORE_SECONDS, query)
+    missing = [rank for rank in keys if rank not in values]
+    if missing:
+        seconds = time.monotonic() - start_time
+        raise RankLost(
+            missing,
+            f"{format_ranks(missing)} did not join the group within {seconds:.3g} s; "
+            "check that every rank makes its first call on the group",
+        )
+    return values

@@ -1,0 +1,169 @@
+"""The ranks that are blamed for a failed call, as a function of the ranks' reports."""
+
+import pytest
+import torch
+from collectives.attribution import Cause, Report, Status, attribute
+from collectives.shared_memory.fingerprint import Call
+
+CALL_NUMBER = 7
+WORLD = 4
+SUM = Call("all_reduce", (1000,), torch.float32, "SUM").packed.hex()
+MAX = Call("all_reduce", (1000,), torch.float32, "MAX").packed.hex()
+BROADCAST = Call("broadcast", (1000,), torch.float32).packed.hex()
+
+
+def report(rank, status=Status.FAILED, **fields):
+    """Return the report of a rank whose last call is an all-reduce with SUM."""
+    return Report(rank, status, **({"call_number": CALL_NUMBER, "calls": [SUM]} | fields))
+
+
+def waiting(rank, **fields):
+    return report(rank, Status.WAITING, **fields)
+
+
+# The reports of failed ranks, those of waiting ranks, this rank's peer, the cause and the ranks.
+CASES = {
+    "a rank knows that calls differ": (
+        [report(0), report(1, Status.MISMATCH, blamed=[2], difference="shapes")],
+        [],
+        None,
+        (Cause.REPORTED_MISMATCH, [2]),
+    ),
+    "a rank knows which rank is lost": (
+        [report(0), report(1, Status.RANK_LOST, blamed=[3])],
+        [],
+        None,
+        (Cause.REPORTED_LOSS, [3]),
+    ),
+    "a rank left before this call": (
+        [report(0), report(1, Status.LEFT, call_number=CALL_NUMBER - 1)],
+        [],
+        1,
+        (Cause.LEFT, [1]),
+    ),
+    "a rank that left after this call is not blamed": (
+        [report(0, disconnected=[3]), report(1, Status.LEFT), report(2)],
+        [],
+        3,
+        (Cause.DISCONNECTED, [3]),
+    ),
+    "the op of one rank differs": (
+        [report(0), report(1, calls=[MAX]), report(2), report(3)],
+        [],
+        None,
+        (Cause.MISMATCH, [1]),
+    ),
+    "a rank that completed the call is compared at the earlier call": (
+        [
+            report(0),
+            report(1, calls=[BROADCAST]),
+            report(2),
+            report(3, call_number=CALL_NUMBER + 1, calls=[SUM, BROADCAST]),
+        ],
+        [],
+        None,
+        (Cause.MISMATCH, [1]),
+    ),
+    "a rank that made another call and waits in it is compared too": (
+        [report(0), report(2), report(3)],
+        [waiting(1, calls=[MAX])],
+        None,
+        (Cause.MISMATCH, [1]),
+    ),
+    "lengths of an all-to-all differ": (
+        [
+            report(0, lengths=([0, 3, 0, 0], [0, 0, 0, 0])),
+            report(1, lengths=([0, 0, 0, 0], [2, 0, 0, 0])),
+            report(2),
+            report(3),
+        ],
+        [],
+        None,
+        (Cause.MISMATCH, [0, 1]),
+    ),
+    "connections to one rank are closed": (
+        [report(0, disconnected=[2]), report(1, disconnected=[2]), report(3)],
+        [],
+        2,
+        (Cause.DISCONNECTED, [2]),
+    ),
+    "connections to a rank that reported are not evidence": (
+        [report(0, disconnected=[1, 2]), report(1, disconnected=[2]), report(3)],
+        [],
+        1,
+        (Cause.DISCONNECTED, [2]),
+    ),
+    "a wait that timed out closed the connections of a rank that waits": (
+        [report(0, Status.TIMED_OUT, disconnected=[1], waits_for=1)],
+        [waiting(1, waits_for=2), waiting(3, waits_for=2)],
+        1,
+        (Cause.SILENT, [2]),
+    ),
+    "a silent rank is blamed, not the rank that waits for it": (
+        [report(0, Status.TIMED_OUT, waits_for=1), report(3, Status.TIMED_OUT)],
+        [waiting(1, waits_for=2)],
+        1,
+        (Cause.SILENT, [2]),
+    ),
+    "a rank that takes no part in the call, but is waited for, is blamed": (
+        [report(rank, Status.TIMED_OUT) for rank in range(3)] + [report(3, waits_for=4)],
+        [],
+        None,
+        (Cause.SILENT, [4]),
+    ),
+    "ranks that still wait at the end are blamed if nobody is silent": (
+        [report(0), report(1), report(2)],
+        [waiting(3)],
+        None,
+        (Cause.SILENT, [3]),
+    ),
+    "every rank reports, and the connection to a known peer failed": (
+        [report(rank) for rank in range(WORLD)],
+        [],
+        2,
+        (Cause.PEER_DISCONNECTED, [2]),
+    ),
+    "every rank reports, and no peer is known": (
+        [report(rank) for rank in range(WORLD)],
+        [],
+        None,
+        (Cause.UNKNOWN, []),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[name.replace(" ", "_") for name in CASES])
+def test_cause_and_blamed_ranks_follow_from_reports(case):
+    failed, waits, peer, (cause, ranks) = CASES[case]
+    attribution = attribute(
+        {r.rank: r for r in failed},
+        {r.rank: r for r in waits},
+        call_number=CALL_NUMBER,
+        awaited=range(WORLD),
+        world=WORLD,
+        peer=peer,
+    )
+    assert (attribution.cause, list(attribution.ranks)) == (cause, ranks)
+    assert bool(attribution.difference) == (cause in (Cause.MISMATCH, Cause.REPORTED_MISMATCH))
+
+
+def test_every_cause_has_a_case():
+    assert {cause for *_, (cause, _) in CASES.values()} == set(Cause)
+
+
+@pytest.mark.parametrize("status", Status)
+def test_report_survives_the_store(status):
+    sent = report(
+        2,
+        status,
+        lengths=([1, 2], [3, 4]),
+        waits_for=1,
+        disconnected=[0],
+        blamed=[3],
+        difference="shapes",
+    )
+    received = Report.from_json(sent.to_json())
+    assert received.to_json() == sent.to_json()
+    assert received.status is status
+    assert received.call(CALL_NUMBER) == bytes.fromhex(SUM)
+    assert received.call(CALL_NUMBER - 1) == b""

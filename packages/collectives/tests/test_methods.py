@@ -1,0 +1,119 @@
+"""Every method of torch's ProcessGroup is implemented, forwarded or refused by the backend."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from worker_pool import run_ranks
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.fixture(scope="module")
+def backend():
+    import collectives.backend
+
+    return collectives.backend
+
+
+def start_group():
+    import collectives.backend  # noqa: F401
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["STORE_FILE"], world)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=world, timeout=limit)
+    return dist.group.WORLD, rank, world
+
+
+def test_every_method_of_torch_is_decided(backend):
+    constants = {"BackendType", *dist.ProcessGroup.BackendType.__members__}
+    names = {name for name in dir(dist.ProcessGroup) if not name.startswith("__")}
+    names -= {*constants, "_pybind11_conduit_v1_"}
+    decided = vars(backend.CollectivesProcessGroup).keys() | backend.INHERITED
+    assert not names - decided, "decide these methods in backend.py"
+    assert not vars(backend.CollectivesProcessGroup).keys() & backend.INHERITED
+
+
+def test_readme_contains_the_table_of_methods(backend):
+    text = README.read_text()
+    table = text.split("<!-- methods -->\n")[1].split("<!-- /methods -->")[0].strip()
+    assert table == backend.method_table(), "copy collectives.backend.method_table() to the README"
+
+
+def call_refused_methods():
+    from collectives.backend import REFUSED
+
+    group, *_ = start_group()
+    messages = {}
+    for name in REFUSED:
+        with pytest.raises(NotImplementedError) as caught:
+            getattr(group, name)()
+        messages[name] = str(caught.value)
+    return messages
+
+
+def test_refused_methods_name_an_alternative(backend):
+    messages = run_ranks(call_refused_methods, 1, backend="")[0]
+    for name, remedy in backend.REFUSED.items():
+        assert f"does not support {name}; {remedy}" in messages[name]
+
+
+def pass_several_tensors():
+    """Pass several tensors, which other backends combine and this one must not ignore."""
+    group, *_ = start_group()
+    pair = [torch.ones(2), torch.ones(2)]
+    for call in (
+        lambda: group.allreduce(pair),
+        lambda: group.broadcast(pair),
+        lambda: group.reduce(pair),
+        lambda: group.allgather([pair, pair], pair[:1]),
+        lambda: group.reduce_scatter(pair[:1], [pair, pair]),
+    ):
+        with pytest.raises(ValueError, match="one CPU device, got 2"):
+            call()
+    assert [tensor.tolist() for tensor in pair] == [[1.0, 1.0]] * 2
+
+
+def test_several_tensors_in_place_of_one_are_refused():
+    run_ranks(pass_several_tensors, 1, backend="")
+
+
+def count_and_wait():
+    group, _, world = start_group()
+    before = group._get_sequence_number_for_group()
+    tensors = [torch.full((50_000,), float(i)) for i in range(5)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, async_op=True)
+    group._wait_for_pending_works()
+    assert group._get_sequence_number_for_group() == before + len(tensors)
+    return [tensor[0].item() / world for tensor in tensors]
+
+
+def test_pending_works_are_waited_for_and_counted():
+    assert run_ranks(count_and_wait, 2, backend="") == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+
+
+def gather_single():
+    group, rank, world = start_group()
+    tensor = torch.full((2, 3), float(rank))
+    for root in range(world):
+        output = torch.full((2 * world, 3), -1.0)
+        group.gather_single(output, tensor, root).wait()
+        if rank == root:
+            assert output.view(world, 6).unique(dim=1).flatten().tolist() == [0.0, 1.0, 2.0]
+        else:
+            assert (output == -1).all()
+        # `tensor` on the other ranks is a placeholder, as in torch.distributed.gather_single.
+        output = torch.full((2 * world, 3), -1.0) if rank == root else torch.empty(0)
+        group.gather_into_tensor(output, tensor, root=root).wait()
+        assert rank != root or output[::2, 0].tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(ValueError, match="elements"):
+        group.gather_single(torch.empty(5), tensor, rank)
+
+
+def test_gather_single_fills_the_roots_tensor_in_rank_order():
+    run_ranks(gather_single, 3, backend="")

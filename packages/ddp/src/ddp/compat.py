@@ -1,0 +1,133 @@
+"""Members of torch's DDP, beyond its documented methods, that other libraries read.
+
+A comment above each private member names its reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.metering.logging_data import logging_data
+from ddp.options import Options
+from ddp.replica import Replica
+
+
+class TorchCompatibility:
+    """Mixin of `DDP` with members of torch's DDP that other libraries read."""
+
+    module: nn.Module
+    _replica: Replica
+    _options: Options
+
+    # ----- public attributes of torch's DDP that mirror its arguments -----
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to average over."""
+        return self._replica.group.process_group
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """True if buffers are synchronized."""
+        return self._options.broadcast_buffers
+
+    broadcast_buffers = forward_sync_buffers
+
+    @property
+    def static_graph(self) -> bool:
+        """True if every step computes the same graph. Lightning reads it."""
+        return self._options.static_graph
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """True if a gradient that is missing on some ranks counts as zero. Lightning reads it."""
+        return self._options.find_unused_parameters
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """True if `.grad` is a view of a bucket."""
+        return self._options.gradient_as_bucket_view
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self._replica.device
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """The GPU that inputs are moved to, if there is one."""
+        device = self._options.device
+        return None if device is None else [device.index]
+
+    # ----- private members -----
+
+    # Reader: Lightning's `prepare_for_backward` sets it.
+    require_forward_param_sync = True
+
+    # Reader: Lightning's `prepare_for_backward` and torch's `PipelineStage` call its methods.
+    @property
+    def reducer(self) -> ReducerFacade:
+        """The part of torch's reducer that trainers call."""
+        return ReducerFacade(self._replica)
+
+    # Reader: Lightning's `DDPStrategy.teardown` reads `can_set_static_graph`.
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return options and measurements with the names of torch's DDP."""
+        return logging_data(self._replica)
+
+    # Reader: training scripts such as OpenVLA-OFT's, older than the argument `static_graph`.
+    def _set_static_graph(self) -> None:
+        """Declare that every step computes the same graph, like `static_graph=True`."""
+        if self._replica.is_connected and self._replica.reducer.num_steps:
+            raise RuntimeError(
+                "_set_static_graph() should be called before training loop starts; or pass "
+                "static_graph=True"
+            )
+        self._options = replace(self._options, static_graph=True)
+        self._replica.use_options(self._options)
+
+    # Reader: Lightning's `_sync_module_states` reads the attribute that this function sets.
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Exclude these parameters and buffers from synchronization."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class ReducerFacade:
+    """The methods of torch's reducer that trainers call."""
+
+    _replica: Replica
+
+    # Reader: Lightning's `prepare_for_backward`.
+    def _rebuild_buckets(self) -> bool:
+        """Return False: buckets are rebuilt automatically after the first step."""
+        return False
+
+    # Reader: Lightning's `prepare_for_backward` and torch's `PipelineStage`.
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Synchronize a backward pass through `outputs`."""
+        for node in graph_nodes(outputs):
+            node.register_prehook(self._replica.queue_finish)
+
+
+def graph_nodes(output: Any) -> set[Any]:
+    """Return the autograd nodes that computed the tensors in `output`."""
+    if isinstance(output, Tensor):
+        return {output.grad_fn} if output.grad_fn is not None else set()
+    if isinstance(output, Mapping):
+        return set().union(*(graph_nodes(value) for value in output.values()))
+    if isinstance(output, list | tuple):
+        return set().union(*(graph_nodes(value) for value in output))
+    if is_dataclass(output):
+        values = [getattr(output, field.name) for field in fields(output)]
+        return set().union(*(graph_nodes(value) for value in values))
+    return set()

@@ -1,0 +1,196 @@
+"""Attribution of failures: every rank reports which rank failed, and why."""
+
+# Note [Failure attribution]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# The error of a lost connection names neither the lost rank nor the cause. So each rank that fails
+# writes its reason to the store of the process group. A rank that waits longer than
+# `POLL_INTERVAL` checks the store, and a rank that loses a connection waits up to `GRACE_SECONDS`
+# for the reasons of the other ranks. A rank that writes no reason in that time is dead or hanging.
+#
+# Ranks also rendezvous through the store when their parameters change. A rank that waits in a
+# collective detects there that a peer waits at a rendezvous instead.
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp.observers import Observer
+
+POLL_INTERVAL = timedelta(seconds=0.5)
+GRACE_SECONDS = 2.0
+#: Prefix of the reason of a rank that only lost its connection.
+_LOST = "lost: "
+
+
+class FailureAttribution(Observer):
+    """The failure state of one `DDP`. See Note [Failure attribution].
+
+    A rank that has failed stays failed: later calls raise an error with the first reason.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+        self._store: Any = group.get_group_store()
+        # Ranks construct their models in the same order, so the count is a common identifier.
+        count = self._store.add(f"ddp/{self._rank}", 1)
+        self._key = f"ddp/{count}"
+        self._num_rendezvous = 0
+        self._failure = ""
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if this rank has failed before."""
+        if self._failure:
+            raise RuntimeError(
+                f"the ranks of this model are out of step since an earlier failure "
+                f"({self._failure}); construct a new DDP, or restart from a checkpoint"
+            )
+
+    def fail(self, reason: str) -> None:
+        """Report to the other ranks that this rank cannot continue."""
+        if not self._failure:
+            self._failure = f"rank {self._rank}: {reason}"
+            self._write_reason(reason)
+
+    def on_error(self, reason: str) -> None:
+        """Report the error to the other ranks."""
+        self.fail(reason)
+
+    @contextmanager
+    def attribute(self, description: str) -> Iterator[None]:
+        """Replace an error of a collective in the block by one that names the failed rank.
+
+        If the error has an attribute `ranks`, the collective has named the failed ranks itself. It
+        is then raised unchanged, unless one of these ranks has written a reason.
+        """
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            ranks = getattr(error, "ranks", ())
+            if ranks and not self._has_reason(ranks):
+                self.fail(f"{type(error).__name__}: {error}")
+                error.add_note(f"rank {self._rank} was waiting for {description}")
+                raise
+            attributed: Any = self._attribute_error(description, error)
+            attributed.ranks = ranks
+            raise attributed from error
+
+    def wait(self, work: Any, description: str, *, poll: bool) -> None:
+        """Wait for a collective; raise `RuntimeError` with the rank that prevents its completion.
+
+        With `poll=False` the backend alone detects failures of peers.
+        """
+        if work is None:
+            return
+        with self.attribute(description):
+            if poll:
+                self._poll(work)
+            else:
+                work.wait()
+
+    def rendezvous(self, cause: str, value: Any) -> list[Any]:
+        """Return the `value` of every rank.
+
+        If a peer waits in a collective instead, both ranks raise `RuntimeError`.
+        """
+        key = self._rendezvous_key()
+        self._store.set(f"{key}/{self._rank}", pickle.dumps(value))
+        self._store.set(key, f"{cause} on rank {self._rank}")
+        rank_keys = [f"{key}/{rank}" for rank in range(self._world_size)]
+        deadline = time.monotonic() + self._store.timeout.total_seconds()
+        while not all(self._store.check([rank_key]) for rank_key in rank_keys):
+            if self._store.check([f"{self._key}/failed"]) or time.monotonic() > deadline:
+                raise self._attribute_error(
+                    f"the rendezvous because {cause}", RuntimeError("not every rank reached it")
+                )
+            time.sleep(0.002)
+        self._num_rendezvous += 1
+        return [pickle.loads(self._store.get(rank_key)) for rank_key in rank_keys]
+
+    def _poll(self, work: Any) -> None:
+        num_polls_at_rendezvous = 0
+        while True:
+            try:
+                work.wait(POLL_INTERVAL)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()
+                    return
+                if self._store.check([f"{self._key}/failed"]):
+                    raise
+                # A peer that is ahead of this rank may have reached the next rendezvous already.
+                # If it stays there, the two ranks wait for each other.
+                num_polls_at_rendezvous += self._store.check([self._rendezvous_key()])
+                if num_polls_at_rendezvous * POLL_INTERVAL.total_seconds() > GRACE_SECONDS:
+                    self._refuse_rendezvous()
+
+    def _rendezvous_key(self) -> str:
+        return f"{self._key}/rendezvous/{self._num_rendezvous + 1}"
+
+    def _refuse_rendezvous(self) -> None:
+        cause = self._store.get(self._rendezvous_key()).decode()
+        reason = f"{cause}, but not on rank {self._rank}; make the same change on every rank"
+        self.fail(reason)
+        raise RuntimeError(reason)
+
+    def _attribute_error(self, description: str, error: Exception) -> RuntimeError:
+        summary = str(error).splitlines()[0]
+        if not self._failure:
+            self._write_reason(_LOST + summary)
+            self._failure = self._find_cause()
+        return RuntimeError(
+            f"rank {self._rank} could not finish {description}: {self._failure}. "
+            f"See the log of that rank ({summary})"
+        )
+
+    def _find_cause(self) -> str:
+        try:
+            reasons = self._collect_reasons()
+        except (RuntimeError, OSError):
+            return (
+                "the store is unreachable; rank 0, which hosts it unless the launcher does, is dead"
+            )
+        causes = []
+        gave_up = []
+        for rank, reason in reasons.items():
+            if not reason.startswith(_LOST):
+                causes.append(f"rank {rank}: {reason}")
+            if rank != self._rank:
+                gave_up.append(f"rank {rank} gave up")
+        silent = [f"rank {rank}" for rank in range(self._world_size) if rank not in reasons]
+        if silent:
+            causes.append(f"no message from {' and '.join(silent)}: dead or hanging")
+        return "; ".join(causes or gave_up)
+
+    def _has_reason(self, ranks: Iterable[int]) -> bool:
+        try:
+            return any(self._store.check([f"{self._key}/{rank}"]) for rank in ranks)
+        except (RuntimeError, OSError):
+            return False
+
+    def _write_reason(self, reason: str) -> None:
+        try:
+            self._store.set(f"{self._key}/{self._rank}", reason)
+            self._store.set(f"{self._key}/failed", "1")
+        except (RuntimeError, OSError):
+            # The rank that hosted the store is dead, which `_find_cause` reports.
+            pass
+
+    def _collect_reasons(self) -> dict[int, str]:
+        reasons: dict[int, str] = {self._rank: _LOST}
+        deadline = time.monotonic() + GRACE_SECONDS
+        while len(reasons) < self._world_size and time.monotonic() < deadline:
+            for rank in range(self._world_size):
+                key = f"{self._key}/{rank}"
+                if rank not in reasons and self._store.check([key]):
+                    reasons[rank] = self._store.get(key).decode()
+            time.sleep(0.02)
+        return reasons

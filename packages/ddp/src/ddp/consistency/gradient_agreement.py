@@ -1,0 +1,220 @@
+"""Checks that all ranks have the same gradients and took the same optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.bucket import RANK_FLAGS, Bucket
+from ddp.communication import Compression
+from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.consistency.model_agreement import checksum, gather_objects
+from ddp.observers import FinishedStep, Observer
+from ddp.process_group import ReduceGroup
+
+#: With more ranks, a sum of flags may be rounded in bfloat16, so names are compared instead.
+MAX_EXACT_RANKS = 256
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """The state of one rank that is compared if the flags disagree."""
+
+    #: Names of parameters without a gradient.
+    missing: tuple[str, ...] = ()
+    #: Names of parameters whose gradient contains NaN.
+    with_nan: tuple[str, ...] = ()
+    #: True if the weights changed since the last synchronization.
+    has_stepped: bool = False
+    #: Checksum of the weights; 0 if it is not needed.
+    weights: int = 0
+
+
+class GradientAgreement(Observer):
+    """The observer that writes and evaluates the flags of the buckets. See Note [Bucket layout]."""
+
+    def __init__(
+        self,
+        group: ReduceGroup,
+        failures: FailureAttribution,
+        compression: Compression,
+        *,
+        find_unused_parameters: bool,
+        check_nan: bool,
+    ) -> None:
+        self.compression = compression
+        #: False to average over the ranks that still have inputs, as in `DDP.join`.
+        self.divide_by_initial_world_size = True
+        #: Number of ranks without a gradient in the last step, per parameter; zeros are left out.
+        self.num_missing: dict[int, int] = {}
+        self._group = group
+        self._failures = failures
+        self._find_unused_parameters = find_unused_parameters
+        self._check_nan = check_nan
+        self._parameters: Sequence[nn.Parameter] = ()
+        #: Sum of the parameters' version counters at the start of the last step.
+        self._versions: int | None = None
+        self._has_stepped = False
+
+    def on_step_start(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Detect if an optimizer changed the parameters since the last step."""
+        versions = sum(parameter._version for parameter in parameters)
+        self._has_stepped = self._versions is not None and versions != self._versions
+        if parameters is not self._parameters:
+            self._has_stepped = False
+            self._parameters = parameters
+        self._versions = versions
+
+    def before_bucket_launch(self, bucket: Bucket, *, is_participating: bool) -> None:
+        """Write the flags of the bucket."""
+        if self._check_nan:
+            bucket.find_nan()
+        bucket.write_flags(is_participating=is_participating, has_stepped=self._has_stepped)
+
+    def on_step_end(self, step: FinishedStep) -> None:
+        """Store the parameters without a gradient on any rank in `step.unused`.
+
+        Raises `RuntimeError` on every rank if the ranks disagree.
+        """
+        buckets = step.buckets
+        if not self.compression.reduces_flags:
+            self._sum_flags(buckets)
+        self.num_missing = {}
+        if not buckets or (step.is_participating and self._have_usual_flags(buckets)):
+            return
+        flags = [bucket.flags.tolist() for bucket in buckets]
+        num_active, num_stepped, _ = flags[0][:RANK_FLAGS]
+        if num_active < self._group.world_size and not self.divide_by_initial_world_size:
+            for bucket in buckets:
+                bucket.gradients.mul_(self._group.world_size / num_active)
+        missing: dict[int, float] = {}
+        for bucket, bucket_flags in zip(buckets, flags, strict=True):
+            for index, flag in zip(bucket.indices, bucket_flags[RANK_FLAGS:], strict=True):
+                if flag:
+                    missing[index] = flag
+        self.num_missing = {index: round(flag) for index, flag in missing.items()}
+        missing_on_some = {index for index, flag in missing.items() if flag != num_active}
+        is_inexact = self._group.world_size > MAX_EXACT_RANKS and bool(missing)
+        has_nan = any(bucket_flags[2] for bucket_flags in flags)
+        some_stepped = num_stepped not in (0, num_active)
+        is_refused = bool(missing_on_some) and not self._find_unused_parameters
+        if is_inexact or has_nan or some_stepped or is_refused:
+            step.unused |= self._compare_reports(step, missing, with_weights=some_stepped)
+        else:
+            step.unused |= missing.keys() - missing_on_some
+
+    def forget_versions(self) -> None:
+        """Skip the comparison in the next step, because weights were copied from another rank."""
+        self._versions = None
+
+    def _have_usual_flags(self, buckets: Sequence[Bucket]) -> bool:
+        for bucket in buckets:
+            if not bucket.has_usual_flags(self._group.world_size, has_stepped=self._has_stepped):
+                return False
+        return True
+
+    def _sum_flags(self, buckets: Sequence[Bucket]) -> None:
+        if not buckets:
+            return
+        flags = torch.cat([bucket.flags.float() for bucket in buckets])
+        description = "the sum of the flags"
+        with self._failures.attribute(description):
+            work = dist.all_reduce(flags, group=self._group.process_group, async_op=True)
+        self._failures.wait(work, description, poll=flags.device.type == "cpu")
+        sizes = [len(bucket.flags) for bucket in buckets]
+        for bucket, summed in zip(buckets, flags.split(sizes), strict=True):
+            bucket.flags.copy_(summed)
+
+    def _compare_reports(
+        self, step: FinishedStep, missing: dict[int, float], *, with_weights: bool
+    ) -> set[int]:
+        report = None
+        if step.is_participating:
+            report = self._report(step.buckets, with_weights=with_weights)
+        unused_names = check_same_gradients(
+            report, self._group.process_group, find_unused_parameters=self._find_unused_parameters
+        )
+        unused = set()
+        for bucket in step.buckets:
+            for index, name in zip(bucket.indices, bucket.names, strict=True):
+                if index in missing and name in unused_names:
+                    unused.add(index)
+        return unused
+
+    def _report(self, buckets: Sequence[Bucket], *, with_weights: bool) -> GradientReport:
+        missing = []
+        with_nan = []
+        for bucket in buckets:
+            missing += [(bucket.indices[slot], bucket.names[slot]) for slot in bucket.missing]
+            with_nan += [(bucket.indices[slot], bucket.names[slot]) for slot in bucket.nan_slots]
+        return GradientReport(
+            tuple(name for _, name in sorted(missing)),
+            tuple(name for _, name in sorted(with_nan)),
+            self._has_stepped,
+            checksum(self._parameters) if with_weights else 0,
+        )
+
+
+def check_same_gradients(
+    report: GradientReport | None, group: dist.ProcessGroup, *, find_unused_parameters: bool
+) -> set[str]:
+    """Compare the reports of all ranks; return the parameters without a gradient on any rank.
+
+    A collective. A rank that has run out of inputs passes None. Raises `RuntimeError` on every rank
+    if a gradient contains NaN, if weights changed on some ranks only and differ now, or if a
+    parameter has a gradient on some ranks only and `find_unused_parameters` is False.
+    """
+    reports: dict[int, GradientReport] = {}
+    for rank, gathered in enumerate(gather_objects(report, group)):
+        if gathered is not None:
+            reports[rank] = gathered
+    _check_nan(reports)
+    _check_steps(reports)
+    unused = set.intersection(*(set(other.missing) for other in reports.values()))
+    if not find_unused_parameters:
+        _check_missing(reports, unused)
+    return unused
+
+
+def _check_nan(reports: dict[int, GradientReport]) -> None:
+    for rank, report in reports.items():
+        if report.with_nan:
+            raise RuntimeError(
+                f"the gradient of {_shorten(report.with_nan)} contains NaN on rank {rank}; skip "
+                "the optimizer step on every rank, or inspect the batch of that rank"
+            )
+
+
+def _check_steps(reports: dict[int, GradientReport]) -> None:
+    stepped = [rank for rank, report in reports.items() if report.has_stepped]
+    # Equal weights mean that a rank changed its weights temporarily and restored them.
+    have_equal_weights = len({report.weights for report in reports.values()}) == 1
+    if not stepped or len(stepped) == len(reports) or have_equal_weights:
+        return
+    others = [rank for rank in reports if rank not in stepped]
+    raise RuntimeError(
+        f"the weights were changed between this backward pass and the previous one on ranks "
+        f"{stepped}, but not on ranks {others}: some ranks ran one backward pass or one optimizer "
+        "step more than the others; run the same number on every rank, or use join()"
+    )
+
+
+def _check_missing(reports: dict[int, GradientReport], unused: set[str]) -> None:
+    for rank, report in reports.items():
+        partly = [name for name in report.missing if name not in unused]
+        if not partly:
+            continue
+        other = next(r for r, them in reports.items() if partly[0] not in them.missing)
+        raise RuntimeError(
+            f"{_shorten(partly)} got no gradient on rank {rank}, but did on rank {other}; use it "
+            "on every rank, or pass find_unused_parameters=True to count a missing gradient as zero"
+        )
+
+
+def _shorten(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -1,0 +1,30 @@
+"""Gradients that one backward pass computes in several parts."""
+
+from __future__ import annotations
+
+
+class GradientParts:
+    """The number of parts of each gradient, for models with `static_graph=True`.
+
+    A reentrant checkpoint of a layer that is used twice computes two parts of its gradient, and
+    autograd does not mark the last one. The first step therefore counts the parts, and launches
+    its buckets at the end of the backward pass.
+    """
+
+    def __init__(self, num_gradients: int) -> None:
+        self._counts = [0] * num_gradients
+        self._remaining = [0] * num_gradients
+        self._num_steps = 0
+
+    def start_step(self) -> None:
+        """Reset the number of remaining parts."""
+        self._remaining = list(self._counts)
+        self._num_steps += 1
+
+    def has_more(self, index: int) -> bool:
+        """Record a part; return True if the step computes another part of the same gradient."""
+        if self._num_steps == 1:
+            self._counts[index] += 1
+            return True
+        self._remaining[index] -= 1
+        return self._remaining[index] > 0

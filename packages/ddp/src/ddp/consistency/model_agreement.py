@@ -1,0 +1,136 @@
+"""Comparison and broadcast of modules across ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+#: Tensors are broadcast together up to this size.
+BROADCAST_BYTES = 25 * 2**20
+
+
+def check_same_model(
+    module: nn.Module,
+    settings: Mapping[str, object],
+    group: dist.ProcessGroup,
+    ignored: Collection[str] = (),
+) -> None:
+    """Raise `ValueError` on every rank, with rank and parameter, if models or settings differ."""
+    values = {name: str(value) for name, value in settings.items()}
+    gathered = gather_objects((describe_model(module, ignored), values), group)
+    _, first_values = gathered[0]
+    for rank, (_, rank_values) in enumerate(gathered):
+        for name, value in first_values.items():
+            if rank_values[name] != value:
+                raise ValueError(
+                    f"{name} is {rank_values[name]} on rank {rank} and {value} on rank 0; "
+                    "pass the same value on every rank"
+                )
+    check_same_descriptions([description for description, _ in gathered])
+
+
+def check_same_descriptions(descriptions: Sequence[Sequence[str]]) -> None:
+    """Raise `ValueError`, with rank and parameter, if a description differs from rank 0's."""
+    for rank, description in enumerate(descriptions):
+        for first, other in zip_longest(descriptions[0], description, fillvalue="nothing"):
+            if first != other:
+                raise ValueError(
+                    f"the models differ across ranks: rank {rank} has {other}, but rank 0 has "
+                    f"{first}; build the same module on every rank"
+                )
+
+
+def check_same_weights(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise `ValueError` on every rank, with rank and parameter, if weights differ in any bit."""
+    lines = [f"{name!r} with checksum {checksum([p])}" for name, p in module.named_parameters()]
+    check_same_descriptions(gather_objects(lines, group))
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Return the CRC-32 of the tensors' bytes."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(_as_bytes(tensor).cpu().numpy().tobytes(), total)
+    return total
+
+
+def broadcast_state(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    source: int = 0,
+    *,
+    ignored: Collection[str] = (),
+    buffers: bool = True,
+) -> None:
+    """Broadcast the parameters and buffers of rank `source` of the group."""
+    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    broadcast_tensors([tensor for name, tensor in named if name not in ignored], group, source)
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    tensors: Iterable[Tensor],
+    group: dist.ProcessGroup,
+    source: int = 0,
+    *,
+    max_bytes: int = BROADCAST_BYTES,
+) -> None:
+    """Broadcast the tensors of rank `source`; small tensors are concatenated into one message."""
+    for batch in _batches(tensors, max_bytes):
+        # Bytes carry every dtype, including bool and float8.
+        pieces = [_as_bytes(tensor) for tensor in batch]
+        flat = pieces[0] if len(batch) == 1 else torch.cat(pieces)
+        dist.broadcast(flat, group=group, group_src=source)
+        sizes = [tensor.nbytes for tensor in batch]
+        for tensor, piece in zip(batch, flat.split(sizes), strict=True):
+            if piece.data_ptr() != tensor.data_ptr():
+                # A copy, because `view` needs an offset that is a multiple of the element size.
+                tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def describe_model(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
+    """Return a line per parameter and buffer: name, shape, dtype, and "frozen" if it is."""
+    lines = []
+    for name, parameter in module.named_parameters():
+        if name not in ignored:
+            suffix = "" if parameter.requires_grad else " frozen"
+            shape = tuple(parameter.shape)
+            lines.append(f"parameter {name!r} {shape} {parameter.dtype}{suffix}")
+    for name, buffer in module.named_buffers():
+        if name not in ignored:
+            lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
+    return lines
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the value of every rank."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _batches(tensors: Iterable[Tensor], max_bytes: int) -> list[list[Tensor]]:
+    """Split tensors into batches of one device with at most `max_bytes` each."""
+    batches: list[list[Tensor]] = []
+    open_batches: dict[torch.device, tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        batch, size = open_batches.get(tensor.device, ([], 0))
+        if not batch or size + tensor.nbytes > max_bytes:
+            batch = []
+            size = 0
+            batches.append(batch)
+        batch.append(tensor)
+        open_batches[tensor.device] = (batch, size + tensor.nbytes)
+    return batches
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

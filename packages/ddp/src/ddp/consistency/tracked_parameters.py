@@ -1,0 +1,127 @@
+"""The parameters that are averaged, and a check for changes that is cheap enough for every step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class TrackedParameters:
+    """The trained parameters of `module` by name, without those in `ignored`.
+
+    Modules change after they are wrapped: layers are unfrozen, `load_state_dict(assign=True)`
+    replaces parameters, heads are added, and `half()` changes dtypes. The wrapper is not notified,
+    so each forward pass compares identities and three attributes with those of the last one.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        self._module = module
+        self._ignored = ignored
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Record the current parameters."""
+        modules = list(self._module.modules())
+        self._child_dicts = [module._modules for module in modules]
+        self._parameter_dicts = [module._parameters for module in modules]
+        self._buffer_dicts = [module._buffers for module in modules]
+        self._last = self._snapshot()
+        # Sparse gradients cannot be views of a flat buffer: they are reduced one by one.
+        sparse = {
+            layer.weight
+            for layer in modules
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        }
+        self.trained = {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and name not in self._ignored
+        }
+        self.dense = {name: p for name, p in self.trained.items() if p not in sparse}
+        self.sparse = {name: p for name, p in self.trained.items() if p in sparse}
+
+    def have_changed(self) -> bool:
+        """Return True if other parameters must be averaged than those recorded.
+
+        Parameters that were frozen since stay recorded and count as unused on every rank. A
+        training loop may therefore freeze and unfreeze them in every step at no cost.
+        """
+        now = self._snapshot()
+        if self._last.equals(now):
+            return False
+        if not all(isinstance(p, nn.Parameter) for p in now.owned):
+            return False  # `torch.func.functional_call` replaces parameters during one call.
+        if self._has_new_parameter() or self._has_converted(now) or self._has_lost(now):
+            return True
+        self._last = now
+        return False
+
+    @property
+    def all(self) -> list[nn.Parameter]:
+        """All recorded parameters."""
+        return [*self.dense.values(), *self.sparse.values()]
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers to synchronize. Modules replace buffers, so they are not recorded."""
+        if not any(self._buffer_dicts):
+            return {}
+        named = self._module.named_buffers()
+        return {name: b for name, b in named if name not in self._ignored and b.numel()}
+
+    def _has_new_parameter(self) -> bool:
+        known = {id(parameter) for parameter in self.all}
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name not in self._ignored and id(parameter) not in known:
+                return True
+        return False
+
+    def _has_converted(self, now: _Snapshot) -> bool:
+        """Return True if a recorded parameter has another dtype or device."""
+        known = {id(parameter) for parameter in self.all}
+        earlier = {}
+        for parameter, attributes in zip(self._last.owned, self._last.attributes, strict=True):
+            earlier[id(parameter)] = attributes[1:]
+        for parameter, attributes in zip(now.owned, now.attributes, strict=True):
+            if id(parameter) in known and earlier.get(id(parameter)) != attributes[1:]:
+                return True
+        return False
+
+    def _has_lost(self, now: _Snapshot) -> bool:
+        """Return True if the module no longer contains a recorded parameter."""
+        owned = {id(parameter) for parameter in now.owned}
+        return any(id(parameter) not in owned for parameter in self.all)
+
+    def _snapshot(self) -> _Snapshot:
+        # The snapshot references the tensors, so that their ids are not reused.
+        parameters = chain.from_iterable([owner.values() for owner in self._parameter_dicts])
+        owned = [p for p in parameters if p is not None]
+        attributes = [(p.requires_grad, p.dtype, p.device) for p in owned]
+        children = list(chain.from_iterable([owner.values() for owner in self._child_dicts]))
+        return _Snapshot(owned, attributes, children)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The parameters of a module at one time, their attributes, and all submodules."""
+
+    owned: list[Any]
+    #: `requires_grad`, dtype and device of each parameter.
+    attributes: list[tuple[Any, ...]]
+    children: list[Any]
+
+    def equals(self, other: _Snapshot) -> bool:
+        """Return True if `other` contains the same objects with the same attributes."""
+        return (
+            _are_identical(self.owned, other.owned)
+            and self.attributes == other.attributes
+            and _are_identical(self.children, other.children)
+        )
+
+
+def _are_identical(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))

@@ -1,0 +1,47 @@
+"""Ranks with different numbers of inputs: a rank that has run out contributes zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+from ddp.consistency.model_agreement import broadcast_state
+from ddp.process_group import ReduceGroup
+
+#: A `ddp.replica.Replica`, whose module imports this one.
+Replica = Any
+
+
+class ZeroContribution(JoinHook):
+    """Join hook that takes part in the steps of the remaining ranks with zero gradients."""
+
+    def __init__(self, ddp: Any, replica: Replica) -> None:
+        self._ddp = ddp
+        self._replica = replica
+
+    @torch.no_grad()
+    def main_hook(self) -> None:
+        """Contribute zeros to one step."""
+        self._replica.open_step(is_participating=False)
+        self._replica.finish_step(is_participating=False)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy weights and buffers from a rank that took all steps."""
+        ddp = self._ddp
+        replica = self._replica
+        source = highest_rank(replica.group, replica.device, is_candidate=is_last_joiner)
+        process_group = replica.group.process_group
+        broadcast_state(replica.module, process_group, source, ignored=replica.ignored)
+        replica.agreement.forget_versions()
+        # `Join` leaves this enabled, but after the context all ranks take every step again.
+        ddp._join_config = ddp._join_config._replace(enable=False)
+
+
+def highest_rank(group: ReduceGroup, device: torch.device, *, is_candidate: bool) -> int:
+    """Return the highest rank that is a candidate. A collective."""
+    rank = torch.tensor([group.rank if is_candidate else -1], device=device)
+    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group.process_group)
+    return int(rank)

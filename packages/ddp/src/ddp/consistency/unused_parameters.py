@@ -1,0 +1,50 @@
+"""Parameters that no rank used, which torch's DDP reports in the next forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ddp.options import Options
+from ddp.reducer import Reducer
+
+
+class UnusedParameters:
+    """The parameters without a gradient on any rank in the last step."""
+
+    def __init__(self) -> None:
+        #: Names of the parameters that no rank used, although that was not allowed.
+        self.names: list[str] = []
+        #: False if the last forward pass was that of a wrapper of a part of the module.
+        self.is_whole_module = True
+        #: The first two different sets of missing parameters. Two mean that the graph changes.
+        self.patterns: set[tuple[int, ...]] = set()
+
+    def record(self, reducer: Reducer, unused: Collection[int], options: Options) -> None:
+        """Record the parameters that no rank used in the step that ended."""
+        if len(self.patterns) < 2:
+            self.patterns.add(tuple(reducer.missing))
+        self.names = []
+        if options.find_unused_parameters or options.static_graph or not self.is_whole_module:
+            return
+        for index in sorted(unused):
+            # Parameters that were frozen since are not expected to have a gradient.
+            if reducer.parameters[index].requires_grad:
+                self.names.append(reducer.names[index])
+
+    def refuse(self, trained: Sequence[str], rank: int) -> None:
+        """Raise the error of torch's DDP if there are unused parameters; add their names."""
+        if not self.names:
+            return
+        missing = f"did not receive grad for rank {rank}: "
+        indices = [str(trained.index(name)) for name in self.names]
+        raise RuntimeError(
+            "Expected to have finished reduction in the prior iteration before starting a new one: "
+            "its loss did not depend on every parameter, on any rank. Make sure that all "
+            "`forward` function outputs participate in calculating loss; freeze parameters that "
+            "are not trained; or allow unused parameters by passing the keyword argument "
+            "`find_unused_parameters=True`. (To see names, it is not "
+            "necessary to set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+            "DETAIL.) "
+            f"Parameters which {missing}{', '.join(self.names)}. Parameter indices which "
+            f"{missing}{' '.join(indices)}"
+        )

@@ -1,0 +1,133 @@
+"""The data of `DDP._get_ddp_logging_data`, with the names and units of torch's DDP."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.compression.comm_hook import CommHook
+from ddp.metering.records import StepRecord
+
+if TYPE_CHECKING:
+    from ddp.replica import Replica
+
+_DTYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
+_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+_GLOO_ENVIRONMENT = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+_DURATIONS = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "backward_comm_time",
+    "backward_compute_comm_overlap_time",
+)
+
+
+def logging_data(replica: Replica, *, hook_name: str = "", sample_rate: int = 1) -> dict[str, Any]:
+    """Return options, bucket sizes and times in nanoseconds.
+
+    `hook_name` overrides the name of a communication hook. After ten steps, the times are those of
+    every `sample_rate`-th step.
+    """
+    if not hook_name and isinstance(replica.compression, CommHook):
+        hook_name = getattr(replica.compression.hook, "__qualname__", "")
+    options = replica.options
+    device = options.device
+    has_sync_bn = any(isinstance(module, nn.SyncBatchNorm) for module in replica.module.modules())
+    data: dict[str, Any] = {
+        "module_name": type(replica.module).__name__,
+        "device_ids": "" if device is None else str(device.index),
+        "output_device": -1 if device is None else device.index,
+        "broadcast_buffers": int(options.broadcast_buffers),
+        "bucket_cap_bytes": int(options.bucket_bytes[-1]),
+        "find_unused_parameters": int(options.find_unused_parameters),
+        "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+        "static_graph": int(options.static_graph),
+        # Lightning recommends static_graph=True if this is True; it makes nothing faster here.
+        "can_set_static_graph": False,
+        "is_multi_device_module": 0,
+        "has_sync_bn": int(has_sync_bn),
+    }
+    if hook_name:
+        data["comm_hook"] = hook_name
+    for name in _ENVIRONMENT:
+        data[name.lower()] = os.environ.get(name, "N/A")
+    if replica.is_connected:
+        data |= _group_data(replica) | _bucket_data(replica)
+        data |= _time_data(replica, sample_rate)
+    return data
+
+
+def _group_data(replica: Replica) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "world_size": replica.group.world_size,
+        "rank": replica.group.rank,
+        "backend_name": dist.get_backend(replica.group.process_group),
+        "join_uneven_inputs": replica.has_joined,
+    }
+    if data["backend_name"] == "gloo":
+        for name in _GLOO_ENVIRONMENT:
+            data[name.lower()] = os.environ.get(name, "N/A")
+    return data
+
+
+def _bucket_data(replica: Replica) -> dict[str, Any]:
+    trained = list(replica.tracked.trained.values())
+    reducer = replica.reducer
+    dtypes = {_DTYPE_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in trained}
+    sizes = ", ".join(str(sum(bucket.slot_bytes)) for bucket in reducer.buckets)
+    unused_bytes = 0
+    for index, num_ranks in replica.agreement.num_missing.items():
+        if num_ranks == replica.group.world_size:
+            unused_bytes += reducer.parameters[index].nbytes
+    data: dict[str, Any] = {
+        "num_parameter_tensors": len(trained),
+        "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in trained),
+        "dtypes": ", ".join(sorted(dtypes)),
+        "bucket_sizes": sizes,
+        "has_rebuilt_buckets": int(reducer.num_steps > 1),
+        "unused_parameter_size": unused_bytes,
+    }
+    if reducer.num_steps > 1:
+        data["rebuilt_bucket_sizes"] = sizes
+        order = ", ".join(str(index) for index in reducer.order)
+        data["prev_iteration_grad_ready_order_indices"] = order
+        assignment = [" ".join(str(index) for index in b.indices) for b in reducer.buckets]
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(assignment)
+    return data
+
+
+def _time_data(replica: Replica, sample_rate: int) -> dict[str, Any]:
+    num_steps = replica.reducer.num_steps
+    if not num_steps:
+        return {}
+    steps_since_sample = (num_steps - 1) % sample_rate if num_steps > 10 else 0
+    records = list(replica.meter.steps)
+    sample = records[max(-len(records), -1 - steps_since_sample)]
+    data: dict[str, Any] = {"iteration": num_steps - 1 - steps_since_sample}
+    data |= _step_times(sample)
+    for name in _DURATIONS:
+        durations = [_step_times(record)[name] for record in records]
+        data[f"avg_{name}"] = sum(durations) // len(durations)
+    return data
+
+
+def _step_times(record: StepRecord) -> dict[str, int]:
+    comm_start = min((bucket.sent for bucket in record.buckets), default=record.waiting[0])
+    comm_end = max((bucket.done for bucket in record.buckets), default=record.waiting[0])
+    forward_start = min((start for start, _ in record.forwards), default=record.backward[0])
+    seconds = {
+        "forward_compute_time": sum(stop - start for start, stop in record.forwards),
+        "backward_compute_time": record.backward[1] - record.backward[0],
+        "backward_comm_time": comm_end - comm_start,
+        "backward_compute_comm_overlap_time": record.hidden_seconds,
+        "forward_compute_time_start": forward_start,
+        "backward_compute_time_start": record.backward[0],
+        "backward_compute_time_end": record.backward[1],
+        "backward_comm_time_start": comm_start,
+        "backward_comm_time_end": comm_end,
+    }
+    return {name: round(1e9 * value) for name, value in seconds.items()}

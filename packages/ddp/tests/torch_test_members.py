@@ -1,0 +1,103 @@
+"""Private members of torch's DDP that only torch's own tests read, for `torch_oracle`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from ddp.compat import ReducerFacade
+from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
+from ddp.metering.logging_data import logging_data
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+
+class TestedDDP(DDP):
+    """`DDP` with the members that torch's tests read."""
+
+    broadcast_bucket_size = BROADCAST_BYTES
+    _sample_rate = 1
+    _builtin_hook_name = ""
+
+    @property
+    def reducer(self):
+        return TestedReducer(self._replica)
+
+    @property
+    def parameters_to_ignore(self):
+        return self._ignored
+
+    @property
+    def bucket_bytes_cap(self):
+        return int(self._options.bucket_bytes[-1])
+
+    @property
+    def bucket_bytes_cap_list(self):
+        sizes = self._options.bucket_size_mb
+        return [int(size * 2**20) for size in sizes] if isinstance(sizes, tuple) else []
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate):
+        if sample_rate < 1:
+            raise ValueError(f"expected a sample rate >= 1, got {sample_rate}")
+        self._sample_rate = sample_rate
+
+    def _get_ddp_logging_data(self):
+        return logging_data(
+            self._replica, hook_name=self._builtin_hook_name, sample_rate=self._sample_rate
+        )
+
+    def _register_builtin_comm_hook(self, comm_hook_type):
+        is_fp16 = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
+        hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
+        self.register_comm_hook(self.process_group, hook)
+        self._builtin_hook_name = str(comm_hook_type)
+
+    def _remove_autograd_hooks(self):
+        self._replica.hooks.remove()
+
+    def _set_ddp_sink_clone(self, val):
+        pass  # outputs are never cloned
+
+    def _check_reducer_finalized(self):
+        if self._replica.reducer.is_open:
+            raise RuntimeError("Expected to have finished reduction: a backward pass is running")
+
+    def _build_params_for_reducer(self):
+        tracked = self._replica.tracked
+        return list(tracked.trained.values()), [name in tracked.sparse for name in tracked.trained]
+
+    def _build_debug_param_to_name_mapping(self, parameters):
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        trained = self._replica.tracked.trained
+        for name, parameter in trained.items():
+            if id(parameter) not in indices:
+                raise ValueError(f"Param with name {name} is averaged, but was not passed")
+        if len(indices) != len(trained):
+            raise ValueError(
+                f"Expected param to name mapping to cover all parameters: got {len(indices)}, "
+                f"but {len(trained)} are averaged"
+            )
+        return {indices[id(parameter)]: name for name, parameter in trained.items()}
+
+    def _default_broadcast_coalesced(self, bufs=None, bucket_size=None, authoritative_rank=0):
+        if bufs is None:
+            bufs = list(self._replica.tracked.named_buffers().values())
+        max_bytes = bucket_size or self.broadcast_bucket_size
+        broadcast_tensors(bufs, self.process_group, authoritative_rank, max_bytes=max_bytes)
+
+
+@dataclass(frozen=True)
+class TestedReducer(ReducerFacade):
+    """The reducer with the members that torch's tests read."""
+
+    def _get_local_used_map(self):
+        replica = self._replica
+        missing = {replica.reducer.names[index] for index in replica.reducer.missing}
+        used = torch.tensor([int(name not in missing) for name in replica.tracked.trained])
+        used = used.to(replica.device, torch.int32)
+        dist.all_reduce(used, group=replica.group.process_group)
+        return used
+
+    def _ddp_graph_static(self):
+        return len(self._replica.unused.patterns) < 2

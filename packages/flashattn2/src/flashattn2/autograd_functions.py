@@ -1,0 +1,354 @@
+"""Attention as `torch.autograd.Function`s: the general function and the two of the paper.
+
+Forward-mode derivatives and the double backward pass run in tiled PyTorch for every backend.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+
+from flashattn2 import autocast, derivatives
+from flashattn2.backends import aten
+from flashattn2.dispatch import Method, select_backend
+from flashattn2.operators import backward_op, forward_op, map_sequences
+from flashattn2.spec import UNBOUNDED, AttentionSpec, make_spec
+from flashattn2.validation import check_dense
+
+
+def run_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    spec: AttentionSpec,
+    method: Method,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the differentiable output and log-sum-exp, and the largest scores if requested.
+
+    A call that needs no derivative skips `torch.autograd.Function`, whose Python code takes longer
+    than a small attention.
+    """
+    if torch.compiler.is_compiling():
+        out, lse, max_logits = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
+    elif needs_no_autograd(q, k, v):
+        out, lse, max_logits = _run(q, k, v, cu_q, cu_k, spec, method)
+    elif _are_functorch_transforms_active():
+        out, lse, max_logits = _Transformed.apply(q, k, v, cu_q, cu_k, spec, method)
+    else:
+        out, lse, max_logits = _Attention.apply(q, k, v, cu_q, cu_k, spec, method)
+    return out, lse, max_logits
+
+
+def needs_no_autograd(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if the call is neither differentiated nor transformed."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    return is_untransformed()
+
+
+def is_untransformed() -> bool:
+    """Return True if neither forward-mode AD nor a `torch.func` transform is active."""
+    return forward_ad._current_level < 0 and not _are_functorch_transforms_active()
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add one sink per head to the output and log-sum-exp of `(batch, heads, seq, ...)`.
+
+    A sink s adds e^s to the sum e^L of each row, and its value is zero:
+
+        O' = O · σ(L - s)        L' = log(e^L + e^s),
+
+    so no kernel is needed, and gradients of every order follow from those of O and L.
+    """
+    sink = sinks.to(lse.dtype)[None, :, None]
+    # A row that sees no key has L = -inf, and its output stays 0.  The weight is exp(log σ) because
+    # the gradient of σ, σ (1 - σ), rounds to 0 for a small sink, and that of log σ does not.
+    weight = torch.nn.functional.logsigmoid(lse - sink).exp()
+    return (out * weight[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    spec: AttentionSpec,
+    method: Method,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run the forward pass of the selected backend."""
+    if _can_call_kernel_directly(method, cu_q):
+        out, lse = aten.forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
+        return out, lse, None
+    out, lse, max_logits = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
+    if forward_ad._current_level >= 0:
+        # A tangent must have the strides of its tensor, and `derivatives` returns contiguous ones.
+        out, lse = out.contiguous(), lse.contiguous()
+    return out, lse, max_logits
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Save the tensors that the derivatives need."""
+    q, k, v, cu_q, cu_k, ctx.spec, ctx.method = inputs
+    out, lse, max_logits = output
+    if max_logits is not None:
+        ctx.mark_non_differentiable(max_logits)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(q, k, v, out, lse, cu_q, cu_k)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention with a log-sum-exp, packed sequences and every order of derivative up to two."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        output = _run(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        grad_out, grad_lse, _ = grads
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        # Only a derivative of this derivative needs an autograd function.
+        run = _AttentionBackward.apply if torch.is_grad_enabled() else _gradients
+        d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.method)
+        return *d_qkv, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
+        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        t_q, t_k, t_v = (
+            torch.zeros_like(x) if t is None else t
+            for x, t in zip((q, k, v), tangents[:3], strict=True)
+        )
+        t_out, t_lse = map_sequences(
+            lambda q, out, lse, t_q, k, v, t_k, t_v: derivatives.tangent(
+                q, k, v, out, lse, t_q, t_k, t_v, ctx.spec
+            ),
+            [q, out, lse, t_q],
+            [k, v, t_k, t_v],
+            cu_q,
+            cu_k,
+        )
+        return t_out, t_lse, None
+
+
+class _KernelAttention(torch.autograd.Function):
+    """Dense attention by torch's CPU kernel, without a log-sum-exp.
+
+    Training on a CPU runs this function: it takes half the time of `_Attention`, which is
+    measurable for a few tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, method: Method
+    ) -> Tensor:
+        out, lse = aten.kernel(q, k, v, 0.0, spec.right != UNBOUNDED, scale=spec.scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.spec, ctx.method = spec, method
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            d_qkv = _AttentionBackward.apply(
+                q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.method
+            )
+        else:
+            d_qkv = aten.gradients(q, k, v, out, lse, grad_out, ctx.spec)
+        return *d_qkv, None, None
+
+
+#: Apply `_KernelAttention` to q, k, v, an `AttentionSpec` and a `Method`.
+kernel_attention = _KernelAttention.apply
+
+
+class _Transformed(_Attention):
+    """`_Attention` with a separate `setup_context`, as `torch.func` requires."""
+
+    forward = staticmethod(_run)  # type: ignore[assignment]
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        raise NotImplementedError(
+            "torch.func.vmap is not supported; make the mapped dimension part of the batch, or use "
+            "attention_reference"
+        )
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The gradients of q, k and v as functions of q, k, v, dO and dL.
+
+    The inputs `out` and `lse` have no gradient, because they are functions of q, k and v.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _gradients(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, _ = inputs
+        ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
+        q, k, v, _, _, grad_out, grad_lse, _, _ = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _AttentionBackward._second(ctx, *tangents)
+        if torch.is_grad_enabled():
+            grads = _Undifferentiable.apply(*grads, *tangents, q, k, v, grad_out, grad_lse)
+        g_q, g_k, g_v, g_out, g_lse = grads
+        nones = (None,) * 6
+        return g_q, g_k, g_v, g_out, None if grad_lse is None else g_lse, *nones
+
+    @staticmethod
+    def _second(ctx: Any, t_q: Tensor, t_k: Tensor, t_v: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
+
+        def run(
+            q: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            grad_out: Tensor,
+            grad_lse: Tensor | None,
+            t_q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            t_k: Tensor,
+            t_v: Tensor,
+        ) -> tuple[Tensor, ...]:
+            g_q, g_k, g_v, g_out, g_lse = derivatives.double_backward(
+                q, k, v, out, lse, grad_out, grad_lse, t_q, t_k, t_v, ctx.spec
+            )
+            return g_q, g_out, g_lse, g_k, g_v
+
+        g_q, g_out, g_lse, g_k, g_v = map_sequences(
+            run, [q, out, lse, grad_out, grad_lse, t_q], [k, v, t_k, t_v], cu_q, cu_k
+        )
+        return g_q, g_k, g_v, g_out, g_lse
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """The five second gradients as functions whose derivative raises an error.
+
+    `once_differentiable` would leave the second gradients without a path to the inputs.  Then
+    `torch.autograd.grad(inputs=...)` would return a third derivative without its largest term
+    instead of raising an error.
+    """
+
+    @staticmethod
+    def forward(*tensors: Any) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:5])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "third derivatives are not supported; use attention_reference, whose memory is "
+            "quadratic in the sequence length"
+        )
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    spec: AttentionSpec,
+    method: Method,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward pass of the selected backend."""
+    if grad_lse is None and _can_call_kernel_directly(method, cu_q):
+        return aten.gradients(q, k, v, out, lse, grad_out, spec)
+    dq, dk, dv = backward_op(
+        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.scalars(), *method
+    )
+    return dq, dk, dv
+
+
+def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
+    """Return True if torch's CPU kernel may run outside of `forward_op` and `backward_op`.
+
+    A `torch.library` operator around the kernel takes longer than a small attention.  Forward-mode
+    AD needs the operator: it does not accept the kernel's log-sum-exp, which is a view.
+    """
+    is_dense_aten = method.backend == "aten" and cu_q is None
+    return is_dense_aten and forward_ad._current_level < 0 and not autocast.is_enabled("cpu")
+
+
+class _PaperFunction(torch.autograd.Function):
+    """The common part of the two functions with the paper's signature."""
+
+    backend: ClassVar[str]
+
+    @classmethod
+    def apply(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+        """Return attention of `Q (batch, seq_q, dim)` over `K` and `V (batch, seq_k, dim)`."""
+        check_dense(Q, K, V)
+        if Q.dim() != 3:
+            raise ValueError(f"expected Q to be (batch, seq, dim), got shape {tuple(Q.shape)}")
+        spec = make_spec(Q.shape[-1], is_causal, None, None, None)
+        method, _ = select_backend(
+            Q.unsqueeze(1), K.unsqueeze(1), V.unsqueeze(1), spec, backend=cls.backend
+        )
+        out: Tensor = super().apply(Q, K, V, spec, method)
+        return out
+
+    @staticmethod
+    def forward(
+        ctx: Any, Q: Tensor, K: Tensor, V: Tensor, spec: AttentionSpec, method: Method
+    ) -> Tensor:
+        q, k, v = (x.unsqueeze(1) for x in (Q, K, V))
+        out, lse, _ = forward_op(q, k, v, None, None, *spec.scalars(), *method)
+        ctx.spec, ctx.method = spec, method
+        output: Tensor = out.squeeze(1)
+        ctx.save_for_backward(Q, K, V, output, lse.squeeze(1))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = (x.unsqueeze(1) for x in ctx.saved_tensors)
+        d_qkv = _AttentionBackward.apply(
+            q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.method
+        )
+        return *(d.squeeze(1) for d in d_qkv), None, None
+
+
+class FlashAttentionTorch(_PaperFunction):
+    """Algorithms 1 and 2 of FlashAttention-2 in tiled PyTorch, on `(batch, seq, dim)`.
+
+    Call `FlashAttentionTorch.apply(Q, K, V, is_causal=False)`.  The function saves Q, K, V, the
+    output and one `(batch, seq_q)` tensor, the log-sum-exp, for the backward pass.
+    """
+
+    backend = "torch"
+
+
+class FlashAttentionTriton(_PaperFunction):
+    """Algorithms 1 and 2 of FlashAttention-2 in Triton kernels, on `(batch, seq, dim)`.
+
+    On a CPU the kernels need Triton's interpreter (`TRITON_INTERPRET=1`).
+    """
+
+    backend = "triton"

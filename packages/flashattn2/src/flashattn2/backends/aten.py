@@ -1,0 +1,156 @@
+"""The "aten" backend: torch's CPU flash kernel, including the log-sum-exp that SDPA discards.
+
+`torch.nn.functional.scaled_dot_product_attention` on a CPU calls the same operator.  In float16 the
+operator rounds sums of gradients between its tiles, and it is several times slower than in float32
+on CPUs without float16 arithmetic, so float16 inputs are converted to float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashattn2.backends import tiled
+from flashattn2.spec import UNBOUNDED, AttentionSpec
+
+#: torch's Python binding takes 2 us less per call than the operator in `torch.ops`.
+kernel = torch._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+#: Number of float32 values in the widest vector register that torch uses.  See Note [Lost NaN].
+VECTOR = 16
+
+# Note [Lost NaN]
+# torch's kernel computes a row's maximum with vector instructions, which propagate NaN, and with
+# scalar instructions for the keys that do not fill a vector, which drop NaN.  If all other scores
+# of the row are hidden, or none exist, the maximum stays -inf.  The kernel then treats the row as
+# one that sees no key: it returns zeros and a log-sum-exp of exactly 0 instead of NaN.  This
+# requires a mask or fewer keys than a vector holds; `forward` detects these rows and restores NaN.
+
+
+def find_obstacle(
+    q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = False, max_logits: bool = False
+) -> str | None:
+    """Return why the kernel does not support the input, or None if it does."""
+    if q.device.type != "cpu":
+        return f"it is torch's CPU kernel, and the tensors are on {q.device}"
+    if spec.softcap:
+        return "it has no softcap"
+    if max_logits:
+        return "it does not return the largest scores"
+    # The kernel aligns causal attention at the top left: query i sees keys 0 to i.
+    top_left = spec.right == q.shape[2] - k.shape[2]
+    if spec.left != UNBOUNDED or (spec.right > 0 and not top_left):
+        return "it has no window"
+    if spec.right == 0 and not (top_left or packed):
+        return (
+            f"it aligns causal attention at the top left, and seq_q {q.shape[2]} "
+            f"differs from seq_k {k.shape[2]}"
+        )
+    if q.numel() == 0 or k.numel() == 0:
+        return "it does not support empty tensors"
+    return None
+
+
+def is_kernel_sufficient(q: Tensor, v: Tensor) -> bool:
+    """Return True if one call of the kernel computes the result, given contiguous rows."""
+    return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp of an input that the kernel supports."""
+    if q.dtype == torch.float16:
+        wide = None if mask is None else mask.float()
+        out, lse = forward(q.float(), k.float(), v.float(), scale, causal, wide)
+        return out.half(), lse
+    dim = v.shape[-1]
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = _rows_contiguous(q, k, v)
+    if q.shape[-1] != dim:
+        q, k, v = _pad_head_dims(q, k, v)
+    out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    # Fake tensors have no values to test, and another type.
+    may_lose_nan = (mask is not None or k.shape[2] < VECTOR) and type(lse) is Tensor
+    if may_lose_nan and (lse == 0).any():
+        out, lse = _restore_nan(q, k, out, lse, causal, mask)
+    return (out if out.shape[-1] == dim else out[..., :dim]), lse
+
+
+def _restore_nan(
+    q: Tensor, k: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the kernel's results with NaN restored.  See Note [Lost NaN]."""
+    rows = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, seq_q, dim]
+    is_nan = (rows.double() @ k.double().mT[:, :, None]).isnan().flatten(1, 2)
+    if causal:
+        is_nan = is_nan.tril()
+    if mask is not None:
+        is_nan = is_nan & (mask != -torch.inf)
+    lost = (lse == 0) & is_nan.any(-1)
+    return out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
+
+
+def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp by the kernel if it supports the input, otherwise tiled."""
+    if find_obstacle(q, k, spec):
+        return tiled.forward(q, k, v, spec)[:2]
+    # In a graph of dynamic lengths the bound is symbolic, but the kernel needs a bool.
+    out, lse = forward(q, k, v, spec.scale, bool(spec.right != UNBOUNDED))
+    # The kernel returns the log-sum-exp as a view, which an operator must not return.
+    return out, lse.clone(memory_format=torch.contiguous_format)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, tiled if the log-sum-exp has a gradient too."""
+    if grad_lse is not None or find_obstacle(q, k, spec):
+        return tiled.backward(q, k, v, out, lse, grad_out, grad_lse, spec)
+    return gradients(q, k, v, out, lse, grad_out, spec)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of an input that the kernel supports."""
+    if q.dtype == torch.float16:
+        q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
+        dq, dk, dv = gradients(q, k, v, out, lse, grad_out, spec)
+        return dq.half(), dk.half(), dv.half()
+    dim, v_dim = q.shape[-1], v.shape[-1]
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == grad_out.stride(-1) == 1:
+        q, k, v, grad_out = _rows_contiguous(q, k, v, grad_out)
+    if dim != v_dim:
+        # The forward pass has cut the output to the head dim of v.
+        q, k, v, out, grad_out = _pad_head_dims(q, k, v, out, grad_out)
+    group = q.shape[1] // k.shape[1]
+    causal = bool(spec.right != UNBOUNDED)
+    if group > 1:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, causal, scale=spec.scale)
+    if group > 1:
+        dk, dv = (x.view(x.shape[0], -1, group, *x.shape[2:]).sum(2) for x in (dk, dv))
+    if dim == v_dim:
+        return dq, dk, dv
+    return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
+
+
+def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pad all tensors with zeros to the largest head dim, because the kernel supports only one.
+
+    Columns of zeros in q and k do not change a score, and those of v are cut off the output.
+    """
+    largest = max(x.shape[-1] for x in tensors)
+    return tuple(F.pad(x, (0, largest - x.shape[-1])) for x in tensors)
+
+
+def _rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copy the tensors whose last dimension is not contiguous."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

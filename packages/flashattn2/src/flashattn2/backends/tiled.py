@@ -1,0 +1,201 @@
+"""FlashAttention-2 in tiled PyTorch: Algorithms 1 and 2 of Dao (2023), arXiv 2307.08691.
+
+The forward pass stores no scores, only the log-sum-exp L of each row; the backward pass recomputes
+each tile of P from L.  Tiles outside the band are skipped, tiles on its edge are masked, and the
+other tiles need no mask.  The query heads of one key head are rows of the same tile, so
+grouped-query attention uses the same matrix products with more rows.  For float32 and float64
+inputs the backward pass differs from Algorithm 2: see `row_sums`.
+
+Shapes: n = batch · kv_heads, g = query heads per key head, t and u = rows of a query and key tile.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashattn2.spec import AttentionSpec
+
+#: Rows and columns of a tile, large enough for a CPU core to spend its time in matrix products.
+TILE = 256
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, log-sum-exp and row maxima of `(batch, heads, seq, dim)`: Algorithm 1."""
+    tiles = Tiles(spec, q.shape[2], k.shape[2])
+    q_ = group_queries(q, k)
+    k_ = flatten_heads(k)
+    v_ = flatten_heads(v)
+    out = q_.new_zeros(*q_.shape[:-1], v.shape[-1])
+    lse = q_.new_full(q_.shape[:-1], -torch.inf)
+    maxima = torch.full_like(lse, -torch.inf)
+    for rows in tiles.queries():
+        q_i = q_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
+        o_i = q_i.new_zeros(*q_i.shape[:-1], v.shape[-1])  # [n, g·t, d_v]
+        m_i = q_i.new_full(q_i.shape[:2], -torch.inf)  # the row maximum so far
+        l_i = torch.zeros_like(m_i)  # the row sum so far, relative to the maximum
+        for columns, hidden in tiles.keys(rows, q.device):
+            s_ij = scores(q_i, k_[:, columns], spec, hidden)  # [n, g·t, u]
+            m_new = torch.maximum(m_i, s_ij.amax(-1))
+            base = m_new
+            if hidden is not None:
+                # The maximum is -inf while all keys are hidden, and -inf - -inf would be NaN.
+                base = m_new.masked_fill(m_new == -torch.inf, 0.0)
+            p_ij = s_ij.sub_(base[..., None]).exp_()
+            rescale = torch.exp(m_i - base)
+            l_i = rescale * l_i + p_ij.sum(-1)
+            o_i = torch.baddbmm(o_i.mul_(rescale[..., None]), p_ij, v_[:, columns])
+            m_i = m_new
+        # A row that sees no key has l = 0: its output stays 0 and its log-sum-exp -inf.
+        o_i /= l_i.masked_fill(l_i == 0, 1.0)[..., None]
+        out[:, :, rows] = o_i.view_as(out[:, :, rows])
+        lse[:, :, rows] = (m_i + l_i.log()).view_as(lse[:, :, rows])
+        maxima[:, :, rows] = m_i.view_as(maxima[:, :, rows])
+    out = out.view(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+    return out, lse.view(q.shape[:-1]), maxima.view(q.shape[:-1])
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v: Algorithm 2, with D = rowsum(dO ∘ O) - dL."""
+    tiles = Tiles(spec, q.shape[2], k.shape[2])
+    q_ = group_queries(q, k)
+    k_ = flatten_heads(k)
+    v_ = flatten_heads(v)
+    do_, lse_ = group_queries(grad_out, k), row_lse(lse, k)
+    delta = row_delta(out, grad_out, grad_lse, k)
+    dl_ = None if grad_lse is None else _group_rows(grad_lse, k)
+    dq = torch.zeros_like(q_)
+    dk = torch.zeros_like(k_)
+    dv = torch.zeros_like(v_)
+    for rows in tiles.queries():
+        q_i, do_i = q_[:, :, rows].flatten(1, 2), do_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
+        l_i, d_i = (x[:, :, rows].flatten(1, 2)[..., None] for x in (lse_, delta))
+        norm_i = None
+        if q.dtype == q_.dtype:
+            norm_i, pdp_i = row_sums(q_i, k_, v_, l_i, do_i, tiles, rows)
+            d_i = pdp_i if dl_ is None else pdp_i - dl_[:, :, rows].flatten(1, 2)[..., None]
+        dq_i = torch.zeros_like(q_i)
+        for columns, hidden in tiles.keys(rows, q.device):
+            k_j, v_j = k_[:, columns], v_[:, columns]  # [n, u, d]
+            s_ij = scores(q_i, k_j, spec, hidden)  # [n, g·t, u]
+            slope = 1 - (s_ij / spec.softcap) ** 2 if spec.softcap else None
+            p_ij = s_ij.sub_(l_i).exp_()
+            if norm_i is not None:
+                p_ij *= norm_i
+            dv[:, columns] += p_ij.mT @ do_i
+            ds_ij = (do_i @ v_j.mT).sub_(d_i).mul_(p_ij)
+            if slope is not None:
+                ds_ij = torch.where(p_ij == 0, 0.0, ds_ij * slope)
+            dq_i.baddbmm_(ds_ij, k_j)
+            dk[:, columns] += ds_ij.mT @ q_i
+        dq[:, :, rows] = dq_i.view_as(dq[:, :, rows])
+    dq, dk = dq.mul_(spec.scale), dk.mul_(spec.scale)
+    return dq.view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+
+
+def row_sums(
+    q_i: Tensor, k: Tensor, v: Tensor, l_i: Tensor, do_i: Tensor, tiles: "Tiles", rows: slice
+) -> tuple[Tensor, Tensor]:
+    """Return 1 / rowsum(P) and the normalized rowsum(P ∘ dP), both `[n, g·t, 1]`.
+
+    These sums avoid two rounding errors of Algorithm 2 that are larger than those of float32
+    products.  First, an L above 4 is rounded by up to 2.4e-7, a relative error of every entry in
+    its row of P.  Second, D = dO · O is subtracted from dP, but its rounding error is not that of
+    dP, which matters if their difference is small.  The cost is two products in addition to five.
+    """
+    p_i, pdp_i = torch.zeros_like(l_i), torch.zeros_like(l_i)
+    for columns, hidden in tiles.keys(rows, q_i.device):
+        p_ij = scores(q_i, k[:, columns], tiles.spec, hidden).sub_(l_i).exp_()
+        p_i += p_ij.sum(-1, keepdim=True)
+        pdp_i += p_ij.mul_(do_i @ v[:, columns].mT).sum(-1, keepdim=True)
+    # A row that sees no key has P = 0, so any finite factor is valid.
+    norm_i = 1 / p_i.masked_fill(p_i == 0, 1.0)
+    return norm_i, norm_i * pdp_i
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Iterates over the tiles of the score matrix that overlap the band."""
+
+    spec: AttentionSpec
+    seq_q: int
+    seq_k: int
+
+    def queries(self) -> Iterator[slice]:
+        """Yield the row range of each tile of queries, in order."""
+        for start in range(0, self.seq_q, TILE):
+            yield slice(start, min(start + TILE, self.seq_q))
+
+    def keys(self, rows: slice, device: torch.device) -> Iterator[tuple[slice, Tensor | None]]:
+        """Yield each column range that the rows see, with its mask or None if all is visible."""
+        shift = self.seq_k - self.seq_q
+        start, all_start, all_stop, stop = self.spec.key_ranges(
+            rows.start, rows.stop, shift, self.seq_k
+        )
+        for first in range(start // TILE * TILE, stop, TILE):
+            columns = slice(first, min(first + TILE, self.seq_k))
+            hidden = None
+            if columns.start < all_start or columns.stop > all_stop:
+                queries = torch.arange(rows.start, rows.stop, device=device)
+                keys = torch.arange(columns.start, columns.stop, device=device)
+                hidden = self.spec.hidden(queries, keys, shift)
+            yield columns, hidden
+
+
+def scores(q_i: Tensor, k_j: Tensor, spec: AttentionSpec, hidden: Tensor | None) -> Tensor:
+    """Return one tile of scores `[n, g·t, u]` with -inf for hidden keys."""
+    # The product is scaled, because scaling the queries would round them once more.
+    s_ij = torch.baddbmm(q_i.new_empty(()), q_i, k_j.mT, beta=0, alpha=spec.scale)
+    if spec.softcap:
+        s_ij = s_ij.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    if hidden is not None:
+        s_ij.view(len(s_ij), s_ij.shape[1] // len(hidden), *hidden.shape).masked_fill_(
+            hidden, -torch.inf
+        )
+    return s_ij
+
+
+def row_lse(lse: Tensor, k: Tensor) -> Tensor:
+    """Return L as `[n, g, seq]`, with +inf in rows that see no key so that exp(s - L) is 0."""
+    rows = _group_rows(lse, k)
+    return rows.masked_fill(rows == -torch.inf, torch.inf)
+
+
+def row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, k: Tensor) -> Tensor:
+    """Return D = rowsum(dO ∘ O) - dL as `[n, g, seq]`."""
+    delta = torch.linalg.vecdot(to_accumulation_dtype(grad_out), to_accumulation_dtype(out))
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    return _group_rows(delta, k)
+
+
+def group_queries(q: Tensor, k: Tensor) -> Tensor:
+    """Return `[batch, heads, seq, d]` as `[n, g, seq, d]` in the accumulation dtype."""
+    return to_accumulation_dtype(q).reshape(
+        k.shape[0] * k.shape[1], q.shape[1] // max(k.shape[1], 1), *q.shape[2:]
+    )
+
+
+def flatten_heads(k: Tensor) -> Tensor:
+    """Return `[batch, kv_heads, seq, d]` as `[n, seq, d]` in the accumulation dtype."""
+    return to_accumulation_dtype(k).reshape(k.shape[0] * k.shape[1], *k.shape[2:])
+
+
+def to_accumulation_dtype(x: Tensor) -> Tensor:
+    """Convert half precision to float32, in which sums are accumulated."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _group_rows(x: Tensor, k: Tensor) -> Tensor:
+    """Return `[batch, heads, seq]` as `[n, g, seq]`."""
+    return x.reshape(k.shape[0] * k.shape[1], x.shape[1] // max(k.shape[1], 1), x.shape[2])

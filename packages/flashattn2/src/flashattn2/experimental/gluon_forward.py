@@ -1,0 +1,347 @@
+"""The forward pass for Hopper with one loading warp and eight computing warps.
+
+Status: experimental.  The kernels were compiled for sm_90, and their lines and schedules were
+tested in Python; they never ran on a GPU.  `backend="auto"` does not select them.
+
+A program computes 128 queries.  One warp, the producer, issues TMA loads of key and value tiles.
+Two warpgroups, the consumers, compute 64 queries each.  Products run asynchronously: a consumer
+issues the next S = Q Kᵀ and then O += P V of the previous tile, and computes the softmax of that S
+while the second product is still running (`wait_group 1`; Shah et al. 2024, section 3.2).  While
+one consumer computes its softmax, the matrix unit is free for the other consumer.
+
+    matrix unit   | S0 |    | S1 |  O += P0 V0  |    | S2 |  O += P1 V1  |
+    softmax             P0        P1                       P2
+
+Barriers guard each tile of shared memory.  Each stage of the ring has two barriers:
+
+    ready    the load has finished: consumers may read the tile
+    free     both consumers have read the tile: the producer may overwrite it
+
+A barrier counts phases, and a warp waits for the parity of a phase.  Tile j is in stage j % STAGES,
+as the (j // STAGES)-th tile of that stage.  The tests run these functions line by line and explore
+every order in which the warps may be scheduled.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashattn2.kernels import launch
+from flashattn2.kernels.tiles import is_visible, key_ranges, program
+from flashattn2.spec import AttentionSpec
+
+# In Triton 3.6 these functions are named `async_copy_...`; in 3.9 the old names raise an error.
+if hasattr(tma, "async_load"):
+    load_tile, store_tile = tma.async_load, tma.async_store
+else:
+    load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+
+class Tile(NamedTuple):
+    """The tile sizes of one head dim."""
+
+    #: Queries per consumer; a warpgroup's wgmma has 64 rows.
+    rows: int
+    #: Keys per tile.
+    keys: int
+    #: Stages of the ring of key and value tiles.
+    stages: int
+
+
+#: The tile sizes of each supported head dim.
+TILES = {64: Tile(64, 128, 3), 128: Tile(64, 128, 2)}
+CONSUMERS = 2
+# A program has 12 warps, including three idle warps beside the producer.  Each thread is launched
+# with 168 of the 65,536 registers; then the producer releases most of its registers, and the
+# consumers acquire them.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+
+
+@gluon.jit
+def forward_kernel(
+    q, k, v, out, lse, outer, tiles, heads, group, seq_q, seq_k, left, right,
+    D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute the output of 128 queries.  Grid: (query tiles · batch · heads).
+
+    The tiles of the descriptors are [1, 1, ROWS or KEYS, D].
+    """
+    tile, batch, head, line, _ = program(tiles, heads, True)
+    first = tile * 2 * ROWS
+    last = gl.minimum(first + 2 * ROWS, seq_q) - 1
+    lo, all_lo, all_hi, hi = key_ranges(
+        first, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
+    )
+    # If no query sees a key, one fully masked tile is still loaded, because the consumers wait for
+    # at least one tile.
+    count = gl.maximum(gl.cdiv(hi - lo, KEYS), 1)
+    # Tiles are processed from the last to the first.  Tiles 0 to near - 1 are cut by the right edge
+    # of the band or the end of the keys, tiles near to far - 1 need no mask, and the left edge of
+    # the band cuts the remaining tiles.
+    near = gl.maximum(gl.cdiv(hi - all_hi, KEYS), 1)
+    far = gl.maximum(count - gl.cdiv(all_lo - lo, KEYS), near)
+    loop = (lo + (count - 1) * KEYS, count, near, far)
+
+    q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, ROWS, D], q.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, D], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, D], v.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # A phase ends after `count` arrivals: one of the producer, or one of each consumer.
+    mbarrier.init(q_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    # Make the barriers, written by ordinary instructions, visible to TMA.
+    fence_async_shared()
+
+    memory = (q_tiles, k_tiles, v_tiles)
+    barriers = (q_ready, k_ready, k_free, v_ready, v_free)
+    location = (batch, head, line, first)
+    band = (seq_q, seq_k, left, right)
+    gl.warp_specialize(
+        [
+            (consumer, (out, lse, outer, memory, barriers, location, loop, band,
+                        0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+            (consumer, (out, lse, outer, memory, barriers, location, loop, band,
+                        1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+            (producer, (q, k, v, memory, barriers, location, loop, head // group,
+                        ROWS, KEYS, STAGES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def producer(
+    q, k, v, memory, barriers, location, loop, kv_head,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load Q, then K and V of each tile as soon as its stage is free.  Runs in one warp."""
+    q_tiles, k_tiles, v_tiles = memory
+    q_ready, k_ready, k_free, v_ready, v_free = barriers
+    batch, head, _, first = location
+    start, count, _, _ = loop
+    # `expect` arrives at the barrier, and keeps the phase open until that many bytes have arrived.
+    mbarrier.expect(q_ready, 2 * q.block_type.nbytes)
+    load_tile(q, [batch, head, first, 0], q_ready, q_tiles.index(0))
+    load_tile(q, [batch, head, first + ROWS, 0], q_ready, q_tiles.index(1))
+    for j in range(count):
+        stage, phase = j % STAGES, (j // STAGES) & 1
+        # The opposite parity: a wait for the phase before the first one returns at once, so the
+        # first tile of each stage is loaded without waiting.
+        mbarrier.wait(k_free.index(stage), phase ^ 1)
+        mbarrier.expect(k_ready.index(stage), k.block_type.nbytes)
+        load_tile(
+            k, [batch, kv_head, start - j * KEYS, 0], k_ready.index(stage), k_tiles.index(stage)
+        )
+        mbarrier.wait(v_free.index(stage), phase ^ 1)
+        mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
+        load_tile(
+            v, [batch, kv_head, start - j * KEYS, 0], v_ready.index(stage), v_tiles.index(stage)
+        )
+
+
+@gluon.jit
+def consumer(
+    out, lse, outer, memory, barriers, location, loop, band, WHICH: gl.constexpr,
+    D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Compute half of the queries over all tiles of keys.  Runs in four warps."""
+    q_ready, k_ready, k_free, v_ready, _ = barriers
+    batch, head, line, first = location
+    start, count, near, far = loop
+    seq_q, seq_k, _, _ = band
+    row = first + WHICH * ROWS
+    position = row + seq_k - seq_q
+    # The register layouts of wgmma results: a group of four threads has whole rows, so a row's
+    # maximum and sum need two shuffles and no shared memory.
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))  # [ROWS]
+    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))  # [ROWS]
+    acc = gl.full([ROWS, D], 0.0, gl.float32, o_layout)  # [ROWS, D]
+    zero = gl.full([ROWS, KEYS], 0.0, gl.float32, s_layout)  # [ROWS, KEYS]
+
+    # The first tile: only S, because P of a previous tile does not exist.
+    q_memory = memory[0].index(WHICH)
+    q_tile = q_memory.reshape([ROWS, D])  # [ROWS, D]
+    k_tile = memory[1].index(0).reshape([KEYS, D])  # [KEYS, D]
+    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(k_ready.index(0), 0)
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))  # [ROWS, KEYS]
+    mbarrier.arrive(k_free.index(0), count=1)
+    p, maximum, total, _ = softmax(
+        s, maximum, total, position, start, outer, band, ROWS, KEYS, s_layout, LEFT, RIGHT, True
+    )
+    p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, o_layout, 2))
+
+    for j in range(1, near):
+        acc, maximum, total, p = step(
+            j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer, band,
+            D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, True,
+        )  # fmt: skip
+    for j in range(near, far):
+        acc, maximum, total, p = step(
+            j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer, band,
+            D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, False,
+        )  # fmt: skip
+    if LEFT:
+        for j in range(far, count):
+            acc, maximum, total, p = step(
+                j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer,
+                band, D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, True,
+            )  # fmt: skip
+
+    # P V of the last tile.  No later tile is loaded into its stage, so the stage is not released.
+    stage, phase = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
+    mbarrier.wait(v_ready.index(stage), phase)
+    v_tile = memory[2].index(stage).reshape([KEYS, D])  # [KEYS, D]
+    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+
+    # A row that sees no key has a total of 0, output 0 and log-sum-exp -inf.
+    total = gl.where(total == 0.0, 1.0, total)
+    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
+    lines = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    sums = (maximum + gl.log2(total)) * 0.6931471805599453
+    gl.store(lse + gl.cast(line, gl.int64) * seq_q + lines, sums, mask=lines < seq_q)
+    # Q is no longer needed: O is stored through its shared memory, and TMA omits the rows after the
+    # end of the sequence.
+    q_tile.store(acc.to(q_tile.dtype))
+    fence_async_shared()
+    store_tile(out, [batch, head, row, 0], q_memory)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def step(
+    j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer, band,
+    D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    s_layout: gl.constexpr, o_layout: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Compute S of tile j, and its softmax during O += P V of tile j - 1."""
+    _, k_tiles, v_tiles = memory
+    _, k_ready, k_free, v_ready, v_free = barriers
+    stage, phase = j % STAGES, (j // STAGES) & 1
+    before, phase_before = (j - 1) % STAGES, ((j - 1) // STAGES) & 1
+    k_tile = k_tiles.index(stage).reshape([KEYS, D])  # [KEYS, D]
+    v_tile = v_tiles.index(before).reshape([KEYS, D])  # [KEYS, D]
+
+    mbarrier.wait(k_ready.index(stage), phase)
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready.index(before), phase_before)
+    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+    # All products except for the last issued one have finished: S is complete, O is not.
+    s = warpgroup_mma_wait(1, deps=(s,))  # [ROWS, KEYS]
+    mbarrier.arrive(k_free.index(stage), count=1)
+    new_p, maximum, total, rescale = softmax(
+        s, maximum, total, position, start - j * KEYS, outer, band,
+        ROWS, KEYS, s_layout, LEFT, RIGHT, MASKED,
+    )  # fmt: skip
+    # This wait has already succeeded above.  It is a loop that ptxas does not move exponentials
+    # across; without it, ptxas would move them after the product that they should overlap.
+    mbarrier.wait(v_ready.index(before), phase_before)
+    acc = warpgroup_mma_wait(0, deps=(acc,))  # [ROWS, D]
+    mbarrier.arrive(v_free.index(before), count=1)
+    # O and P V are in units of the old maximum.
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
+    # From an accumulator's layout to a left operand's: the same registers with two numbers each.
+    p = gl.convert_layout(new_p.to(q_tile.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    return acc, maximum, total, p
+
+
+@gluon.jit
+def softmax(
+    s, maximum, total, position, start, outer, band,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, s_layout: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Return P of a tile, the new maximum and sum of each row, and the factor that rescales O."""
+    if MASKED:
+        _, seq_k, left, right = band
+        positions = position + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
+        keys = start + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))  # [KEYS]
+        visible = is_visible(positions[:, None], keys[None, :], seq_k, left, right, LEFT, RIGHT)
+        s = gl.where(visible, s, float("-inf"))
+    new = gl.maximum(maximum, gl.max(s, 1) * outer)  # [ROWS]
+    base = new
+    if MASKED:
+        # The maximum is -inf while all keys are hidden, and -inf - -inf would be NaN.
+        base = gl.where(new == float("-inf"), 0.0, new)
+    p = gl.exp2(s * outer - base[:, None])  # [ROWS, KEYS]
+    rescale = gl.exp2(maximum - base)  # [ROWS]
+    return p, new, total * rescale + gl.sum(p, 1), rescale
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp of `(batch, heads, seq, dim)`."""
+    out = launch.empty_like_layout(q)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if q.numel() == 0 or k.numel() == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    q, k, v = (
+        x if launch.can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
+        for x in (q, k, v)
+    )
+    batch, heads, seq_q, dim = q.shape
+    tile = TILES[dim]
+    tiles = launch.cdiv(seq_q, CONSUMERS * tile.rows)
+    outer = launch.score_factors(spec, False)[2]
+    forward_kernel[(tiles * batch * heads,)](
+        *(descriptor(x, rows) for x, rows in ((q, tile.rows), (k, tile.keys), (v, tile.keys))),
+        descriptor(out, tile.rows), lse, outer, tiles, heads, heads // k.shape[1], seq_q,
+        k.shape[2], spec.left, spec.right,
+        D=dim, ROWS=tile.rows, KEYS=tile.keys, STAGES=tile.stages,
+        LEFT=spec.left >= 0, RIGHT=spec.right >= 0,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return out, lse
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Return a TMA descriptor for tiles of `rows` rows of one head."""
+    # A dimension of size 1 may have any stride: choose one that is a multiple of 16 bytes.
+    strides = [x.shape[-1] if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    block = [1, 1, rows, x.shape[-1]]
+    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, layout(x.dtype))
+
+
+def layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Return the layout of tiles in shared memory: rows of 128 bytes, swizzled by 16 bytes."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
+
+
+def describe(dim: int) -> str:
+    """Return the line that `explain` prints for the forward pass."""
+    tile = TILES[dim]
+    return (
+        f"forward: {CONSUMERS * tile.rows} queries by {tile.keys} keys by head dim {dim}, 2 "
+        f"warpgroups and a loading warp, {tile.stages} stages, 1 splits, TMA descriptors"
+    )

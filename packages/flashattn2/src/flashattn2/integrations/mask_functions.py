@@ -1,0 +1,290 @@
+"""The band and the packed sequences of a mask function of transformers.
+
+A mask function decides for two positions whether a query sees a key.  Known functions are
+recognized by their code and closures, in time linear in the sequence.  Other functions are
+evaluated for every pair of positions, and are accepted only if a band over packed sequences equals
+the result.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Rows of a mask that are evaluated at a time, so that memory stays linear in the sequence.
+ROWS = 256
+
+MaskFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A band over packed sequences, as a mask function defines it."""
+
+    #: Number of keys before its own position that a query sees; None for no bound.
+    left: int | None = None
+    #: Number of keys after its own position that a query sees; None for no bound.
+    right: int | None = None
+    #: The number of each key's sequence, `(batch, seq_k)`; None for one sequence.
+    sequence: Tensor | None = None
+    #: False if the band is correct only for a function that separates these sequences.
+    is_separated: bool = True
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The positions for which a mask is requested."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    #: Position of the first query.
+    first_query: int
+    #: Position of the first key.
+    first_key: int
+    device: torch.device | str
+    use_vmap: bool
+
+    @property
+    def shift(self) -> int:
+        """Return the index of the key at the position of the first query."""
+        return self.first_query - self.first_key
+
+    @property
+    def is_square(self) -> bool:
+        """Return True if queries and keys have the same positions."""
+        return self.shift == 0 and self.q_length == self.kv_length
+
+
+def find_pattern(function: MaskFunction, grid: Grid) -> Pattern | None:
+    """Return the pattern that equals the mask function on the grid, or None."""
+    pattern = recognize(function, grid) if _has_known_factories() else None
+    if pattern is not None and pattern.is_separated:
+        return _without_unreached_bounds(pattern, grid)
+    return evaluate(function, grid)
+
+
+def recognize(function: MaskFunction, grid: Grid) -> Pattern | None:
+    """Return the pattern of a function that is built from known functions, or None."""
+    from transformers import masking_utils
+
+    if function is masking_utils.causal_mask_function:
+        return Pattern(right=0)
+    if function is masking_utils.bidirectional_mask_function:
+        return Pattern()
+    name = _factory_codes().get(getattr(function, "__code__", None))
+    if name is None:
+        return None
+    variables = _closure(function)
+    if name == "and_masks":
+        return _intersect([recognize(part, grid) for part in variables["mask_functions"]])
+    if name == "sliding_window_overlay":
+        return _band(variables["sliding_window"], left=-1, right=None)
+    if name == "sliding_window_bidirectional_overlay":
+        return _band(variables["sliding_window"], left=0, right=0)
+    if name == "packed_sequence_mask_function":
+        return _packed_pattern(variables["packed_sequence_mask"], grid)
+    return _remapped_pattern(variables["mask_function"], variables["position_ids"], grid)
+
+
+def _closure(function: MaskFunction) -> dict[str, Any]:
+    """Return the variables that a function closes over."""
+    names = function.__code__.co_freevars
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _band(window: Any, left: int, right: int | None) -> Pattern | None:
+    """Return the band of a window; `left` and `right` are added to its size."""
+    if not isinstance(window, int) or window + left < 0:
+        return None
+    return Pattern(window + left, None if right is None else window + right)
+
+
+def _packed_pattern(sequence: Tensor, grid: Grid) -> Pattern | None:
+    """Return the pattern of packed sequences with rising numbers, or None."""
+    if not grid.is_square or grid.first_key or sequence.shape != (grid.batch, grid.kv_length):
+        return None
+    steps = sequence.diff(dim=1)
+    if (steps < 0).any():
+        return None
+    number = torch.ones_like(sequence, dtype=torch.int32)
+    number[:, 1:] += (steps > 0).cumsum(1, dtype=torch.int32)
+    return Pattern(sequence=number.to(grid.device))
+
+
+def _remapped_pattern(function: MaskFunction, positions: Tensor, grid: Grid) -> Pattern | None:
+    """Return the pattern of a function of positions that restart with each packed sequence.
+
+    The result has a sequence for each run of consecutive positions.  It is correct only together
+    with a function that separates the same sequences: `_intersect` compares the two.
+    """
+    inner = recognize(function, grid)
+    if inner is None or inner.sequence is not None or positions.shape[1:] != (grid.kv_length,):
+        return None
+    if positions.numel() and positions.amin() < 0:
+        return None
+    is_restart = positions.diff(dim=1) != 1
+    number = torch.ones_like(positions, dtype=torch.int32)
+    number[:, 1:] += is_restart.cumsum(1, dtype=torch.int32)
+    number = number.expand(grid.batch, -1).to(grid.device)
+    if not number.numel() or number.amax() == 1 or (inner.left is None and inner.right is None):
+        return inner
+    return replace(inner, sequence=number, is_separated=False)
+
+
+def _intersect(patterns: list[Pattern | None]) -> Pattern | None:
+    """Return the pattern of keys that all patterns show, or None if it is not a pattern."""
+    left: int | None = None
+    right: int | None = None
+    sequence: Tensor | None = None
+    is_separated = False
+    for pattern in patterns:
+        if pattern is None:
+            return None
+        left = _smaller(left, pattern.left)
+        right = _smaller(right, pattern.right)
+        if pattern.sequence is not None:
+            if sequence is not None and not torch.equal(sequence, pattern.sequence):
+                return None
+            sequence = pattern.sequence
+            is_separated = is_separated or pattern.is_separated
+    return Pattern(left, right, sequence, sequence is None or is_separated)
+
+
+def _smaller(first: int | None, second: int | None) -> int | None:
+    """Return the smaller of two bounds."""
+    if first is None or second is None:
+        return second if first is None else first
+    return min(first, second)
+
+
+#: Functions of `transformers.masking_utils` that return a mask function, with example arguments.
+FACTORIES: dict[str, tuple[Any, ...]] = {
+    "and_masks": (lambda b, h, q, k: k >= 0,),
+    "sliding_window_overlay": (3,),
+    "sliding_window_bidirectional_overlay": (2,),
+    "packed_sequence_mask_function": (torch.tensor([[0, 0, 1, 1, 1, 2]]),),
+    "remap_positions_for_packed_sequence": (
+        lambda b, h, q, k: k <= q,
+        torch.tensor([[0, 1, 0, 1, 2, 0]]),
+    ),
+}
+
+
+@functools.cache
+def _factory_codes() -> dict[Any, str]:
+    """Return the code of the function that each factory returns, mapped to the factory's name."""
+    from transformers import masking_utils
+
+    codes = {}
+    for name, arguments in FACTORIES.items():
+        factory = getattr(masking_utils, name, None)
+        if factory is not None:
+            codes[factory(*arguments).__code__] = name
+    return codes
+
+
+@functools.cache
+def _has_known_factories() -> bool:
+    """Return True if the installed factories return the expected masks for their examples.
+
+    Another version of transformers may change their meaning; then masks are evaluated instead.
+    """
+    from transformers import masking_utils
+
+    q = torch.arange(6)[:, None]
+    k = torch.arange(6)[None]
+    positions = torch.tensor([0, 1, 0, 1, 2, 0])
+    sequence = torch.tensor([0, 0, 1, 1, 1, 2])
+    expected = {
+        "and_masks": k >= 0 * q,
+        "sliding_window_overlay": k > q - 3,
+        "sliding_window_bidirectional_overlay": (q - k).abs() <= 2,
+        "packed_sequence_mask_function": sequence[q] == sequence[k],
+        "remap_positions_for_packed_sequence": positions[k] <= positions[q],
+    }
+    for name, arguments in FACTORIES.items():
+        factory = getattr(masking_utils, name, None)
+        if factory is None:
+            continue
+        function = factory(*arguments)
+        mask = torch.as_tensor(function(0, 0, q, k)).expand(6, 6)
+        if not torch.equal(mask, expected[name].expand(6, 6)):
+            return False
+    causal: Any = masking_utils.causal_mask_function
+    bidirectional: Any = masking_utils.bidirectional_mask_function
+    is_causal = torch.equal(causal(0, 0, q, k), k <= q)
+    return is_causal and bool(bidirectional(0, 0, q, k).all())
+
+
+def evaluate(function: MaskFunction, grid: Grid) -> Pattern | None:
+    """Return the pattern that equals the evaluated mask, or None.  The time is quadratic.
+
+    Only one candidate is possible: a sequence ends where neighbors do not see each other, and the
+    band extends as far as any query sees.  Every entry of the mask is then compared with it.
+    """
+    tiles = [(first, min(first + ROWS, grid.q_length)) for first in range(0, grid.q_length, ROWS)]
+    rows = functools.partial(_evaluate_rows, function, grid)
+    sequence = _separate_sequences(rows, tiles, grid) if grid.is_square else None
+    keys = torch.arange(grid.kv_length, device=grid.device)
+    left = right = -1
+    for first, last in tiles:
+        distance = torch.arange(first, last, device=grid.device)[:, None] + grid.shift - keys
+        visible_distance = torch.where(rows(first, last), distance, 0)
+        left = max(left, int(visible_distance.amax()))
+        right = max(right, int((-visible_distance).amax()))
+    for first, last in tiles:
+        queries = torch.arange(first, last, device=grid.device)
+        distance = queries[:, None] + grid.shift - keys
+        band = (distance <= left) & (-distance <= right)
+        if sequence is not None:
+            band = band & (sequence[:, queries, None] == sequence[:, None, :])
+        if not torch.equal(rows(first, last), band.expand(grid.batch, -1, -1)):
+            return None
+    return _without_unreached_bounds(Pattern(left, right, sequence), grid)
+
+
+def _evaluate_rows(function: MaskFunction, grid: Grid, first: int, last: int) -> Tensor:
+    """Return the mask `(batch, last - first, seq_k)` of some queries."""
+    from transformers import masking_utils
+
+    mask: Any = masking_utils.sdpa_mask(
+        *(grid.batch, last - first, grid.kv_length, grid.first_query + first, grid.first_key),
+        function,
+        allow_is_causal_skip=False,
+        use_vmap=grid.use_vmap,
+        device=grid.device,
+    )
+    visible: Tensor = mask[:, 0]
+    return visible
+
+
+def _separate_sequences(
+    rows: Callable[[int, int], Tensor], tiles: list[tuple[int, int]], grid: Grid
+) -> Tensor:
+    """Return the number of each key's sequence; neighbors of one sequence see each other."""
+    starts = torch.ones((grid.batch, grid.kv_length), dtype=torch.int32, device=grid.device)
+    for first, last in tiles:
+        mask = rows(first, last)
+        queries = torch.arange(max(first, 1), last, device=grid.device)
+        starts[:, queries] *= ~mask[:, queries - first, queries - 1]
+        queries = torch.arange(first, min(last, grid.kv_length - 1), device=grid.device)
+        starts[:, queries + 1] *= ~mask[:, queries - first, queries + 1]
+    return starts.cumsum(1, dtype=torch.int32)
+
+
+def _without_unreached_bounds(pattern: Pattern, grid: Grid) -> Pattern:
+    """Return the pattern without bounds that hide no key."""
+    longest = grid.shift + grid.q_length
+    if pattern.sequence is not None and pattern.sequence.numel():
+        longest = max(int(torch.bincount(row).amax()) for row in pattern.sequence)
+    left, right = pattern.left, pattern.right
+    if left is not None and left >= longest - 1:
+        left = None
+    if right is not None and right >= grid.kv_length - 1 - grid.shift:
+        right = None
+    return replace(pattern, left=left, right=right)

@@ -1,0 +1,153 @@
+"""The row statistics of the backward pass: D = rowsum(dO ∘ O) - dL, and 1 / rowsum(P).
+
+Two rounding errors are larger than those of EXACT float32 products.  First, a log-sum-exp above 4
+is rounded by up to 2.4e-7, a relative error of every entry in its row of P.  Second, D = dO · O is
+subtracted from dP, but its rounding error is not that of dP, which matters if their difference is
+small.  Therefore, for EXACT products, `sums_kernel` sums the same P and dP that the later kernels
+compute: P is divided by its sum, and D = rowsum(P ∘ dP) - dL.  Other precisions have larger errors
+in their products and skip this kernel, which saves two of nine products.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashattn2.kernels import launch
+from flashattn2.kernels.tiles import (
+    exponential,
+    is_visible,
+    key_ranges,
+    load_tile,
+    locate_tile,
+    program,
+    tanh,
+)
+from flashattn2.spec import AttentionSpec
+
+
+def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
+    """Return D = rowsum(dO ∘ O) - dL."""
+    batch, heads, rows, dim = out.shape
+    d = torch.empty_like(lse)
+    tiles = launch.cdiv(rows, 32)
+    delta_kernel[launch.grid(tiles, batch * heads, 1)](
+        out, grad_out, None if grad_lse is None else grad_lse.float().contiguous(), d,
+        launch.strides(out, grad_out), (tiles, heads, rows),
+        D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=32, enable_fp_fusion=True,
+    )  # fmt: skip
+    return d
+
+
+def norm_and_delta(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str, split_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return 1 / rowsum(P) and D, both from sums over P and dP."""
+    plan = launch.plan(
+        "dq",
+        precision,
+        spec,
+        q,
+        k,
+        v,
+        grad_out,
+        packed=cu_q is not None,
+        split_size=split_size,
+    )
+    batch, heads, rows, _ = q.shape
+    tile, splits = plan.tile, plan.splits
+    tiles = launch.tiles_of(q, cu_q, tile.block_m)
+    p_sums, dp_sums = lse.new_empty((2, splits, *lse.shape))
+    sums_kernel[launch.grid(tiles, batch * heads, splits)](
+        q, k, v, grad_out, lse, p_sums, dp_sums, launch.strides(q, k, v, grad_out),
+        launch.sequence_bounds(cu_q, cu_k), (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
+        launch.score_factors(spec, True), plan.meta(q, v, spec, cu_q is not None),
+        **tile.compiler_options,
+    )  # fmt: skip
+    total = p_sums.sum(0)
+    # A row that sees no key has P = 0, so any finite factor is valid.
+    norm = torch.where(total == 0.0, 1.0, 1.0 / total)
+    d = norm * dp_sums.sum(0)
+    return norm, d if grad_lse is None else d - grad_lse
+
+
+@triton.jit
+def delta_kernel(
+    out, grad_out, grad_lse, delta, strides, sizes,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute D = rowsum(dO ∘ O) - dL.  Grid: (row tiles · batch · heads)."""
+    out_strides, grad_out_strides = strides
+    tiles, heads, rows = sizes
+    tile, batch, head, at, _ = program(tiles, heads, False)
+    first, sequence = tile * BLOCK_M, (batch, head, 0, rows)
+    o = load_tile(out, out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
+    do = load_tile(grad_out, grad_out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
+    d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
+    lines = first + tl.arange(0, BLOCK_M)
+    line = tl.cast(at, tl.int64) * rows + lines
+    if grad_lse is not None:
+        d -= tl.load(grad_lse + line, lines < rows, other=0.0)
+    tl.store(delta + line, d, lines < rows)
+
+
+@triton.jit
+def sums_kernel(
+    q, k, v, grad_out, lse, p_sums, dp_sums, strides, cuts, sizes, spec,
+    meta: tl.constexpr,
+):  # fmt: skip
+    """Compute the row sums of P and P ∘ dP.
+
+    Grid: (query tiles · batch · heads, splits of the keys).
+    """
+    q_strides, k_strides, v_strides, grad_out_strides = strides
+    tiles, heads, group, rows, seq_k = sizes
+    _, inner, outer, left, right = spec
+    tile, batch, head, at, num_lines = program(tiles, heads, True)
+    split, kv_head = tl.program_id(1), head // group
+    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
+        tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
+    )
+    if meta.PACKED and first < 0:
+        return
+
+    queries, keys_of = (batch, head, q_begin, seq_q), (batch, kv_head, k_begin, seq_k)
+    q_tile = load_tile(q, q_strides, queries, first, meta.BLOCK_M, meta.D, meta.BLOCK_D)  # [M, D]
+    do_tile = load_tile(
+        grad_out, grad_out_strides, queries, first, meta.BLOCK_M, meta.DV, meta.BLOCK_DV
+    )  # [M, DV]
+    lines = first + tl.arange(0, meta.BLOCK_M)
+    line = tl.cast(at, tl.int64) * rows + q_begin
+    row_lse = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))  # [M]
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    total = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
+    product = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
+    last = tl.minimum(first + meta.BLOCK_M, seq_q) - 1
+    lo, _, _, hi = key_ranges(
+        first, last, seq_q, seq_k, left, right, split,
+        meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
+    )  # fmt: skip
+    positions = (lines + seq_k - seq_q)[:, None]
+    # Products without matrix units are slow enough to hide a mask: one loop serves all tiles.
+    for start in tl.range(lo, hi, meta.BLOCK_N):
+        k_tile = load_tile(
+            k, k_strides, keys_of, start, meta.BLOCK_N, meta.D, meta.BLOCK_D
+        )  # [N, D]
+        v_tile = load_tile(
+            v, v_strides, keys_of, start, meta.BLOCK_N, meta.DV, meta.BLOCK_DV
+        )  # [N, DV]
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [M, N]
+        if meta.SOFTCAP:
+            raw = tanh(raw * inner)
+        keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
+        p = exponential(raw * outer - row_lse[:, None], True)  # [M, N]
+        visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+        p = tl.where(visible, p, 0.0)
+        total += tl.sum(p, 1)
+        product += tl.sum(p * tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee"), 1)
+    part = (tl.cast(split, tl.int64) * num_lines + at) * rows + q_begin
+    tl.store(p_sums + part + lines, total, lines < seq_q)
+    tl.store(dp_sums + part + lines, product, lines < seq_q)

@@ -1,0 +1,217 @@
+"""The public function `flash_attention_with_kvcache`: validate, specify, select, run, format."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from flashattn2.autocast import cast_for_autocast
+from flashattn2.autograd_functions import apply_sinks, is_untransformed
+from flashattn2.backends import aten
+from flashattn2.dispatch import KERNEL_BACKENDS, Method, select_backend
+from flashattn2.kvcache import eager, validation
+from flashattn2.kvcache.operators import append_op, decode_op
+from flashattn2.plan_cache import Plan, look_up_plan, store_plan
+from flashattn2.spec import UNBOUNDED, AttentionSpec, Window, make_spec
+from flashattn2.validation import check_sinks, check_tensors
+
+
+def flash_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: int | Tensor,
+    block_table: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    precision: str | None = None,
+    split_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention of new queries over the first keys of a cache.
+
+    The function has no gradient: call it under `torch.no_grad()`.  On a GPU it does not wait for
+    the values of `cache_seqlens`.
+
+    Args:
+        q: Queries `(batch, heads, seq_q, dim)`.  The last query is at the last key.
+        k_cache: Keys `(batch, kv_heads, capacity, dim)`, or `(pages, kv_heads, page_size, dim)`
+            with a `block_table`.
+        v_cache: Values with the shape of `k_cache`, except for the head dim.
+        k: New keys `(batch, kv_heads, new, dim)`.  They are written into the cache in place after
+            the first `cache_seqlens` keys, and are attended to as well.
+        v: New values, required with `k`.
+        cache_seqlens: Number of keys in the cache before `k`: one int, or int32 `(batch,)`.
+        block_table: int32 `(batch, max_pages)`.  Key `j` of sequence `b` is row `j % page_size` of
+            page `block_table[b, j // page_size]`.
+
+    The remaining options are those of `flash_attention`.
+
+    Returns:
+        The output `(batch, heads, seq_q, dim_v)` and, with `return_lse`, the log-sum-exp
+        `(batch, heads, seq_q)`.
+    """
+    is_paged = block_table is not None
+    options = (
+        *(is_causal, scale, window, type(window), softcap, backend, precision, split_size),
+        *(is_paged, _signature_of_new_rows(k, v)),
+    )
+    signature, plan = look_up_plan(q, k_cache, v_cache, options)
+    if is_grad_enabled():
+        validation.check_no_gradient(q, k_cache, v_cache, k, v)
+    if plan is not None and plan.is_cpu_kernel and sinks is None:
+        # Fast path for a decoded token; with it, Python takes at most 15 us (test_speed.py).
+        result = _call_cpu_kernel(q, k_cache, v_cache, k, v, cache_seqlens, plan.spec)
+        if result is not None:
+            return (result[0], result[1].contiguous()) if return_lse else result[0]
+
+    # Validate.
+    if plan is None:
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+        validation.check_shapes(q, k_cache, v_cache, is_paged)
+    validation.check_table(block_table, q)
+    check_sinks(sinks, q.shape[1], q)
+    new = validation.check_new_rows(q, k_cache, v_cache, k, v)
+
+    # Specify the scores and select a backend.
+    if plan is None:
+        if q.dtype != k_cache.dtype:
+            (q,) = cast_for_autocast(q)
+        spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
+        # The CPU backends are chosen per sequence: see `kvcache/eager.py`.
+        method, _ = select_backend(
+            q,
+            k_cache,
+            v_cache,
+            spec,
+            backend="auto" if backend == "aten" else backend,
+            precision=precision,
+            packed=True,
+            split_size=split_size,
+        )
+        is_cpu_kernel = not is_paged and _is_single_query_on_cpu(q, k_cache, v_cache, spec, method)
+        plan = store_plan(signature, q, Plan(spec, method, is_cpu_kernel))
+
+    # Run.
+    if _can_skip_operators(q, plan.method):
+        counts = validation.counts(cache_seqlens, q)
+        validation.check_counts(counts, new, k_cache, block_table)
+        if k is not None and v is not None:
+            eager.append_rows(k_cache, v_cache, k, v, counts, block_table)
+            counts = [count + new for count in counts]
+        out, lse = eager.attend_sequences(q, k_cache, v_cache, counts, block_table, plan.spec)
+    else:
+        out, lse = _call_operators(
+            q, k_cache, v_cache, k, v, cache_seqlens, block_table, new, plan.spec, plan.method
+        )
+    if sinks is not None:
+        out, lse = apply_sinks(out, lse, sinks)
+
+    # Format.
+    return (out, lse.contiguous()) if return_lse else out
+
+
+def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
+    """Return the part of a call's signature that depends on the new keys and values."""
+    if type(k) is Tensor and type(v) is Tensor:
+        return k.shape, v.shape, k.dtype, v.dtype, k.layout, v.layout
+    return k is None and v is None
+
+
+def _is_single_query_on_cpu(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, method: Method
+) -> bool:
+    """Return True if torch's CPU kernel alone computes attention over a contiguous cache."""
+    if not q.is_cpu or method.backend in KERNEL_BACKENDS or spec.softcap:
+        return False
+    is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
+    return is_single_query and aten.is_kernel_sufficient(q, v_cache)
+
+
+def _can_skip_operators(q: Tensor, method: Method) -> bool:
+    """Return True if plain Python may run on the CPU in place of the operators.
+
+    For one token, a call of a `torch.library` operator takes longer than the attention.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(q) is Tensor and q.is_cpu and method.backend != "triton"
+
+
+def _call_cpu_kernel(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor] | None:
+    """Append the new rows and call torch's CPU kernel; return None for the general path.
+
+    The call copies each new row and reads the caches through views.
+    """
+    if type(cache_seqlens) is not int:
+        return None
+    new = 0
+    if k is not None and v is not None:
+        if not (type(k) is Tensor and type(v) is Tensor and k.is_cpu and v.is_cpu):
+            return None
+        new = k.shape[2]
+    elif k is not v:
+        return None
+    count = cache_seqlens + new
+    first = 0 if spec.left == UNBOUNDED else max(0, count - 1 - spec.left)
+    # With fewer keys the kernel may lose NaN: see Note [Lost NaN] in aten.py.
+    is_supported = count - first >= aten.VECTOR and is_untransformed()
+    if not (is_supported and cache_seqlens >= 0 and count <= k_cache.shape[2]):
+        return None
+    if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
+        return None
+    if k is not None and v is not None:
+        k_cache.narrow(2, count - new, new).copy_(k)
+        v_cache.narrow(2, count - new, new).copy_(v)
+    # The query is at the last key, so a window is a slice of the keys.
+    keys = k_cache.narrow(2, first, count - first)
+    values = v_cache.narrow(2, first, count - first)
+    batch, heads, _, dim = q.shape
+    kv_heads = keys.shape[1]
+    if heads == kv_heads:
+        out, lse = aten.kernel(q, keys, values, 0.0, False, scale=spec.scale)
+        return out, lse
+    # The query heads of one key head become rows of one head, so each key is read once.
+    rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+    out, lse = aten.kernel(rows, keys, values, 0.0, False, scale=spec.scale)
+    return out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
+
+
+def _call_operators(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor,
+    block_table: Tensor | None,
+    new: int,
+    spec: AttentionSpec,
+    method: Method,
+) -> tuple[Tensor, Tensor]:
+    """Append the new rows and attend through the operators, which check the lengths' values."""
+    lengths = validation.lengths(cache_seqlens, q)
+    if k is not None and v is not None:
+        append_op(k_cache, v_cache, k, v, lengths, block_table, method.backend)
+        lengths = lengths + new
+    out, lse = decode_op(
+        *(q, k_cache, v_cache, lengths, block_table),
+        *spec.scalars(),
+        *(method.backend, method.precision, method.split_size),
+    )
+    return out, lse

@@ -1,0 +1,126 @@
+"""Attention over a cache in eager PyTorch: on a CPU, and on devices without Triton."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashattn2 import autocast
+from flashattn2.backends import aten, tiled
+from flashattn2.spec import UNBOUNDED, AttentionSpec
+
+
+def attend_sequences(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    counts: list[int],
+    block_table: Tensor | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp over the first `counts[b]` keys of each sequence `b`.
+
+    Contiguous sequences of equal length are one batch; other sequences run one after another.
+    """
+    if autocast.is_enabled(q.device.type):
+        with autocast.disabled(q):
+            return attend_sequences(q, k_cache, v_cache, counts, block_table, spec)
+    if _is_one_batch(counts, block_table):
+        return _attend(q, k_cache[:, :, : counts[0]], v_cache[:, :, : counts[0]], spec)
+    outputs = []
+    sums = []
+    for b, count in enumerate(counts):
+        keys = _gather_sequence(k_cache, b, count, block_table)
+        values = _gather_sequence(v_cache, b, count, block_table)
+        out, lse = _attend(q[b : b + 1], keys, values, spec)
+        outputs.append(out)
+        sums.append(lse)
+    if not outputs:
+        return _attend(q, k_cache[:0], v_cache[:0], spec)
+    return torch.cat(outputs), torch.cat(sums)
+
+
+def append_rows(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: list[int],
+    block_table: Tensor | None,
+) -> None:
+    """Write the new keys and values after the first `counts[b]` rows of each sequence `b`."""
+    if _is_one_batch(counts, block_table):
+        k_cache[:, :, counts[0] : counts[0] + k.shape[2]] = k
+        v_cache[:, :, counts[0] : counts[0] + v.shape[2]] = v
+        return
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    scatter_rows(k_cache, k, lengths, block_table)
+    scatter_rows(v_cache, v, lengths, block_table)
+
+
+def scatter_rows(cache: Tensor, rows: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
+    """Write `rows` after the first `lengths` rows of each sequence of one cache."""
+    new = torch.arange(rows.shape[2], device=rows.device)
+    positions = lengths[:, None].long() + new  # [batch, new]
+    if block_table is None:
+        first_index = torch.arange(len(rows), device=rows.device)[:, None]
+        row_index = positions
+    else:
+        first_index = block_table.gather(1, positions // cache.shape[2]).long()
+        row_index = positions % cache.shape[2]
+    cache[first_index, :, row_index] = rows.transpose(1, 2)
+
+
+def _is_one_batch(counts: list[int], block_table: Tensor | None) -> bool:
+    """Return True if all sequences are contiguous and have the same length."""
+    return block_table is None and bool(counts) and counts.count(counts[0]) == len(counts)
+
+
+def _gather_sequence(cache: Tensor, b: int, count: int, block_table: Tensor | None) -> Tensor:
+    """Return the rows of sequence `b` as `(1, kv_heads, count, dim)`."""
+    if block_table is None:
+        return cache[b : b + 1, :, :count]
+    num_pages = -(-count // cache.shape[2])
+    pages = cache[block_table[b, :num_pages].long()]
+    return pages.transpose(0, 1).flatten(1, 2)[None, :, :count]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp for sequences of one length."""
+    seq_q, seq_k = q.shape[2], k.shape[2]
+    if seq_q == 1 and spec.left != UNBOUNDED:
+        # The query is at the last key, so a window is a slice of the keys.
+        k = k[:, :, -spec.left - 1 :]
+        v = v[:, :, -spec.left - 1 :]
+    sees_all_keys = seq_q == 1 or spec.left == spec.right == UNBOUNDED
+    if q.shape[1] and sees_all_keys:
+        return _attend_without_mask(q, k, v, replace(spec, left=UNBOUNDED, right=UNBOUNDED))
+    if q.device.type != "cpu" or q.numel() == 0:
+        return tiled.forward(q, k, v, spec)[:2]
+    if spec.right == 0 and seq_q == seq_k and spec.left == UNBOUNDED:
+        return aten.forward_or_tiled(q, k, v, spec)
+    if spec.softcap or seq_k < seq_q or k.shape[-1] != v.shape[-1]:
+        return tiled.forward(q, k, v, spec)[:2]
+    queries, keys = torch.arange(seq_q), torch.arange(seq_k)
+    hidden = spec.hidden(queries, keys, seq_k - seq_q)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    return aten.forward(q, k, v, spec.scale, False, mask)
+
+
+def _attend_without_mask(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp of queries that see all keys.
+
+    Without a mask, the query heads of one key head are rows of one head: each key is read once.
+    """
+    batch, heads, _, dim = q.shape
+    kv_heads = k.shape[1]
+    rows = q if heads == kv_heads else q.reshape(batch, kv_heads, -1, dim)
+    if q.device.type != "cpu" or spec.softcap or q.numel() == 0 or k.numel() == 0:
+        out, lse, _ = tiled.forward(rows, k, v, spec)
+    else:
+        out, lse = aten.forward(rows, k, v, spec.scale, False)
+    if rows is q:
+        return out, lse
+    return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])

@@ -1,0 +1,174 @@
+"""Validation of the arguments of `flash_attention_with_kvcache`."""
+
+import torch
+from torch import Tensor
+
+from flashattn2.spec import MAX_ROWS
+from flashattn2.validation import check_heads, check_tensors
+
+
+def check_no_gradient(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError if a tensor requires a gradient."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        raise RuntimeError(
+            "attention over a cache has no gradient; call it under torch.no_grad(), or call "
+            "flash_attention for training"
+        )
+
+
+def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, is_paged: bool) -> None:
+    """Raise ValueError unless the queries and the caches match."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dim() != 4:
+            raise ValueError(f"expected {name} to have four dimensions, got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(
+                f"expected {name} on the device of q, {q.device}, got {x.device}; "
+                f"pass {name}.to(q.device)"
+            )
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"expected caches of one dtype, got {k_cache.dtype} for k_cache and {v_cache.dtype} "
+            "for v_cache"
+        )
+    if q.dtype != k_cache.dtype and not torch.is_autocast_enabled(q.device.type):
+        raise ValueError(
+            f"expected q to have the dtype of k_cache, {k_cache.dtype}, got {q.dtype}; "
+            "pass q.to(k_cache.dtype)"
+        )
+    if k_cache.shape[:-1] != v_cache.shape[:-1] or q.shape[-1] != k_cache.shape[-1]:
+        raise ValueError(
+            "expected k_cache to have the head dim of q, and v_cache the shape of k_cache except "
+            f"for the head dim, got q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache "
+            f"{tuple(v_cache.shape)}"
+        )
+    if k_cache.shape[1] == 0:
+        raise ValueError("expected at least one key head, got 0")
+    check_heads(q.shape[1], k_cache.shape[1])
+    if not is_paged and q.shape[0] != k_cache.shape[0]:
+        raise ValueError(
+            f"expected one batch size, got batch {q.shape[0]} for q and {k_cache.shape[0]} for "
+            "k_cache; pass a block_table for a paged cache"
+        )
+
+
+def check_table(block_table: Tensor | None, q: Tensor) -> None:
+    """Raise an error unless the block table is None or int32 with one row per sequence."""
+    if block_table is None:
+        return
+    check_tensors(block_table=block_table)
+    if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != len(q):
+        raise ValueError(
+            f"expected block_table to be int32 of shape ({len(q)}, max_pages), got "
+            f"{block_table.dtype} of shape {tuple(block_table.shape)}"
+        )
+    if block_table.device != q.device:
+        raise ValueError(
+            f"expected block_table on the device of q, {q.device}, got {block_table.device}; "
+            "pass block_table.to(q.device)"
+        )
+
+
+def check_new_rows(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
+) -> int:
+    """Raise an error unless `k` and `v` fit the caches; return the number of new rows."""
+    if (k is None) != (v is None):
+        raise ValueError("expected both k and v to append them, or neither, got one of them")
+    if k is None or v is None:
+        return 0
+    check_tensors(k=k, v=v)
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        shape = (q.shape[0], cache.shape[1], k.shape[-2], cache.shape[3])
+        if tuple(x.shape) != shape or x.dtype != cache.dtype or x.device != cache.device:
+            raise ValueError(
+                f"expected {name} to be {cache.dtype} of shape (batch {shape[0]}, kv_heads "
+                f"{shape[1]}, new, dim {shape[3]}) on {cache.device}, got {x.dtype} of shape "
+                f"{tuple(x.shape)} on {x.device}"
+            )
+    return k.shape[2]
+
+
+def lengths(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
+    """Return the lengths as a tensor, without waiting for their values."""
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        return torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+    return _check_lengths(cache_seqlens, q)
+
+
+def counts(cache_seqlens: int | Tensor, q: Tensor) -> list[int]:
+    """Return the lengths as Python ints."""
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        return [cache_seqlens] * len(q)
+    values: list[int] = _check_lengths(cache_seqlens, q).tolist()
+    return values
+
+
+def _check_lengths(cache_seqlens: object, q: Tensor) -> Tensor:
+    """Raise an error unless the lengths are an int32 tensor with one length per sequence."""
+    if not isinstance(cache_seqlens, Tensor):
+        raise TypeError(
+            f"expected cache_seqlens to be an int or an int32 tensor, got "
+            f"{type(cache_seqlens).__name__}"
+        )
+    shape = tuple(cache_seqlens.shape)
+    is_valid = cache_seqlens.dtype == torch.int32 and shape == (len(q),)
+    if not is_valid or cache_seqlens.device != q.device:
+        raise ValueError(
+            f"expected cache_seqlens to be int32 of shape ({len(q)},) on {q.device}, got "
+            f"{cache_seqlens.dtype} of shape {shape} on {cache_seqlens.device}"
+        )
+    return cache_seqlens
+
+
+def check_values(lengths: Tensor, new: int, cache: Tensor, table: Tensor | None) -> None:
+    """Check the lengths and the pages in use.
+
+    Raises ValueError on a CPU.  On another device the check is a device-side assertion.
+    """
+    if lengths.device.type == "cpu":
+        check_counts(lengths.tolist(), new, cache, table)
+    elif lengths.device.type != "meta":
+        assert_values(lengths, new, cache, table)
+
+
+def assert_values(lengths: Tensor, new: int, cache: Tensor, table: Tensor | None) -> None:
+    """Assert on the device, without waiting, that lengths fit and that pages in use exist."""
+    is_valid = ((lengths >= 0) & (lengths <= _capacity(cache, table) - new)).all()
+    torch._assert_async(is_valid, _length_rule(new, cache, table))
+    if table is not None:
+        first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
+        is_unused = first_rows >= (lengths + new)[:, None]
+        is_valid = (is_unused | ((table >= 0) & (table < len(cache)))).all()
+        torch._assert_async(is_valid, f"block_table must name pages 0 to {len(cache) - 1}")
+
+
+def check_counts(counts: list[int], new: int, cache: Tensor, table: Tensor | None) -> None:
+    """Raise ValueError for lengths above the capacity, or for pages in use that do not exist."""
+    if counts and not (min(counts) >= 0 and max(counts) <= _capacity(cache, table) - new):
+        raise ValueError(f"{_length_rule(new, cache, table)}, got {counts}")
+    if table is None:
+        return
+    pages = -(-(torch.tensor(counts, dtype=torch.int32) + new) // cache.shape[2])
+    is_used = torch.arange(table.shape[1]) < pages[:, None]
+    wrong = table[is_used & ((table < 0) | (table >= len(cache)))]
+    if len(wrong):
+        raise ValueError(
+            f"block_table must name pages 0 to {len(cache) - 1}, got page {wrong[0]} in use"
+        )
+
+
+def _capacity(cache: Tensor, table: Tensor | None) -> int:
+    """Return the maximum number of rows per sequence; the kernels add positions in int32."""
+    pages_per_sequence = 1 if table is None else table.shape[1]
+    return min(cache.shape[2] * pages_per_sequence, MAX_ROWS - 1)
+
+
+def _length_rule(new: int, cache: Tensor, table: Tensor | None) -> str:
+    """Return the rule that lengths must follow, for error messages."""
+    capacity = _capacity(cache, table)
+    rows = f"{capacity} rows" if table is None else f"{capacity} rows in the pages of block_table"
+    return (
+        f"cache_seqlens must be from 0 to {capacity - new}: a sequence has {rows}, and {new} rows "
+        "are new"
+    )

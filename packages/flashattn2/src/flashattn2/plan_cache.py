@@ -1,0 +1,76 @@
+"""A cache of validated calls, keyed by the signature of their arguments."""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_autocast_enabled
+from torch.compiler import is_dynamo_compiling
+
+from flashattn2.dispatch import KERNEL_BACKENDS, Method
+from flashattn2.spec import AttentionSpec
+
+# Note [Plan cache]
+# Validation and the choice of a backend depend only on shapes, dtypes, layouts, devices and
+# options, so the result is stored per signature and a second call skips both.  Beside torch's CPU
+# kernel for a few tokens, every Python statement on this path is measurable: the whole call may
+# spend at most 15 us in Python (test_speed.py measures it).
+
+
+class Plan(NamedTuple):
+    """The validated result for every call of one signature."""
+
+    spec: AttentionSpec
+    method: Method
+    #: True if one call of torch's CPU kernel computes everything, given contiguous rows.
+    is_cpu_kernel: bool
+
+
+#: Tensor types without overridden behavior.  A subclass may return anything for its properties.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLANS: dict[Hashable, Plan] = {}
+MAX_PLANS = 1024
+
+
+def look_up_plan(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
+) -> tuple[Hashable | None, Plan | None]:
+    """Return the signature of a call and its stored plan.  See Note [Plan cache].
+
+    The signature is None if the call must not be cached: in a compiled graph, which is validated
+    once, for tensor subclasses, under autocast and for options that cannot be hashed.
+    """
+    if is_dynamo_compiling():
+        return None, None
+    if not (type(q) in PLAIN_TYPES and type(k) in PLAIN_TYPES and type(v) in PLAIN_TYPES):
+        return None, None
+    device_state: tuple[Any, ...] | None
+    if q.is_cpu and k.is_cpu and v.is_cpu:
+        device_type = "cpu"
+        device_state = None
+    elif q.is_cuda:
+        device_type = "cuda"
+        device_state = (q.device, k.device, v.device, torch.get_float32_matmul_precision())
+    else:
+        return None, None
+    if is_autocast_enabled(device_type):
+        return None, None
+    layouts = q.layout, k.layout, v.layout
+    dtypes = q.dtype, k.dtype, v.dtype
+    signature = (q.shape, k.shape, v.shape, dtypes, layouts, device_state, options)
+    try:
+        return signature, PLANS.get(signature)
+    except TypeError:
+        # An option cannot be hashed, for example a list.
+        return None, None
+
+
+def store_plan(signature: Hashable | None, q: Tensor, plan: Plan) -> Plan:
+    """Store the plan under its signature, if there is one, and return the plan."""
+    # A signature on a CPU does not contain torch's float32 precision, which plans of the
+    # interpreted kernels depend on.
+    if signature is not None and (q.is_cuda or plan.method.backend not in KERNEL_BACKENDS):
+        if len(PLANS) >= MAX_PLANS:
+            PLANS.clear()
+        PLANS[signature] = plan
+    return plan

@@ -1,0 +1,120 @@
+"""The options of an attention call as one `AttentionSpec`, validated once.
+
+Causal attention is a window whose right bound is 0, so every backend implements one kind of mask: a
+band.  Query `i` is at position `p = i + seq_k - seq_q`, which aligns the last query with the last
+key, and it sees keys `p - left` to `p + right`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: The value of `AttentionSpec.left` and `AttentionSpec.right` for a side without a bound.
+UNBOUNDED = -1
+#: Exclusive upper bound of every dimension and window bound.  The kernels add positions and window
+#: bounds in int32, so each must stay below half of the int32 range.
+MAX_ROWS = 2**30
+
+Window = int | tuple[int | None, int | None] | None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The scores of an attention call: `softcap * tanh(scale * q @ k / softcap)` inside a band."""
+
+    scale: float
+    #: Number of keys before its own position that a query sees, or `UNBOUNDED`.
+    left: int = UNBOUNDED
+    #: Number of keys after its own position that a query sees, or `UNBOUNDED`.
+    right: int = UNBOUNDED
+    #: Scores are capped smoothly to (-softcap, softcap); 0 disables the cap.
+    softcap: float = 0.0
+
+    def scalars(self) -> tuple[float, int, int, float]:
+        """Return the fields in order, as `torch.library` operators accept them."""
+        return self.scale, self.left, self.right, self.softcap
+
+    def key_ranges(
+        self, first: int, last: int, shift: int, seq_k: int
+    ) -> tuple[int, int, int, int]:
+        """Return `(start, all_start, all_stop, stop)` for the queries `first` to `last - 1`.
+
+        No query of the range sees a key outside `[start, stop)`.  Every query of the range sees all
+        keys in `[all_start, all_stop)`.  The `shift` is `seq_k - seq_q`.
+        """
+        nearest = first + shift
+        furthest = last - 1 + shift
+        start = all_start = 0
+        if self.left >= 0:
+            start = max(0, nearest - self.left)
+            all_start = max(0, furthest - self.left)
+        stop = all_stop = seq_k
+        if self.right >= 0:
+            stop = min(seq_k, furthest + self.right + 1)
+            all_stop = min(seq_k, nearest + self.right + 1)
+        return start, all_start, all_stop, stop
+
+    def hidden(self, queries: Tensor, keys: Tensor, shift: int) -> Tensor:
+        """Return a boolean mask `(queries, keys)` that is True for hidden keys."""
+        distance = keys[None, :] - queries[:, None] - shift
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if self.left >= 0:
+            hidden |= distance < -self.left
+        if self.right >= 0:
+            hidden |= distance > self.right
+        return hidden
+
+
+def make_spec(
+    head_dim: int, is_causal: bool, scale: float | None, window: Window, softcap: float | None
+) -> AttentionSpec:
+    """Validate the user's options and return them as an `AttentionSpec`."""
+    if isinstance(is_causal, Tensor) or is_causal not in (True, False):
+        raise TypeError(f"expected is_causal to be True or False, got {is_causal!r}")
+    if scale is None:
+        scale = head_dim**-0.5
+    else:
+        _check_positive("scale", scale, "1/sqrt(head_dim)")
+    if softcap is None:
+        softcap = 0.0
+    else:
+        _check_positive("softcap", softcap, "no cap")
+    left, right = _window_bounds(window)
+    return AttentionSpec(float(scale), left, 0 if is_causal else right, float(softcap))
+
+
+def _check_positive(name: str, value: float, default: str) -> None:
+    """Raise an error unless `value` is a positive, finite Python number.
+
+    A tensor is refused because it would lose its gradient and make the CPU wait for the GPU.
+    """
+    if isinstance(value, (Tensor, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"expected {name} to be a float, or None for {default}, got {value!r}")
+    # A comparison, unlike math.isfinite, is possible for a symbolic value in a compiled graph.
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"expected {name} to be positive and finite, or None for {default}, got {value}"
+        )
+
+
+def _window_bounds(window: Window) -> tuple[int, int]:
+    """Return the window as `(left, right)`, with `UNBOUNDED` for a side without a bound."""
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(
+            f"expected window to be (left, right), one int or None, got {window!r} with "
+            f"{len(sides)} sides"
+        )
+    bounds = []
+    for side in sides:
+        is_int = hasattr(side, "__index__") and not isinstance(side, (bool, Tensor))
+        if side is not None and not (is_int and side >= 0):
+            raise ValueError(
+                f"expected each side of window to be an int >= 0, the number of keys seen beyond "
+                f"the query's own position, or None for no bound, got {window!r}"
+            )
+        # No sequence is long enough for a bound of MAX_ROWS to hide a key.
+        bounds.append(UNBOUNDED if side is None or side >= MAX_ROWS else int(side))
+    return bounds[0], bounds[1]

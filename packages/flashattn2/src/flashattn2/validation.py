@@ -1,0 +1,164 @@
+"""Validation of the tensors of an attention call."""
+
+import torch
+from torch import Tensor
+
+from flashattn2.spec import MAX_ROWS
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise an error unless the tensors are matching `(batch, heads, seq, dim)` inputs.
+
+    Tensors without the dimension of heads, `(batch, seq, dim)`, are accepted too.
+    """
+    check_tensors(q=q, k=k, v=v)
+    if q.dim() not in (3, 4):
+        raise ValueError(
+            f"expected q to be (batch, heads, seq, dim) or (batch, seq, dim), got {q.dim()} "
+            f"dimensions, shape {tuple(q.shape)}"
+        )
+    _check_matching(q, k, v)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"expected one batch size, got batch {q.shape[0]} for q and {k.shape[0]} for k; "
+            "expand() repeats a tensor without a copy"
+        )
+    if q.dim() == 4:
+        check_heads(q.shape[1], k.shape[1])
+
+
+def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    """Raise an error unless the tensors are `(total, heads, dim)` with matching `cu_seqlens`.
+
+    The values of the boundaries are checked by the operators: see `check_boundaries`.
+    """
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    if q.dim() != 3:
+        raise ValueError(
+            f"expected q to be (total, heads, dim), got {q.dim()} dimensions, "
+            f"shape {tuple(q.shape)}"
+        )
+    _check_matching(q, k, v)
+    check_heads(q.shape[1], k.shape[1])
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.shape[0]:
+            raise ValueError(
+                f"expected {name} to be int32 of shape (sequences + 1,), such as "
+                f"torch.tensor([0, 3, 7], dtype=torch.int32), got {cu.dtype} of shape "
+                f"{tuple(cu.shape)}"
+            )
+        if cu.device != q.device:
+            raise ValueError(
+                f"expected {name} on the device of q, {q.device}, got {cu.device}; "
+                f"pass {name}.to(q.device)"
+            )
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"expected the same number of sequences, got {cu_q.shape[0] - 1} in cu_seqlens_q and "
+            f"{cu_k.shape[0] - 1} in cu_seqlens_k"
+        )
+
+
+def check_boundaries(name: str, cu: Tensor, total: int) -> None:
+    """Raise an error unless the boundaries `cu` rise from 0 to `total`; on a GPU, assert it there.
+
+    The operators call this function because a compiled graph has values only inside its operators.
+    """
+    rule = f"{name} must start at 0, never fall, and end at {total}, the number of rows"
+    is_valid = (cu[0] == 0) & (cu[-1] == total) & (cu[1:] >= cu[:-1]).all()
+    if cu.device.type == "cpu":
+        if not is_valid:
+            raise ValueError(f"{rule}, got {cu.tolist()}")
+    else:
+        torch._assert_async(is_valid, rule)
+
+
+def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
+    """Raise an error unless `sinks` is None or has one floating-point number per query head."""
+    if sinks is None:
+        return
+    check_tensors(sinks=sinks)
+    if sinks.shape != (heads,) or not sinks.is_floating_point():
+        raise ValueError(
+            f"expected sinks to have one floating-point number for each of the {heads} query "
+            f"heads, got {sinks.dtype} of shape {tuple(sinks.shape)}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(
+            f"expected sinks on the device of q, {q.device}, got {sinks.device}; "
+            "pass sinks.to(q.device)"
+        )
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Raise an error unless every argument is a strided `torch.Tensor`."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise TypeError(
+                f"expected {name} to be a torch.Tensor, got {kind}; convert a list or a NumPy "
+                "array with torch.as_tensor(...)"
+            )
+        if x.layout != torch.strided:
+            raise ValueError(
+                f"expected {name} to be a dense tensor, got layout {x.layout}; convert it with "
+                "to_dense(), or pass nested sequences to flash_attention_varlen with their offsets "
+                "as cu_seqlens"
+            )
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless `heads` is a multiple of `kv_heads`."""
+    is_multiple = heads % kv_heads == 0 if kv_heads else heads == 0
+    if not is_multiple:
+        raise ValueError(
+            f"grouped-query attention needs heads % kv_heads == 0, got {heads} query heads and "
+            f"{kv_heads} key heads"
+        )
+
+
+def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless dtypes, devices and shapes of the three tensors match."""
+    _check_same_kind(q, k, v)
+    if q.dtype not in DTYPES:
+        raise ValueError(f"expected float64, float32, bfloat16 or float16, got dtype {q.dtype}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"expected q and k to have the same head dim, got head dim {q.shape[-1]} for q and "
+            f"{k.shape[-1]} for k (that of v may differ)"
+        )
+    if 0 in (q.shape[-1], v.shape[-1]):
+        raise ValueError("expected a head dim of at least 1, got head dim 0")
+    for name, x in (("q", q), ("k", k)):
+        if max(x.shape) >= MAX_ROWS:
+            raise ValueError(
+                f"expected every dimension of {name} to be at most {MAX_ROWS - 1}, got shape "
+                f"{tuple(x.shape)}"
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"expected k and v to have the same shape except for the head dim, got shape "
+            f"{tuple(k.shape)} and {tuple(v.shape)}"
+        )
+
+
+def _check_same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless k and v have the dtype, device and number of dimensions of q."""
+    for name, other in (("k", k), ("v", v)):
+        if other.dtype != q.dtype:
+            raise ValueError(
+                f"q has dtype {q.dtype} and {name} {other.dtype}; convert one of them with "
+                f"{name}.to(q.dtype)"
+            )
+        if other.device != q.device:
+            raise ValueError(
+                f"q has device {q.device} and {name} {other.device}; move one of them with "
+                f"{name}.to(q.device)"
+            )
+        if other.dim() != q.dim():
+            raise ValueError(
+                f"expected the same number of dimensions, got {q.dim()} for q and {other.dim()} "
+                f"for {name}"
+            )

@@ -1,0 +1,91 @@
+"""Decoders from folders that Hugging Face saved: config.json and safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from interp.decoder.decoder import Decoder
+from interp.decoder.families import FAMILIES, constants_of, settings_from_config
+from interp.decoder.names import canonical_weights, count_layers
+
+
+def load_decoder(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    families: Iterable[str] = tuple(FAMILIES),
+) -> Decoder:
+    """Load a decoder from a folder, whole or in shards, without transformers.
+
+    Raises FileNotFoundError for a missing file, ValueError for another architecture and for tensors
+    that are missing, unused or of the wrong shape.
+    """
+    folder = Path(path)
+    _require_file(folder / "config.json")
+    config = json.loads((folder / "config.json").read_text())
+    kind = config.get("model_type")
+    if kind not in families:
+        raise ValueError(f"model_type {kind!r} is not one of {', '.join(families)}")
+    settings = settings_from_config(config)
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            for key in opened.keys():  # noqa: SIM118  (safe_open is not a mapping)
+                tensors[key] = opened.get_tensor(key).to(dtype)
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    layers, expected_layers = count_layers(tensors), len(settings.windows)
+    if layers != expected_layers:
+        raise ValueError(f"{folder} holds {layers} layers, its config.json says {expected_layers}")
+    folded = constants_of(None, config).fold_into(tensors)
+    weights = canonical_weights(folded, d_head=settings.d_head, heads=settings.heads)
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
+    _require_equal_layers(weights, folder)
+    vocabulary, expected_vocabulary = len(weights["embed.weight"]), config["vocab_size"]
+    if vocabulary != expected_vocabulary:
+        raise ValueError(
+            f"the embedding has {vocabulary} tokens, config.json says {expected_vocabulary}"
+        )
+    return Decoder(weights, settings).to(device)
+
+
+load_gpt2 = partial(load_decoder, families=("gpt2",))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    for name in names:
+        _require_file(folder / name)
+    return [folder / name for name in sorted(names)]
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; save the model with save_pretrained()")
+
+
+def _require_equal_layers(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise ValueError if a layer has no weight or bias of a kind that another layer has."""
+    roles: dict[str, set[str]] = {}
+    for name in weights:
+        if name.startswith("blocks."):
+            _, layer, role = name.split(".", 2)
+            roles.setdefault(layer, set()).add(role)
+    all_roles = set().union(*roles.values())
+    for layer, present in roles.items():
+        if missing := sorted(all_roles - present):
+            raise ValueError(
+                f"{folder}: layer {layer} has no {', '.join(missing)}, others have; is a shard "
+                "missing?"
+            )

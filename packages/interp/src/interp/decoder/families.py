@@ -1,0 +1,389 @@
+"""Settings of a decoder from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interp.decoder.decoder import Settings
+from interp.decoder.names import is_norm_role, roles_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Properties that all models of a family share and that their configuration does not name."""
+
+    #: Layer norm instead of RMS norm.
+    centered: bool = False
+    #: Norms without weights.
+    bare_norms: bool = False
+    #: The default for the MLP in parallel with the attention, and the option that overrides it.
+    parallel: bool = False
+    parallel_option: str | None = None
+    rotary: bool = True
+    #: The base of the angles if the configuration does not name one.
+    default_theta: float = 1e4
+    #: The same for layers with a window, if they have a separate base.
+    local_theta: float | None = None
+    #: The default fraction of each head that is rotated. With None, the option is ignored.
+    rotary_fraction: float | None = None
+    #: Rotated pairs are (2i, 2i + 1).
+    interleaved: bool = False
+    alibi: bool = False
+    #: Default positions do not count padding.
+    positions_skip_padding: bool = False
+    #: Layers may have sliding windows.
+    windowed: bool = False
+    #: The activation if the configuration does not name one.
+    activation: str | None = None
+
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family(centered=True, rotary=False),
+    "llama": Family(),
+    "mistral": Family(windowed=True),
+    "mixtral": Family(windowed=True, default_theta=1e6),
+    "qwen2": Family(windowed=True),
+    "qwen2_moe": Family(windowed=True),
+    "qwen3": Family(windowed=True),
+    "qwen3_moe": Family(windowed=True),
+    "gemma": Family(),
+    "gemma2": Family(windowed=True),
+    "gemma3_text": Family(windowed=True, default_theta=1e6, local_theta=1e4),
+    "phi": Family(centered=True, parallel=True, rotary_fraction=0.5),
+    "phi3": Family(windowed=True, rotary_fraction=1.0),
+    "gpt_neox": Family(
+        centered=True, parallel=True, parallel_option="use_parallel_residual", rotary_fraction=0.25
+    ),
+    "gptj": Family(centered=True, parallel=True, interleaved=True),
+    "olmo": Family(centered=True, bare_norms=True),
+    "olmo2": Family(),
+    "olmo3": Family(windowed=True, default_theta=5e5),
+    "stablelm": Family(
+        centered=True, parallel_option="use_parallel_residual", rotary_fraction=0.25
+    ),
+    "starcoder2": Family(centered=True, windowed=True),
+    "cohere": Family(centered=True, parallel=True, interleaved=True, default_theta=5e5),
+    "cohere2": Family(centered=True, parallel=True, interleaved=True, windowed=True),
+    "granite": Family(),
+    "opt": Family(centered=True, rotary=False, positions_skip_padding=True),
+    "bloom": Family(
+        centered=True, rotary=False, alibi=True, positions_skip_padding=True, activation="gelu_new"
+    ),
+    "falcon": Family(centered=True, parallel=True, parallel_option="parallel_attn"),
+}
+
+#: Options that change the function, with the only value that is supported.
+_REQUIRED: Mapping[str, object] = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "use_bidirectional_attention": False,
+    "clip_qkv": None,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "use_qk_norm": False,
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "layer_norm_elementwise_affine": True,
+    "apply_residual_connection_post_layernorm": False,
+    "slow_but_exact": False,
+    "alibi": False,
+}
+
+#: OPT's table of positions starts with two rows that its padding selects.
+_OPT_OFFSET = 2
+
+
+def settings_from_config(config: Mapping[str, Any]) -> Settings:
+    """Return the settings that a Hugging Face configuration determines.
+
+    Raises ValueError for other families and for options that change the function and are not
+    supported.
+    """
+    name = str(config.get("model_type"))
+    if name not in FAMILIES:
+        raise ValueError(
+            f"model_type {name!r} is not one of {', '.join(FAMILIES)}; describe() also accepts "
+            "modules whose configuration does not name a family"
+        )
+    family = FAMILIES[name]
+    _require_supported(config)
+    d_model = _first(config, "hidden_size", "n_embd")
+    heads = _first(config, "num_attention_heads", "n_head")
+    layers = _first(config, "num_hidden_layers", "n_layer")
+    d_head = config.get("head_dim") or d_model // heads
+    kinds = layer_types(config, layers)
+    rotary = [_rotary(config, family, d_head, kind) for kind in kinds]
+    scales = tuple(scale for _, scale in rotary)
+    windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    return Settings(
+        heads=heads,
+        d_head=d_head,
+        eps=_first(
+            config,
+            *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+            default=1e-5,
+        ),
+        centered=family.centered,
+        bare_norms=family.bare_norms,
+        activation=_activation(config, family),
+        scale=_score_scale(config, d_head),
+        frequencies=tuple(angles for angles, _ in rotary),
+        rotary_scales=scales if any(scale != 1 for scale in scales) else (),
+        interleaved=family.interleaved,
+        alibi_slopes=alibi_slopes(heads) if family.alibi else (),
+        positions_skip_padding=family.positions_skip_padding,
+        windows=tuple(windows),
+        parallel=_is_parallel(config, family),
+        score_cap=config.get("attn_logit_softcapping"),
+        logit_cap=config.get("final_logit_softcapping"),
+        experts_used=config.get("num_experts_per_tok") or 0,
+        experts_sum_to_one=name == "mixtral" or bool(config.get("norm_topk_prob")),
+    )
+
+
+def _require_supported(config: Mapping[str, Any]) -> None:
+    for key, value in _REQUIRED.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f"{key} = {config[key]!r} is not supported, only {value!r} is")
+    projected = config.get("word_embed_proj_dim")
+    if projected is not None and projected != config.get("hidden_size"):
+        raise ValueError(
+            f"word_embed_proj_dim = {projected!r} is not supported, only the hidden size, "
+            f"{config.get('hidden_size')}, is"
+        )
+
+
+def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    """Return the first option of the configuration that is set."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    if default is None:
+        raise ValueError(f"config.json has no {' or '.join(names)}")
+    return default
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    options = ("hidden_activation", "hidden_act", "activation_function", "activation")
+    activation: str = _first(config, *options, default=family.activation)
+    if config["model_type"] == "gemma" and activation == "gelu":
+        # The first checkpoints of Gemma call the tanh approximation "gelu".
+        return "gelu_pytorch_tanh"
+    return activation
+
+
+def _score_scale(config: Mapping[str, Any], d_head: int) -> float:
+    scale: float = d_head**-0.5
+    if config["model_type"] in ("gemma2", "gemma3_text"):
+        scale = _first(config, "query_pre_attn_scalar") ** -0.5
+    elif config["model_type"] == "granite":
+        scale = _first(config, "attention_multiplier")
+    return scale
+
+
+def _is_parallel(config: Mapping[str, Any], family: Family) -> bool:
+    if config.get("new_decoder_architecture"):  # Falcon 40B
+        return True
+    option = None if family.parallel_option is None else config.get(family.parallel_option)
+    return family.parallel if option is None else bool(option)
+
+
+def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
+    """Return "full_attention" or "sliding_attention" per layer."""
+    if config.get("layer_types"):
+        return list(config["layer_types"])
+    name, window = config["model_type"], config.get("sliding_window")
+    if window is None or not FAMILIES[name].windowed:
+        return ["full_attention"] * layers
+    if name.startswith("qwen"):
+        first_window = layers
+        if config.get("use_sliding_window"):
+            first_window = config.get("max_window_layers", layers)
+        is_full = [i < first_window for i in range(layers)]
+    else:
+        # The last layer of each period has full attention.
+        period = {
+            "gemma2": 2,
+            "gemma3_text": config.get("sliding_window_pattern", 6),
+            "cohere2": config.get("sliding_window_pattern", 4),
+            "olmo3": 4,
+        }.get(name)
+        is_full = [period is not None and (i + 1) % period == 0 for i in range(layers)]
+    return ["full_attention" if full else "sliding_attention" for full in is_full]
+
+
+def _rotary(
+    config: Mapping[str, Any], family: Family, d_head: int, kind: str
+) -> tuple[tuple[float, ...], float]:
+    """Return the angle per position of each rotated pair, and the factor of rotated vectors."""
+    if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
+        return (), 1.0
+    rope = _rope_parameters(config, family, kind)
+    dims = d_head
+    if family.rotary_fraction is not None:
+        fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+        fraction = fraction or config.get("rotary_pct") or family.rotary_fraction
+        dims = int(d_head * fraction)
+    elif config["model_type"] == "gptj":
+        dims = config.get("rotary_dim") or d_head
+    method = rope.get("rope_type") or rope.get("type") or "default"
+    angles = rotary_angles(dims, rope["rope_theta"])
+    if method == "default":
+        return angles, 1.0
+    if method == "linear":
+        return tuple(angle / rope["factor"] for angle in angles), 1.0
+    if method == "llama3":
+        return tuple(_llama3(angle, rope) for angle in angles), 1.0
+    if method == "yarn":
+        length = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        return _yarn(angles, dims, length, rope), _yarn_scale(rope)
+    raise ValueError(f"rope_type {method!r} is not one of default, linear, llama3, yarn")
+
+
+def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
+    """Return the rotary parameters of a kind of layer, from newer or older configurations."""
+    rope = dict(config.get("rope_parameters") or {})
+    rope = dict(rope.get(kind, rope))
+    theta = config.get("rope_theta") or config.get("rotary_emb_base") or family.default_theta
+    is_local = kind == "sliding_attention" and family.local_theta is not None
+    if is_local:
+        theta = config.get("rope_local_base_freq") or family.local_theta
+    # Layers with a window are not scaled in families that have a separate base, and in OLMo 3.
+    is_unscaled = is_local or (config["model_type"], kind) == ("olmo3", "sliding_attention")
+    if not rope and not is_unscaled:
+        rope = dict(config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", theta)
+    return rope
+
+
+def rotary_angles(dims: int, theta: float) -> tuple[float, ...]:
+    """Return theta^(-2i / dims) for the pairs i of `dims` rotated dimensions."""
+    # In float32, as in every implementation: the rounding errors matter at position 1,000.
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
+    angles: list[float] = (1.0 / theta**exponents).tolist()
+    return tuple(angles)
+
+
+def _llama3(angle: float, rope: Mapping[str, Any]) -> float:
+    """Divide small angles by the factor, keep large ones, and interpolate between them."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    factor = rope["factor"]
+    rotations = rope["original_max_position_embeddings"] * angle / (2 * math.pi)
+    smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
+    scaled: float = (1 - smooth) * angle / factor + smooth * angle
+    return scaled
+
+
+def _yarn(
+    angles: tuple[float, ...], dims: int, length: int, rope: Mapping[str, Any]
+) -> tuple[float, ...]:
+    """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is that of the pretraining."""
+
+    def dim_of(rotations: float) -> float:
+        log_theta = math.log(rope["rope_theta"])
+        return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * log_theta)
+
+    low, high = dim_of(rope.get("beta_fast") or 32), dim_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+        high += 0.001
+    scaled = []
+    for i, angle in enumerate(angles):
+        interpolated = min(1.0, max(0.0, (i - low) / (high - low)))
+        scaled.append(angle / rope["factor"] * interpolated + angle * (1 - interpolated))
+    return tuple(scaled)
+
+
+def _yarn_scale(rope: Mapping[str, Any]) -> float:
+    """Return YaRN's factor of rotated queries and keys."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def temperature(weight: float) -> float:
+        return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return temperature(rope["mscale"]) / temperature(rope["mscale_all_dim"])
+    return temperature(1.0)
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Return the slope of each head's position bias; Press et al. 2022, "ALiBi"."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    # Further heads take every second slope of a model with twice as many heads.
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return tuple(slopes)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Constants:
+    """Constants that a family applies outside its weights, and that descriptions fold into them."""
+
+    #: Added to the gains of norms (Gemma).
+    gain_offset: float = 0.0
+    #: The factor of the embedding (Gemma, Granite).
+    embed_scale: Tensor | None = None
+    #: The factor of outputs that are added to the stream (Granite).
+    residual_scale: float = 1.0
+    #: The factor of the logits (Cohere, Granite).
+    logit_scale: float = 1.0
+    #: The number of rows of the position table before position 0 (OPT).
+    skipped_positions: int = 0
+
+    def fold_into(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint with the constants folded in."""
+        roles = roles_of(tensors)
+        folded = dict(tensors)
+        for name, role in roles.items():
+            folded[name] = self._fold(role, tensors[name])
+        is_scaled = self.embed_scale is not None or self.logit_scale != 1
+        if is_scaled and "unembed.weight" not in roles.values():
+            embed = next(name for name, role in roles.items() if role == "embed.weight")
+            folded["lm_head.weight"] = tensors[embed] * self.logit_scale
+        return folded
+
+    def _fold(self, role: str, tensor: Tensor) -> Tensor:
+        if self.gain_offset and is_norm_role(role):
+            return tensor + self.gain_offset
+        if self.embed_scale is not None and role == "embed.weight":
+            return tensor * self.embed_scale.to(tensor)
+        if self.residual_scale != 1 and (".attention.o." in role or ".down." in role):
+            return tensor * self.residual_scale
+        if self.logit_scale != 1 and role.startswith("unembed."):
+            return tensor * self.logit_scale
+        if self.skipped_positions and role == "position.weight":
+            return tensor[self.skipped_positions :]
+        return tensor
+
+
+def constants_of(model: nn.Module | None, config: Mapping[str, Any]) -> Constants:
+    """Return the constants of a model, or of a checkpoint with that configuration."""
+    name = str(config.get("model_type"))
+    if name.startswith("gemma"):
+        # Half precision rounds the buffer, and with it the model's embedding.
+        scale = torch.tensor(config["hidden_size"] ** 0.5)
+        for buffer_name, buffer in [] if model is None else model.named_buffers():
+            if buffer_name.endswith("embed_scale"):
+                scale = buffer
+        return Constants(gain_offset=1.0, embed_scale=scale)
+    if name == "granite":
+        return Constants(
+            embed_scale=torch.tensor(float(config.get("embedding_multiplier", 1.0))),
+            residual_scale=float(config.get("residual_multiplier", 1.0)),
+            logit_scale=1 / float(config.get("logits_scaling", 1.0)),
+        )
+    if name in ("cohere", "cohere2"):
+        return Constants(logit_scale=float(config.get("logit_scale", 0.0625)))
+    if name == "opt":
+        return Constants(skipped_positions=_OPT_OFFSET)
+    return Constants()

@@ -1,0 +1,180 @@
+"""Replacements for `patch`: steering vectors, attention knockout and sparse autoencoders.
+
+    vector = steering_vector(model, "blocks.5", positive, negative)
+    with patch(model, {"blocks.5": steer(vector, scale=4.0)}):
+        model(tokens)
+    with patch(decoder, {"blocks.*.attention.pattern": knock_out_attention([9], [3, 4])}):
+        decoder(tokens)
+    with patch(model, {"blocks.5": autoencoder.replace(ablate=[17])}):
+        model(tokens)
+
+To intervene at some positions of a generated text, pass the replacement to `at_positions`.
+
+Turner et al. 2023, "Activation Addition"; Geva et al. 2023, "Dissecting Recall of Factual
+Associations"; Bricken et al. 2023, "Towards Monosemanticity"; Rajamanoharan et al. 2024, "Jumping
+Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from interp.patching.prompts import Prompt, forward
+from interp.tap import record
+
+
+@torch.no_grad()
+def steering_vector(
+    model: nn.Module, site: str, positive: Prompt, negative: Prompt, *, position: int = -1
+) -> Tensor:
+    """Return the mean difference of a site's activations at one position, (d_model,).
+
+    `positive` and `negative` are token ids (n, seq), or the model's keyword arguments; the numbers
+    and lengths of the two sets of prompts may differ. Raises ValueError if the position is padding.
+    """
+    means = []
+    for prompt in (positive, negative):
+        mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
+        if mask is not None and not bool((mask[:, position] != 0).all()):
+            raise ValueError(
+                f"position {position} of a prompt is padding; pad on the left, or pass another "
+                "position"
+            )
+        with record(model, site, clone=True) as seen:
+            forward(model, prompt)
+        if seen[site].ndim != 3:
+            raise ValueError(
+                f"expected an activation (batch, seq, d_model) at {site!r}, got "
+                f"{tuple(seen[site].shape)}; choose a site of the residual stream"
+            )
+        means.append(seen[site][:, position].mean(0))
+    return means[0] - means[1]
+
+
+def steer(vector: Tensor, *, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Return a replacement that adds `scale * vector` to an activation (..., d_model)."""
+
+    def add(activation: Tensor) -> Tensor:
+        if vector.shape != activation.shape[-1:]:
+            raise ValueError(
+                f"expected a steering vector of shape {tuple(activation.shape[-1:])}, got "
+                f"{tuple(vector.shape)}; compute it at the same site"
+            )
+        return activation + scale * vector.to(activation)
+
+    return add
+
+
+def knock_out_attention(
+    queries: Sequence[int], keys: Sequence[int], *, heads: Sequence[int] | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Return a replacement for patterns in which `queries` do not attend to `keys`.
+
+    Patterns are (batch, heads, seq, seq), after the softmax. The remaining weights are scaled to a
+    sum of 1, which equals a score of -inf before the softmax. `heads` restricts the heads.
+
+    Raises ValueError if a query would have no key.
+    """
+
+    def knock_out(pattern: Tensor) -> Tensor:
+        _, head_count, length, _ = pattern.shape
+        blocked = torch.zeros(head_count, length, length, dtype=torch.bool, device=pattern.device)
+        head_index = torch.tensor(heads if heads is not None else range(head_count))
+        query_index, key_index = torch.tensor(queries), torch.tensor(keys)
+        blocked[head_index[:, None, None], query_index[:, None], key_index] = True
+        wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
+        remaining = wide.masked_fill(blocked, 0.0)
+        total = remaining.sum(-1, keepdim=True)
+        is_changed = blocked.any(-1)[..., None]
+        if bool((is_changed & (total == 0)).any()):
+            raise ValueError(
+                f"queries {list(queries)} would attend to nothing without keys {list(keys)}; leave "
+                "at least one visible key"
+            )
+        return torch.where(is_changed, remaining / total, wide).to(pattern)
+
+    return knock_out
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SparseAutoencoder:
+    """A sparse autoencoder of activations, given as its weights.
+
+    Features are f = act((x - b_dec) W_enc + b_enc), or without the subtraction, and the
+    reconstruction is f W_dec + b_dec. The activation is ReLU, or JumpReLU with `threshold`.
+    """
+
+    #: (d_model, features).
+    w_enc: Tensor
+    #: (features, d_model).
+    w_dec: Tensor
+    #: (features,).
+    b_enc: Tensor
+    #: (d_model,).
+    b_dec: Tensor
+    #: The threshold of JumpReLU, (features,), or None for ReLU.
+    threshold: Tensor | None = None
+    #: True if the encoder subtracts `b_dec` from its input.
+    subtracts_b_dec: bool = True
+
+    def __post_init__(self) -> None:
+        d_model, features = self.w_enc.shape
+        expected = {
+            "w_dec": (self.w_dec, (features, d_model)),
+            "b_enc": (self.b_enc, (features,)),
+            "b_dec": (self.b_dec, (d_model,)),
+        }
+        if self.threshold is not None:
+            expected["threshold"] = (self.threshold, (features,))
+        for name, (tensor, shape) in expected.items():
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"expected {name} of shape {shape} for w_enc {tuple(self.w_enc.shape)}, got "
+                    f"{tuple(tensor.shape)}; transpose the weights or check their order"
+                )
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the features (..., features) of activations (..., d_model)."""
+        centered = x - self.b_dec if self.subtracts_b_dec else x
+        scores = centered @ self.w_enc + self.b_enc
+        features = scores.relu()
+        return features if self.threshold is None else features * (scores > self.threshold)
+
+    def decode(self, features: Tensor) -> Tensor:
+        """Return the reconstruction (..., d_model) of features (..., features)."""
+        return features @ self.w_dec + self.b_dec
+
+    def unexplained_variance(self, x: Tensor) -> Tensor:
+        """Return the squared reconstruction error divided by the variance of activations."""
+        flat = x.flatten(0, -2)
+        error = (flat - self.decode(self.encode(flat))).square().sum()
+        return error / (flat - flat.mean(0)).square().sum()
+
+    def active_features(self, x: Tensor) -> Tensor:
+        """Return the mean number of active features per position (L0)."""
+        return (self.encode(x) > 0).sum(-1).double().mean()
+
+    def replace(
+        self, *, ablate: Sequence[int] = (), keep_error: bool = True
+    ) -> Callable[[Tensor], Tensor]:
+        """Return a replacement of activations by their reconstruction, without some features.
+
+        `keep_error=True` adds the reconstruction error of the unchanged features, so that only the
+        ablated features have an effect.
+        """
+        index = torch.tensor(list(ablate), dtype=torch.long)
+
+        def reconstruct(x: Tensor) -> Tensor:
+            features = self.encode(x)
+            remaining = features.clone()
+            remaining[..., index.to(x.device)] = 0.0
+            if keep_error:
+                # The bias and the other features cancel.
+                return x - (features - remaining) @ self.w_dec
+            return self.decode(remaining)
+
+        return reconstruct

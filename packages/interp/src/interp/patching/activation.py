@@ -1,0 +1,264 @@
+"""Activation patching and ablation of every layer, head and position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from interp.patching.batching import Patches, run_patches
+from interp.patching.prompts import (
+    Metrics,
+    Prompt,
+    forward,
+    mean_over_pairs,
+    measure,
+    split_pairs,
+    standard_error,
+)
+from interp.patching.restart import Restart
+from interp.tap import record
+
+Replacement = Literal["zero", "mean", "resample"]
+
+
+@dataclass(frozen=True, eq=False)
+class PatchingResult:
+    """The metric after each patch, and in the clean and the corrupted run."""
+
+    #: Names of the blocks.
+    names: tuple[str, ...]
+    #: (layers, positions), or (layers, heads, positions) from `patch_parts`.
+    values: Tensor
+    clean: float
+    corrupted: float
+    #: The values of each pair of prompts, (pairs, layers, ...); None for a single pair.
+    per_pair: Tensor | None = None
+
+    @property
+    def recovered(self) -> Tensor:
+        """The fraction of the gap that each patch closes: 0 as corrupted, 1 as clean."""
+        if self.clean == self.corrupted:
+            raise ValueError(
+                f"the metric is {self.clean:.6g} in both runs: there is no gap to recover; pass "
+                "prompts whose metrics differ"
+            )
+        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The standard error of `values` over pairs of prompts."""
+        return standard_error(self.per_pair)
+
+
+@dataclass(frozen=True, eq=False)
+class AblationResult:
+    """The metric without each head or MLP."""
+
+    #: Names of the blocks.
+    names: tuple[str, ...]
+    #: (layers, heads).
+    values: Tensor
+    #: The metric of the unchanged run.
+    baseline: float
+    #: The values of each prompt, (prompts, layers, heads); None for a single prompt.
+    per_pair: Tensor | None = None
+
+    @property
+    def effect(self) -> Tensor:
+        """The contribution of each part: the metric with it minus the metric without it."""
+        return self.baseline - self.values
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The standard error of `values` over prompts."""
+        return standard_error(self.per_pair)
+
+
+@torch.no_grad()
+def patch_streams(
+    model: nn.Module,
+    blocks: str,
+    clean: Prompt,
+    corrupted: Prompt,
+    metric: Metrics,
+    *,
+    batch: int = 64,
+) -> PatchingResult:
+    """Patch the clean residual stream into the corrupted run, per layer and position.
+
+    Args:
+        model: Any model with a sequence of blocks.
+        blocks: The pattern that names the blocks in order ("blocks.*"). Each takes the residual
+            stream first and returns the next block's input.
+        clean: Token ids (1, seq), or the model's keyword arguments, such as `input_ids` with an
+            `attention_mask` or `past_key_values`. Several prompts are (pairs, seq).
+        corrupted: A prompt of the same shape.
+        metric: A function from final streams (n, seq, d_model), the outputs of the last block, to
+            (n,), such as `logit_difference`; or one function per pair.
+        batch: The number of patches that run together.
+
+    Raises ValueError if a block does not feed the next one, or returns something else when it is
+    called again.
+    """
+    result = patch_parts(model, blocks, ":input", clean, corrupted, metric, batch=batch)
+    per_pair = None if result.per_pair is None else result.per_pair[:, :, 0]
+    return replace(result, values=result.values[:, 0], per_pair=per_pair)
+
+
+@torch.no_grad()
+def patch_parts(
+    model: nn.Module,
+    blocks: str,
+    part: str,
+    clean: Prompt,
+    corrupted: Prompt,
+    metric: Metrics,
+    *,
+    heads: int = 1,
+    batch: int = 64,
+) -> PatchingResult:
+    """Patch the clean activation into the corrupted run, per layer, head and position.
+
+    `part` is a site inside each block whose last dimension holds `heads` heads one after the
+    other. In a `Decoder` these are "attention.o:input" for z, "attention.q", "attention.k" and
+    "attention.v" (with the number of key-value heads), and "mlp_out" with one head. All other
+    arguments are those of `patch_streams`. `values` are (layers, heads, positions).
+
+    Raises ValueError as `patch_streams` does, and if the site does not have `heads` heads.
+    """
+    if pairs := split_pairs(clean, corrupted, metric):
+        patch_pair = partial(patch_parts, model, blocks, part, heads=heads, batch=batch)
+        return mean_over_pairs([patch_pair(*pair) for pair in pairs])
+    run = Restart(model, blocks, corrupted, batch=batch)
+    sites = _part_sites(run, part)
+    with record(model, *sites, run.block_names[-1], clone=True) as seen:
+        forward(model, clean)
+    length, device = run.final_stream.shape[1], run.final_stream.device
+    sources = [_split_heads(site, seen[site], heads, length)[0] for site in sites]
+    index = torch.ones(len(sites), heads, length, device=device).nonzero()
+    patches = Patches(index[:, 0], index[:, 1], index[:, 2:])
+    values = run_patches(run, sites, sources, patches, metric)
+    final_streams = torch.cat([seen[run.block_names[-1]], run.final_stream])
+    clean_value, corrupted_value = measure(metric, final_streams).tolist()
+    shaped = values.view(len(sites), heads, length)
+    return PatchingResult(run.block_names, shaped, clean_value, corrupted_value)
+
+
+@torch.no_grad()
+def ablate_parts(
+    model: nn.Module,
+    blocks: str,
+    part: str,
+    prompt: Prompt,
+    metric: Metrics,
+    *,
+    how: Replacement = "zero",
+    reference: Tensor | None = None,
+    heads: int = 1,
+    batch: int = 64,
+) -> AblationResult:
+    """Ablate each head or MLP at all positions and measure the run without it.
+
+    `part` and `metric` are those of `patch_parts`. `how` chooses the replacement:
+
+    - "zero": zeros.
+    - "mean": the mean over all prompts and positions of `reference`, (n, seq) token ids.
+    - "resample": the activation at the same position of each prompt of `reference`. The metric is
+      the mean over these prompts.
+    """
+    if how not in ("zero", "mean", "resample"):
+        raise ValueError(f"how {how!r} is not one of 'zero', 'mean', 'resample'")
+    if (how == "zero") != (reference is None):
+        raise ValueError(f"how={how!r} {'takes no' if how == 'zero' else 'needs a'} reference=")
+    if prompts := split_pairs(prompt, prompt, metric):
+        ablate = partial(ablate_parts, model, blocks, part, how=how, reference=reference)
+        results = [ablate(row, m, heads=heads, batch=batch) for row, _, m in prompts]
+        return mean_over_pairs(results)
+    run = Restart(model, blocks, prompt, batch=batch)
+    length, device = run.final_stream.shape[1], run.final_stream.device
+    if how == "resample" and reference is not None and reference.shape[1] != length:
+        raise ValueError(
+            f"reference is {tuple(reference.shape)}; to resample from it pass (n, {length}) tokens"
+        )
+    sites = _part_sites(run, part)
+    with record(model, *sites, clone=True) as seen:
+        forward(model, prompt if reference is None else reference)
+    sources = [_split_heads(site, seen[site], heads, None) for site in sites]
+    if how == "zero":
+        sources = [torch.zeros_like(source[:1]) for source in sources]
+    elif how == "mean":
+        sources = [source.mean((0, 1)).expand(1, length, -1, -1) for source in sources]
+    layer, head = torch.ones(len(sites), heads, device=device).nonzero().mT
+    all_positions = torch.arange(length, device=device).expand(len(head), -1)
+    patches = Patches(layer, head, all_positions)
+    per_source = [
+        run_patches(run, sites, by_layer, patches, metric)
+        for by_layer in zip(*sources, strict=True)
+    ]
+    values = torch.stack(per_source).mean(0).view(len(sites), heads)
+    return AblationResult(run.block_names, values, float(measure(metric, run.final_stream)))
+
+
+def _part_sites(run: Restart, part: str) -> list[str]:
+    separator = "" if part.startswith(":") else "."
+    return [f"{name}{separator}{part}" for name in run.block_names]
+
+
+def _split_heads(site: str, value: Tensor, heads: int, length: int | None) -> Tensor:
+    """Return an activation as (..., seq, heads, d_head)."""
+    if length is None and value.ndim == 3:
+        length = value.shape[1]
+    if heads < 1:
+        raise ValueError(f"expected heads >= 1, got {heads}")
+    if value.ndim != 3 or value.shape[1] != length or value.shape[2] % heads:
+        raise ValueError(
+            f"{site!r} is {tuple(value.shape)}; for {heads} heads and {length} tokens it must "
+            f"be (1, {length}, heads * d_head)"
+        )
+    split: Tensor = value.unflatten(-1, (heads, -1))
+    return split
+
+
+def logit_difference(
+    norm: Callable[[Tensor], Tensor] | None,
+    unembed: nn.Linear | Tensor,
+    right: int,
+    wrong: int,
+    *,
+    position: int = -1,
+) -> Callable[[Tensor], Tensor]:
+    """Return the metric logit(right) - logit(wrong), from two rows of the unembedding."""
+    weight = unembed if isinstance(unembed, Tensor) else unembed.weight
+    bias = None if isinstance(unembed, Tensor) else unembed.bias
+    direction = weight[right] - weight[wrong]
+    constant = 0.0 if bias is None else bias[right] - bias[wrong]
+
+    def metric(stream: Tensor) -> Tensor:
+        x = stream[:, position]
+        return (x if norm is None else norm(x)) @ direction + constant
+
+    return metric
+
+
+def drop_heads(*dropped: int, heads: int, to: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """Return a patch for the input of an output projection that ablates some of its heads.
+
+    The ablated heads are 0, or their values in `to`. It broadcasts to the input and may hold a mean
+    or the activations of another prompt.
+    """
+    if not all(0 <= head < heads for head in dropped):
+        raise ValueError(f"heads {dropped} are not all within 0 and {heads - 1}")
+
+    def drop(mixed: Tensor) -> Tensor:
+        replacement = torch.zeros_like(mixed) if to is None else to.to(mixed).expand_as(mixed)
+        parts = list(mixed.chunk(heads, -1))
+        for head in dropped:
+            parts[head] = replacement.chunk(heads, -1)[head]
+        return torch.cat(parts, -1)
+
+    return drop

@@ -1,0 +1,158 @@
+"""Prompts, metrics and results over several pairs of prompts, for all patching functions."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+#: A function of final residual streams (n, seq, d_model) with results (n,).
+Metric = Callable[[Tensor], Tensor]
+#: One metric for all pairs of prompts, or one per pair.
+Metrics = Metric | Sequence[Metric]
+#: Token ids (pairs, seq), or the keyword arguments of the model: input_ids, attention_mask, ...
+Prompt = Tensor | Mapping[str, Any]
+Result = TypeVar("Result", bound=Any)
+
+
+def tokens_of(prompt: Prompt) -> Tensor:
+    """Return the token ids of a prompt."""
+    if isinstance(prompt, Tensor):
+        return prompt
+    tokens = prompt.get("input_ids")
+    if not isinstance(tokens, Tensor):
+        keys = ", ".join(map(str, prompt)) or "nothing"
+        raise ValueError(f"expected a prompt with input_ids, got {keys}; pass input_ids=")
+    return tokens
+
+
+def split_pairs(
+    clean: Prompt, corrupted: Prompt, metric: Metrics
+) -> list[tuple[Prompt, Prompt, Metric]]:
+    """Return the pairs of a batch of prompts, each with its metric; [] for a single pair."""
+    clean_tokens, corrupted_tokens = tokens_of(clean), tokens_of(corrupted)
+    count = len(clean_tokens)
+    if clean_tokens.shape != corrupted_tokens.shape or not count:
+        raise ValueError(
+            f"prompts are {tuple(clean_tokens.shape)} and {tuple(corrupted_tokens.shape)}; "
+            "both must be (1, seq), or (pairs, seq)"
+        )
+    if isinstance(metric, Sequence):
+        if len(metric) != count:
+            raise ValueError(
+                f"got {len(metric)} metrics for {count} pairs; pass one, or one per pair"
+            )
+        metrics = list(metric)
+    elif count == 1:
+        return []
+    else:
+        metrics = [metric] * count
+    return [
+        (_prompt_at(clean, i, count), _prompt_at(corrupted, i, count), metrics[i])
+        for i in range(count)
+    ]
+
+
+def _prompt_at(prompt: Prompt, index: int, count: int) -> Prompt:
+    """Return prompt number `index` of a batch of `count` prompts, with a batch dimension of 1."""
+    if isinstance(prompt, Tensor):
+        return prompt[index : index + 1]
+    if count > 1 and any(is_cache(value) for value in prompt.values()):
+        raise ValueError(
+            "a prompt with past_key_values must be the only pair; pass one pair per call"
+        )
+    arguments = dict(prompt)
+    for name, value in prompt.items():
+        if isinstance(value, Tensor) and value.ndim > 1 and len(value) == count:
+            arguments[name] = value[index : index + 1]
+    return arguments
+
+
+def mean_over_pairs(results: Sequence[Result]) -> Result:
+    """Return the mean of all numbers of several results, and their values in `per_pair`."""
+    numbers: dict[str, Any] = {"per_pair": torch.stack([result.values for result in results])}
+    for field in fields(results[0]):
+        values = [getattr(result, field.name) for result in results]
+        if isinstance(values[0], float):
+            numbers[field.name] = sum(values) / len(values)
+        elif isinstance(values[0], Tensor) and values[0].is_floating_point():
+            numbers[field.name] = torch.stack(values).mean(0)
+    return replace(results[0], **numbers)
+
+
+def standard_error(per_pair: Tensor | None) -> Tensor:
+    """Return the standard error of the mean over pairs of prompts."""
+    if per_pair is None or len(per_pair) < 2:
+        raise ValueError(
+            "expected results of at least 2 pairs of prompts, got 1; pass prompts (pairs, seq)"
+        )
+    error: Tensor = per_pair.std(0) / len(per_pair) ** 0.5
+    return error
+
+
+def forward(model: nn.Module, prompt: Prompt) -> Any:
+    """Return the model's output for a prompt, without filling a cache.
+
+    A cache in the prompt is copied first, because the model would append to it.
+    """
+    options: dict[str, Any] = {}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        options["use_cache"] = False
+    if isinstance(prompt, Tensor):
+        return model(prompt, **options)
+    arguments = {
+        name: copy.deepcopy(value) if is_cache(value) else value for name, value in prompt.items()
+    }
+    return model(**arguments, **options)
+
+
+def measure(metric: Metrics, streams: Tensor) -> Tensor:
+    """Evaluate the metric on n final residual streams; return one number per stream, (n,)."""
+    assert not isinstance(metric, Sequence)
+    result = metric(streams)
+    if not isinstance(result, Tensor) or result.shape != (len(streams),):
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(
+            f"the metric returned {shape} for {len(streams)} streams {tuple(streams.shape)}; it "
+            "must return one number per stream"
+        )
+    return result
+
+
+def is_cache(value: object) -> bool:
+    """Return True for Hugging Face's caches, to which blocks append keys and values."""
+    return hasattr(value, "batch_repeat_interleave")
+
+
+def is_close(repeated: Tensor, original: Tensor) -> bool:
+    """Return True if a repeated computation has the original's result up to rounding."""
+    atol = 1e-4 * float(original.abs().max())
+    return repeated.shape == original.shape and torch.allclose(
+        repeated, original, rtol=1e-3, atol=atol
+    )
+
+
+def require_equal_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if the activations of the two runs differ in shape."""
+    for site, activation in clean.items():
+        if activation.shape != corrupted[site].shape:
+            raise ValueError(
+                f"at {site!r} the runs are {tuple(activation.shape)} and "
+                f"{tuple(corrupted[site].shape)}; pass prompts of the same number and length"
+            )
+
+
+def require_repeatable(original: Mapping[str, Tensor], repeated: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a repeated run has other activations, as with a cache or dropout."""
+    for site, activation in repeated.items():
+        if not is_close(activation, original[site]):
+            raise ValueError(
+                f"{site!r} differs when the corrupted run is repeated. Either the model keeps "
+                "state (a cache, dropout): use eval() and turn caches off. Or a receiver comes "
+                "before its sender"
+            )

@@ -1,0 +1,162 @@
+"""Steering vectors, attention knockout and sparse autoencoders."""
+
+import pytest
+import torch
+from interp import (
+    AttentionOnly,
+    SparseAutoencoder,
+    at_positions,
+    describe,
+    knock_out_attention,
+    patch,
+    record,
+    steer,
+    steering_vector,
+)
+from torch import Tensor
+
+POSITIVE = torch.tensor([[1, 2, 3, 4], [5, 6, 3, 1]])
+NEGATIVE = torch.tensor([[2, 2, 6, 5, 4]])
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 2]])
+
+
+@pytest.fixture
+def model() -> AttentionOnly:
+    torch.manual_seed(0)
+    return AttentionOnly(vocabulary=7, context=6, d_model=8, layers=2, heads=2).double()
+
+
+@torch.no_grad()
+def test_steering_vector_is_the_mean_difference_of_activations(model: AttentionOnly) -> None:
+    vector = steering_vector(model, "blocks.0", POSITIVE, {"input_ids": NEGATIVE})
+    streams = {}
+    for name, prompts in (("positive", POSITIVE), ("negative", NEGATIVE)):
+        x = model.embed(prompts) + model.position.weight[: prompts.shape[1]]
+        streams[name] = x + model.layers[0].attention(x)
+    expected = streams["positive"][:, -1].mean(0) - streams["negative"][:, -1].mean(0)
+    torch.testing.assert_close(vector, expected)
+    with pytest.raises(ValueError, match=r"got \(1, 2, 5, 5\); choose a site"):
+        steering_vector(model, "blocks.0.attention.pattern", NEGATIVE, NEGATIVE)
+    padded = {"input_ids": POSITIVE, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
+    with pytest.raises(ValueError, match="position -1 of a prompt is padding"):
+        steering_vector(model, "blocks.0", padded, NEGATIVE)
+
+
+@torch.no_grad()
+def test_steering_the_last_layer_adds_the_vector_to_the_logits(model: AttentionOnly) -> None:
+    vector = torch.randn(8, dtype=torch.float64)
+    before = model(TOKENS)
+    with patch(model, {"blocks.1": at_positions([2], steer(vector, scale=3.0), cached=False)}):
+        after = model(TOKENS)
+    change = torch.zeros_like(before)
+    change[:, 2] = 3.0 * model.unembed.weight @ vector
+    torch.testing.assert_close(after, before + change)
+    with (
+        pytest.raises(ValueError, match=r"shape \(8,\), got \(7,\)"),
+        patch(model, {"blocks.1": steer(vector[:7])}),
+    ):
+        model(TOKENS)
+
+
+@torch.no_grad()
+def test_knockout_equals_a_mask_before_the_softmax() -> None:
+    transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 37}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, attn_implementation="eager")
+    torch.manual_seed(0)
+    peer = transformers.LlamaForCausalLM(config).eval()
+    for parameter in peer.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    queries, keys = [4, 5], [0, 3]
+    mask = torch.full((6, 6), float("-inf")).triu(1)
+    mask[torch.tensor(queries)[:, None], torch.tensor(keys)] = float("-inf")
+    expected = peer(TOKENS, attention_mask=mask[None, None]).logits
+    decoder = describe(peer)
+    site = "blocks.*.attention.pattern"
+    with patch(decoder, {site: knock_out_attention(queries, keys)}):
+        logits = decoder(TOKENS)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(decoder(TOKENS), expected, atol=1e-2)
+
+
+@torch.no_grad()
+def test_knockout_of_chosen_heads_leaves_other_heads_and_queries(model: AttentionOnly) -> None:
+    site = "blocks.0.attention.pattern"
+    with record(model, site) as before:
+        model(TOKENS)
+    with (
+        patch(model, {site: knock_out_attention([3], [1], heads=[1])}),
+        record(model, site) as after,
+    ):
+        model(TOKENS)
+    change = (after[site] - before[site]).abs().sum(-1)
+    assert change[0, 1, 3] > 1e-3
+    change[0, 1, 3] = 0
+    assert not change.any()
+    assert after[site][0, 1, 3, 1] == 0
+    torch.testing.assert_close(after[site].sum(-1), torch.ones(1, 2, 6, dtype=torch.float64))
+    with (
+        pytest.raises(ValueError, match="would attend to nothing"),
+        patch(model, {site: knock_out_attention([0], [0])}),
+    ):
+        model(TOKENS)
+
+
+def autoencoder(**options: object) -> SparseAutoencoder:
+    torch.manual_seed(1)
+    return SparseAutoencoder(
+        w_enc=torch.randn(8, 20, dtype=torch.float64),
+        w_dec=torch.randn(20, 8, dtype=torch.float64),
+        b_enc=torch.randn(20, dtype=torch.float64),
+        b_dec=torch.randn(8, dtype=torch.float64),
+        **options,
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("subtracts", [True, False])
+@pytest.mark.parametrize("jump", [True, False])
+def test_autoencoder_equals_its_formula_position_by_position(subtracts: bool, jump: bool) -> None:
+    threshold = torch.full((20,), 0.7, dtype=torch.float64) if jump else None
+    sae = autoencoder(subtracts_b_dec=subtracts, threshold=threshold)
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    reconstruction, active = torch.empty_like(x), 0
+    for row in range(2):
+        for position in range(3):
+            centered = x[row, position] - (sae.b_dec if subtracts else 0)
+            output = sae.b_dec.clone()
+            for feature in range(20):
+                score = centered @ sae.w_enc[:, feature] + sae.b_enc[feature]
+                if score > (0.7 if jump else 0.0):
+                    active += 1
+                    output += score * sae.w_dec[feature]
+            reconstruction[row, position] = output
+    torch.testing.assert_close(sae.decode(sae.encode(x)), reconstruction)
+    torch.testing.assert_close(sae.replace(keep_error=False)(x), reconstruction)
+    assert sae.active_features(x).item() == pytest.approx(active / 6)
+    flat = x.flatten(0, 1)
+    error = (flat - reconstruction.flatten(0, 1)).square().sum()
+    variance = flat.var(0, correction=0).sum() * 6
+    torch.testing.assert_close(sae.unexplained_variance(x), error / variance)
+
+
+@torch.no_grad()
+def test_ablated_features_alone_have_an_effect_if_the_error_is_kept(model: AttentionOnly) -> None:
+    sae = autoencoder()
+    with record(model, "blocks.1") as seen:
+        before = model(TOKENS)
+    with patch(model, {"blocks.1": sae.replace()}):
+        assert torch.equal(model(TOKENS), before)
+    features: Tensor = sae.encode(seen["blocks.1"])
+    chosen = features.flatten(0, 1).sum(0).topk(2).indices.tolist()
+    with patch(model, {"blocks.1": sae.replace(ablate=chosen)}):
+        after = model(TOKENS)
+    removed = features[..., chosen] @ sae.w_dec[chosen]
+    torch.testing.assert_close(after, before - removed @ model.unembed.weight.T)
+
+
+def test_autoencoders_of_mismatched_shapes_are_refused() -> None:
+    sae = autoencoder()
+    with pytest.raises(ValueError, match=r"w_dec of shape \(20, 8\) .* got \(8, 20\)"):
+        SparseAutoencoder(w_enc=sae.w_enc, w_dec=sae.w_dec.T, b_enc=sae.b_enc, b_dec=sae.b_dec)

@@ -1,0 +1,117 @@
+"""State of one rank that all stages share: its rank, the text, the run folder, the results."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmsys_suite.config import RunConfig
+from llmsys_suite.data import Corpus
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.model import ModelConfig
+from llmsys_suite.ranks.launch import STAMPS, WITNESS
+from llmsys_suite.report.progress import Progress
+
+
+@dataclass
+class Run:
+    """State of one rank that all stages share. Only rank 0 has a `folder`."""
+
+    config: RunConfig
+    rank: int
+    world: int
+    device: torch.device
+    corpus: Corpus
+    recorder: Recorder
+    progress: Progress
+    folder: RunFolder | None = None
+    #: What each stage handed on, see `stages.results`; None on ranks that had no part in it.
+    results: dict[str, Any] = field(default_factory=dict)
+    #: How long each stage took on this rank.
+    seconds: dict[str, float] = field(default_factory=dict)
+    # The model that `train` leaves to the stages that look into it.
+    trained: torch.nn.Module | None = None
+    #: The rendezvous store of this run; None where a run is built without one, as in tests.
+    store: dist.Store | None = None
+    #: The stage that runs now, for the message of a failure.
+    stage: str = ""
+    _meetings: int = 0
+
+    @property
+    def out(self) -> Path:
+        """The path of the run folder, which all ranks know; only rank 0 has `folder`."""
+        assert self.config.out is not None
+        return self.config.out
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape that this run trains."""
+        return ModelConfig.named(self.config.size, context=self.config.context)
+
+    def batch(
+        self, step: int, *, rows: int | None = None, shared: bool = False, epochs: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of a step on this device: all rows, or `shared` this rank's."""
+        rank, world = (self.rank, self.world) if shared else (0, 1)
+        pair = self.corpus.batch(
+            rows=rows or self.config.rows, context=self.config.context, seed=self.config.seed,
+            step=step, rank=rank, world=world, epochs=epochs,
+        )  # fmt: skip
+        return pair[0].to(self.device), pair[1].to(self.device)
+
+    def barrier(self) -> None:
+        """Wait for all ranks, as a collective does: for minutes at the most."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def meet(self) -> None:
+        """Wait until every rank has called this method, without a time limit.
+
+        A collective fails after its timeout, but a stage that works on one rank only may take an
+        hour. A rank that fails meanwhile ends this process: see Note [Failure of a rank].
+        """
+        self._meetings += 1
+        if self.store is None or self.world == 1:
+            return
+        self.store.set(f"meeting {self._meetings} {self.rank}", "reached")
+        keys = [f"meeting {self._meetings} {rank}" for rank in range(self.world)]
+        pause = 0.001
+        while not self.store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's `mine`, on every rank, however long the slowest takes."""
+        self.meet()
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def flush_samples(self) -> None:
+        """Bring all ranks' samples to rank 0 and append them to the folder."""
+        gathered: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(self.recorder.take(), gathered)
+        if self.folder is not None and gathered is not None:
+            self.folder.append_samples(sample for samples in gathered for sample in samples)
+
+    def witness(self, event: str) -> None:
+        """Tell the launcher, if there is one, that this happens now."""
+        if WITNESS in os.environ:
+            os.write(int(os.environ[WITNESS]), f"{self.rank} {event}\n".encode())
+
+    def stamps(self) -> dict[tuple[int, str], float]:
+        """(rank, event) -> when the launcher heard of it, by its clock; empty where it is none."""
+        if STAMPS not in os.environ:
+            return {}
+        with open(os.environ[STAMPS]) as file:
+            lines = [line.split(" ", 2) for line in file.read().splitlines()]
+        return {(int(rank), event): float(at) for at, rank, event in lines}

@@ -1,0 +1,267 @@
+"""One rank of a run, from the first stage to the last: every rank executes this same program.
+
+One group of processes serves all stages and all variants; starting a process costs more than most
+of what is measured here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from llmsys_suite.config import RunConfig, UsageError, restarts
+from llmsys_suite.data import load_corpus, read_text
+from llmsys_suite.environment import environment, forget_peak_memory, peak_memory_bytes
+from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.ranks.failure import FailureWatch, report_failure
+from llmsys_suite.ranks.launch import STORE
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.report.progress import Progress
+
+#: Stages that are wings of their own.
+ELSEWHERE = {"audit": "llmsys_suite.audit.run", "report": "llmsys_suite.report.page"}
+TIMEOUT = timedelta(minutes=5)
+
+
+def main() -> int:
+    """Run as a rank that `launch` started; return the exit status."""
+    end_with_parent(os.getppid())
+    status, _ = work(RunConfig.from_json(json.loads(sys.argv[1])))
+    return status
+
+
+def work(config: RunConfig) -> tuple[int, Path]:
+    """Run all stages as this rank; return the exit status and the run folder.
+
+    The status is 1 if a check of the audit failed and 0 otherwise.
+
+    An exception in any stage ends this process and those of all other ranks with exit status 1:
+    see Note [Failure of a rank]. The process ends without clean-up, because destructors of a
+    process group can wait for ranks that have ended.
+    """
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    progress = Progress(enabled=rank == 0)
+    run: Run | None = None
+    try:
+        run = begin(config, rank, world, progress)
+        watch = FailureWatch(run.store, partial(_end_after_other, run)) if run.store else None
+        for stage in run.config.stages:
+            run.stage = stage
+            with progress.stage(stage):
+                run_stage(run, stage)
+        if run.folder is not None:
+            run.folder.finish()
+    except KeyboardInterrupt:
+        end_process()
+    except Exception as error:
+        if run is None and isinstance(error, UsageError):
+            raise
+        fail(rank, run, error)
+    progress.close()
+    leave(run, watch)
+    audit = run.results.get("audit")
+    assert run.config.out is not None
+    return (0 if audit is None or audit.passed else 1), run.config.out
+
+
+def fail(rank: int, run: Run | None, error: Exception) -> NoReturn:
+    """Report an exception of this rank to all ranks and end this process."""
+    message = f"rank {rank}: {type(error).__name__}: {error}"
+    first = message
+    if run is not None and run.store is not None:
+        # A store that is lost cannot pass on the message; its loss ends the other ranks.
+        with suppress(Exception):
+            first = report_failure(run.store, message)
+    if run is not None and first != message:
+        # This exception follows from another rank's, such as a connection that was closed.
+        _end_after_other(run, first)
+    traceback.print_exc()
+    _record_failure(run, message)
+    print(f"llmsys: {message}", file=sys.stderr)
+    end_process()
+
+
+def _end_after_other(run: Run, message: str) -> NoReturn:
+    """End this process because another rank, or the store, failed."""
+    _record_failure(run, message)
+    print(f"llmsys: rank {run.rank} ends: {message}", file=sys.stderr)
+    end_process()
+
+
+def _record_failure(run: Run | None, message: str) -> None:
+    if run is not None and run.folder is not None:
+        try:
+            run.folder.fail(run.stage, message)
+        except Exception as error:
+            # The folder may be the cause: deleted, or on a full disk.
+            print(f"llmsys: the failure cannot be recorded: {error}", file=sys.stderr)
+
+
+def end_process() -> NoReturn:
+    """End this process with exit status 1, without clean-up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def leave(run: Run, watch: FailureWatch | None) -> None:
+    """Leave the process group after the last stage; rank 0 waits until all ranks have left.
+
+    Rank 0 may serve the store, so it must not end before the last use of the store.
+    """
+    run.meet()
+    if watch is not None:
+        watch.stop()
+    dist.destroy_process_group()
+    if run.store is None or run.world == 1:
+        return
+    run.store.set(f"left {run.rank}", "yes")
+    if run.rank == 0:
+        run.store.wait([f"left {rank}" for rank in range(run.world)], TIMEOUT)
+
+
+def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
+    """Join the process group and return the state that every stage works with."""
+    make_autograds_threads()
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    store = _store(rank, world)
+    config = agree_on_folder(config, rank, store)
+    folder = None
+    if rank == 0:
+        assert config.out is not None
+        folder = RunFolder(config.out)
+        folder.restart()
+        folder.write_json("env.json", _facts(config))
+    run = Run(
+        config=config,
+        rank=rank,
+        world=world,
+        device=device,
+        corpus=load_corpus(config.data),
+        recorder=Recorder(rank, device),
+        progress=progress,
+        folder=folder,
+        # Keys that an earlier attempt of torchrun left in the store are not this attempt's.
+        store=dist.PrefixStore(f"llmsys {restarts()}", store),
+    )
+    make_group(run)
+    return run
+
+
+def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfig:
+    """Return `config` with the run folder that rank 0 claims, the same on every rank.
+
+    `launch` has claimed the folder before it starts ranks. Under torchrun rank 0 claims it here;
+    after a restart it finds the folder of the first attempt in the store, which outlives the ranks.
+    """
+    if STORE in os.environ:
+        return config
+    while isinstance(store, dist.PrefixStore):
+        # torchrun puts each attempt's keys under a prefix of its own.
+        store = store.underlying_store
+    key = "llmsys folder"
+    if rank == 0 and not (restarts() and store.check([key])):
+        store.set(key, str(claim(config).out))
+    store.wait([key], TIMEOUT)
+    return replace(config, out=Path(store.get(key).decode()))
+
+
+def make_autograds_threads() -> None:
+    """Have autograd make them now: one for each device that there is.
+
+    Later, once torch's FSDP2 has run an operator on pretended tensors, a CPU alone is taken for one
+    with eight GPUs, and their threads can abort the process when it ends.
+    """
+    torch.ones(1, requires_grad=True).backward()
+
+
+def make_group(run: Run) -> None:
+    """Create the process group of all ranks."""
+    dist.init_process_group(
+        run.config.backend,
+        store=dist.PrefixStore("group", run.store) if run.store is not None else None,
+        rank=run.rank,
+        world_size=run.world,
+        timeout=TIMEOUT,
+        device_id=run.device if run.device.type == "cuda" else None,
+    )
+    # A rank that left before the others have connected would break the group for them.
+    run.meet()
+
+
+def _facts(config: RunConfig) -> dict[str, Any]:
+    """Return the facts about the machine, and the digest of the text."""
+    text = read_text(config.data)
+    digest = hashlib.sha256(text.train + b"\0" + text.heldout).hexdigest()
+    return environment() | {"text": digest, "text_source": text.source}
+
+
+def _store(rank: int, world: int) -> dist.Store:
+    """Return the store of `launch`, or that of torchrun's environment."""
+    if STORE in os.environ:
+        return dist.FileStore(os.environ[STORE], world)
+    met: tuple[dist.Store, int, int] = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
+    return met[0]
+
+
+def run_stage(run: Run, stage: str) -> None:
+    """Run one stage on this rank and store its result, in the run folder too on rank 0."""
+    forget_peak_memory()
+    run.witness(f"{stage} begins")
+    begin = time.perf_counter()
+    module = importlib.import_module(ELSEWHERE.get(stage, f"llmsys_suite.stages.{stage}"))
+    result = module.run(run)
+    run.seconds[stage] = time.perf_counter() - begin
+    run.witness(f"{stage} ends")
+    # What follows are collectives, which wait minutes only; a stage of one rank may take longer.
+    run.meet()
+    peak_mib = _peak_process_mib(run)
+    run.results[stage] = result
+    run.flush_samples()
+    if run.folder is not None:
+        run.folder.add_stage(stage, result, run.seconds[stage], peak_mib)
+
+
+def _peak_process_mib(run: Run) -> float:
+    """Return the peak memory of the largest process during the stage, in MiB."""
+    peak = torch.tensor(peak_memory_bytes() / 2**20, device=run.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return float(peak)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process when the one that started it is gone, however it went."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Sweeps from tables of runs with a learning rate, a batch size and a final loss."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from scaling.runs import ScalingWarning
+from scaling.sweeps.sweep import Sweep, build_sweep
+from scaling.tables.cells import is_blank, list_some, parse_number, uses_decimal_comma
+from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
+from scaling.tables.source import NumberedRecords, read_records
+from scaling.tables.states import keep_finished
+
+#: Texts of losses of diverged runs.
+DIVERGED = ("nan", "inf", "infinity", "diverged")
+
+#: Rise of log loss above the least loss beyond which a language model has diverged.
+DIVERGENCE_JUMP = 0.5
+
+#: Relative differences below which runs have the same model size, and the same training length.
+SAME_SIZE = 0.01
+SAME_TOKENS = 0.05
+
+#: The (row, loss) pairs of every run, by (batch size, rate).
+RunsBySetting = dict[tuple[float, float], list[tuple[int, float]]]
+
+
+def fit_sweep(
+    source: Any,
+    *,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, Any] | None = None,
+) -> Sweep:
+    """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
+
+    Runs at one batch size and rate are repetitions. Rows without a loss and runs that did not
+    finish are left out. Diverged runs are left out too, with a warning and a count. Their loss is
+    nan, inf or "diverged", or a number that no curve through the other rates explains, such as the
+    logarithm of the vocabulary size.
+
+    Args:
+        source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
+        columns: The names of the columns "rate", "batch_size" and "loss" that have unusual names.
+        where: Values of columns by which rows are selected.
+
+    Raises:
+        ValueError: A cell is not valid, or the rows are of several settings, such as two model
+            sizes, each of which has its own best rate. `where` selects one setting, and
+            `fit_sweeps` fits all of them.
+    """
+    table, exclusions = _read(source, where or {})
+    chosen = _choose_columns(table, columns or {})
+    _require_one_setting(table, chosen)
+    return _fit(table, chosen, exclusions)
+
+
+def fit_sweeps(
+    source: Any,
+    by: str | Sequence[str],
+    *,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, Any] | None = None,
+) -> dict[tuple[str, ...], Sweep]:
+    """Return the sweep of each setting, keyed by the text of its cells in the columns `by`.
+
+    The other arguments and the errors are those of `fit_sweep`.
+    """
+    names = (by,) if isinstance(by, str) else tuple(by)
+    table, exclusions = _read(source, where or {})
+    present = {name for _, record in table for name in record}
+    if missing := [name for name in names if name not in present]:
+        raise ValueError(f"by = {by!r}: no column {missing[0]!r}; there are {sorted(present)}")
+    chosen = _choose_columns(table, columns or {})
+    groups: dict[tuple[str, ...], NumberedRecords] = {}
+    for row, record in table:
+        groups.setdefault(tuple(str(record.get(name)) for name in names), []).append((row, record))
+    for group in groups.values():
+        _require_one_setting(group, chosen)
+    return {key: _fit(group, chosen, exclusions) for key, group in groups.items()}
+
+
+def _read(source: Any, where: Mapping[str, Any]) -> tuple[NumberedRecords, list[str]]:
+    """Return the finished runs of a table, and sentences about the runs that were left out."""
+    table = [(row, record) for row, record in read_records(source, None) if record]
+    for name, wanted in where.items():
+        table = [(row, record) for row, record in table if str(record.get(name)) == str(wanted)]
+    exclusions: list[str] = []
+    table = keep_finished(table, where, exclusions)
+    if not table:
+        raise ValueError("; ".join(["the table holds no runs", *exclusions]))
+    for message in exclusions:
+        warnings.warn(message, ScalingWarning, stacklevel=3)
+    return table, exclusions
+
+
+def _choose_columns(table: NumberedRecords, named: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the columns of the rate, the batch size and the loss."""
+    present = list(dict.fromkeys(name for _, record in table for name in record))
+    chosen = {}
+    for ours, usual_names in SWEEP_NAMES.items():
+        if ours in named:
+            likely = [name for name in present if name == named[ours]]
+        else:
+            likely = [name for name in present if _normalize(name) in usual_names]
+        if len(likely) != 1:
+            raise ValueError(
+                f"columns {present}: which is the {ours}? Pass columns={{{ours!r}: '…'}}"
+            )
+        chosen[ours] = likely[0]
+    return chosen
+
+
+def _require_one_setting(table: NumberedRecords, chosen: Mapping[str, str]) -> None:
+    """Raise `ValueError` if the rows are of several model sizes, lengths or other settings."""
+    settings = {}
+    for name in dict.fromkeys(name for _, record in table for name in record):
+        if name not in chosen.values() and (values := _setting_values(name, table, chosen)):
+            settings[name] = values
+    if not settings:
+        return
+    sizes = [n for n in settings if recognize(n, "parameters") or recognize(n, "tokens")]
+    name = sizes[0] if sizes else next(iter(settings))
+    values = settings[name]
+    raise ValueError(
+        f"column {name!r} takes {len(values)} values ({list_some(values)}), but a sweep is of one"
+        f" setting, because each setting has its own best rate; pass where={{{name!r}:"
+        f" {values[0]!r}}}, or fit each setting with fit_sweeps(…, by={sizes or name!r}); columns"
+        f" that differ so: {list_some(settings)}"
+    )
+
+
+def _setting_values(name: str, table: NumberedRecords, chosen: Mapping[str, str]) -> list[str]:
+    """Return the values of a column that distinguishes settings; empty if it does not."""
+    cells = [record.get(name) for _, record in table]
+    values = list(dict.fromkeys(str(cell) for cell in cells))
+    if len(values) < 2 or _normalize(name) in WORDS["repetitions"]:
+        return []
+    if recognize(name, "parameters"):
+        return values if _relative_range(cells) > SAME_SIZE else []
+    batch_sizes = [str(record.get(chosen["batch_size"])) for _, record in table]
+    if recognize(name, "tokens") or recognize(name, "compute"):
+        # At a fixed number of steps, larger batches see more tokens, so batches are compared apart.
+        groups = _group(batch_sizes, cells)
+        return values if any(_relative_range(group) > SAME_TOKENS for group in groups) else []
+    # Any other column is a setting if repetitions differ by it and it has few values. A name, a
+    # date or a measurement has as many values as there are rows.
+    rates = [str(record.get(chosen["rate"])) for _, record in table]
+    groups = _group(list(zip(batch_sizes, rates, strict=True)), cells)
+    differs = any(len({str(cell) for cell in group}) > 1 for group in groups)
+    return values if differs and len(values) * 3 <= len(table) else []
+
+
+def _group(keys: Sequence[Any], cells: Sequence[Any]) -> list[list[Any]]:
+    """Return the cells grouped by their keys."""
+    groups: dict[Any, list[Any]] = {}
+    for key, cell in zip(keys, cells, strict=True):
+        groups.setdefault(key, []).append(cell)
+    return list(groups.values())
+
+
+def _relative_range(cells: Sequence[Any]) -> float:
+    """Return largest / smallest - 1 of the numbers in cells; inf if one is not a number."""
+    values = [parse_number(cell, False) for cell in cells if not is_blank(cell)]
+    if not values:
+        return 0.0
+    if not all(math.isfinite(v) and v > 0 for v in values):
+        return math.inf
+    return max(values) / min(values) - 1
+
+
+def _fit(table: NumberedRecords, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:
+    """Return the sweep of runs of one setting."""
+    runs = _read_runs(table, chosen)
+    if not runs:
+        raise ValueError(f"no row has a loss in column {chosen['loss']!r}")
+    diverged = _mark_diverged(runs)
+    messages = [*exclusions]
+    if diverged:
+        count = sum(map(len, runs.values()))
+        messages.append(
+            f"column {chosen['loss']!r} says that {len(diverged)} of {count} runs diverged (rows"
+            f" {list_some(diverged)}): left out"
+        )
+        warnings.warn(messages[-1], ScalingWarning, stacklevel=3)
+    sizes = np.array(sorted({size for size, _ in runs}))
+    rates = np.array(sorted({rate for _, rate in runs}))
+    repetitions = max(map(len, runs.values()))
+    log_losses = np.full((len(sizes), repetitions, len(rates)), np.nan)
+    for (size, rate), losses in runs.items():
+        i = int(np.searchsorted(sizes, size))
+        j = int(np.searchsorted(rates, rate))
+        log_losses[i, : len(losses), j] = np.log([loss for _, loss in losses])
+    sweep = build_sweep("table", "table", rates, sizes, log_losses)
+    read = ", ".join(f"{ours} by {name!r}" for ours, name in chosen.items())
+    return replace(sweep, diverged=len(diverged), explanation="\n".join([read, *messages]))
+
+
+def _read_runs(table: NumberedRecords, chosen: Mapping[str, str]) -> RunsBySetting:
+    """Return the losses by batch size and rate; the loss of a diverged run is inf."""
+    cells = ((name, [(i, r.get(name)) for i, r in table]) for name in chosen.values())
+    comma = uses_decimal_comma(cells)
+    runs: RunsBySetting = {}
+    for row, record in table:
+        cell = record.get(chosen["loss"])
+        text = str(cell).strip().lower()
+        if is_blank(cell) and text != "nan":
+            continue
+        numbers = {}
+        for ours in ("rate", "batch_size"):
+            numbers[ours] = parse_number(record.get(chosen[ours]), comma)
+            if not (math.isfinite(numbers[ours]) and numbers[ours] > 0):
+                raise ValueError(
+                    f"column {chosen[ours]!r} must be positive and finite, but row {row}:"
+                    f" {record.get(chosen[ours])!r}"
+                )
+        loss = math.inf if text in DIVERGED else parse_number(cell, comma, thousands=False)
+        if not loss > 0:
+            raise ValueError(f"column {chosen['loss']!r} must be positive, but row {row}: {cell!r}")
+        runs.setdefault((numbers["batch_size"], numbers["rate"]), []).append((row, loss))
+    return runs
+
+
+def _mark_diverged(runs: RunsBySetting) -> list[int]:
+    """Set the losses of diverged runs to inf, and return the rows of all diverged runs.
+
+    Loss rises smoothly on both sides of the best rate. A run above the best rate has diverged if
+    its log loss exceeds the least by more than `DIVERGENCE_JUMP` and by more than four times the
+    rise below the best rate.
+    """
+    for size in {size for size, _ in runs}:
+        curve = {rate: losses for (of_size, rate), losses in runs.items() if of_size == size}
+        least = {}
+        for rate, pairs in curve.items():
+            finite = [loss for _, loss in pairs if loss < math.inf]
+            if finite:
+                least[rate] = min(finite)
+        if not least:
+            continue
+        best = min(least, key=lambda rate: least[rate])
+        rises = [math.log(loss / least[best]) for rate, loss in least.items() if rate < best]
+        limit = max(DIVERGENCE_JUMP, 4 * max(rises, default=math.inf))
+        for rate, pairs in curve.items():
+            if rate < best:
+                continue
+            marked = []
+            for row, loss in pairs:
+                has_diverged = math.log(loss / least[best]) > limit
+                marked.append((row, math.inf if has_diverged else loss))
+            runs[size, rate] = marked
+    return sorted(row for losses in runs.values() for row, loss in losses if loss == math.inf)
+
+
+def _normalize(name: str) -> str:
+    """Return the last part of a path in lower case, without punctuation."""
+    return "".join(c for c in name.rsplit(".")[-1].lower() if c.isalnum())

@@ -1,0 +1,225 @@
+"""Diagnostics of fits and answers, each issued as one `ScalingWarning`.
+
+Note [Lack of fit]
+If losses do not follow the law, the residuals bend with log N and log D. The powers x^2, x y, y^2,
+x^3 and y^3 of the standardized logarithms, without the part that the five constants can absorb,
+measure this. An F test compares the squares that they explain with the remaining squares.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.special import fdtrc, stdtrit
+
+from scaling.fit import newton
+from scaling.fit.identifiability import design_defect
+from scaling.fit.search import search
+from scaling.fit.varpro import Problem
+from scaling.law import CONSTANTS, Optimum
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
+from scaling.uncertainty.profile import curvature_deviation, robust_scale
+from scaling.uncertainty.quantity import optimum
+
+#: An interval is reported as wide if its ends are further apart than this factor.
+WIDE_INTERVAL = 10.0
+
+#: An answer is reported as far from the runs beyond this multiple of the largest run's compute.
+FAR_COMPUTE = 1e4
+
+#: The same for models smaller than the smallest run, and for tokens per parameter outside the runs.
+FAR_SHAPE = 10.0
+
+#: Two methods do not contradict each other if their log sizes differ by less than this.
+SAME_LOG_SIZE = math.log(1.1)
+
+#: Residuals are reported as bent if an F statistic this large has a smaller probability.
+BEND_P_VALUE = 1e-3
+
+#: Second and third powers of log N and log D: see Note [Lack of fit].
+NUM_BEND_TERMS = 5
+
+
+@dataclass
+class Diagnostics:
+    """Diagnostic messages by kind, so that a problem of many budgets becomes one message."""
+
+    #: The (number, location) pairs of each message.
+    occurrences: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
+
+    def add(self, message: str, location: str = "", number: float = 0.0) -> None:
+        """Add an occurrence of a message, which may contain one {} field for the worst number."""
+        self.occurrences.setdefault(message, []).append((number, location))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield one text per message, with its first three locations."""
+        for message, occurrences in self.occurrences.items():
+            text = message.format(max(number for number, _ in occurrences))
+            locations = [location for _, location in occurrences if location]
+            if locations:
+                more = f" and {len(locations) - 3} more" if len(locations) > 3 else ""
+                text = f"{', '.join(locations[:3])}{more}: {text}"
+            yield text
+
+
+@dataclass(frozen=True)
+class SizeEstimate:
+    """The best model size by some method."""
+
+    method: str
+    log_size: float
+    #: Half the width of the 95 % interval of the log size.
+    half_width: float
+
+
+@dataclass(frozen=True)
+class ParametricSize:
+    """The best size by the parametric law at any compute, with an interval from curvature."""
+
+    problem: Problem
+    theta: Array
+    #: Half-width of the interval per standard deviation at unit noise.
+    unit_half_width: float
+
+    def __call__(self, compute: float) -> SizeEstimate:
+        """Return the estimate for a compute in FLOPs."""
+        target = optimum("parameters", compute)
+
+        def log_size(theta: Array) -> Array:
+            return np.log(target.evaluate(self.problem.to_constants(theta)))
+
+        deviation = curvature_deviation(self.problem, self.theta, log_size)
+        estimate = float(log_size(self.theta)[0])
+        return SizeEstimate("parametric", estimate, self.unit_half_width * deviation)
+
+
+def parametric_size(runs: Runs) -> ParametricSize | None:
+    """Return the best size by the parametric law; None if the runs do not identify the law."""
+    freedom = len(runs) - len(CONSTANTS)
+    if freedom < 3 or design_defect(runs.parameters, runs.tokens):
+        return None
+    problem = Problem.chinchilla(runs)
+    theta, _ = search(problem, "huber", 1e-3, prove=False)
+    errors = newton.residuals(problem, theta)[0]
+    _, variance = robust_scale(errors, 1e-3, freedom)
+    student = float(stdtrit(freedom, 0.975))
+    return ParametricSize(problem, theta, student * math.sqrt(variance))
+
+
+def warn_of_optimum(best: Optimum, runs: Runs, other: SizeEstimate | None = None) -> None:
+    """Issue a `ScalingWarning` for each diagnostic of an optimum.
+
+    `other` is the best size by another method, with which the optimum is compared.
+    """
+    for message in _optimum_messages(best, runs, other):
+        warnings.warn(message, ScalingWarning, stacklevel=3)
+
+
+def _optimum_messages(best: Optimum, runs: Runs, other: SizeEstimate | None) -> Iterator[str]:
+    interval = best.intervals["parameters"] if best.intervals else None
+    prefix = f"at {best.compute:.3g} FLOPs the best size"
+    if interval and interval.high > WIDE_INTERVAL * interval.low:
+        yield (
+            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g}: the runs do not"
+            " determine it better; train at larger budgets"
+        )
+    if distances := _distances(best, runs):
+        yield f"{prefix}, {best.parameters:.3g}, is far from any run: {' and '.join(distances)}"
+    if other and interval and 0 < interval.low <= interval.high < math.inf:
+        half_width = math.log(interval.high / interval.low) / 2
+        difference = abs(math.log(best.parameters) - other.log_size)
+        if difference > max(math.hypot(half_width, other.half_width), SAME_LOG_SIZE):
+            low = math.exp(other.log_size - other.half_width)
+            high = math.exp(other.log_size + other.half_width)
+            yield (
+                f"the methods contradict each other: {prefix} is {best.parameters:.3g}"
+                f" [{interval.low:.3g}, {interval.high:.3g}], by the {other.method} fit"
+                f" {math.exp(other.log_size):.3g} [{low:.3g}, {high:.3g}]; the losses do not follow"
+                " the law exactly, or the budgets are skewed; run a backtest before you trust"
+                " either"
+            )
+
+
+def _distances(best: Optimum, runs: Runs) -> list[str]:
+    """Return in which respects an optimum is far from all runs."""
+    ratios = runs.tokens / runs.parameters
+    ratio = best.tokens / best.parameters
+    largest = float((FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens).max())
+    smallest = runs.parameters.min()
+    distances = []
+    if best.compute > FAR_COMPUTE * largest:
+        distances.append(f"{best.compute / largest:.2g} times the compute of the largest")
+    if best.parameters < smallest / FAR_SHAPE:
+        distances.append(f"{smallest / best.parameters:.2g} times smaller than the smallest")
+    if not ratios.min() / FAR_SHAPE < ratio < ratios.max() * FAR_SHAPE:
+        span = f"{ratios.min():.2g} to {ratios.max():.2g}"
+        distances.append(f"at {ratio:.2g} tokens per parameter, while the runs have {span}")
+    return distances
+
+
+@dataclass(frozen=True)
+class BendTest:
+    """The sums of squares of the test in Note [Lack of fit]."""
+
+    explained: float
+    remaining: float
+    #: Degrees of freedom of the explained and of the remaining squares.
+    explained_freedom: int
+    remaining_freedom: int
+
+    @property
+    def p_value(self) -> float:
+        """The probability of residuals that bend as much if the losses follow the law."""
+        mean_explained = self.explained / self.explained_freedom
+        mean_remaining = self.remaining / self.remaining_freedom
+        ratio = mean_explained / mean_remaining
+        return float(fdtrc(self.explained_freedom, self.remaining_freedom, ratio))
+
+
+def bend_p_value(problem: Problem, theta: Array, errors: Array) -> float:
+    """Return the p value of the bend test; 1 if there are too few runs or no noise."""
+    test = _bend_test(problem, theta, errors)
+    return 1.0 if test is None else test.p_value
+
+
+def lack_of_fit(problem: Problem, theta: Array, errors: Array) -> float:
+    """Return the standard deviation of log loss that the form of the law misses.
+
+    It is the root of the mean square that bends explain beyond what noise explains. It grows from
+    zero continuously, so an interval that includes it does not jump at a significance level.
+    """
+    test = _bend_test(problem, theta, errors)
+    if test is None:
+        return 0.0
+    by_noise = test.explained_freedom * test.remaining / test.remaining_freedom
+    return math.sqrt(max(test.explained - by_noise, 0.0) / len(errors))
+
+
+def _bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None:
+    """Return the sums of squares of the bend test; None for too few runs or runs without noise.
+
+    Errors are clipped at four spreads, so that misread runs do not dominate.
+    """
+    logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
+    terms = bend_terms((logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]).T
+    spread = 1.4826 * float(np.median(np.abs(errors)))
+    freedom = len(errors) - len(CONSTANTS) - NUM_BEND_TERMS
+    if freedom < 5 or spread < 1e-7:
+        return None
+    basis, _ = np.linalg.qr(newton.log_jacobian(problem, theta).T)
+    clipped = np.clip(errors, -4 * spread, 4 * spread)
+    clipped = clipped - basis @ (basis.T @ clipped)
+    terms = terms - basis @ (basis.T @ terms)
+    directions, sizes, _ = np.linalg.svd(terms, full_matrices=False)
+    directions = directions[:, sizes > 1e-8 * sizes[0]]
+    explained = float(((directions.T @ clipped) ** 2).sum())
+    remaining = max(float(clipped @ clipped) - explained, 1e-300)
+    return BendTest(explained, remaining, directions.shape[1], freedom)
+
+
+def bend_terms(logs: Array) -> Array:
+    """Return the second and third powers (5, n) of the standardized logs (2, n) of N and D."""
+    x, y = logs
+    return np.stack([x**2, x * y, y**2, x**3, y**3])

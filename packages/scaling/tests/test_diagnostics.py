@@ -1,0 +1,90 @@
+"""Each diagnostic is one warning, which is issued if and only if it applies."""
+
+import warnings
+
+import numpy as np
+import pytest
+from scaling import Law, ScalingWarning, fit_isoflop, fit_parametric, isoflop_runs, load_runs
+
+LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
+
+
+def messages_of(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught]
+
+
+def bent_runs(strength, noise=2e-3, seed=0, skew=0.0):
+    """Return runs that do not follow a law: exponents change with scale, or valleys are skewed."""
+    runs = isoflop_runs(LAW, span=25)
+    n, d = runs.parameters, runs.tokens
+    by_tokens = LAW.B * d**-LAW.beta * np.exp(strength * np.log(d / 1e9) ** 2)
+    by_size = LAW.A * n**-LAW.alpha * np.exp(skew * np.log(n / 1e9) ** 2)
+    errors = np.exp(noise * np.random.default_rng(seed).standard_normal(len(n)))
+    return load_runs({"N": n, "D": d, "loss": (LAW.E + by_size + by_tokens) * errors})
+
+
+def test_bend_warning_appears_only_if_the_law_does_not_hold():
+    sound = [
+        messages_of(lambda s=s: fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=s)))
+        for s in range(30)
+    ]
+    assert sum("no law of this form" in " ".join(messages) for messages in sound) <= 1
+    for seed in range(3):
+        messages = messages_of(lambda: fit_parametric(bent_runs(0.04, seed=seed)))  # noqa: B023
+        assert sum("no law of this form" in m for m in messages) == 1
+
+
+def test_heavy_tails_and_misread_runs_do_not_trigger_the_bend_warning():
+    runs = isoflop_runs(LAW, noise=2e-3)
+    loss = runs.loss.copy()
+    loss[[3, 40]] *= 1.2
+    spoiled = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": loss})
+    assert not any("no law of this form" in m for m in messages_of(lambda: fit_parametric(spoiled)))
+
+
+def test_contradicting_methods_are_reported():
+    """The bottoms of these valleys grow as C^0.7, but their depth as under another law."""
+    runs = isoflop_runs(LAW, span=10, per_budget=9)
+    bottom = 3e8 * (runs.compute / 6e18) ** 0.7
+    u = np.log(runs.parameters / LAW.optimal(6e18).parameters) - np.log(bottom / 3e8) / 2
+    errors = np.exp(1e-3 * np.random.default_rng(0).standard_normal(len(u)))
+    loss = (1.5 + 1.5 * (runs.compute / 6e18) ** -0.1 + 0.03 * u**2) * errors
+    odd = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": loss})
+    fits = []
+    messages_of(lambda: fits.extend([fit_isoflop(odd), fit_parametric(odd)]))
+    messages = messages_of(lambda: fits[0].optimal(1e22))
+    assert sum("the methods contradict each other" in m for m in messages) == 1
+    sound = fit_isoflop(isoflop_runs(LAW, noise=1e-3))
+    assert not messages_of(lambda: sound.optimal(1e23))
+
+
+def test_answer_far_from_any_run_is_reported_once():
+    fit = fit_parametric(isoflop_runs(LAW, noise=1e-3))
+    assert not messages_of(lambda: fit.optimal(1e24))
+    served = messages_of(lambda: fit.optimal(1e24, inference_tokens=1e18))
+    assert sum("is far from any run" in m for m in served) == 1
+    assert "times smaller than the smallest" in " ".join(served)
+    beyond = messages_of(lambda: fit.optimal(1e27))
+    assert sum("times the compute of the largest" in m for m in beyond) == 1
+
+
+def test_same_problem_of_many_budgets_is_one_warning():
+    """Compute that was read off a figure differs slightly from run to run."""
+    runs = isoflop_runs(LAW, span=25, per_budget=3, budgets=np.geomspace(1e18, 1e22, 40))
+    messages = messages_of(lambda: fit_isoflop(runs))
+    assert len(messages) == len(set(messages)) <= 6
+    gaps = [m for m in messages if "apart: the best size depends" in m]
+    assert len(gaps) == 1
+    assert "and 37 more" in gaps[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_clean_runs_raise_no_warning(seed):
+    runs = isoflop_runs(LAW, noise=2e-3, seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScalingWarning)
+        fit_parametric(runs).optimal(1e24)
+        fit_isoflop(runs).optimal(1e24)

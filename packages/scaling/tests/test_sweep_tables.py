@@ -1,0 +1,147 @@
+"""In tables of sweeps, settings stay apart and diverged runs do not change a best rate."""
+
+import csv
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scaling import ScalingWarning, fit_sweep, fit_sweeps
+
+RATES = np.geomspace(1e-4, 1e-2, 7)
+
+
+def curve(best, size=64, limit=1.0, diverged=11.09, **more):
+    """Return the rows of a curve with its bottom at `best` that diverges above `limit`."""
+    return [
+        {
+            "lr": rate,
+            "bs": size,
+            "loss": 3 + 0.05 * np.log(rate / best) ** 2 if rate < limit else diverged,
+            **more,
+        }
+        for rate in RATES
+    ]
+
+
+@pytest.mark.parametrize("diverged", [11.09, 7.1, 1e3, np.inf, "nan", "diverged"])
+@pytest.mark.parametrize("limit", [1.5e-3, 3e-3, 6e-3])
+def test_diverged_runs_are_left_out_with_a_count(limit, diverged):
+    rows = curve(1e-3, limit=limit, diverged=diverged)
+    count = int((limit <= RATES).sum())
+    with pytest.warns(ScalingWarning, match=rf"that {count} of 7 runs diverged \(rows"):
+        sweep = fit_sweep(rows)
+    assert sweep.best_rates == pytest.approx([1e-3], rel=0.05)
+    assert sweep.diverged == count
+    assert f"{count} of 7 runs diverged" in sweep.explanation
+    clean = fit_sweep(curve(1e-3))
+    assert clean.diverged == 0
+    assert clean.best_rates == pytest.approx([1e-3], rel=0.01)
+
+
+def test_rate_at_which_one_repetition_diverged_is_not_used():
+    rows = curve(1e-3, seed=0) + curve(1e-3, limit=4e-3, seed=1)
+    with pytest.warns(ScalingWarning, match="2 of 14 runs diverged"):
+        sweep = fit_sweep(rows)
+    assert sweep.best_rates == pytest.approx([1e-3], rel=0.05)
+    assert np.isinf(sweep.log_loss[0, -2:]).all()
+
+
+def test_steep_curves_do_not_count_as_diverged():
+    """Half the mean squared error of a regression spans decades on both sides of its best rate."""
+    rows = [{"lr": rate, "bs": 8, "loss": (1e-6 + np.log(rate / 1e-3) ** 2) ** 2} for rate in RATES]
+    assert fit_sweep(rows).diverged == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        *((name, (1e8, 1e9)) for name in ("N", "n_params", "model_size", "config.params")),
+        *((name, (1e9, 1e10)) for name in ("D", "tokens", "train_tokens")),
+        *(("optimizer", v) for v in (("adam", "muon"), ("adam", None))),
+        *(("weight_decay", (0.0, 0.1)), ("dataset", ("c4", "dclm")), ("layers", (12, 24))),
+    ],
+)
+def test_runs_of_several_settings_are_not_repetitions(column, values):
+    best = (3e-3, 3e-4)
+    rows = [r for b, v in zip(best, values, strict=True) for r in curve(b, **{column: v})]
+    with pytest.raises(ValueError, match=rf"column '{column}' takes 2 values .*where=.*fit_sweeps"):
+        fit_sweep(rows)
+    for value, expected in zip(values, best, strict=True):
+        assert fit_sweep(rows, where={column: value}).best_rates == pytest.approx(
+            [expected], rel=0.02
+        )
+    apart = fit_sweeps(rows, column)
+    assert [*apart] == [(str(v),) for v in values]
+    best_rates = [sweep.best_rates[0] for sweep in apart.values()]
+    np.testing.assert_allclose(best_rates, best, rtol=0.02)
+
+
+def test_sizes_at_different_batch_sizes_are_not_one_sweep():
+    rows = curve(3e-3, size=64, N="100M") + curve(3e-4, size=128, N="1B")
+    with pytest.raises(ValueError, match="column 'N' takes 2 values"):
+        fit_sweep(rows)
+
+
+def test_seeds_names_dates_and_measurements_are_not_settings():
+    rows = []
+    for seed in range(3):
+        for i, row in enumerate(curve(1e-3) + curve(2e-3, size=128)):
+            # At a fixed number of steps, larger batches see more tokens.
+            more = {"tokens": 1e4 * row["bs"], "params": 1e8 * (1 + 1e-4 * seed), "seed": seed}
+            more |= {"name": f"run-{seed}-{i}", "seconds": 100.0 + i / 7 + seed / 3}
+            rows.append(row | more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sweep = fit_sweep(rows)
+    assert sweep.best_rates == pytest.approx([1e-3, 2e-3], rel=0.02)
+
+
+def test_unfinished_runs_of_a_sweep_are_left_out():
+    rows = curve(1e-3, status="FINISHED") + [
+        row | {"loss": 1.0} for row in curve(1e-3, status="FAILED")
+    ]
+    with pytest.warns(ScalingWarning, match="'status' says that 7 runs are not 'finished'"):
+        assert fit_sweep(rows).best_rates == pytest.approx([1e-3], rel=1e-3)
+
+
+def test_best_rate_lies_between_the_neighbors_of_the_least_loss():
+    """A parabola through five points would leave a shallow valley next to a steep rise."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        loss = 3 + np.sort(random.exponential(0.1, 7))[np.abs(np.arange(7) - 3) * 2 % 7]
+        loss += random.exponential(0.3, 7) * (np.arange(7) != 3)
+        rows = [{"lr": r, "bs": 1, "loss": z} for r, z in zip(RATES, loss, strict=True)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ScalingWarning)
+            best_rate = fit_sweep(rows).best_rates[0]
+        at = int(np.argmin(loss))
+        if 0 < at < 6:
+            assert RATES[at - 1] <= best_rate <= RATES[at + 1]
+
+
+FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")) / "scaling"
+
+
+@pytest.mark.skipif(
+    not (FOLDER / "step_dense.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/step_dense.csv",
+)
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_step_law_grid_is_seventeen_sweeps():
+    table = FOLDER / "step_dense.csv"
+    with pytest.raises(ValueError, match=r"takes .* values .*by=\['D', 'N'\]"):
+        fit_sweep(table)
+    with table.open() as file:
+        settings = {(row["N"], row["D"]) for row in csv.DictReader(file)}
+    sweeps = fit_sweeps(table, ["N", "D"])
+    assert {*sweeps} == settings
+    assert len(sweeps) == 17
+    for sweep in sweeps.values():
+        for best, curve in zip(sweep.best_rates, sweep.loss, strict=True):
+            tried = np.flatnonzero(np.isfinite(curve))
+            at = int(np.argmin(curve[tried]))
+            if np.isfinite(best):
+                low, high = tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)]
+                assert sweep.rates[low] <= best <= sweep.rates[high]

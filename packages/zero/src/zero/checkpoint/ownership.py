@@ -1,0 +1,211 @@
+"""The part of a training state that this rank stores: runs of elements of named tensors.
+
+Every stage is described in the same form, so a checkpoint of one stage can be read by any other.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.dtensors import Run
+from zero.fsdp.fsdp import FSDP
+from zero.fsdp.optimizer_hooks import find_shard_optimizer
+from zero.fsdp.wrapping import original_name
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.process_groups import Communicator
+
+
+@dataclass(frozen=True)
+class Part:
+    """Flat elements `start` to `stop` of the tensor called `name`, whose whole shape is `shape`."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    values: Tensor
+    #: True if every rank has the same values.
+    is_replicated: bool = False
+    #: True if another row of a mesh has the same shard and writes it.
+    is_copy: bool = False
+    #: The tensor that `values` are the elements of; `values` are a copy if it is not contiguous.
+    target: Tensor | None = None
+    #: True for buffers, which may differ between ranks, so that all of them are saved from rank 0.
+    is_buffer: bool = False
+
+    def is_written_by(self, rank: int, world: int) -> bool:
+        """Return True if a rank writes the part; replicated parts are distributed over ranks."""
+        if self.is_buffer:
+            return rank == 0
+        if self.is_replicated:
+            return zlib.crc32(self.name.encode()) % world == rank
+        return not self.is_copy
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter of an optimizer, and the elements whose state this rank has."""
+
+    name: str
+    shape: torch.Size
+    #: The elements, or None if another rank has the state.
+    run: Run | None
+    #: The tensor that the optimizer steps.
+    parameter: nn.Parameter
+    is_replicated: bool
+    is_copy: bool = False
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module whose names a checkpoint uses: without wrappers such as FSDP and DDP."""
+    model = _compiled_from(model)
+    while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
+        model = _compiled_from(model.get_submodule("module"))
+    return model
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter with several names, by its other names."""
+    first_names: dict[nn.Parameter, str] = {}
+    first_of = {}
+    for name, parameter in _named_parameters(model, with_tied=True):
+        if parameter in first_names:
+            first_of[name] = first_names[parameter]
+        else:
+            first_names[parameter] = name
+    return first_of
+
+
+def _named_parameters(
+    model: nn.Module, *, with_tied: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
+    module = unwrapped(model)
+    for name, parameter in module.named_parameters(remove_duplicate=not with_tied):
+        yield original_name(name), parameter
+
+
+def _compiled_from(model: nn.Module) -> nn.Module:
+    original = model._modules.get("_orig_mod")
+    return model if original is None else original
+
+
+def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
+    """Return this rank's parameters and buffers, and the module's states that are not tensors."""
+    parts = []
+    for slot in _parameter_slots(model):
+        assert slot.run is not None
+        values = slot.parameter.detach()
+        parts.append(
+            Part(
+                slot.name,
+                slot.shape,
+                slot.run.start,
+                slot.run.stop,
+                values.reshape(-1),
+                is_replicated=slot.is_replicated,
+                is_copy=slot.is_copy,
+                target=values,
+            )
+        )
+    parameter_names = {name for name, _ in _named_parameters(model, with_tied=True)}
+    parameter_names |= _sharded_names(model)
+    with _keep_shards(_compiled_from(model)):
+        state = unwrapped(model).state_dict()
+    others = {}
+    for wrapped_name, value in state.items():
+        name = original_name(wrapped_name)
+        if name in parameter_names:
+            continue
+        if isinstance(value, Tensor):
+            flat = value.detach().reshape(-1)
+            parts.append(
+                Part(
+                    name,
+                    value.shape,
+                    0,
+                    value.numel(),
+                    flat,
+                    is_replicated=True,
+                    target=value,
+                    is_buffer=True,
+                )
+            )
+        else:
+            others[name] = value
+    return parts, others
+
+
+def _keep_shards(model: nn.Module) -> AbstractContextManager[None]:
+    return model.state_dict_hooks.keep_shards() if isinstance(model, FSDP) else nullcontext()
+
+
+def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
+    """Return the slots of each parameter group, in the order of the optimizer's parameters."""
+    slot_of = {slot.parameter: slot for slot in _parameter_slots(model)}
+    if isinstance(optimizer, ShardedOptimizer):
+        names = {parameter: slot.name for parameter, slot in slot_of.items()}
+        is_copy = is_replica(optimizer.communicator)
+        split: dict[nn.Parameter, Slot] = {}
+        for parameter, piece, shard, _ in optimizer.shards():
+            run = Run(piece.start, piece.stop, shard.shape)
+            name = _look_up(parameter, names)
+            split[shard] = Slot(name, parameter.shape, run, shard, False, is_copy)
+        return [[split[p] for p in group["params"]] for group in optimizer.inner.param_groups]
+    shard_optimizer = find_shard_optimizer(optimizer)
+    if shard_optimizer:
+        for parameter, slot in slot_of.items():
+            slot_of[parameter] = replace(slot, run=shard_optimizer.run(parameter))
+    return [
+        [_look_up(parameter, slot_of) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the parameters of each group, which are equal on all ranks."""
+    names = {slot.parameter: slot.name for slot in _parameter_slots(model)}
+    return [[_look_up(p, names) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
+    sharded = set()
+    model = _compiled_from(model)
+    if isinstance(model, FSDP):
+        is_copy = is_replica(model.communicator)
+        for unit in model.units:
+            for p in unit.parameters:
+                sharded.add(p.shard)
+                run = Run(p.start, p.stop, p.shard.shape)
+                yield Slot(p.name, p.shape, run, p.shard, False, is_copy)
+    for name, parameter in _named_parameters(model):
+        if parameter not in sharded:
+            run = Run(0, parameter.numel(), parameter.shape)
+            yield Slot(name, parameter.shape, run, parameter, True)
+
+
+def is_replica(communicator: Communicator) -> bool:
+    """Return True if an earlier row of the mesh has the same shards."""
+    return communicator.replicas is not None and communicator.replicas.rank > 0
+
+
+def _sharded_names(model: nn.Module) -> set[str]:
+    model = _compiled_from(model)
+    if not isinstance(model, FSDP):
+        return set()
+    return {parameter.name for unit in model.units for parameter in unit.parameters}
+
+
+def _look_up(parameter: nn.Parameter, table: dict[nn.Parameter, Any]) -> Any:
+    if parameter not in table:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the "
+            "model: pass the model that the optimizer was constructed for"
+        )
+    return table[parameter]

@@ -1,0 +1,70 @@
+"""Attribution of failures to ranks: models that differ, and collectives that failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+#: All surviving ranks notice a failure within this time of each other.
+GRACE_SECONDS = 5.0
+REMEDY = "build the same model and the same groups on every rank"
+
+
+def describe_difference(everyone: Sequence[Sequence[Any]]) -> str:
+    """Describe the first entry in which a rank's list differs from rank 0's; "" if none differs."""
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if len(other) != len(first):
+            return f"rank {rank} has {len(other)} parameters, rank 0 has {len(first)}: {REMEDY}"
+        for index, (expected, actual) in enumerate(zip(first, other, strict=True)):
+            if expected != actual:
+                return (
+                    f"parameter {index} is {actual} on rank {rank} but {expected} on rank 0: "
+                    f"{REMEDY}"
+                )
+    return ""
+
+
+def roll_call(
+    group: dist.ProcessGroup | None, description: str
+) -> tuple[list[int], dict[int, str]]:
+    """Return the global ranks that do not answer, and the failed call of each rank that does.
+
+    Every surviving rank of the group calls this function, because every one sees the failure.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    store = dist.distributed_c10d._get_default_store()
+    absent = {rank: f"zero/alive/{rank}" for rank in ranks}
+    answers: dict[int, str] = {}
+    deadline = time.monotonic() + GRACE_SECONDS
+    try:
+        store.set(absent[dist.get_rank()], description)
+        while absent and time.monotonic() < deadline:
+            for rank in [rank for rank, key in absent.items() if store.check([key])]:
+                answers[rank] = store.get(absent.pop(rank)).decode()
+            time.sleep(0.02)
+    except RuntimeError:
+        # Rank 0 hosts the store, so a store that does not respond means that rank 0 has died.
+        return [0], {}
+    return sorted(absent), answers
+
+
+def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
+    """Return the error to raise for a collective that failed, with the ranks that caused it."""
+    absent, answers = roll_call(group, description)
+    if not absent and len(set(answers.values())) > 1:
+        calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))
+        return RuntimeError(
+            f"ranks wait for different collectives ({calls}): run the same layers in the same "
+            f"order on every rank ({error})"
+        )
+    if not absent:
+        return RuntimeError(f"{description} failed although every rank is alive: {error}")
+    noun = "rank" if len(absent) == 1 else "ranks"
+    return RuntimeError(
+        f"{description} failed on rank {dist.get_rank()}: {noun} {', '.join(map(str, absent))} "
+        f"died or hangs; restart all ranks from the last checkpoint ({error})"
+    )

@@ -1,0 +1,109 @@
+"""Conversions between runs of elements, whole tensors and DTensors of rows.
+
+Between steps a shard is a run of elements, which no DTensor describes. In a state dict it is some
+rows of the whole tensor (`Shard(0)`), which torch's tools can gather, save and load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zero.process_groups import Communicator
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements `start` to `stop` of a parameter, stored in a tensor of shape `shape`."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+
+    def select(self, whole_shape: torch.Size, key: str, value: Any) -> Any:
+        """Return this run's part of a state entry of a parameter of shape `whole_shape`.
+
+        An entry of another shape, such as a count of steps, belongs to all runs.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        # A tensor that two runs of a parameter shared would be updated twice per step.
+        if value.shape != whole_shape or value.shape == self.shape or key == "step":
+            return value.clone()
+        return value.reshape(-1)[self.start : self.stop].clone().view(self.shape)
+
+
+def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
+    """Return `whole`, which every rank has, as a DTensor of rows."""
+    mesh = communicator.mesh
+    if not whole.dim():
+        return DTensor.from_local(whole.clone(), mesh, [Replicate()] * mesh.ndim)
+    chunks = whole.chunk(communicator.world)
+    local = chunks[communicator.rank] if communicator.rank < len(chunks) else whole[:0]
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    return DTensor.from_local(
+        local.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def full_value(value: Any) -> Any:
+    """Gather a DTensor; return any other value unchanged."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def whole_state(
+    local_state: Sequence[tuple[Run, dict[str, Any]]],
+    shape: torch.Size,
+    communicator: Communicator,
+) -> dict[str, Any]:
+    """Return an optimizer's state for one parameter, on the CPU; every rank must call it."""
+    entries = []
+    for run, state in local_state:
+        for key, value in state.items():
+            is_run = isinstance(value, Tensor) and value.shape == run.shape
+            entries.append((run, key, _to_cpu(value), is_run))
+    whole: dict[str, Any] = {}
+    for rank_entries in communicator.gather_objects(entries):
+        for run, key, value, is_run in rank_entries:
+            if not is_run:
+                whole.setdefault(key, value)
+            elif run.shape == shape:
+                whole[key] = value
+            else:
+                if key not in whole:
+                    whole[key] = value.new_empty(shape)
+                whole[key].view(-1)[run.start : run.stop] = value.reshape(-1)
+    return whole
+
+
+def state_rows(
+    local_state: Sequence[tuple[Run, dict[str, Any]]],
+    parameter: Tensor,
+    communicator: Communicator,
+) -> dict[str, Any]:
+    """Return an optimizer's state for one parameter; tensors of its shape are DTensors of rows.
+
+    Every rank must call it.
+    """
+    state = whole_state(local_state, parameter.shape, communicator)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
+            state[key] = shard_rows(value.to(parameter.device), communicator)
+    return state
+
+
+def full_entries(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the state of each parameter in order, with DTensors gathered."""
+    for group in state_dict["param_groups"]:
+        for key in group["params"]:
+            entry = state_dict["state"].get(key, {})
+            yield {name: full_value(value) for name, value in entry.items()}
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

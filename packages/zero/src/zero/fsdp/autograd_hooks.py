@@ -1,0 +1,135 @@
+"""Backward hooks, and casts, for any values that a module accepts and returns."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+#: Types whose objects contain no tensors of an output.
+OPAQUE_TYPES = (
+    str, bytes, int, float, complex, type(None), type, nn.Module, torch.dtype, torch.device,
+    FunctionType, MethodType, BuiltinFunctionType, ModuleType,
+)  # fmt: skip
+
+
+def call_after_gradients(
+    values: Any, hook: Callable[[], None], *, before_double_backward: Callable[[], None]
+) -> Any:
+    """Return `values`, and call `hook()` when backward has the gradients of all their tensors.
+
+    `before_double_backward()` is called before a backward through these gradients.
+    """
+    tensors: dict[int, Tensor] = {}
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            tensors[id(leaf)] = leaf
+    if not tensors:
+        return values
+    # One node of the graph for all tensors runs when the last gradient is computed. A tensor that
+    # occurs twice stays one object, on which the fast path of attention depends.
+    outputs = _GradientHook.apply(hook, before_double_backward, *tensors.values())
+    hooked = dict(zip(tensors, outputs, strict=True))
+    return tree_map_only(Tensor, lambda tensor: hooked.get(id(tensor), tensor), values)
+
+
+def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = ()) -> Any:
+    """Return `values`, and call `hook()` before backward goes through one of their tensors.
+
+    `inputs` are the values that a module computed `values` from.
+    """
+    for tensor in tensors_in(values):
+        if not tensor.requires_grad:
+            continue
+        tensor.register_hook(lambda _: hook())
+        # An in-place change of a view replaces its node of the graph by one of its base, which does
+        # not have the hook.
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and not _has_view_of(inputs, base):
+            base.grad_fn.register_prehook(lambda _: hook())
+    return values
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return every tensor in containers, and in the attributes of objects of any class."""
+    return _walk(values)[0]
+
+
+def hides_tensors(values: Any) -> bool:
+    """Return True if no tensor is found in `values`, but an object that cannot be inspected is."""
+    tensors, has_opaque = _walk(values)
+    return has_opaque and not tensors
+
+
+def _walk(values: Any) -> tuple[list[Tensor], bool]:
+    """Return the tensors in `values`, and True if an object without attributes was found."""
+    has_opaque = False
+    tensors: dict[int, Tensor] = {}
+    # Visited objects are kept alive, so that no new object gets the id of a visited one.
+    visited: dict[int, Any] = {}
+    pending = [values]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            tensors[id(value)] = value
+        elif id(value) not in visited and not isinstance(value, OPAQUE_TYPES):
+            visited[id(value)] = value
+            children = _children(value)
+            if not children and not isinstance(value, CONTAINERS):
+                has_opaque = True
+            pending += children
+    return list(tensors.values()), has_opaque
+
+
+def _children(value: Any) -> list[Any]:
+    """Return the items of a container and the attributes of an object."""
+    children: list[Any] = []
+    if isinstance(value, Mapping):
+        children += value.values()
+    elif isinstance(value, CONTAINERS):
+        children += value
+    children += getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names = [slots] if isinstance(slots, str) else slots
+        children += [getattr(value, name) for name in names if hasattr(value, name)]
+    return children
+
+
+def cast(dtype: torch.dtype, values: Any) -> Any:
+    """Return `values` with their floating-point tensors in `dtype`."""
+
+    def cast_tensor(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, cast_tensor, values)
+
+
+def _has_view_of(inputs: Any, base: Tensor) -> bool:
+    """Return True if an input is a view of `base`, which then was not computed by the module."""
+    return any(isinstance(leaf, Tensor) and leaf._base is base for leaf in tree_leaves(inputs))
+
+
+class _GradientHook(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hook: Any, before_double_backward: Any, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.hook = hook
+        ctx.before_double_backward = before_double_backward
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.hook()
+        if torch.is_grad_enabled():
+            # Gradients are enabled in backward with create_graph=True only.
+            gradients = call_before_gradients(gradients, ctx.before_double_backward)
+        return None, None, *gradients

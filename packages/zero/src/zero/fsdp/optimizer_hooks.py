@@ -1,0 +1,330 @@
+"""Hooks that let torch's optimizers step FSDP's shards.
+
+An element-wise optimizer steps shards directly. Any other optimizer needs full tensors. Each
+parameter then has one owner rank, which receives the parameter and its gradient, steps it, and
+sends the shards back. All state of a parameter is on its owner.
+
+In state dicts, state in the shape of a parameter is a DTensor. Loading accepts DTensors, whole
+tensors, and this rank's shards.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zero.dtensors import Run, full_entries, state_rows
+from zero.fsdp.unit import ShardedParameter, Unit, find_unit
+from zero.gradients import ShardGradient, plain
+from zero.optimizer.optimizer_kinds import (
+    ELEMENTWISE,
+    REFUSED,
+    WHOLE_PARAMETERS,
+    how_to_split,
+    options_from,
+)
+from zero.optimizer.state_dict import options_of
+from zero.partition import by_parameter
+from zero.process_groups import Communicator
+
+#: A parameter of an optimizer, its unit, and its description there.
+Entry = tuple[nn.Parameter, Unit, ShardedParameter]
+
+
+@cache
+def install() -> None:
+    """Register hooks for the steps of all optimizers of this process."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | None:
+    """Return the ShardOptimizer of an optimizer of shards, None for any other optimizer."""
+    shard_optimizer, known_count = _known.get(optimizer, (None, 0))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(parameters) != known_count:
+        if any(find_unit(parameter) for parameter in parameters):
+            shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
+            shard_optimizer.update(optimizer)
+        _known[optimizer] = shard_optimizer, len(parameters)
+    return shard_optimizer
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    shard_optimizer = find_shard_optimizer(optimizer)
+    if shard_optimizer is None:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is not None:
+        # The closure computes the gradients, so it must run before they are exchanged.
+        with torch.enable_grad():
+            loss = closure()
+        args = args[:1]
+        kwargs = {**kwargs, "closure": lambda: loss}
+    ShardGradient.is_stepping = False
+    shard_optimizer.check_gradients_alike(optimizer)
+    for exchange in shard_optimizer.exchanges:
+        exchange.gather_full_tensors()
+    ShardGradient.is_stepping = True
+    return args, kwargs
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    shard_optimizer, _ = _known.get(optimizer, (None, 0))
+    if shard_optimizer is None:
+        return
+    ShardGradient.is_stepping = False
+    for state in optimizer.state.values():
+        # A copy of a gradient, such as a momentum buffer, is not a gradient.
+        state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
+    for exchange in shard_optimizer.exchanges:
+        for parameter in exchange.scatter_full_tensors():
+            # torch's tools need the state to be empty on all ranks or on none.
+            optimizer.state.setdefault(parameter, {})
+
+
+class ShardOptimizer:
+    """The additional work that an optimizer of FSDP's parameters needs."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.exchanges: list[FullTensorExchange] = []
+        optimizer.register_state_dict_post_hook(self._save_rows)
+        optimizer.register_load_state_dict_pre_hook(self._load_rows)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Determine which parameters must be full in a step, and shard state that was loaded."""
+        kinds: dict[tuple[Communicator, torch.dtype], list[Entry]] = {}
+        for group in optimizer.param_groups:
+            entries = []
+            for parameter in group["params"]:
+                location = find_unit(parameter)
+                if location is not None:
+                    entries.append((parameter, *location))
+            if entries and _needs_full_tensors(optimizer, group, entries):
+                for entry in entries:
+                    kind = entry[1].communicator, entry[0].dtype
+                    kinds.setdefault(kind, []).append(entry)
+        self.exchanges = [
+            FullTensorExchange(communicator, entries)
+            for (communicator, _), entries in kinds.items()
+        ]
+        if optimizer.state:
+            # The state was loaded before the hooks were registered.
+            loaded = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            local_state = self._load_rows(optimizer, loaded)["state"]
+            optimizer.state.clear()
+            optimizer.state.update(local_state)
+
+    def check_gradients_alike(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if a shard has a gradient on some ranks only."""
+        named_of: dict[Communicator, list[tuple[nn.Parameter, str]]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                location = find_unit(parameter)
+                if location is not None:
+                    unit, sharded = location
+                    named_of.setdefault(unit.communicator, []).append((parameter, sharded.name))
+        for communicator, named in named_of.items():
+            has_gradient = [parameter.grad is not None for parameter, _ in named]
+            has_none = [parameter.grad is None for parameter, _ in named]
+            anywhere = communicator.any_rank([*has_gradient, *has_none], counted=False)()
+            for index, (_, name) in enumerate(named):
+                if anywhere[index] and anywhere[len(named) + index]:
+                    raise RuntimeError(
+                        f"{name} has a gradient on some ranks only: set .grad to None, or skip "
+                        "the step, on every rank or on none"
+                    )
+
+    def run(self, parameter: nn.Parameter) -> Run | None:
+        """Return the elements whose state this rank has; None if another rank has the state."""
+        location = find_unit(parameter)
+        if location is None:
+            return Run(0, parameter.numel(), parameter.shape)
+        _, sharded = location
+        for exchange in self.exchanges:
+            owner = exchange.owner.get(parameter)
+            if owner == exchange.communicator.rank:
+                return Run(0, sharded.shape.numel(), sharded.shape)
+            if owner is not None:
+                return None
+        return Run(sharded.start, sharded.stop, parameter.shape)
+
+    def _save_rows(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Replace the state of shards by DTensors in a state dict."""
+        state = dict(state_dict["state"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            location = find_unit(parameter)
+            if location is None:
+                continue
+            unit, sharded = location
+            run = self.run(parameter)
+            local_state = [(run, state.pop(index, {}))] if run else []
+            rows = state_rows(local_state, sharded.full, unit.communicator)
+            if rows:
+                state[index] = rows
+        return {**state_dict, "state": dict(sorted(state.items()))}
+
+    def _load_rows(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Replace whole state by the state of this rank's elements in a state dict."""
+        state = dict(state_dict["state"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        entries = full_entries(state_dict)
+        for parameter, key, entry in zip(parameters, keys, entries, strict=False):
+            if not entry:
+                continue
+            location = find_unit(parameter)
+            shape = location[1].shape if location else parameter.shape
+            run = self.run(parameter)
+            state[key] = {k: run.select(shape, k, v) for k, v in entry.items()} if run else {}
+        return {**state_dict, "state": state}
+
+
+#: The optimizers of this process that have stepped: their ShardOptimizer, if they have shards, and
+#: the number of their parameters at that time.
+_known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, int]]
+_known = WeakKeyDictionary()
+
+
+class FullTensorExchange:
+    """Tensors of one dtype that are full on their owner rank while an optimizer steps."""
+
+    def __init__(self, communicator: Communicator, entries: list[Entry]) -> None:
+        self.communicator = communicator
+        self.entries = entries
+        world = communicator.world
+        numels = [sharded.shape.numel() for _, _, sharded in entries]
+        partition = by_parameter(numels, world, 1 << 62)
+        #: The rank that steps each parameter; parameters without elements belong to rank 0.
+        self.owner = {parameter: 0 for parameter, _, _ in entries}
+        for rank in range(world):
+            for piece in partition.shard_pieces(rank):
+                self.owner[entries[piece.index][0]] = rank
+        #: The elements of each parameter in each rank's shard.
+        self._ranges = [
+            [unit.shard_range(sharded, rank) for _, unit, sharded in entries]
+            for rank in range(world)
+        ]
+        #: The shard and gradient of each parameter that is being stepped, by its index.
+        self._shards: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    @torch.no_grad()
+    def gather_full_tensors(self) -> None:
+        """Set `.data` and `.grad` to full tensors on the owner; remove `.grad` on other ranks."""
+        parameters = [parameter for parameter, _, _ in self.entries]
+        # A parameter has a gradient on all ranks or on none: `check_gradients_alike`.
+        stepped = [index for index, p in enumerate(parameters) if p.grad is not None]
+        if not stepped:
+            return
+        for _, unit, _ in self.entries:
+            unit.holds_full_tensors = True
+        self._shards = {
+            index: (parameters[index].data, parameters[index].grad) for index in stepped
+        }
+        values = self._gather([data for data, _ in self._shards.values()])
+        gradients = self._gather(
+            [plain(gradient) for _, gradient in self._shards.values() if gradient is not None]
+        )
+        for index in stepped:
+            parameters[index].grad = None
+            if index in values:
+                parameters[index].data = values[index]
+                parameters[index].grad = gradients[index]
+
+    @torch.no_grad()
+    def scatter_full_tensors(self) -> list[nn.Parameter]:
+        """Send each rank its elements of the stepped tensors; return the stepped parameters."""
+        if not self._shards:
+            return []
+        rank = self.communicator.rank
+        full = {index: self.entries[index][0].data.reshape(-1) for index in self._owned_by(rank)}
+        outgoing = [
+            [full[index][slice(*ranges[index])] for index in full] for ranges in self._ranges
+        ]
+        expected = [
+            [self._ranges[rank][index] for index in self._owned_by(owner)]
+            for owner in range(self.communicator.world)
+        ]
+        incoming = self._exchange(outgoing, expected)
+        for owner, parts in enumerate(incoming):
+            for index, part in zip(self._owned_by(owner), parts, strict=True):
+                parameter = self.entries[index][0]
+                data, gradient = self._shards[index]
+                parameter.grad = None
+                parameter.data = data
+                parameter.copy_(part.view_as(data))
+                parameter.grad = gradient
+        for _, unit, _ in self.entries:
+            unit.holds_full_tensors = False
+        stepped = [self.entries[index][0] for index in self._shards]
+        self._shards = {}
+        return stepped
+
+    def _owned_by(self, rank: int) -> list[int]:
+        """Return the indices of the stepped parameters that a rank owns."""
+        return [index for index in self._shards if self.owner[self.entries[index][0]] == rank]
+
+    def _gather(self, shards: list[Tensor]) -> dict[int, Tensor]:
+        """Return the full tensors that this rank owns, from all ranks' shards."""
+        shard_of = dict(zip(self._shards, shards, strict=True))
+        owned = self._owned_by(self.communicator.rank)
+        outgoing = [
+            [shard_of[index].reshape(-1) for index in self._owned_by(rank)]
+            for rank in range(self.communicator.world)
+        ]
+        expected = [[ranges[index] for index in owned] for ranges in self._ranges]
+        full = {index: shard_of[index].new_empty(self.entries[index][2].shape) for index in owned}
+        incoming = self._exchange(outgoing, expected)
+        for parts, ranges in zip(incoming, expected, strict=True):
+            for index, part, elements in zip(owned, parts, ranges, strict=True):
+                full[index].view(-1)[slice(*elements)] = part
+        return full
+
+    def _exchange(
+        self, outgoing: list[list[Tensor]], expected: list[list[tuple[int, int]]]
+    ) -> list[list[Tensor]]:
+        """Send each rank its parts; return the parts from each rank, which have these ranges."""
+        empty = self.entries[0][1].shard[:0]
+        lengths = [[stop - start for start, stop in ranges] for ranges in expected]
+        incoming = self.communicator.all_to_all(
+            [torch.cat([empty, *parts]) for parts in outgoing], [sum(row) for row in lengths]
+        )
+        return [
+            list(block.split(row)) if row else []
+            for block, row in zip(incoming, lengths, strict=True)
+        ]
+
+
+def _needs_full_tensors(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], entries: list[Entry]
+) -> bool:
+    """Return True if the optimizer is not element-wise; raise if it cannot be sharded."""
+    cls = type(optimizer)
+    is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
+    is_declared = any(cls in unit.elementwise_optimizers for _, unit, _ in entries)
+    try:
+        split = how_to_split(
+            cls,
+            {} if is_known else options_from(optimizer, group),
+            entries[0][0].device,
+            elementwise=True if is_declared else None,
+            group=options_of(group),
+            shapes=[sharded.shape for _, _, sharded in entries],
+            as_columns=True,
+        )
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    return split == "parameters"

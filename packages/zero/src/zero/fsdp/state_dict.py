@@ -1,0 +1,117 @@
+"""FSDP's shards in forms that other code knows: full parameters, and DTensors in state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero.dtensors import full_value, shard_rows
+from zero.fsdp.unit import ShardedParameter, Unit
+from zero.process_groups import Communicator
+
+
+class StateDictHooks:
+    """Hooks that put DTensors instead of shards into state dicts, and that load them.
+
+    Creating a state dict is a collective, so every rank must do it. Whole tensors are loaded too.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        #: True while state dicts contain this rank's shards, which needs no communication.
+        self.keeps_shards = False
+        #: The unit that was gathered last, because the parameters of a unit are saved in a row.
+        self._gathered: tuple[Unit, dict[str, Tensor]] | None = None
+
+    def attach(
+        self, module: nn.Module, parameters: Mapping[str, tuple[Unit, ShardedParameter]]
+    ) -> set[int]:
+        """Register the hooks of a module with these sharded parameters; return the hooks' ids."""
+
+        def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            for name, (unit, parameter) in parameters.items():
+                if not self.keeps_shards and prefix + name in state:
+                    state[prefix + name] = self._gather_rows(unit, parameter)
+
+        def load(
+            module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
+        ) -> None:
+            error_messages = rest[-1]
+            for name, (_, parameter) in parameters.items():
+                value = state.get(prefix + name)
+                if isinstance(value, Tensor):
+                    state[prefix + name] = _select_shard(
+                        prefix + name, value, parameter, error_messages
+                    )
+
+        handles = (
+            module.register_state_dict_post_hook(save),
+            module.register_load_state_dict_pre_hook(load),
+        )
+        return {handle.id for handle in handles}
+
+    def discard_gathered(self) -> None:
+        """Free the unit that was gathered last."""
+        self._gathered = None
+
+    @contextmanager
+    def keep_shards(self) -> Iterator[None]:
+        """Let state dicts contain this rank's shards within the context."""
+        before = self.keeps_shards
+        self.keeps_shards = True
+        try:
+            yield
+        finally:
+            self.keeps_shards = before
+
+    @torch.no_grad()
+    def _gather_rows(self, unit: Unit, parameter: ShardedParameter) -> DTensor:
+        if self._gathered is None or self._gathered[0] is not unit:
+            self._gathered = unit, unit.gather_full_parameters()
+        return shard_rows(self._gathered[1][parameter.name], self.communicator)
+
+
+def _select_shard(
+    name: str, value: Tensor, parameter: ShardedParameter, error_messages: list[str]
+) -> Tensor:
+    """Return this rank's elements of a whole tensor or DTensor, in the shape of the shard."""
+    shard = parameter.shard.detach()
+    if tuple(value.shape) != tuple(parameter.shape):
+        error_messages.append(
+            f"size mismatch for {name}: expected {tuple(parameter.shape)} as in the model, got "
+            f"{tuple(value.shape)} in the state dict"
+        )
+        return shard
+    elements: Tensor = full_value(value).reshape(-1)[parameter.start : parameter.stop]
+    return elements.view_as(shard)
+
+
+@contextmanager
+def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]:
+    """Let modules have full parameters; at exit, copy this rank's elements into the shards."""
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    for unit in units:
+        values = unit.gather_full_parameters()
+        for parameter in unit.parameters:
+            full = nn.Parameter(values[parameter.name], parameter.shard.requires_grad)
+            for module, name in parameter.owners:
+                module._parameters[name] = full
+    try:
+        yield
+        if writeback:
+            with torch.no_grad():
+                for parameter in parameters:
+                    module, name = parameter.owners[0]
+                    changed = module._parameters[name]
+                    assert changed is not None
+                    elements = changed.reshape(-1)[parameter.start : parameter.stop]
+                    parameter.shard.copy_(elements.view_as(parameter.shard))
+    finally:
+        for parameter in parameters:
+            for module, name in parameter.owners:
+                module._parameters[name] = parameter.shard

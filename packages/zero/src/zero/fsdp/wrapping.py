@@ -1,0 +1,280 @@
+"""The choice of the parameters that stage 3 shards together: those below one selected module.
+
+A parameter of several modules (tied) belongs to the first module's unit, and all of them gather
+it. Modules on the meta device are allocated one sharded module at a time, so that a model can be
+created that fits into memory only in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import nan
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from zero.fsdp.unit import Owner, Unit
+
+MakeUnit = Callable[[list[Any]], Unit]
+#: The modules that are sharded as units: classes and names of modules, or a predicate of name and
+#: module, or "blocks": each block of the outermost containers, and the root with the remainder.
+ShardPolicy = (
+    Sequence[type[nn.Module] | str]
+    | type[nn.Module]
+    | Callable[[str, nn.Module], bool]
+    | Literal["blocks"]
+)
+#: The modules that have each parameter.
+Owners = dict[nn.Parameter, list[Owner]]
+
+
+@dataclass
+class _Plan:
+    """The parameters that each sharded module gathers."""
+
+    owners: Owners = field(default_factory=dict)
+    #: The first name of each sharded parameter.
+    names: dict[nn.Parameter, str] = field(default_factory=dict)
+    #: The module during whose forward each module needs its parameters in full.
+    user: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    #: The parameters below each sharded module.
+    groups: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
+
+
+def make_units(
+    root: nn.Module,
+    policy: ShardPolicy,
+    materialize: Materialize | None,
+    make_unit: MakeUnit,
+    ignored: set[nn.Parameter],
+) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
+    """Shard the parameters below the modules that `policy` selects, each with the innermost one.
+
+    Return the units, and the units that each module needs unsharded while it runs.
+    """
+    plan = _plan_units(root, select_modules(root, policy), ignored)
+    if not plan.groups:
+        present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
+        raise ValueError(
+            f"expected parameters below modules {describe_policy(policy)}, got a model of "
+            f'{present}: pass the classes of its layers as shard=(...), or shard="blocks"'
+        )
+    units: list[Unit] = []
+    units_of: dict[nn.Module, list[Unit]] = {}
+    for parameters in plan.groups.values():
+        if materialize is not None:
+            modules = dict.fromkeys(plan.owners[parameter][0][0] for parameter in parameters)
+            materialize(list(modules), plan.owners)
+        for named in _split_by_kind(parameters, plan):
+            unit = make_unit(named)
+            users = {plan.user[module] for _, _, owners in named for module, _ in owners}
+            unit.is_read_in_backward = any(reads_weight_in_backward(user) for user in users)
+            units.append(unit)
+            for module in users:
+                units_of.setdefault(module, []).append(unit)
+    if materialize is not None:
+        materialize([*root.modules()], plan.owners)
+    return units, units_of
+
+
+def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
+    """Return the modules that are sharded as units; raise if `policy` names an unknown module."""
+    if isinstance(policy, type):
+        # A class is callable, but it is not a predicate.
+        policy = (policy,)
+    if isinstance(policy, str):
+        if policy != "blocks":
+            raise ValueError(
+                f'expected classes, names, a predicate or "blocks" as shard=, got {policy!r}: pass '
+                "a tuple"
+            )
+        return {root, *_blocks(root)}
+    named = [(original_name(name), module) for name, module in root.named_modules()]
+    if callable(policy):
+        return {module for name, module in named if policy(name, module)}
+    classes = tuple(entry for entry in policy if isinstance(entry, type))
+    wanted = {entry for entry in policy if isinstance(entry, str)}
+    unknown = wanted.difference(name for name, _ in named)
+    if unknown:
+        raise ValueError(
+            f"expected names of modules in shard=, got {min(unknown)!r}, which the model does not "
+            "have: see dict(model.named_modules())"
+        )
+    return {module for name, module in named if isinstance(module, classes) or name in wanted}
+
+
+def _blocks(root: nn.Module) -> set[nn.Module]:
+    """Return the modules in the outermost containers, which are the repeated blocks of a model."""
+    blocks: set[nn.Module] = set()
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        for child in module.children():
+            # A list of lists has no forward that could be hooked.
+            if is_container and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                blocks.add(child)
+            else:
+                pending.append(child)
+    return blocks
+
+
+def describe_policy(policy: ShardPolicy) -> str:
+    """Describe the selected modules for an error message."""
+    if isinstance(policy, type):
+        policy = (policy,)
+    if callable(policy) or isinstance(policy, str):
+        return "that shard= selects"
+    entries = [entry if isinstance(entry, str) else entry.__name__ for entry in policy]
+    return f"of class {', '.join(entries)}"
+
+
+def _plan_units(root: nn.Module, selected: set[nn.Module], ignored: set[nn.Parameter]) -> _Plan:
+    plan = _Plan()
+    for prefix, module in root.named_modules():
+        enclosing = _innermost_selected(root, prefix, selected)
+        plan.user[module] = module if enclosing is None else enclosing
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            plan.owners.setdefault(parameter, []).append((module, attribute))
+            if enclosing is not None and parameter not in plan.names and parameter not in ignored:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                plan.names[parameter] = original_name(name)
+                plan.groups.setdefault(enclosing, []).append(parameter)
+    return plan
+
+
+def _split_by_kind(parameters: list[nn.Parameter], plan: _Plan) -> list[list[Any]]:
+    """Return (name, parameter, owners) grouped by dtype and by `requires_grad`."""
+    kinds: dict[tuple[torch.dtype, bool], list[Any]] = {}
+    for planned in parameters:
+        module, attribute = plan.owners[planned][0]
+        # A parameter on the meta device has been replaced.
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        named = plan.names[planned], parameter, tuple(plan.owners[planned])
+        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(named)
+    return list(kinds.values())
+
+
+#: The method as torch defines it, because a program may replace it later.
+EMBEDDING_FORWARD = nn.Embedding.forward
+
+
+def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()) -> bool:
+    """Return False only if it is certain that the module's backward does not read its weight.
+
+    This is certain for `nn.Embedding.forward`. A subclass, a parametrization, a hook whose id is
+    not in `fsdp_hooks`, or a forward that was assigned to the module may compute anything from
+    the weight.
+    """
+    forward: Any = EMBEDDING_FORWARD
+    is_plain = (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is forward
+        and forward.__module__ == "torch.nn.modules.sparse"
+        and "forward" not in vars(module)
+        and [*module._parameters] == ["weight"]
+        and not module._modules
+    )
+    hooks = {*module._forward_pre_hooks, *module._forward_hooks}.difference(fsdp_hooks)
+    return not is_plain or bool(hooks or _global_forward_pre_hooks or _global_forward_hooks)
+
+
+@dataclass(frozen=True)
+class Materialize:
+    """Allocates and initializes tensors that are still on the meta device."""
+
+    device: torch.device
+    initialize: Callable[[nn.Module], None] | None
+
+    def __call__(self, modules: list[nn.Module], owners: Owners) -> None:
+        """Allocate and initialize the parameters and buffers that `modules` have themselves."""
+        for module in modules:
+            tensors = {**module._parameters, **module._buffers}
+            meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
+            for name, old in meta.items():
+                new = torch.empty_like(old, device=self.device)
+                if new.is_floating_point():
+                    # Tensors that neither `initialize` nor a checkpoint fills must be noticed.
+                    new.fill_(nan)
+                if isinstance(old, nn.Parameter):
+                    parameter = nn.Parameter(new, old.requires_grad)
+                    for owner, attribute in owners[old]:
+                        owner._parameters[attribute] = parameter
+                else:
+                    module._buffers[name] = new
+            if meta:
+                (self.initialize or _reset_parameters)(module)
+
+
+def bytes_by_class(root: nn.Module, parameters: list[nn.Parameter]) -> dict[str, int]:
+    """Return the bytes of `parameters` by the class of their module, in descending order."""
+    remaining = set(parameters)
+    nbytes: dict[str, int] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter in remaining:
+                remaining.discard(parameter)
+                name = type(module).__name__
+                nbytes[name] = nbytes.get(name, 0) + parameter.numel() * parameter.itemsize
+    return dict(sorted(nbytes.items(), key=lambda entry: entry[1], reverse=True))
+
+
+ReadHook = Callable[[nn.Parameter], nn.Parameter]
+
+READ_HOOK = "_zero_read_hook"
+
+
+def intercept_reads(module: nn.Module, read_hook: ReadHook) -> None:
+    """Let `module.<name>` return `read_hook(parameter)` for each of its parameters."""
+    if READ_HOOK not in module.__dict__:
+        cls: Any = type(module)
+        module.__class__ = _intercepting_subclass(cls)
+    module.__dict__[READ_HOOK] = read_hook
+
+
+@cache
+def _intercepting_subclass(cls: Any) -> type[nn.Module]:
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        value = cls.__getattr__(self, name)
+        if isinstance(value, nn.Parameter):
+            return self.__dict__[READ_HOOK](value)
+        return value
+
+    attributes = {"__getattr__": __getattr__, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), attributes)
+
+
+def original_name(name: str) -> str:
+    """Return a parameter's name without the components that torch.compile inserts."""
+    return name.replace("_orig_mod.", "")
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise ValueError(
+            f"{type(module).__name__} is on the meta device and has no reset_parameters(): pass "
+            "FSDP(..., initialize=...), a function that fills a module's tensors"
+        )
+    reset()
+
+
+def _innermost_selected(root: nn.Module, path: str, selected: set[nn.Module]) -> nn.Module | None:
+    """Return the innermost selected module on `path`, or its compiled wrapper."""
+    innermost = root if root in selected else None
+    module = root
+    for name in path.split(".") if path else []:
+        parent = module
+        child = module._modules[name]
+        assert child is not None
+        module = child
+        if module in selected:
+            innermost = parent if name == "_orig_mod" else module
+    return innermost

@@ -1,0 +1,163 @@
+"""Reduce-scatter and all-gather for gloo, made of sends directly to the rank that needs each block.
+
+torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the necessary bytes.
+`direct_reduce_scatter` sends the minimum and always adds in rank order. torch's all-gather on gloo
+copies the data twice, `direct_all_gather` receives each block at its final offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: Separates these messages from the caller's own point-to-point traffic on the same group.
+TAG = 0x5A45
+
+
+class Work(Protocol):
+    """The handle that a collective returns with `async_op=True`."""
+
+    def wait(self) -> Any:
+        """Block until the result may be used."""
+
+
+def direct_reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    tag: int = TAG,
+) -> Work | None:
+    """Do `torch.distributed.reduce_scatter_tensor` with n-1 sends of one block per rank.
+
+    Rank r sends block j of `input` to rank j, and adds the blocks that it receives in rank order,
+    so the result does not depend on timing. Dtypes of 16 bits or fewer are summed in float32 and
+    rounded once. Only SUM is supported; the sum is computed in `wait()`. Calls are matched
+    between ranks by `tag`. `output` may be this rank's block of `input`.
+    """
+    if op != dist.ReduceOp.SUM:
+        raise ValueError(f"expected op=SUM, got {op}: sum, and scale the result instead")
+    world = dist.get_world_size(group)
+    if input.numel() != world * output.numel() or input.dtype != output.dtype:
+        raise ValueError(
+            f"expected an input of world size blocks of the output's size and dtype, got input of "
+            f"{input.numel()} {input.dtype} and output of {output.numel()} {output.dtype} on "
+            f"{world} ranks"
+        )
+    work = _DirectReduceScatter(output, input, group, tag)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def direct_all_gather(
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    tag: int = TAG,
+) -> Work | None:
+    """Do `torch.distributed.all_gather_into_tensor` with n-1 sends of `input` per rank.
+
+    Blocks are received directly into `output`. `input` may be this rank's block of `output`.
+    """
+    world = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    if output.numel() != world * input.numel() or input.dtype != output.dtype:
+        raise ValueError(
+            f"expected an output of world size blocks of the input's size and dtype, got input of "
+            f"{input.numel()} {input.dtype} and output of {output.numel()} {output.dtype} on "
+            f"{world} ranks"
+        )
+    blocks = output.view(world, -1)
+    work = _WorkList(_start_exchange([input.view(-1)] * world, list(blocks), group, tag))
+    if blocks[rank].data_ptr() != input.data_ptr():
+        blocks[rank].copy_(input.view(-1))
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _start_exchange(
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> list[Work]:
+    """Start to send and receive one block per peer."""
+    rank = dist.get_rank(group)
+    world = dist.get_world_size(group)
+    # Each rank starts with the next rank, so that not all ranks send to rank 0 at once.
+    peers = [(rank + step) % world for step in range(1, world)]
+    receives = [dist.irecv(incoming[p], group=group, group_src=p, tag=tag) for p in peers]
+    sends = [dist.isend(outgoing[p], group=group, group_dst=p, tag=tag) for p in peers]
+    return [work for work in (*receives, *sends) if work is not None]
+
+
+# Work that was never waited for must stay alive: gloo's connection blocks at a message whose
+# receive buffer was freed.
+_abandoned: list[Work] = []
+
+
+class _WorkList:
+    def __init__(self, works: list[Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+    def __del__(self) -> None:
+        _abandoned.extend(self.works)
+
+
+class _DirectReduceScatter:
+    def __init__(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None, tag: int
+    ) -> None:
+        self.output = output
+        self.rank = dist.get_rank(group)
+        blocks = list(input.contiguous().view(dist.get_world_size(group), -1))
+        #: The blocks to add, in rank order; empty once they are summed.
+        self.received = [
+            block if rank == self.rank else torch.empty_like(block)
+            for rank, block in enumerate(blocks)
+        ]
+        self.work = _WorkList(_start_exchange(blocks, self.received, group, tag))
+
+    def wait(self) -> None:
+        if not self.received:
+            return
+        self.work.wait()
+        self._add_in_rank_order()
+        self.received = []
+
+    def _add_in_rank_order(self) -> None:
+        output = self.output.view(-1)
+        first, *others = self.received
+        if not others:
+            output.copy_(first)
+        elif self.output.is_floating_point() and self.output.itemsize < 4:
+            total = first.float()
+            for block in others:
+                # torch has no arithmetic for 8-bit floats.
+                total += block if block.itemsize > 1 else block.float()
+            output.copy_(total)
+        elif self.received[self.rank].data_ptr() == output.data_ptr():
+            # The output is one of the addends, so the sum is accumulated in the first block.
+            for block in others:
+                first += block
+            if self.rank:
+                output.copy_(first)
+        else:
+            torch.add(first, others[0], out=output)
+            for block in others[1:]:
+                output.add_(block)

@@ -1,0 +1,298 @@
+"""The ways of splitting an optimizer over ranks: known for torch's classes, verified for others.
+
+Note [Which optimizers are split by element]
+Tensors are cut only for the classes in `ELEMENTWISE` and for classes that the caller declares. No
+trial can prove that an unknown optimizer never uses a whole tensor: it may do so after the
+thousandth step. With any other class each parameter is whole on one rank, at all stages. A trial
+can only refuse: an optimizer whose step on one parameter depends on other parameters, and one
+that was declared element-wise by mistake.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Split = Literal["elements", "parameters"]
+Optimizer = torch.optim.Optimizer
+
+#: Exactly these classes, because a subclass may override anything.
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
+        torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta,
+        torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+    }
+)  # fmt: skip
+WHOLE_PARAMETERS: frozenset[type[Optimizer]] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
+REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it treats all parameters as one vector; use it unsharded",
+    torch.optim.SparseAdam: "it needs sparse gradients, and gradients are averaged densely; use "
+    "Adam, with nn.Embedding(..., sparse=False)",
+}
+STEPS = 50
+#: Scales of the gradients of a trial, so that clipping and thresholds take effect.
+SCALES = (1.0, 1e-3, 30.0, 1e-6, 1e3)
+#: Sizes of square matrices that some optimizers treat differently from small ones.
+SIDES = (64, 256)
+
+
+def how_to_split(
+    cls: type[Optimizer],
+    options: Mapping[str, Any],
+    device: torch.device | None = None,
+    *,
+    elementwise: bool | None = None,
+    group: Mapping[str, Any] | None = None,
+    shapes: Iterable[Sequence[int]] = (),
+    as_columns: bool = False,
+    make: Callable[..., Optimizer] | None = None,
+) -> Split:
+    """Return how `cls(params, **options)` is sharded, or raise ValueError with the reason.
+
+    "elements" means that tensors are cut anywhere, "parameters" that each is whole on one rank.
+
+    elementwise: True if the caller declares that the optimizer treats every element by itself,
+        which a trial verifies; False if it treats every parameter by itself, which is not
+        verified; None if this is unknown.
+    group, shapes: the options of one parameter group, and the shapes of its parameters.
+    as_columns: construct the optimizer on this rank's elements, as at stage 3.
+    make: a function that constructs the optimizer, if it is not `cls` itself.
+    """
+    if cls in REFUSED:
+        raise ValueError(f"{cls.__name__} cannot be sharded: {REFUSED[cls]}")
+    if cls in ELEMENTWISE and elementwise is not False:
+        return "elements"
+    if cls in WHOLE_PARAMETERS and not elementwise:
+        return "parameters"
+    if cls in WHOLE_PARAMETERS:
+        raise ValueError(f"{cls.__name__} is not element-wise: leave out elementwise=True")
+    if elementwise is False and not as_columns:
+        return "parameters"
+    shape_list = [tuple(shape) for shape in shapes]
+    description = f"{make} {options} {group} {device} {elementwise} {as_columns} {shape_list}"
+    key = cls, description
+    if key not in _verified:
+        trial = _Trial(
+            cls,
+            make or cls,
+            _with_learning_rate(options),
+            _with_learning_rate(group or {}),
+            as_columns,
+        )
+        cuda_devices = [device.index or 0] if device is not None and device.type == "cuda" else []
+        with torch.random.fork_rng(cuda_devices), torch.device(device or "cpu"):
+            if elementwise:
+                trial.check_elements(shape_list)
+            else:
+                trial.check_parameters(shape_list)
+    # The address of an object may belong to another object later.
+    if " at 0x" not in description:
+        _verified.add(key)
+    return "elements" if elementwise else "parameters"
+
+
+#: The class, and a description of options and shapes, of each optimizer that passed a trial.
+_verified: set[tuple[type[Optimizer], str]] = set()
+
+
+def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that an optimizer was constructed with, from its group and attributes.
+
+    Raise ValueError if one of them cannot be found.
+    """
+    options: dict[str, Any] = {}
+    cls = type(optimizer)
+    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[2:]:
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if name in group:
+            options[name] = group[name]
+        elif name in optimizer.defaults:
+            options[name] = optimizer.defaults[name]
+        elif name in vars(optimizer):
+            options[name] = vars(optimizer)[name]
+        else:
+            raise ValueError(
+                f"{cls.__name__} cannot be verified on FSDP's shards: the value of its argument "
+                f"{name} is neither an option of its groups nor an attribute; store it as one, or "
+                "use ShardedOptimizer (stages 1 and 2), which constructs the optimizer itself"
+            )
+    return options
+
+
+def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with a positive learning rate: warm-up starts with zero, which hides steps."""
+    options = dict(options)
+    if "lr" in options and not options["lr"]:
+        options["lr"] = 0.01
+    return options
+
+
+class _Trial:
+    """A comparison of an optimizer's steps on several random tensors with steps on each alone."""
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        make: Callable[..., Optimizer],
+        options: Mapping[str, Any],
+        group: Mapping[str, Any],
+        as_columns: bool,
+    ) -> None:
+        self.name = cls.__name__
+        self.make = make
+        self.options = options
+        self.group = group
+        self.as_columns = as_columns
+        self.random = np.random.default_rng(0)
+
+    def check_parameters(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Raise if the step on one parameter depends on other parameters."""
+        dims = sorted({len(shape) for shape in shapes}) or [2]
+        values, gradients = self._draw([_example(dim, size) for dim in dims for size in (4, 5)])
+        wholes, numbers = self._run(values, gradients)
+        for index, whole in enumerate(wholes):
+            [alone], others = self._run(values, gradients, index, as_columns=self.as_columns)
+            if numbers != others or not _is_close(whole, alone):
+                reason = " or on its shape at construction" if self.as_columns else ""
+                remedy = " or with ShardedOptimizer" if self.as_columns else ""
+                raise ValueError(
+                    f"{self.name} cannot be sharded: its step on one parameter depends on the "
+                    f"others{reason}, which are on other ranks; use it unsharded{remedy}"
+                )
+
+    def check_elements(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Raise if cutting tensors changes a step."""
+        largest = max((prod(shape) for shape in shapes), default=0)
+        dims = sorted({len(shape) for shape in shapes if len(shape) > 2})
+        tried: list[tuple[int, ...]] = [(6, 4), (4, 5), (20,)]
+        tried += [(side, side) for side in SIDES if largest >= side**2]
+        tried += [_example(dim, 4) for dim in dims]
+        for shape in tried:
+            values, gradients = self._draw([shape, (4, 3)])
+            wholes, numbers = self._run(values, gradients)
+            cut_values = _cut_all(values)
+            cut_gradients = [_cut_all(step) for step in gradients]
+            for index, part in enumerate(_cut_all(wholes)):
+                # A rank has one of the pieces only.
+                [alone], others = self._run(cut_values, cut_gradients, index)
+                if numbers != others or not _is_close(part, alone):
+                    raise ValueError(
+                        f"{self.name} is not element-wise: its steps on a {shape} tensor and on "
+                        "parts of it differ; leave out elementwise=True"
+                    )
+
+    def _draw(self, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Return values and, for each step, gradients."""
+
+        def draw(scale: float) -> list[Tensor]:
+            return [torch.tensor(scale * self.random.standard_normal(shape)) for shape in shapes]
+
+        values = draw(1.0)
+        gradients = []
+        for step in range(STEPS):
+            drawn = draw(SCALES[step % len(SCALES)])
+            if step % 4 == 3:
+                # Some elements have no gradient, such as unused rows of an embedding.
+                masks = [torch.tensor(self.random.random(shape) < 0.5) for shape in shapes]
+                drawn = [gradient * mask for gradient, mask in zip(drawn, masks, strict=True)]
+            gradients.append(drawn)
+        return values, gradients
+
+    def _run(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Sequence[Tensor]],
+        only: int | None = None,
+        *,
+        as_columns: bool = False,
+    ) -> tuple[list[Tensor], dict[str, float]]:
+        """Return the values after all steps, and the numbers that the optimizer stores.
+
+        `only` is the index of the one parameter to step.
+        """
+        try:
+            optimizer, stepped = self._steps(values, gradients, only, as_columns)
+            if not all(bool(torch.isfinite(value).all()) for value in stepped):
+                raise ArithmeticError("values became infinite or NaN")
+        except Exception as error:
+            raise ValueError(
+                f"{self.name} cannot be sharded: it fails on dense tensors with a plain "
+                f"step() ({error}); if it treats each parameter by itself, pass "
+                "ShardedOptimizer(..., elementwise=False)"
+            ) from error
+        return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
+
+    def _steps(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Sequence[Tensor]],
+        only: int | None,
+        as_columns: bool,
+    ) -> tuple[Optimizer, list[Tensor]]:
+        chosen = list(range(len(values))) if only is None else [only]
+        wholes = [values[index].clone() for index in chosen]
+        if as_columns:
+            # At stage 3 an optimizer is constructed on elements and steps whole tensors.
+            parameters = [nn.Parameter(_column(value)) for value in values]
+            stepped = [parameters[index] for index in chosen]
+        else:
+            parameters = stepped = [nn.Parameter(value) for value in wholes]
+        optimizer = self.make([{**self.group, "params": parameters}], **self.options)
+        for step in gradients:
+            for parameter, value, index in zip(stepped, wholes, chosen, strict=True):
+                parameter.data = value
+                parameter.grad = step[index].clone()
+            optimizer.step()
+            for position, parameter in enumerate(stepped):
+                wholes[position] = parameter.data
+                if as_columns:
+                    parameter.grad = None
+                    parameter.data = _column(values[chosen[position]])
+        return optimizer, wholes
+
+
+def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among an optimizer's options and attributes.
+
+    An optimizer that sums over its parameters, such as Prodigy, often stores the sum there many
+    steps before the sum changes a step.
+    """
+    numbers: dict[str, float] = {}
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            numbers[name] = value.item()
+        elif isinstance(value, int | float):
+            numbers[name] = value
+    return numbers
+
+
+def _cut_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return two pieces of each tensor, cut in the middle of a row."""
+    pieces = []
+    for tensor in tensors:
+        flat = tensor.flatten()
+        pieces += [flat[:7], flat[7:]]
+    return pieces
+
+
+def _example(dim: int, size: int) -> tuple[int, ...]:
+    """Return a small shape with `dim` dimensions."""
+    return (size + 2, size, *[2] * (dim - 2))[:dim]
+
+
+def _column(tensor: Tensor) -> Tensor:
+    """Return a few elements in the shape of FSDP's shards."""
+    values = tensor.flatten()[:3].clone()
+    return values.view(len(values), *[1] * (tensor.dim() - 1))
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12)

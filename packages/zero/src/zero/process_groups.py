@@ -1,0 +1,373 @@
+"""The collectives of one process group, passed in as arguments, with a count of their payloads.
+
+Any function with the signature of torch.distributed's collective may replace it. On gloo the
+defaults are the two of `zero.gloo_collectives`, because torch's own send or copy more than is
+needed. If a collective fails, its error names the ranks that caused the failure.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero.diagnostics import explain
+from zero.gloo_collectives import Work, direct_all_gather, direct_reduce_scatter
+
+Collective = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A process group of `world` ranks that do not exist: collectives count bytes and do nothing.
+
+    With tensors on the meta device, a training step then needs neither memory nor other ranks.
+    """
+
+    world: int
+    rank: int = 0
+
+
+Group = dist.ProcessGroup | DryRun | DeviceMesh | None
+
+
+#: Dtypes that gloo and NCCL send and sum natively.
+NATIVE_DTYPES = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
+}  # fmt: skip
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as uint8, for collectives that only move data."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class Communicator:
+    """The collectives of one group, and the payload of each since the last `pop_bytes()`.
+
+    If `group` is a mesh (replicate, shard), the collectives use the second dimension, and sums of
+    gradients continue over the first, which is `replicas`.
+
+    `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
+    reduce-scatter or an all-to-all, the output of an all-gather, the tensor of any other
+    collective.
+    """
+
+    def __init__(
+        self,
+        group: Group = None,
+        *,
+        reduce_scatter_tensor: Collective | None = None,
+        all_gather_into_tensor: Collective | None = None,
+        all_reduce: Collective | None = None,
+    ) -> None:
+        #: The ranks with a copy of this rank's shard, if `group` is a mesh of two dimensions.
+        self.replicas: Communicator | None = None
+        self._mesh = group if isinstance(group, DeviceMesh) else None
+        if isinstance(group, DeviceMesh):
+            if group.ndim not in (1, 2):
+                raise ValueError(
+                    f"expected a mesh of one dimension (shard) or two (replicate, shard), got "
+                    f"{group.ndim}: pass a submesh such as mesh['dp_replicate', 'dp_shard']"
+                )
+            if group.ndim == 2:
+                self.replicas = Communicator(group.get_group(0), all_reduce=all_reduce)
+            group = group.get_group(group.ndim - 1)
+        self.group = group
+        self.bytes: Counter[str] = Counter()
+        self.device = torch.device("cpu")
+        self._reduce_scatter = reduce_scatter_tensor or dist.reduce_scatter_tensor
+        self._all_gather = all_gather_into_tensor or dist.all_gather_into_tensor
+        self._all_reduce = all_reduce or dist.all_reduce
+        #: True if the output of a reduce-scatter may be a part of its input.
+        self.sums_in_place = False
+        if isinstance(group, DryRun):
+            self.rank = group.rank
+            self.world = group.world
+            self.device = torch.device("meta")
+            self.sums_in_place = True
+            return
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "expected an initialized process group: call torch.distributed.init_process_group "
+                "first (torchrun sets its environment variables; a world of one works)"
+            )
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(
+                f"expected a group that contains this rank, got one without global rank "
+                f"{dist.get_rank()}: pass this rank's group"
+            )
+        backend = dist.get_backend(group)
+        if backend == "gloo":
+            self._reduce_scatter = reduce_scatter_tensor or direct_reduce_scatter
+            self._all_gather = all_gather_into_tensor or direct_all_gather
+        if backend == "nccl":
+            self.device = torch.device("cuda")
+        self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh for DTensors, whose last dimension shards."""
+        if self._mesh is None:
+            assert not isinstance(self.group, DryRun)
+            self._mesh = DeviceMesh.from_group(self._process_group, self.device.type)
+        return self._mesh
+
+    @property
+    def num_gradients(self) -> int:
+        """The number of ranks whose gradients are summed: shards times replicas."""
+        return self.world * (self.replicas.world if self.replicas else 1)
+
+    def has_same_ranks(self, other: Communicator) -> bool:
+        """Return True if both use the same groups."""
+        if self._process_group is not other._process_group:
+            return False
+        if self.replicas and other.replicas:
+            return self.replicas.has_same_ranks(other.replicas)
+        return self.replicas is other.replicas
+
+    @property
+    def _process_group(self) -> Any:
+        return self.group or dist.group.WORLD
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Return a communicator of the same group with its own counts."""
+        copied: Communicator = copy.copy(self)
+        copied.bytes = Counter()
+        memo[id(self)] = copied
+        return copied
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Work:
+        """Start `output = sum over ranks of input[block of this rank]`.
+
+        On gloo, calls with different labels are never matched with each other.
+        """
+        if isinstance(self.group, DryRun):
+            self.bytes["reduce_scatter"] += input.nbytes
+            return _DryReduceScatter(input, self.world)
+        call = _tag_by_label(self._reduce_scatter, label)
+        work = self._start("reduce_scatter", input, call, output, input, label=label)
+        return _SumOverReplicas(work, self.replicas, output) if self.replicas else work
+
+    def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Work:
+        """Start `output = concatenation of every rank's input`, in rank order."""
+        call = _tag_by_label(self._all_gather, label)
+        if output.dtype not in NATIVE_DTYPES:
+            output = as_bytes(output)
+            input = as_bytes(input)
+        return self._start("all_gather", output, call, output, input, label=label)
+
+    def all_reduce_gradient(self, tensor: Tensor) -> Work:
+        """Start the sum of `tensor` over shards and replicas, in place."""
+        work = self.all_reduce(tensor)
+        return _SumOverReplicas(work, self.replicas, tensor) if self.replicas else work
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+        """Start the reduction of `tensor` over the ranks of the group, in place."""
+        if tensor.dtype not in NATIVE_DTYPES and op == dist.ReduceOp.SUM:
+            return self._sum_gathered(tensor)
+        return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)
+
+    def _sum_gathered(self, tensor: Tensor) -> Work:
+        """Sum a dtype that the backend cannot sum: gather it, add in rank order, round once."""
+        gathered = tensor.new_empty(self.world, tensor.numel())
+        work = self.all_gather(gathered, tensor.contiguous())
+        wide = torch.float32 if tensor.is_floating_point() else torch.int64
+        return _WorkThen(work, lambda: tensor.copy_(gathered.to(wide).sum(0).view(tensor.shape)))
+
+    def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Send `blocks[r]` to rank r; return the block from each rank, of the given lengths."""
+        dtype = blocks[0].dtype
+        if dtype not in NATIVE_DTYPES:
+            byte_blocks = [as_bytes(block) for block in blocks]
+            received = self.all_to_all(byte_blocks, [n * dtype.itemsize for n in lengths])
+            return [block.view(dtype) for block in received]
+        outgoing = torch.cat(list(blocks))
+        if self.device.type == "cuda":
+            outgoing = outgoing.to(self.device)
+        incoming = outgoing.new_empty(sum(lengths))
+        self._start(
+            "all_to_all",
+            outgoing,
+            dist.all_to_all_single,
+            incoming,
+            outgoing,
+            output_split_sizes=list(lengths),
+            input_split_sizes=[block.numel() for block in blocks],
+        ).wait()
+        return list(incoming.to(blocks[0].device).split(list(lengths)))
+
+    def reduce(self, tensor: Tensor, owner: int) -> Work:
+        """Start the sum of `tensor` over shards and replicas, in place on group rank `owner`."""
+        if tensor.dtype not in NATIVE_DTYPES:
+            return self.all_reduce_gradient(tensor)
+        work = self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
+        if self.replicas and owner == self.rank:
+            return _SumOverReplicas(work, self.replicas, tensor)
+        return work
+
+    def broadcast(self, tensor: Tensor, owner: int) -> Work:
+        """Start the copy of group rank `owner`'s `tensor` to every rank of the group."""
+        contiguous = tensor.contiguous()
+        payload = contiguous if contiguous.dtype in NATIVE_DTYPES else as_bytes(contiguous)
+        work = self._start("broadcast", payload, dist.broadcast, payload, group_src=owner)
+        if contiguous is tensor:
+            return work
+        return _WorkThen(work, lambda: tensor.copy_(contiguous))
+
+    def broadcast_first(self, tensor: Tensor) -> None:
+        """Copy the first rank's `tensor` to all other ranks, replicas included."""
+        self.broadcast(tensor, 0).wait()
+        if self.replicas:
+            self.replicas.broadcast(tensor, 0).wait()
+
+    def any_rank(self, flags: Sequence[bool], *, counted: bool = True) -> Callable[[], list[bool]]:
+        """Start to find which flags are set on any rank; return a function that waits for them.
+
+        `counted=False` leaves the exchange out of `bytes`.
+        """
+        counted_before = self.bytes["all_reduce"]
+        if isinstance(self.group, DryRun):
+            if counted:
+                self.bytes["all_reduce"] += 4 * len(flags)
+            return lambda: list(flags)
+        counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        work = self.all_reduce(counts)
+        if not counted:
+            self.bytes["all_reduce"] = counted_before
+
+        def wait() -> list[bool]:
+            work.wait()
+            anywhere = [count > 0 for count in counts.tolist()]
+            if self.replicas:
+                return self.replicas.any_rank(anywhere, counted=counted)()
+            return anywhere
+
+        return wait
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's `value` in rank order; in a mesh, row after row of shards."""
+        if isinstance(self.group, DryRun):
+            return [value] * self.world
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        if self.replicas:
+            rows = self.replicas.gather_objects(values)
+            values = [entry for row in rows for entry in row]
+        return values
+
+    def pop_bytes(self) -> dict[str, int]:
+        """Return the payload bytes of each collective since the last call, and reset the counts."""
+        counted = dict(self.bytes)
+        self.bytes = Counter()
+        return counted
+
+    def _start(
+        self,
+        name: str,
+        payload: Tensor,
+        call: Collective,
+        *args: Any,
+        label: str = "",
+        **options: Any,
+    ) -> Work:
+        self.bytes[name] += payload.nbytes
+        if isinstance(self.group, DryRun):
+            return _FINISHED
+        description = f"{name} of {payload.nbytes} bytes" + (f" of {label}" if label else "")
+        try:
+            work = call(*args, group=self.group, async_op=True, **options)
+        except RuntimeError as error:
+            raise explain(error, self.group, description) from error
+        return _FINISHED if work is None else _ExplainedWork(work, self.group, description)
+
+
+def wire_bytes(payload: dict[str, int], world: int) -> float:
+    """Return the bytes that one rank sends, on average, for these payloads.
+
+    A reduce-scatter, an all-gather, a reduce, a broadcast and an all-to-all send (n-1)/n of the
+    array, because each element leaves n-1 of n ranks once. An all-reduce sends twice as much.
+    """
+    rounds = {"all_reduce": 2}
+    total = sum(size * rounds.get(name, 1) for name, size in payload.items())
+    return total * (world - 1) / world
+
+
+def _tag_by_label(call: Collective, label: str) -> Collective:
+    """Tag a collective by layer, so that mismatched ranks time out instead of exchanging data.
+
+    gloo accepts a shorter message than the expected one, and aborts the process at a longer one.
+    """
+    if not label or call not in (direct_all_gather, direct_reduce_scatter):
+        return call
+    return partial(call, tag=zlib.crc32(f"{call.__name__} {label}".encode()) >> 1)
+
+
+class _ExplainedWork:
+    """Work whose failure names the ranks that caused it."""
+
+    def __init__(self, work: Work, group: dist.ProcessGroup | None, description: str) -> None:
+        self.work = work
+        self.group = group
+        self.description = description
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise explain(error, self.group, self.description) from error
+
+
+class _SumOverReplicas:
+    """A sum over shards, followed by a sum of the result over replicas."""
+
+    def __init__(self, work: Work, replicas: Communicator, tensor: Tensor) -> None:
+        self.work = work
+        self.replicas = replicas
+        self.tensor = tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.replicas.all_reduce(self.tensor).wait()
+
+
+class _WorkThen:
+    """Work, followed by a local function when it is waited for."""
+
+    def __init__(self, work: Work, then: Callable[[], Any]) -> None:
+        self.work = work
+        self.then = then
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.then()
+
+
+class _DryReduceScatter:
+    """The memory that a `direct_reduce_scatter` in progress allocates."""
+
+    def __init__(self, input: Tensor, world: int) -> None:
+        self.received = input.new_empty(input.numel() // world * (world - 1))
+
+    def wait(self) -> None:
+        del self.received
+
+
+class _FinishedWork:
+    def wait(self) -> None:
+        """Return at once: the collective has finished."""
+
+
+_FINISHED = _FinishedWork()

@@ -1,0 +1,463 @@
+"""FSDP with torch's tools and FSDP2's options, and full parameters outside of training steps."""
+
+import copy
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from worker_pool import run_ranks, try_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zero import FSDP, load_checkpoint, save_checkpoint
+from zero.fsdp.unit import UnitState
+from zero_training import assert_alike, batch, make, mean_square, pair, train
+
+DEADLINE = 300.0
+
+
+def same(ours, theirs):
+    return all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def torchs_state_dicts(folder):
+    expected = make().state_dict()
+    full = StateDictOptions(full_state_dict=True)
+    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for wrapped, prefix in ((True, "module."), (False, "")):
+
+        def part(model, wrapped=wrapped):
+            return model if wrapped else model.module
+
+        def check(model):
+            assert same(model.gather_full_params(), expected)
+
+        model = FSDP(make())
+        sharded = get_model_state_dict(part(model))
+        assert isinstance(sharded[f"{prefix}0.weight"], DTensor)
+        whole = get_model_state_dict(part(model), options=full)
+        assert {k.removeprefix(prefix) for k in whole} == expected.keys()
+        assert same({k.removeprefix(prefix): v for k, v in whole.items()}, expected)
+        dcp.save({"model": sharded}, checkpoint_id=f"{folder}/{wrapped}")
+        other = FSDP(make(1))
+        state = get_model_state_dict(part(other))
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/{wrapped}")
+        set_model_state_dict(part(other), state)
+        check(other)
+        other = FSDP(make(2))
+        set_model_state_dict(part(other), whole, options=full)
+        check(other)
+        other = FSDP(make(3))
+        state = whole if dist.get_rank() == 0 else {}
+        set_model_state_dict(part(other), state, options=everywhere)
+        check(other)
+    plain = make(4)
+    load_checkpoint(f"{folder}/False", plain)
+    assert same(plain.state_dict(), expected)
+    with pytest.raises(RuntimeError, match=r"mismatch for 0\.weight: expected .* got \(3, 3\)"):
+        other.module.load_state_dict({**expected, "0.weight": torch.zeros(3, 3)})
+    copied = copy.deepcopy(other)
+    copied.module.load_state_dict(make(5).state_dict())
+    assert same(copied.gather_full_params(), make(5).state_dict())
+    check(other)
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchs_tools_get_save_and_set_whole_tensors(tmp_path, world):
+    assert all(run_ranks(torchs_state_dicts, world, str(tmp_path), timeout=DEADLINE))
+
+
+def rules_and_whole_parameters():
+    model = FSDP(make())
+    assert [p.dim() for p in model.parameters()] == [p.dim() for p in make().parameters()]
+    with model.summon_full_params():
+        assert model.module[3].weight.shape == (3, 7)
+        model.module[0].weight.data.mul_(2)
+        with pytest.raises(RuntimeError, match="leave summon_full_params before the next"):
+            model(batch(0, 0))
+    with model.summon_full_params(writeback=False):
+        model.module[0].weight.data.zero_()
+    assert torch.equal(model.gather_full_params()["0.weight"], 2 * make()[0].weight)
+    torch.testing.assert_close(model(batch(0, 0)).shape, (4, 3))
+    return True
+
+
+def test_shards_keep_dimensions_and_full_parameters_can_be_summoned():
+    assert all(run_ranks(rules_and_whole_parameters, 2, timeout=DEADLINE))
+
+
+def hybrid(stage, path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, ours, twin, theirs = pair(stage, group=mesh)
+    train(model, ours, twin, theirs, mean_square, clip=0.05)
+    save_checkpoint(path, model, ours)
+    resumed, optimizer, _, _ = pair(stage, group=mesh)
+    load_checkpoint(path, resumed, optimizer)
+    train(resumed, optimizer, twin, theirs, mean_square, clip=0.05)
+    if stage == 3:
+        state = get_model_state_dict(resumed.module, options=StateDictOptions(full_state_dict=True))
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+        with pytest.raises(ValueError, match=r"expected a mesh of one dimension .* got 3"):
+            FSDP(make(), group=init_device_mesh("cpu", (2, 2, 1)))
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_sharding_over_a_mesh_equals_one_process(stage, tmp_path):
+    assert all(run_ranks(hybrid, 4, stage, str(tmp_path / "last"), timeout=DEADLINE))
+
+
+def options():
+    gathered = {}
+    for name, chosen in {
+        "usual": {},
+        "kept": {"reshard_after_forward": False},
+        "far": {"prefetch": 3},
+        "none": {"prefetch": 0},
+    }.items():
+        model, ours, twin, theirs = pair(**chosen)
+        train(model, ours, twin, theirs, mean_square)
+        model.communicator.pop_bytes()
+        mean_square(model, batch(0, 0)).backward()
+        gathered[name] = model.communicator.pop_bytes()["all_gather"]
+        assert all(unit.unsharded_bytes == 0 for unit in model.units)
+    return gathered
+
+
+def test_reshard_after_forward_and_prefetch_do_not_change_results():
+    for gathered in run_ranks(options, 2, timeout=DEADLINE):
+        assert gathered["far"] == gathered["none"] == gathered["usual"]
+        assert gathered["kept"] < gathered["usual"]
+
+
+def ignored():
+    model = make()
+    model[0].weight.data.add_(dist.get_rank())
+    apart = model[0].weight
+    model = FSDP(model, ignored_params={apart})
+    mean_square(model, batch(0, dist.get_rank())).backward()
+    # The values stay different on each rank and are not averaged; clipping includes them.
+    before = apart.grad.clone()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert torch.allclose(apart.grad, before * 1e-3 / norm.item(), rtol=1e-4)
+    return apart.data.sum().item(), before.sum().item()
+
+
+def test_ignored_parameters_are_not_synchronized():
+    (a, b), (c, d) = run_ranks(ignored, 2, timeout=DEADLINE)
+    assert c - a == pytest.approx(35)
+    assert b != d
+
+
+class FailingWork:
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        self.work.wait()
+        raise RuntimeError("the connection was lost")
+
+
+def change_states():
+    """Follow Note [Lifetime of a unit], and gather again after an all-gather that failed."""
+    model = FSDP(make())
+    unit = model.units[0]
+    assert unit.state is UnitState.SHARDED
+    for _ in range(2):
+        unit.unshard()
+        assert unit.state is UnitState.UNSHARDING
+    unit.wait_for_unshard()
+    assert unit.state is UnitState.UNSHARDED
+    with torch.no_grad():
+        unit.shard.mul_(2.0)
+    unit.unshard()
+    assert unit.state is UnitState.UNSHARDING
+    unit._unshard_work = FailingWork(unit._unshard_work)
+    with pytest.raises(RuntimeError, match="the connection was lost"):
+        unit.wait_for_unshard()
+    assert unit.state is UnitState.SHARDED
+    unit.full.zero_()
+    unit.wait_for_unshard()
+    expected = 2 * make()[0].weight
+    torch.testing.assert_close(unit.parameters[0].full.data, expected.data)
+    unit.keep_unsharded = True
+    unit.reshard()
+    assert unit.state is UnitState.UNSHARDED
+    unit.keep_unsharded = False
+    unit.reshard()
+    assert unit.state is UnitState.SHARDED
+    return unit.unsharded_bytes
+
+
+def test_a_unit_changes_its_state_as_documented_and_gathers_again_after_a_failure():
+    assert run_ranks(change_states, 2, timeout=DEADLINE) == [0, 0]
+
+
+def penalty(model, inputs):
+    """Return a gradient penalty, which needs a backward through a backward."""
+    inputs = inputs.clone().requires_grad_()
+    outputs = model(inputs)
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return slope.square().sum() + outputs.square().mean()
+
+
+def beside_backward():
+    assert train(*pair(), penalty)
+    # torch.autograd.grad between two backwards of a step must not reduce gradients.
+    model, ours, twin, theirs = pair()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for number in range(2):
+        with model.no_sync():
+            mean_square(model, batch(number, rank)).backward()
+        inputs = batch(5, rank).requires_grad_()
+        loss = mean_square(model, inputs)
+        model.communicator.pop_bytes()
+        (slope,) = torch.autograd.grad(loss, inputs)
+        assert model.communicator.pop_bytes().keys() <= {"all_gather"}
+        leaf = inputs.detach().requires_grad_()
+        (expected,) = torch.autograd.grad(mean_square(twin, leaf), leaf)
+        torch.testing.assert_close(slope, expected)
+        mean_square(model, batch(number + 7, rank)).backward()
+        for other in range(world):
+            for part in (number, number + 7):
+                (mean_square(twin, batch(part, other)) / world).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return assert_alike(model, twin)
+
+
+def test_gradients_of_gradients_and_of_inputs_are_as_in_one_process():
+    assert all(run_ranks(beside_backward, 2, timeout=DEADLINE))
+
+
+def called_inside():
+    """Call the wrapped module, and its children one by one: no state grows or is stale."""
+    for call in (
+        lambda model, x: getattr(model, "module", model)(x).square().mean(),
+        lambda model, x: by_hand(getattr(model, "module", model), x).square().mean(),
+    ):
+        model, ours, twin, theirs = pair()
+        train(model, ours, twin, theirs, call, steps=4)
+        assert len(model._forward_order) <= 2
+    return True
+
+
+def by_hand(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def test_the_wrapped_module_and_its_children_can_be_called():
+    assert all(run_ranks(called_inside, 2, timeout=DEADLINE))
+
+
+def different_layers():
+    group = dist.new_group(timeout=timedelta(seconds=6))
+    model = FSDP(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 9)]), group=group)
+    model.module[2 * dist.get_rank()](torch.ones(1, 5))
+
+
+def test_ranks_that_run_different_layers_are_reported():
+    for outcome in try_ranks(different_layers, 2, timeout=DEADLINE):
+        message = str(outcome.error)
+        assert "rank 0: all_gather of 120 bytes of 0.weight and 1 more" in message
+        assert "rank 1: all_gather of 216 bytes of 2.weight and 1 more" in message
+        assert "run the same layers in the same order on every rank" in message
+
+
+def memory_over(steps, stage):
+    """Return the resident bytes after each quarter of the steps."""
+    model, ours, _, _ = pair(stage)
+    seen = []
+    for number in range(steps):
+        mean_square(model, batch(0, 0)).backward()
+        ours.step()
+        ours.zero_grad()
+        if (number + 1) % (steps // 4) == 0:
+            with open("/proc/self/statm") as file:
+                seen.append(int(file.read().split()[1]) * 4096)
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_host_memory_is_constant_over_steps(steps, stage):
+    # A list that grew by one object per step would take 64 bytes per step in every quarter. An
+    # allocation that is made once, and late on a busy machine, appears in one quarter only.
+    for seen in run_ranks(memory_over, 2, steps, stage, timeout=1500):
+        assert min(after - before for before, after in pairwise(seen)) < 1 << 16
+
+
+class Viewed(nn.Module):
+    """A layer whose output is a view, which its caller changes in place."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.view = view
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.view(self.layer(torch.tanh(self.layer(x))))
+
+
+def changed_in_place():
+    for view in (lambda y: y.view(5, 4), lambda y: y[:, :4], lambda y: y.t(), lambda y: y):
+        for change in (lambda y: y.add_(1.5), lambda y: y.mul_(y.detach() + 2), torch.relu_):
+
+            def build(view=view):
+                torch.manual_seed(0)
+                return Viewed(view).double()
+
+            def loss(model, inputs, change=change):
+                return change(model(inputs)).square().mean()
+
+            for shard in ((Viewed,), (nn.Linear,)):
+                train(*pair(build=build, shard=shard), loss, steps=2)
+    return True
+
+
+def test_outputs_that_are_views_can_be_changed_in_place():
+    assert all(run_ranks(changed_in_place, 2, timeout=DEADLINE))
+
+
+@dataclass
+class Output:
+    """An output of a user's class: attributes, containers, and itself."""
+
+    hidden: torch.Tensor
+    more: dict = field(default_factory=dict)
+    me: object = None
+
+
+class Slotted:
+    __slots__ = ("hidden", "more")
+
+    def __init__(self, hidden, more):
+        self.hidden, self.more = hidden, more
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+    more: object
+
+
+class Wrapping(nn.Linear):
+    """A sharded layer whose output is an object of a user's class."""
+
+    def __init__(self, kind):
+        super().__init__(5, 5)
+        self.kind = kind
+
+    def forward(self, x):
+        y = torch.tanh(super().forward(x))
+        if self.kind == "dataclass":
+            output = Output(y)
+            output.me = output
+        elif self.kind == "nested":
+            output = Output(None, {"deep": [Slotted(None, {"x": Named(None, Output(y))})]})
+        else:
+            output = {"slots": Slotted, "named": Named}[self.kind](y, None)
+        return output
+
+
+class UsesObjects(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList([Wrapping(kind) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            output = layer(x)
+            if layer.kind == "nested":
+                output = output.more["deep"][0].more["x"].more
+            x = x + output.hidden
+        return Output(x)
+
+
+def return_objects():
+    for kind in ("dataclass", "nested", "slots", "named"):
+        trained = pair(build=lambda kind=kind: _seeded(UsesObjects, kind))
+        assert train(*trained, lambda m, x: m(x).hidden.square().mean())
+        assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
+    return True
+
+
+def _seeded(cls, *arguments):
+    torch.manual_seed(0)
+    return cls(*arguments).double()
+
+
+def test_outputs_of_any_class_gather_weights_for_backward():
+    assert all(run_ranks(return_objects, 2, timeout=DEADLINE))
+
+
+class Hiding(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return iter([y])
+
+
+def hide_output():
+    next(FSDP(nn.Sequential(Hiding(5, 5)))(torch.ones(2, 5))).sum().backward()
+
+
+def test_an_output_in_which_no_tensor_is_found_is_refused():
+    for outcome in try_ranks(hide_output, 2, timeout=DEADLINE):
+        assert "returns a list_iterator in which no tensor is found" in str(outcome.error)
+
+
+class Reentrant(nn.Module):
+    """All or some layers within reentrant checkpoints, and a layer that is used in two of them."""
+
+    def __init__(self, everything, nested=False):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 5)
+        self.everything, self.nested = everything, nested
+
+    def segment(self, block, x):
+        return x + torch.tanh(self.norm(block(self.blocks[0](x))))
+
+    def outer(self, x):
+        for block in self.blocks:
+            x = checkpoint(self.segment, block, x, use_reentrant=True)
+        return x
+
+    def forward(self, x):
+        x = x.requires_grad_() if not x.requires_grad else x
+        x = checkpoint(self.outer, x, use_reentrant=True) if self.nested else self.outer(x)
+        return checkpoint(self.head, x, use_reentrant=True) if self.everything else self.head(x)
+
+
+def checkpoint_reentrantly():
+    for arguments in ((True,), (False,), (True, True), (False, True)):
+        for options in ({}, {"reshard_after_forward": False}, {"shard": (nn.Linear, nn.LayerNorm)}):
+            trained = pair(build=lambda a=arguments: _seeded(Reentrant, *a), **options)
+            assert train(*trained, lambda m, x: m(x).square().mean(), clip=0.5)
+            assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
+    return True
+
+
+def test_reentrant_checkpoints_train_as_in_one_process():
+    assert all(run_ranks(checkpoint_reentrantly, 2, timeout=DEADLINE))

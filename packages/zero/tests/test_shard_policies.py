@@ -1,0 +1,152 @@
+"""Classes, names, predicates and "blocks" select the modules that stage 3 shards."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zero import FSDP
+from zero_training import mean_square, pair, train
+
+DEADLINE = 300.0
+
+
+class Conv1D(nn.Module):
+    """A linear layer with a transposed weight, as in GPT-2."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, out) / width**0.5)
+        self.bias = nn.Parameter(torch.zeros(out))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Experts(nn.Module):
+    """Experts with one 3-D weight, as in Mixtral."""
+
+    def __init__(self, width, count):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, width, width) / width**0.5)
+        self.router = nn.Linear(width, count)
+
+    def forward(self, x):
+        outputs = torch.einsum("bi,eio->beo", x, self.weight)
+        return (self.router(x).softmax(-1).unsqueeze(-1) * outputs).sum(1)
+
+
+class Residual(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+        self.layer = layer
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(self.norm(x)))
+
+
+class Blocks(nn.Module):
+    """Blocks in a list, with parameters of the root, and a head that is tied to the input."""
+
+    def __init__(self, make_layer):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.blocks = nn.ModuleList(Residual(make_layer()) for _ in range(3))
+        self.embed = nn.Linear(5, 5, bias=False)
+        self.head = nn.Linear(5, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Encoder(nn.Module):
+    """A transformer whose attention reads its output projection's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 5))
+        layer = nn.TransformerEncoderLayer(5, 1, 8, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x):
+        tokens = torch.cat([self.token.expand(len(x), 1, 5), x.unsqueeze(1)], 1)
+        return self.encoder(tokens)[:, 0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        outputs, _ = self.lstm(x.unsqueeze(1).expand(-1, 3, -1))
+        return self.head(outputs[:, -1])
+
+
+MODELS = {
+    "gpt2": lambda: Blocks(lambda: Conv1D(5, 5)),
+    "mixtral": lambda: Blocks(lambda: Experts(5, 3)),
+    "vit": Encoder,
+    "lstm": Recurrent,
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def shard_everything(name):
+    """Train with all parameters sharded; every rank stores 1/n of them."""
+    model, ours, twin, theirs = pair(3, "SGD", build=lambda: build(name), shard="blocks")
+    assert model.replicated_bytes == {}
+    total = sum(p.numel() for p in twin.parameters())
+    stored = sum(p.numel() for p in model.parameters())
+    # Each unit is padded to a multiple of the world size.
+    assert abs(stored - total / dist.get_world_size()) <= len(model.units)
+    train(model, ours, twin, theirs, mean_square, clip=0.5)
+    assert all(unit.unsharded_bytes == 0 for unit in model.units)
+    return len(model.units)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("name", "units"), [("gpt2", 4), ("mixtral", 4), ("vit", 3), ("lstm", 1)])
+def test_blocks_and_the_root_shard_all_parameters_of_a_model(name, units, world):
+    assert run_ranks(shard_everything, world, name, timeout=DEADLINE) == [units] * world
+
+
+def select():
+    """Select modules by class and name, and by a predicate."""
+    names = ["blocks.1", "head", "embed"]
+    policies = [
+        ((Conv1D, "head"), {"Linear", "Conv1D"}),
+        ([Conv1D, "head"], {"Linear", "Conv1D"}),
+        (Residual, {"Residual"}),
+        (lambda name, module: name in names, {"Residual", "Linear"}),
+    ]
+    for policy, classes in policies:
+        model, ours, twin, theirs = pair(3, "SGD", build=lambda: build("gpt2"), shard=policy)
+        assert {type(m).__name__ for m, units in model._units_of.items() if units} == classes
+        train(model, ours, twin, theirs, mean_square)
+    with pytest.raises(ValueError, match=r"names of modules in shard=, got 'block\.1'"):
+        FSDP(build("gpt2"), shard=("block.1",))
+    with pytest.raises(ValueError, match="a predicate or \"blocks\" as shard=, got 'layers'"):
+        FSDP(build("gpt2"), shard="layers")
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:FSDP keeps")
+def test_names_and_predicates_select_the_sharded_modules():
+    assert all(run_ranks(select, 2, timeout=DEADLINE))
