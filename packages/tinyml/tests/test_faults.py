@@ -18,7 +18,7 @@ from tinyml import (
     sensitivity,
     sort_channels,
 )
-from tinyml.quantization.fastest import FastestLinear
+from tinyml.quantization.fastest_linear import FastestLinear
 from torch import nn
 
 COMPRESS = {

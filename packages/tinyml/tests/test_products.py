@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import quantize
-from tinyml.quantization import fastest, products
+from tinyml.quantization import fastest_linear, products
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.products import WAYS, Int8Weights, exact_parts
 from tinyml.timing import Timing
@@ -96,7 +96,7 @@ def test_a_choice_is_measured_once_and_kept_for_its_class():
 
 PROGRAM = """
 import sys, torch
-from tinyml.quantization import fastest
+from tinyml.quantization import fastest_linear
 from tinyml.quantization.int8 import Int8Linear
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -137,8 +137,10 @@ def test_loaded_weights_are_the_ones_that_multiply():
 
 @pytest.mark.parametrize("wins", ["int8", "float"])
 def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch):
-    monkeypatch.setattr(fastest, "measure", lambda ways, plain: Timing(wins, {"float": 1.0}, {}))
-    monkeypatch.setattr(fastest, "_timings", {})
+    monkeypatch.setattr(
+        fastest_linear, "measure", lambda ways, plain: Timing(wins, {"float": 1.0}, {})
+    )
+    monkeypatch.setattr(fastest_linear, "_timings", {})
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
     inputs = torch.randn(4, 64)
     auto, dynamic = (quantize(model, activations=a) for a in ("auto", "dynamic"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tinyml import Int4Linear, IntegerModel, load, quantize, save, size_of
-from tinyml.quantization import fastest
+from tinyml.quantization import fastest_linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.timing import Timing
 from torch import nn
@@ -16,8 +16,8 @@ def _kernel_wins(monkeypatch):
     def kernel(ways, plain):
         return Timing("weights alone" if "weights alone" in ways else plain, {}, {})
 
-    monkeypatch.setattr(fastest, "_timings", {})
-    monkeypatch.setattr(fastest, "measure", kernel)
+    monkeypatch.setattr(fastest_linear, "_timings", {})
+    monkeypatch.setattr(fastest_linear, "measure", kernel)
 
 
 def has_kernel():
@@ -69,13 +69,15 @@ def test_a_kernel_that_computes_something_else_is_left_out(monkeypatch):
 
 
 def test_four_bits_stay_in_float_where_nothing_is_faster(monkeypatch):
-    monkeypatch.setattr(fastest, "measure", lambda ways, plain: Timing(plain, {plain: 1.0}, {}))
+    monkeypatch.setattr(
+        fastest_linear, "measure", lambda ways, plain: Timing(plain, {plain: 1.0}, {})
+    )
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
     assert torch.equal(quantize(model, 4, activations="auto")[0].weight, model[0].weight)
 
 
 def test_what_the_kernel_cannot_take_is_computed_in_float(monkeypatch):
-    monkeypatch.setattr(fastest.FastestLinear, "gains", lambda layer: True)
+    monkeypatch.setattr(fastest_linear.FastestLinear, "gains", lambda layer: True)
     model = nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(64, 32))
     with pytest.raises(ValueError, match="groups of 32 do not divide rows of 24"):
         quantize(model, 4, activations="auto")

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_leaves
 
-from tinyml.layers import plain_copy
+from tinyml.conversion import plain_copy
 from tinyml.pruning.size_attributes import SizeReads
 
 _MODEL = "model."

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tinyml.layers import Replacement, evaluating, with_modules
+from tinyml.conversion import Replacement, evaluation_mode, replace_modules
 
 _PASSES = 7
 
@@ -110,7 +110,7 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _milliseconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
-    with evaluating(model):
+    with evaluation_mode(model):
         times = []
         for _ in range(_PASSES + 1):
             start = time.perf_counter()
@@ -125,12 +125,12 @@ def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     from tinyml.integer.layers import IntegerProduct
-    from tinyml.quantization.fastest import FastestLinear
+    from tinyml.quantization.fastest_linear import FastestLinear
 
     # Integer layers perform the same number of multiplications as their dense layers.
     model, total = copy.deepcopy(model).eval(), 0
     ours = [module for module in model.modules() if isinstance(module, Replacement)]
-    model = with_modules(
+    model = replace_modules(
         model, {m: m.dense() if isinstance(m, FastestLinear) else m.restored() for m in ours}
     )
 

@@ -20,18 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.layers import (
-    Replacement,
-    check_finite,
-    compressed_weight,
-    guarded,
-    identity,
-    is_conv1d,
-    is_of,
-    nearest,
-    weight_of,
-    with_modules,
-)
+from tinyml.compressed_weight import compressed_weight
+from tinyml.conversion import Replacement, replace_modules
+from tinyml.layers import is_conv1d, is_instance_of, protected_modules, weight_identity, weight_of
+from tinyml.validation import check_finite, suggestion
 
 
 class LoRA(Replacement):
@@ -46,7 +38,7 @@ class LoRA(Replacement):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if not is_of(base, (nn.Linear, nn.Embedding)):
+        if not is_instance_of(base, (nn.Linear, nn.Embedding)):
             raise TypeError(f"LoRA adapts nn.Linear and nn.Embedding, not {type(base).__name__}")
         if getattr(base, "max_norm", None) is not None:
             raise TypeError("an embedding with max_norm rewrites its weight, which is frozen here")
@@ -139,7 +131,7 @@ class LoRA(Replacement):
                 "the base weight is compressed: stored like it, the merged one would be off by "
                 f"{100 * lost:.3g} % of the update; leave the adapter beside it, or merge first"
             )
-        if identity(self.base) is None:
+        if weight_identity(self.base) is None:
             raise RuntimeError(
                 "the base weight is computed from other tensors and cannot be updated"
             )
@@ -209,11 +201,13 @@ def add_lora(
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
-    chosen = _chosen(model, tuple(kinds), wanted, guarded(model, protect))
-    return put_in(model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout))
+    chosen = _chosen(model, tuple(kinds), wanted, protected_modules(model, protect))
+    return insert_adapters(
+        model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout)
+    )
 
 
-def put_in(
+def insert_adapters(
     model: nn.Module, children: Iterable[nn.Module], make: Callable[[nn.Module], LoRA]
 ) -> nn.Module:
     """Freeze `model` and replace each of `children` by the adapter that `make` returns.
@@ -230,7 +224,7 @@ def put_in(
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
-    return with_modules(model, replacements)
+    return replace_modules(model, replacements)
 
 
 def _chosen(
@@ -248,13 +242,18 @@ def _chosen(
         if isinstance(module, LoRA):
             raise ValueError(f"{full or 'the model'} has an adapter already; a layer takes one")
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if full and module not in stays and is_of(module, kinds) and (targets is None or matching):
+        if (
+            full
+            and module not in stays
+            and is_instance_of(module, kinds)
+            and (targets is None or matching)
+        ):
             matches[module] = None
             missed -= set(matching)
     named = [kind.__name__ for kind in kinds]
     if missed:
         known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
-        like = nearest(min(missed), known)
+        like = suggestion(min(missed), known)
         raise ValueError(f"no layer of {named} has a name like {sorted(missed)}{like}")
     if not matches:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
@@ -294,7 +293,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
         _merge_all(apart)
     if untied:
         _untie_config(model)
-    return with_modules(model, {adapter: adapter.base for adapter in adapters.values()})
+    return replace_modules(model, {adapter: adapter.base for adapter in adapters.values()})
 
 
 def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tinyml.adapters.lora import LoRA, adapters_of, put_in
-from tinyml.export.whole_file import whole_file
-from tinyml.layers import check_finite, is_conv1d
+from tinyml.adapters.lora import LoRA, adapters_of, insert_adapters
+from tinyml.export.atomic_file import atomic_file
+from tinyml.layers import is_conv1d
+from tinyml.validation import check_finite
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -65,7 +66,7 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(folder / _WEIGHTS) as weights, whole_file(folder / _CONFIG) as settings:
+    with atomic_file(folder / _WEIGHTS) as weights, atomic_file(folder / _CONFIG) as settings:
         save_file(tensors, weights, {"format": "pt"})
         settings.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -98,7 +99,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     def make(base: nn.Module) -> LoRA:
         return _adapter(named[base], base, pairs[named[base]], config)
 
-    return put_in(model, named, make)
+    return insert_adapters(model, named, make)
 
 
 def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:

@@ -17,15 +17,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tinyml.export.whole_file import whole_file
-from tinyml.layers import compressed_weight, put_on
-from tinyml.quantization.fastest import FastestLinear, TiedEmbedding
+from tinyml.compressed_weight import compressed_weight, install_parametrization
+from tinyml.export.atomic_file import atomic_file
+from tinyml.quantization.fastest_linear import FastestLinear, TiedEmbedding
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import Palette
 from tinyml.quantization.pack import pack, unpack
-from tinyml.whole_state import guarded_loading
+from tinyml.state_dict_check import check_before_loading
 
 _FORMAT = "tinyml-1"
 _SPARSE = "!mask", "!values"
@@ -52,7 +52,7 @@ def save(model: nn.Module, path: str | Path) -> None:
         "same": json.dumps(aliases),
         "shapes": json.dumps({names[key]: list(key[1]) for key in names}),
     }
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         save_file(tensors, part, metadata)
 
 
@@ -90,7 +90,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         if not t.numel() or name.endswith(_FORMAT_OF_WEIGHT)
     }
     model.load_state_dict(state | empty)
-    return guarded_loading(model)
+    return check_before_loading(model)
 
 
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -159,7 +159,7 @@ def _as_stored(
             restored[first] = Int4Linear(cast(GridWeight, restored[first]), layer.bias)
     if kind == "int4":
         return restored[first]
-    put_on(layer, "weight", restored[first])
+    install_parametrization(layer, "weight", restored[first])
     if first != name:
         other: Any = model.get_submodule(first)
         layer.parametrizations.weight.original = other.parametrizations.weight.original

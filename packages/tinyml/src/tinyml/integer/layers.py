@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinyml.conversion import tensor_versions
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Geometry, Step
-from tinyml.layers import stamp_of
 from tinyml.quantization.grid import Grid
 from tinyml.quantization.products import Int8Weights
 
@@ -127,7 +127,7 @@ class IntegerProduct(nn.Module):
 
     def prepared(self) -> Int8Weights | Int8Filters:
         """Return the weights as the exact product takes them."""
-        key = stamp_of(self.weight)
+        key = tensor_versions(self.weight)
         if self._prepared is None or self._prepared[0] != key:
             weights = (
                 Int8Weights(self.weight, largest=128)

@@ -19,9 +19,9 @@ from tinyml.integer import layers as integer_layers
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Step, trace
 from tinyml.integer.layers import IntegerProduct, Scale
-from tinyml.layers import check_bits, some
 from tinyml.quantization.grid import Observer, grid_of
-from tinyml.whole_state import guarded_loading
+from tinyml.state_dict_check import check_before_loading
+from tinyml.validation import check_bits, require_batches
 
 
 class IntegerModel(nn.Module):
@@ -71,7 +71,7 @@ class IntegerModel(nn.Module):
                 raise ValueError(f"{step.name}: {error}") from error
             self.sources.append([number[source] for source in step.sources])
         self._last_use = {i: n for n, sources in enumerate(self.sources) for i in sources}
-        guarded_loading(self)
+        check_before_loading(self)
 
     @property
     def input(self) -> Scale:
@@ -138,7 +138,7 @@ def calibrated(
     """Return the steps of `model`, with a grid per weight, and the scale of every step."""
     for width, what in ((bits, "weights have"), (activation_bits, "activations have")):
         check_bits(width, what, least=2)
-    values = torch.cat([batch.detach() for batch in some(batches)])
+    values = torch.cat([batch.detach() for batch in require_batches(batches)])
     if not values.numel():
         raise ValueError("expected at least one input to calibrate on, got empty batches")
     steps = trace(model, values)

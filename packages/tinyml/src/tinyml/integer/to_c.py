@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from tinyml.export.whole_file import whole_file
+from tinyml.export.atomic_file import atomic_file
 from tinyml.integer import layers as integer_layers
 from tinyml.integer.model import IntegerModel
 
@@ -43,7 +43,7 @@ class CProgram:
 
     def save(self, path: str | Path) -> None:
         """Write the source; the file is written completely or not at all."""
-        with whole_file(path) as part:
+        with atomic_file(path) as part:
             part.write_text(self.source)
 
 

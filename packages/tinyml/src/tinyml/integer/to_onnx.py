@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyml.export.whole_file import whole_file
+from tinyml.export.atomic_file import atomic_file
 from tinyml.integer import layers as integer_layers
 from tinyml.integer.layers import Scale
 from tinyml.integer.model import IntegerModel
@@ -47,7 +47,7 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
     model_proto = proto.make_model(graph, opset_imports=[proto.make_opsetid("", _OPSET)])
     model_proto.ir_version = _IR
     onnx.checker.check_model(model_proto, full_check=True)
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         part.write_bytes(model_proto.SerializeToString())
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import check_bits, is_conv1d, layers_of, outputs_first, weight_of
+from tinyml.layers import is_conv1d, layers_of, outputs_first, weight_of
 from tinyml.pruning.magnitude import prune
 from tinyml.pruning.sensitivity import Sensitivity
 from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.linear import quantize
 from tinyml.quantization.pack import packed_bytes
 from tinyml.size import size_of
+from tinyml.validation import check_bits
 
 _PARTS = 4096
 

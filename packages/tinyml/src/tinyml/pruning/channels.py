@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.adapters.lora import LoRA
-from tinyml.layers import dense_copy, guarded, is_conv1d, nearest
+from tinyml.conversion import dense_copy
+from tinyml.layers import is_conv1d, protected_modules
 from tinyml.pruning.equality import check_equal
 from tinyml.pruning.importance import add_constants, parameter_of, rank_units
 from tinyml.pruning.units import Group, SizeUse, Walk
+from tinyml.validation import suggestion
 
 
 def prune_channels(
@@ -44,7 +46,7 @@ def prune_channels(
     number of units and as something else.
     """
     model = _dense_copy(model)
-    walk, protected = Walk(model, inputs), guarded(model, protect)
+    walk, protected = Walk(model, inputs), protected_modules(model, protect)
     groups = _ranked(walk, model, inputs)
     fractions = sparsity if isinstance(sparsity, Mapping) else {}
     writers = sorted({name for group in groups for name in group.writers})
@@ -53,7 +55,7 @@ def prune_channels(
             why = next((f" ({g.stays})" for g in walk.groups() if name in g.writers), "")
             raise ValueError(
                 f"channels of [{name!r}] cannot be removed{why}; those of {writers} can"
-                f"{nearest(name, writers)}"
+                f"{suggestion(name, writers)}"
             )
     for fraction in fractions.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not 0 <= fraction < 1:

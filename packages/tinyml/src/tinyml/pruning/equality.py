@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from tinyml.conversion import evaluation_mode
 from tinyml.exported import tensors_in
-from tinyml.layers import evaluating
 
 _LONGEST = 1025
 _BATCHES = (1, 3)
@@ -34,7 +34,7 @@ def check_equal(
     case one of them is also a window.
     """
     small, dense, inputs, exact = _in_double(small, dense, inputs)
-    with evaluating(small), evaluating(dense):
+    with evaluation_mode(small), evaluation_mode(dense):
         example = _call(inputs)
         _compare(small, example, tensors_in(example(dense)), exact)
         # Indices out of bounds are an error on a CPU, but make a GPU unusable for the process.
@@ -55,7 +55,7 @@ def _in_double(
     try:
         other = copy.deepcopy(dense).to("cpu", torch.float64)
         moved = tree_map_only(Tensor, _to_double, inputs)
-        with evaluating(other):
+        with evaluation_mode(other):
             other(*moved)
         return copy.deepcopy(small).to("cpu", torch.float64), other, moved, True
     except Exception:  # code that is written for one device or type

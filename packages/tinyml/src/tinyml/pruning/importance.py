@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tinyml.layers import check_finite, is_of
+from tinyml.layers import is_instance_of
 from tinyml.pruning.units import Group, Product, Walk
+from tinyml.validation import check_finite
 
 #: The least number of noise samples per unit, enough for any ReLU that can be active.
 _SAMPLES = 64
@@ -108,7 +109,7 @@ def _has_room(model: nn.Module, name: str, product: Product) -> bool:
     """Return True if the layer's bias can absorb a constant."""
     layer, _, key = name.rpartition(".")
     module = model.get_submodule(layer)
-    if key != "weight" or not is_of(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if key != "weight" or not is_instance_of(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return False
     if product.has_bias:
         return product.bias == f"{layer}.bias".lstrip(".")

@@ -15,18 +15,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tinyml.conversion import evaluation_mode, make_dense, plain_copy
 from tinyml.layers import (
     PRUNABLE,
-    by_layer,
-    check_finite,
-    evaluating,
-    for_each,
     layers_of,
-    make_dense,
+    named_layers,
     outputs_first,
-    plain_copy,
+    setting_per_layer,
     weight_of,
 )
+from tinyml.validation import check_finite
 
 
 class Masks(dict[str, Tensor]):
@@ -90,12 +88,12 @@ def prune(
     model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
     if isinstance(sparsity, Mapping):
-        chosen = by_layer(sparsity, chosen, model)
+        chosen = named_layers(sparsity, chosen, model)
     for name, layer in chosen.items():
         make_dense(model, layer)
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
     input_norms = input_norms or {}
-    for name in by_layer(input_norms, layers_of(model, layers), model):
+    for name in named_layers(input_norms, layers_of(model, layers), model):
         check_finite(f"the input norm of {name}", input_norms[name])
     scores = {
         name: importance(outputs_first(layer, weight_of(layer)), input_norms.get(name))
@@ -110,7 +108,7 @@ def prune(
         parts = torch.split(flat, [s.numel() for s in scores.values()])
         keep = {n: p.view_as(s) for (n, s), p in zip(scores.items(), parts, strict=True)}
     elif scope == "layer":
-        fractions = for_each(sparsity, chosen, model)
+        fractions = setting_per_layer(sparsity, chosen, model)
         keep = {name: smallest_mask(score, fractions[name]) for name, score in scores.items()}
     else:
         raise ValueError(f"expected scope 'layer' or 'global', got {scope!r}")
@@ -168,7 +166,7 @@ def input_norms(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor
 
     handles = [watch(name, layer) for name, layer in layers_of(model, (nn.Linear,)).items()]
     try:
-        with evaluating(model):
+        with evaluation_mode(model):
             for batch in batches:
                 model(batch)
     finally:

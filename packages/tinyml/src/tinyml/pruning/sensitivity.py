@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tinyml.layers import PRUNABLE, check_finite, dense_copy, layers_of
+from tinyml.conversion import dense_copy
+from tinyml.layers import PRUNABLE, layers_of
 from tinyml.pruning.magnitude import importance, smallest_mask
+from tinyml.validation import check_finite
 
 Batch = tuple[Any, Any]
 Metric = Callable[[Any, Any], Any]

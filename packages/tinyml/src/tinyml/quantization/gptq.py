@@ -15,18 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tinyml.conversion import compress_weights, dense_copy, evaluation_mode
 from tinyml.layers import (
-    check_bits,
-    check_finite,
-    compress_weights,
-    dense_copy,
-    evaluating,
-    guarded,
-    identity,
     is_conv1d,
     layers_of,
     outputs_first,
-    some,
+    protected_modules,
+    weight_identity,
     weight_of,
 )
 from tinyml.quantization.grid import (
@@ -40,8 +35,9 @@ from tinyml.quantization.grid import (
     wide,
 )
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.quantization.in_step import second_moment, visit_in_step
 from tinyml.quantization.int8 import with_int8_linears
+from tinyml.quantization.synchronized_batches import second_moment, visit_layers
+from tinyml.validation import check_bits, check_finite, require_batches
 
 
 @torch.no_grad()
@@ -75,7 +71,7 @@ def gptq(
 
     kind = granularity_of(granularity, group_size)
     check_bits(bits, "a grid has")
-    return round_in_step(model, batches, rounded, protect)
+    return round_layers(model, batches, rounded, protect)
 
 
 @torch.no_grad()
@@ -133,7 +129,7 @@ def awq(
     check_bits(bits, "a grid has")
     if steps < 1:
         raise ValueError(f"expected steps >= 1, got {steps}")
-    return round_in_step(model, batches, rounded, protect)
+    return round_layers(model, batches, rounded, protect)
 
 
 @torch.no_grad()
@@ -155,7 +151,7 @@ def smoothquant(
         raise ValueError(f"expected 0 <= alpha <= 1, got {alpha}")
     model, divide = dense_copy(model, (nn.Linear,)), {}
     layers = layers_of(model, (nn.Linear,), protect)
-    shared = [identity(module) for module in model.modules()]
+    shared = [weight_identity(module) for module in model.modules()]
 
     def note(name: str, inputs: list[Tensor]) -> None:
         weight = outputs_first(layers[name], weight_of(layers[name])).float()
@@ -165,15 +161,17 @@ def smoothquant(
         ratio = largest.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (
             1 - alpha
         )
-        if shared.count(identity(layers[name])) == 1:
+        if shared.count(weight_identity(layers[name])) == 1:
             divide[name] = ratio
 
-    with evaluating(model):
-        visit_in_step(model, some(batches), layers, note)
-    return with_int8_linears(model, "minmax", activations, guarded(model, protect), divide)
+    with evaluation_mode(model):
+        visit_layers(model, require_batches(batches), layers, note)
+    return with_int8_linears(
+        model, "minmax", activations, protected_modules(model, protect), divide
+    )
 
 
-def round_in_step(
+def round_layers(
     model: nn.Module,
     batches: Sequence[Any],
     rounded: Callable[[nn.Module, list[Tensor]], GridWeight],
@@ -194,8 +192,8 @@ def round_in_step(
         done[name] = rounded(layers[name], inputs)
         weight.copy_(done[name](weight))  # later layers are calibrated on its rounded outputs
 
-    with evaluating(model):
-        visit_in_step(model, some(batches), layers, visit)
+    with evaluation_mode(model):
+        visit_layers(model, require_batches(batches), layers, visit)
     for name in layers.keys() - done.keys():
         visit(name, [])
     return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name), protect)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinyml.layers import check_bits, check_finite
+from tinyml.validation import check_bits, check_finite
 
 Observer = Literal["minmax", "percentile", "mse"]
 Granularity = Literal["tensor", "channel", "group"]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyml.layers import CompressedWeight, empty_like_nothing
+from tinyml.compressed_weight import CompressedWeight, empty_placeholder
 from tinyml.quantization.grid import Grid, grid_of, wide
 from tinyml.quantization.pack import pack, unpack
-from tinyml.whole_state import take_optional
+from tinyml.state_dict_check import match_optional_buffers
 
 
 class GridWeight(CompressedWeight):
@@ -73,7 +73,7 @@ class GridWeight(CompressedWeight):
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return an empty tensor, because the codes are stored instead of the weight."""
-        return empty_like_nothing(weight)
+        return empty_placeholder(weight)
 
     def rounded(self, weight: Tensor) -> Tensor:
         """Return the weight rounded to the best grid of this format."""
@@ -113,5 +113,5 @@ class GridWeight(CompressedWeight):
         return dense.t() if self.transposed else dense
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        take_optional(self, state, prefix, "codes")
+        match_optional_buffers(self, state, prefix, "codes")
         super()._load_from_state_dict(state, prefix, *rest)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from tinyml.quantization.fastest import FastestLinear
+from tinyml.quantization.fastest_linear import FastestLinear
 from tinyml.quantization.grid_weight import GridWeight
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.layers import is_conv1d, outputs_first, weight_of
-from tinyml.quantization.fastest import SHOWN_TOKENS, FastestLinear, with_fastest_linears
+from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear, with_fastest_linears
 from tinyml.quantization.grid import Observer, grid_of, kept_in, wide
 from tinyml.quantization.products import Int8Weights
-from tinyml.whole_state import take_optional
+from tinyml.state_dict_check import match_optional_buffers
 
 _LEAST = 128 * torch.finfo(torch.float32).tiny
 
@@ -68,7 +68,7 @@ class Int8Linear(FastestLinear):
         return self._buffers["weight_codes"], self._buffers["scale"]
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        take_optional(self, state, prefix, "weight_codes")
+        match_optional_buffers(self, state, prefix, "weight_codes")
         super()._load_from_state_dict(state, prefix, *rest)
 
     def rows(self, index: Tensor) -> Tensor:

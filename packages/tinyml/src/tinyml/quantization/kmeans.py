@@ -17,17 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import (
-    QUANTIZABLE,
-    CompressedWeight,
-    check_bits,
-    compress_weights,
-    for_each,
-    layers_of,
-    plain_copy,
-    weight_of,
-)
+from tinyml.compressed_weight import CompressedWeight
+from tinyml.conversion import compress_weights, plain_copy
+from tinyml.layers import QUANTIZABLE, layers_of, setting_per_layer, weight_of
 from tinyml.quantization.pack import pack, unpack
+from tinyml.validation import check_bits
 
 
 def kmeans_quantize(
@@ -43,7 +37,7 @@ def kmeans_quantize(
     are unchanged. The palettes can be trained like any parameter; the codes do not change.
     """
     model = plain_copy(model)
-    widths = for_each(bits, layers_of(model, layers, protect), model)
+    widths = setting_per_layer(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         return Palette(weight_of(layer), widths[name]) if name in widths else None

@@ -8,19 +8,18 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from tinyml.compressed_weight import CompressedWeight
+from tinyml.conversion import compress_weights, plain_copy
 from tinyml.layers import (
     QUANTIZABLE,
-    CompressedWeight,
-    compress_weights,
-    for_each,
-    guarded,
     is_conv1d,
     layers_of,
     outputs_first,
-    plain_copy,
+    protected_modules,
+    setting_per_layer,
     weight_of,
 )
-from tinyml.quantization.fastest import with_fastest_linears
+from tinyml.quantization.fastest_linear import with_fastest_linears
 from tinyml.quantization.grid import Granularity, Observer, as_rows, granularity_of, grid_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
@@ -71,17 +70,17 @@ def quantize(
             table = Int4Linear(gridded(layer, 4), cast(Tensor | None, layer.bias))
             return table if table.gains() else None
 
-        return with_fastest_linears(model, packed, guarded(model, protect))
+        return with_fastest_linears(model, packed, protected_modules(model, protect))
     if activations in ("dynamic", "auto"):
         if bits != 8 or granularity != "channel" or not symmetric:
             raise ValueError(
                 f"activations={activations!r} takes bits=8, one symmetric scale per channel; "
                 f"got bits={bits}, granularity={granularity!r}, symmetric={symmetric}"
             )
-        return with_int8_linears(model, observer, activations, guarded(model, protect))
+        return with_int8_linears(model, observer, activations, protected_modules(model, protect))
     if activations != "float":
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
-    widths = for_each(bits, layers_of(model, layers, protect), model)
+    widths = setting_per_layer(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         if name not in widths:

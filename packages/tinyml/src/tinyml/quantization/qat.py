@@ -15,20 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tinyml.compressed_weight import CompressedWeight, compressed_weight
+from tinyml.conversion import compress_weights, plain_copy
 from tinyml.integer.training import IntegerTraining
-from tinyml.layers import (
-    QUANTIZABLE,
-    CompressedWeight,
-    check_bits,
-    compress_weights,
-    compressed_weight,
-    is_conv1d,
-    plain_copy,
-    weight_of,
-)
+from tinyml.layers import QUANTIZABLE, is_conv1d, weight_of
 from tinyml.quantization.grid import Granularity, granularity_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
+from tinyml.validation import check_bits
 
 
 def prepare_qat(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import CompressedWeight
+from tinyml.compressed_weight import CompressedWeight
 from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
 
 

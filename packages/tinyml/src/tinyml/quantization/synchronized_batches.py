@@ -70,7 +70,7 @@ class _Batch:
         return threading.current_thread() is self._thread
 
 
-def visit_in_step(
+def visit_layers(
     model: nn.Module,
     batches: Sequence[Any],
     layers: Mapping[str, nn.Module],

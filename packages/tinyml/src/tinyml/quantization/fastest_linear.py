@@ -15,18 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.layers import (
-    Replacement,
-    check_finite,
-    compressed_weight,
-    identity,
-    is_conv1d,
-    stamp_of,
-    weight_of,
-    with_modules,
-)
+from tinyml.compressed_weight import compressed_weight
+from tinyml.conversion import Replacement, replace_modules, tensor_versions
+from tinyml.layers import is_conv1d, weight_identity, weight_of
+from tinyml.state_dict_check import check_before_loading
 from tinyml.timing import Timing, measure
-from tinyml.whole_state import guarded_loading
+from tinyml.validation import check_finite
 
 #: One token of a decoder, a small batch, a prompt.
 SHOWN_TOKENS = (1, 32, 512)
@@ -117,7 +111,7 @@ class FastestLinear(Replacement):
         if torch.compiler.is_compiling():
             return make()  # a compiled graph cannot cache tensors
         # Loading a state dict and moving the module replace the tensors or change their versions.
-        if self._stamp != (stamp := stamp_of(*self.stored())):
+        if self._stamp != (stamp := tensor_versions(*self.stored())):
             self._prepared, self._stamp = {}, stamp
         if (value := self._prepared.get(name)) is None:
             value = self._prepared[name] = make()
@@ -225,7 +219,7 @@ def with_fastest_linears(
         for name, module in model.named_modules()
         if name not in protected
         and (type(module) is nn.Linear or is_linear_alike(module))
-        and identity(module) is not None  # a computed weight is not stored in its layer
+        and weight_identity(module) is not None  # a computed weight is not stored in its layer
     }
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
@@ -235,7 +229,7 @@ def with_fastest_linears(
     tables: dict[tuple[int | None, int], FastestLinear | None] = {}
     for linear, name in linears.items():
         # A table includes a bias, so a weight that is used with two biases needs two tables.
-        key = identity(linear), id(linear.bias)
+        key = weight_identity(linear), id(linear.bias)
         if key not in tables:
             tables[key] = make(name, linear)
         if (table := tables[key]) is not None:
@@ -243,10 +237,10 @@ def with_fastest_linears(
     by_weight = {weight: table for (weight, _), table in tables.items()}
     for module in model.modules():
         if type(module) is nn.Embedding or type(module).__name__ == "ParametrizedEmbedding":
-            table = by_weight.get(identity(module))
+            table = by_weight.get(weight_identity(module))
             if table is not None and cast(nn.Embedding, module).max_norm is None:
                 replacements[module] = TiedEmbedding(table)
-    return guarded_loading(with_modules(model, replacements))
+    return check_before_loading(replace_modules(model, replacements))
 
 
 def is_linear_alike(module: nn.Module) -> bool:

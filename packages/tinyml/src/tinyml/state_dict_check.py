@@ -17,7 +17,7 @@ from torch import Tensor, nn
 OPTIONAL = ("zero", "divide")
 
 
-def guarded_loading(model: nn.Module) -> nn.Module:
+def check_before_loading(model: nn.Module) -> nn.Module:
     """Make `model.load_state_dict` validate the whole state dict first; return the model."""
     hooks = model._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _check for hook in hooks):
@@ -25,7 +25,9 @@ def guarded_loading(model: nn.Module) -> nn.Module:
     return model
 
 
-def take_optional(module: nn.Module, state: dict[str, Any], prefix: str, codes: str) -> None:
+def match_optional_buffers(
+    module: nn.Module, state: dict[str, Any], prefix: str, codes: str
+) -> None:
     """Add or remove the `OPTIONAL` buffers so that they match the state dict."""
     if prefix + codes not in state:
         return

@@ -1,0 +1,102 @@
+"""Compressed weights: parametrizations that compute a dense weight from its stored form."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+_RANDOM_IF_MISSING = ("transformers", "diffusers")
+
+
+def refuse_save_pretrained(*_: Any) -> None:
+    """Raise if the state dict is made for `save_pretrained`: its names are not the model's own.
+
+    `from_pretrained` builds the uncompressed model, ignores names that it does not know and fills
+    the missing weights with random numbers.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_name == "save_pretrained" and package in _RANDOM_IF_MISSING:
+            raise ValueError(
+                "expected a plain model for save_pretrained, got adapters or compressed weights, "
+                "which from_pretrained would replace with random weights; save a model with "
+                "adapters after tinyml.merge_and_unload(model), or its adapters with "
+                "tinyml.save_lora, and a compressed model with tinyml.save"
+            )
+        frame = cast(Any, frame.f_back)
+
+
+class CompressedWeight(nn.Module):
+    """A stored form of a weight, as a parametrization: `forward(x)` computes the dense weight.
+
+    `layer.weight` remains the dense weight for all code that reads it, and any layer with a weight
+    can be compressed (see `torch.nn.utils.parametrize`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return the tensor to store or train in place of `weight`."""
+        raise NotImplementedError
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return the dense weight that results from storing `weight` in this format."""
+        return weight
+
+    def format(self) -> list[int]:
+        """Return the integers that are needed to interpret the stored codes."""
+        raise NotImplementedError
+
+    def get_extra_state(self) -> Tensor:
+        """Return the format, so that a state dict contains everything needed to read the codes."""
+        return torch.tensor(self.format(), dtype=torch.int16)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise `RuntimeError` if the state dict has another format."""
+        if state.tolist() != self.format():
+            raise RuntimeError(
+                f"the state dict holds a {type(self).__name__} of format {state.tolist()}, the "
+                f"model one of {self.format()}; compress the model as the saved one was"
+            )
+
+
+def install_parametrization(layer: nn.Module, name: str, stored: nn.Module) -> nn.Module:
+    """Register a parametrization and keep the layer picklable, unlike torch's function."""
+    parametrize.register_parametrization(layer, name, stored, unsafe=True)
+    cast(Any, type(layer)).__reduce_ex__ = _reduced
+    return layer
+
+
+def _reduced(layer: Any, _: Any) -> tuple[Any, ...]:
+    return _blank, (type(layer).__bases__[0], list(layer.parametrizations)), layer.__dict__
+
+
+def _blank(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """Return an empty layer of the class that torch creates for these parametrizations."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    for name in names:
+        layer.register_parameter(name, nn.Parameter(torch.empty(0)))
+        install_parametrization(layer, name, nn.Identity())
+    return layer
+
+
+def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
+    """Return the compressed weight of a layer, or None if its weight is dense."""
+    if "parametrizations" not in layer._modules or not parametrize.is_parametrized(layer, "weight"):
+        return None
+    last = cast(Any, layer).parametrizations.weight[-1]
+    return last if isinstance(last, CompressedWeight) else None
+
+
+def empty_placeholder(weight: Tensor) -> Tensor:
+    """Return a placeholder without elements for a dense weight that is not stored."""
+    return torch.empty(0, dtype=weight.dtype, device=weight.device)

@@ -1,0 +1,121 @@
+"""Conversion of a model's layers between dense, compressed and replaced forms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from tinyml.compressed_weight import (
+    CompressedWeight,
+    compressed_weight,
+    install_parametrization,
+    refuse_save_pretrained,
+)
+from tinyml.layers import is_instance_of, layers_of, weight_identity, weight_of
+from tinyml.state_dict_check import check_before_loading
+from tinyml.validation import check_finite
+
+
+def compress_weights(
+    model: nn.Module,
+    kinds: Sequence[type[nn.Module]],
+    compress: Callable[[str, nn.Module], CompressedWeight | None],
+    protect: Sequence[str] = (),
+) -> nn.Module:
+    """Replace the weight of every layer of `kinds` by `compress(name, layer)`, in place.
+
+    Layers that share a weight share its compressed form. A layer for which `compress` returns None
+    is unchanged. All compressed weights are computed before the first is installed, so an error
+    leaves the model unchanged.
+    """
+    chosen = layers_of(model, kinds, protect)
+    for name, layer in chosen.items():
+        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
+    stored = {name: compress(name, layer) for name, layer in chosen.items()}
+    for name, compressed in stored.items():
+        if compressed is None:
+            continue
+        sharing = make_dense(model, chosen[name])
+        for other in sharing:
+            install_parametrization(other, "weight", compressed)
+        first, *others = (cast(Any, other).parametrizations.weight for other in sharing)
+        for other in others:
+            other.original = first.original
+    return check_before_loading(model)
+
+
+def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
+    """Make a layer's weight a parameter again; return all layers of `model` that share it."""
+    sharing = [m for m in model.modules() if weight_identity(m) == weight_identity(layer)]
+    if compressed_weight(layer) is not None:
+        weight = nn.Parameter(weight_of(layer).clone())
+        for shared in sharing:
+            # torch.nn.utils.parametrize.remove_parametrizations would also affect every copy
+            # of the model, because the copies share the generated class.
+            shared.__class__ = type(shared).__bases__[0]
+            del shared._modules["parametrizations"]
+            shared.register_parameter("weight", weight)
+    return sharing
+
+
+class Replacement(nn.Module):
+    """A module of this package that replaces a linear layer or an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
+
+    def restored(self) -> nn.Module:
+        """Return a plain layer with the dense weight that this module computes with."""
+        raise NotImplementedError
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of `model` in which every `Replacement` is a plain layer again."""
+    model = copy.deepcopy(model)
+    replacements: dict[nn.Module, nn.Module] = {
+        module: module.restored() for module in model.modules() if isinstance(module, Replacement)
+    }
+    return replace_modules(model, replacements)
+
+
+def dense_copy(model: nn.Module, kinds: Sequence[type[nn.Module]] = (nn.Module,)) -> nn.Module:
+    """Return a plain copy in which the layers of these kinds have dense parameters as weights."""
+    model = plain_copy(model)
+    for layer in list(model.modules()):
+        if is_instance_of(layer, kinds) and compressed_weight(layer) is not None:
+            make_dense(model, layer)
+    return model
+
+
+def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Replace modules of `model` in place; return the model, or its replacement."""
+    if model in replacements:
+        return replacements[model]
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+    return model
+
+
+def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:
+    """Return a value that changes when one of these tensors is replaced or modified in place."""
+    # A tensor created in inference mode has no version counter.
+    return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Run the body in evaluation mode, then restore the mode of every module."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,37 @@
+"""Checks of arguments that several functions share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests the known name closest to `name`."""
+    alike = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"; {alike[0]!r} may be meant" if alike else ""
+
+
+def check_bits(bits: int, what: str, least: int = 1) -> None:
+    """Raise `ValueError` unless `bits` is an integer from `least` to 8."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
+        raise ValueError(f"expected a whole number ({what} {least} to 8 bits), got {bits} bits")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` if a tensor contains NaN or infinity."""
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"expected finite values in {name}, got nan or inf")
+
+
+def require_batches(batches: Sequence[T]) -> Sequence[T]:
+    """Return the calibration batches; raise `ValueError` if there are none."""
+    if isinstance(batches, Tensor) or not batches:
+        raise ValueError("expected a list with at least one batch of inputs to calibrate on")
+    return batches
