@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tinyml import prune_channels
+from tinyml.pruning import channels
 from torch import nn
 
 WIDTH, HEADS = 32, 4
@@ -211,6 +212,19 @@ def test_an_ambiguous_or_unknown_size_is_refused(kind, message, example):
     with pytest.raises(ValueError, match=message):
         prune_channels(model, 0.5, example)
     assert model.num_heads == HEADS
+
+
+def test_outputs_are_compared_at_lengths_beyond_the_old_number_of_heads(monkeypatch):
+    lengths = []
+    compare = channels.check_equal
+
+    def record_lengths(small, dense, inputs, sizes):
+        lengths.extend(2 * size + 1 for size in sizes)
+        compare(small, dense, inputs, sizes)
+
+    monkeypatch.setattr(channels, "check_equal", record_lengths)
+    assert prune_channels(Attention(), 0.5, TOKENS).num_heads == HEADS // 2
+    assert lengths == [2 * HEADS + 1]
 
 
 def test_layer_numbers_and_the_cache_of_transformers_stay():

@@ -111,10 +111,7 @@ def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_C
         yield [_call(variant) for variant in _resized(inputs, 0, batch)]
         if first.dim() == 2 and not first.is_floating_point():
             for variants in longer:
-                resized = [
-                    tensors_in(_resized(resize_inputs, 0, batch)[0])[0]
-                    for resize_inputs in variants
-                ]
+                resized = [tensors_in(_resized(variant, 0, batch)[0])[0] for variant in variants]
                 yield [_cached(tokens) for tokens in resized]
 
 
@@ -130,9 +127,9 @@ def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ..
     index = torch.arange(size) % was
 
     def resize(tensor: Tensor) -> Tensor:
-        for resize_inputs in range(tensor.dim()):
-            if tensor.shape[resize_inputs] == was and (resize_inputs == 0) == (dim == 0):
-                tensor = tensor.index_select(resize_inputs, index)
+        for axis in range(tensor.dim()):
+            if tensor.shape[axis] == was and (axis == 0) == (dim == 0):
+                tensor = tensor.index_select(axis, index)
         return tensor
 
     def resize_and_vary(tensor: Tensor) -> Tensor:
@@ -145,9 +142,7 @@ def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ..
         noise = torch.randn(resized.shape, generator=torch.Generator().manual_seed(0))
         return resized + noise.to(resized) * repetition.sign() * (tensor.std(correction=0) or 1.0)
 
-    return [
-        tree_map_only(Tensor, resize_inputs, inputs) for resize_inputs in (resize_and_vary, resize)
-    ]
+    return [tree_map_only(Tensor, function, inputs) for function in (resize_and_vary, resize)]
 
 
 def _compare(small: nn.Module, call: _Call, expected: list[Tensor], exact: bool) -> None:
