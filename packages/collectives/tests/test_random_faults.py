@@ -234,6 +234,10 @@ class Sequence:
             timeout=timedelta(seconds=30),
         )
         dist.group.WORLD.set_timeout(timedelta(seconds=self.timeout))
+        # A rank that dies before another has created its group fails that creation. The faults of
+        # this test are for the calls, so all ranks wait here until all groups are complete.
+        self.control.set(f"ready/{self.number}/{self.rank}", "")
+        self.control.wait([f"ready/{self.number}/{r}" for r in range(self.world)], PATIENCE)
 
     def attempt(self, function, index):
         """Return the function's value, or record its error with the call's number."""
