@@ -19,7 +19,7 @@ from zero_training import assert_alike
 
 DEADLINE = 300.0
 STAGES = [1, 2, 3]
-WORLDS = [2, 3]
+WORLDS = [pytest.param(2, marks=pytest.mark.exhaustive), 3]
 
 
 def make_model():
