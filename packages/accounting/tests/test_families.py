@@ -5,7 +5,7 @@ Each family is tested with the defaults of its class and with every switch flipp
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, replace
 from functools import cache
 from pathlib import Path
@@ -55,7 +55,7 @@ SIZES = {
 
 
 def build(family: str, sizes: dict[str, Any]) -> torch.nn.Module:
-    """The module of transformers, on the meta device."""
+    """Build the module of transformers on the meta device."""
     import transformers
     from transformers import AutoConfig
 
@@ -89,7 +89,7 @@ def small(family: str) -> dict[str, Any]:
 
 
 def flips(family: str) -> Iterator[dict[str, Any]]:
-    """The configuration with one switch or one size changed."""
+    """Yield the configuration with one switch or one size changed."""
     for name, value in defaults(family).items():
         if name in NEEDED.get(family, {}) or name.startswith(NO_SWITCH):
             continue
@@ -109,7 +109,18 @@ def agrees(family: str, sizes: dict[str, Any]) -> None:
     assert parameters(Transformer.from_module(module)).total == actual
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
+# The first family per combination of base tables.
+FIRST = {str(table.get("like")): name for name, table in reversed(FAMILIES.items())}
+REPRESENTATIVES = sorted(set(FIRST.values()) - UNBUILT)
+
+
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_family_has_parameters_of_transformers_module(family: str) -> None:
+    agrees(family, small(family))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - set(REPRESENTATIVES)))
 def test_every_family_has_parameters_of_transformers_module(family: str) -> None:
     agrees(family, small(family))
 
@@ -213,14 +224,14 @@ def test_multimodal_config_gives_language_model_and_reports_missing_parts(tmp_pa
 TYING = [(outer, inner) for outer in (None, True, False) for inner in (None, True, False)]
 
 
-def tying_agrees(family: str) -> None:
-    """The head of a multimodal class is tied exactly if transformers ties it."""
+def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] = TYING) -> None:
+    """Check that the head of a multimodal class is tied exactly if transformers ties it."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     whole = defaults(family)
     text = {k: v for k, v in whole["text_config"].items() if k != "tie_word_embeddings"}
-    for outer_value, inner_value in TYING:
+    for outer_value, inner_value in values:
         inner = text if inner_value is None else text | {"tie_word_embeddings": inner_value}
         content = {k: v for k, v in whole.items() if k != "tie_word_embeddings"}
         content |= {"text_config": inner}
@@ -242,7 +253,7 @@ def test_every_multimodal_class_ties_its_language_model_like_transformers(family
 
 
 def test_multimodal_class_ties_its_language_model_like_transformers() -> None:
-    tying_agrees("got_ocr2")
+    tying_agrees("got_ocr2", [(None, False), (False, True)])
 
 
 def test_unknown_multimodal_class_with_ambiguous_tying_is_refused() -> None:
@@ -395,7 +406,7 @@ def test_model_type_that_is_not_a_name_is_refused() -> None:
 
 
 def agrees_on_empty_fields(family: str) -> None:
-    """An explicit 0, null or false is what it is to transformers, or is refused."""
+    """Check that an explicit 0, null or false is read as by transformers, or refused."""
     base, filled = small(family), defaults(family)
     compared = 0
     for name, value in filled.items():
@@ -501,7 +512,7 @@ def test_missing_key_heads_are_those_of_transformers(
     assert model.size == sum(parameter.numel() for parameter in module.parameters())
 
 
-SOME = ["bert", "deepseek_v2", "falcon", "gpt2", "llama", "mistral", "mixtral", "nemotron_h", "vit"]
+SOME = ["deepseek_v2", "llama", "nemotron_h"]
 
 
 @pytest.mark.parametrize("family", SOME)
@@ -549,7 +560,7 @@ def classes(family: str) -> set[str]:
 
 
 def agrees_on_classes(family: str) -> None:
-    """A class is counted as transformers builds it, or is refused."""
+    """Check that a class is counted as transformers builds it, or refused."""
     import transformers
 
     names = classes(family)
@@ -579,7 +590,7 @@ def agrees_on_classes(family: str) -> None:
                     Transformer.from_hf(content | {"architectures": [other]})
 
 
-FEW = ["bert", "electra", "gpt2", "llama", "openai-gpt", "roberta", "t5", "vit", "whisper"]
+FEW = ["bert", "electra", "gpt2", "t5"]
 
 
 @pytest.mark.parametrize("family", FEW)
