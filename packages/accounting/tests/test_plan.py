@@ -85,7 +85,7 @@ def test_the_estimate_puts_the_best_plans_in_front() -> None:
 def test_plan_with_experts_fits_on_fullest_stage() -> None:
     # Its first layers are dense, so that no end of the pipeline is the fullest stage.
     model = Transformer.from_hf(PUBLISHED["deepseek-v3"].config)
-    answer = plan_for(model, gpus=2048, hardware="H100", tokens=14.8e12, tensor=1, context=1)
+    answer = plan_for(model, gpus=2048, hardware="H100", tokens=14.8e12)
     assert answer.memory.total == answer.best.memory_bytes <= 0.9 * 80e9
     assert 0.15 < answer.mfu.middle < 0.5
 

@@ -74,7 +74,7 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
     )
 
 
-def _tied(content: Table, inner: Table) -> Table:
+def _tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
     """Return the `tie_word_embeddings` by which a multimodal class ties its language model."""
     field = "tie_word_embeddings"
     family, outer_value, inner_value = (
