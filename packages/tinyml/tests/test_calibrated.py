@@ -133,6 +133,18 @@ def test_smoothed_inputs_of_16_bits_are_rounded_to_int8_alone():
     assert torch.equal(small(tokens), outputs)
 
 
+@pytest.mark.parametrize("alpha", [0.25, 0.5, 0.75])
+def test_inputs_that_are_zero_in_calibration_are_right_when_they_are_not(alpha):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 12))
+    tokens = torch.randn(64, 16)
+    calibration = tokens.clone()
+    calibration[:, [3, 7]] = 0
+    assert error(model, smoothquant(model, [calibration], alpha=alpha), [tokens]) < 0.02
+    assert error(model, awq(model, [calibration], 8), [tokens]) < 0.01
+    assert error(model, awq(model, [0 * tokens], 8), [tokens]) < 0.01
+
+
 @pytest.mark.parametrize("weight", [1e-6, 1e4])
 def test_smoothing_stays_in_the_range_of_half(weight):
     torch.manual_seed(0)

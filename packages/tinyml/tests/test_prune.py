@@ -90,6 +90,8 @@ def test_wanda_weighs_by_the_norm_of_the_inputs():
         ({"sparsity": {"9": 0.5}}, r"no such layer: \['9'\]"),
         ({"sparsity": 0.5, "pattern": "2of4"}, "a pattern n:m"),
         ({"sparsity": 0.5, "pattern": "2:5"}, "does not fit rows of 12"),
+        ({"sparsity": 0.9, "pattern": "2:4"}, "sparsity of 0.5.*got 0.9"),
+        ({"sparsity": {"0": 0.5, "2": 0.25}, "pattern": "2:4"}, "sparsity of 0.5.*got 0.25"),
         ({"sparsity": 0.5, "scope": "world"}, "'layer' or 'global'"),
         ({"sparsity": {"0": 0.5}, "scope": "global"}, "one sparsity for all"),
     ],

@@ -81,7 +81,7 @@ SMALLER = {
     "gptq": (lambda m: gptq(m, [TOKENS], 4), 2.2),
     "trained": (lambda m: convert(prepare_qat(m, 4)), 5.0),
     "half": (lambda m: prune(m, 0.5).model, 1.5),
-    "2:4": (lambda m: prune(m, 0, pattern="2:4").model, 1.5),
+    "2:4": (lambda m: prune(m, 0.5, pattern="2:4").model, 1.5),
 }
 
 
@@ -130,7 +130,7 @@ def test_scales_belong_to_outputs_whichever_way_a_weight_is_stored(symmetric):
     both(lambda m: quantize(m, 3, symmetric=symmetric))
     both(lambda m: quantize(m, 3, symmetric=symmetric, group_size=8))
     both(lambda m: quantize(m, activations="dynamic"))
-    both(lambda m: prune(m, 0, pattern="1:4").model)
+    both(lambda m: prune(m, 0.75, pattern="1:4").model)
     both(lambda m: prune(m, 0.5, input_norms=input_norms(m, [inputs])).model)
     both(lambda m: gptq(m, [torch.randn(64, 16, generator=torch.Generator().manual_seed(1))], 3))
     both(lambda m: convert(prepare_qat(m, 3, learn_scale=True)))
@@ -243,7 +243,7 @@ def test_what_is_protected_stays_as_it_is(way):
         "gptq": lambda m, p: gptq(m, [TOKENS], 4, protect=p),
         "trained": lambda m, p: convert(prepare_qat(m, 4, protect=p)),
         "half": lambda m, p: prune(m, 0.5, protect=p).model,
-        "2:4": lambda m, p: prune(m, 0, pattern="2:4", protect=p).model,
+        "2:4": lambda m, p: prune(m, 0.5, pattern="2:4", protect=p).model,
     }[way]
     dense = gpt2()
     small = protected(dense, ["lm_head", "h.0.attn"])
