@@ -204,12 +204,12 @@ def test_few_bits_are_right_more_often_after_training():
 
 def test_a_network_in_training_keeps_what_a_state_dict_holds():
     images, targets = labeled(32)
-    one = prepare_qat(Graph().eval(), 4, batches=[images], learn_scale=True)
-    fit(one, images, targets, 2)
+    saved = prepare_qat(Graph().eval(), 4, batches=[images], learn_scale=True)
+    fit(saved, images, targets, 2)
     other = prepare_qat(Graph().eval(), 4, batches=[3 * images + 1], learn_scale=True)
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(other(images), one(images))
-    assert torch.equal(convert(other)(images), convert(one)(images))
+    other.load_state_dict(saved.state_dict())
+    assert torch.equal(other(images), saved(images))
+    assert torch.equal(convert(other)(images), convert(saved)(images))
 
 
 def test_what_cannot_be_trained_as_integers_says_so():

@@ -131,7 +131,9 @@ class AsManyAsWide(Attention):
     def __init__(self):
         super().__init__()
         self.head_dim = self.other = self.num_heads = 4
-        self.q, self.k, self.v = nn.Linear(32, 64), nn.Linear(32, 16), nn.Linear(32, 16)
+        self.q = nn.Linear(32, 64)
+        self.k = nn.Linear(32, 16)
+        self.v = nn.Linear(32, 16)
         self.out = nn.Linear(64, 7)
         with torch.no_grad():
             self.out.weight.view(7, 4, 16)[:, 1::2] *= 0.01
@@ -231,9 +233,14 @@ def test_layer_numbers_and_the_cache_of_transformers_stay():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=97, n_embd=48, n_layer=6, n_head=4, n_positions=64, bos_token_id=0,
+        vocab_size=97,
+        n_embd=48,
+        n_layer=6,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=0,
         eos_token_id=0,
-    )  # fmt: skip
+    )
     model = transformers.GPT2LMHeadModel(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
