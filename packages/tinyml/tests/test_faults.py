@@ -209,8 +209,16 @@ def _gains(monkeypatch):
 
 
 @pytest.mark.usefixtures("_gains")
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("wrapped", "strict"),
+    [
+        (True, False),
+        *(
+            pytest.param(wrapped, strict, marks=pytest.mark.exhaustive)
+            for wrapped, strict in ((False, False), (False, True), (True, True))
+        ),
+    ],
+)
 @pytest.mark.parametrize("into", STORED)
 def test_the_state_of_what_is_compressed_otherwise_is_refused_by_name(into, wrapped, strict):
     def build(how, seed):

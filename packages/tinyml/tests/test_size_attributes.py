@@ -162,11 +162,25 @@ def without_small_heads(model):
     return zeroed
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("example", [TOKENS, TOKENS[:1], LONG])
+EXAMPLES = {"batch": TOKENS, "single": TOKENS[:1], "long": LONG, "one token": TOKENS[:1, :1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "example"),
+    [
+        *((kind, "batch") for kind in MODELS),
+        (Window, "single"),
+        (Blocks, "long"),
+        *(
+            pytest.param(kind, example, marks=pytest.mark.exhaustive)
+            for kind in MODELS
+            for example in ("single", "long")
+        ),
+    ],
+)
 def test_other_numbers_that_equal_the_number_of_heads_stay(kind, example):
     model = kind()
-    small = prune_channels(model, 0.5, example)
+    small = prune_channels(model, 0.5, EXAMPLES[example])
     assert (small.num_heads, small.other, small.head_dim) == (2, HEADS, model.head_dim)
     assert small.k.out_features == 2 * model.head_dim
     exact = without_small_heads(model)
@@ -208,11 +222,14 @@ class HeadBlocks(Blocks):
         (Configured, "a size written into its forward"),
     ],
 )
-@pytest.mark.parametrize("example", [TOKENS, TOKENS[:1, :1], LONG])
+@pytest.mark.parametrize(
+    "example",
+    ["one token", *(pytest.param(e, marks=pytest.mark.exhaustive) for e in ("batch", "long"))],
+)
 def test_an_ambiguous_or_unknown_size_is_refused(kind, message, example):
     model = kind()
     with pytest.raises(ValueError, match=message):
-        prune_channels(model, 0.5, example)
+        prune_channels(model, 0.5, EXAMPLES[example])
     assert model.num_heads == HEADS
 
 
