@@ -46,6 +46,60 @@ def test_bulk_synchronous_equals_one_process(servers, optimizer):
     assert [host.version for host in hosts] == [6] * servers
 
 
+def train_with(optimizer, servers, *, whole=False):
+    """Train two workers for five steps and return the parameters of the first one."""
+    parameters = trainable(model())
+    shards = partition(parameters, servers, whole=whole)
+    hosts = [Server(parameters, optimizer, workers=2, shard=shard) for shard in shards]
+    workers = [Worker(model(), hosts, rank=rank, whole=whole) for rank in range(2)]
+    in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
+    return dict(workers[0].module.named_parameters())
+
+
+ADAFACTOR = partial(torch.optim.Adafactor, lr=0.1)
+
+
+def test_an_optimizer_of_whole_tensors_is_refused_if_a_tensor_is_split():
+    with pytest.raises(ValueError, match=r"is split, got Adafactor; pass whole=True"):
+        train_with(ADAFACTOR, 3)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_optimizer_of_whole_tensors_equals_one_process_with_whole(servers):
+    parameters = train_with(ADAFACTOR, servers, whole=True)
+    assert_equal_parameters(parameters, train_alone(5, 2, ADAFACTOR))
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that torch does not know: it subtracts the sign of the gradient."""
+
+    elementwise = True
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad.sign(), alpha=0.01)
+
+
+def test_another_optimizer_can_declare_that_it_is_elementwise():
+    assert_equal_parameters(train_with(Lion, 3), train_alone(5, 2, Lion))
+
+
+class Overridden(torch.optim.SGD):
+    """A subclass whose `step` may do anything."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_subclass_with_its_own_step_is_not_assumed_to_be_elementwise():
+    with pytest.raises(ValueError, match=r"is split, got Overridden"):
+        train_with(partial(Overridden, lr=0.1), 3)
+
+
 def test_bulk_synchronous_is_the_same_in_every_run_bit_for_bit():
     def once():
         server = Server(trainable(model()), SGD, workers=4)
