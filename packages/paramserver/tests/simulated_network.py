@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from paramserver.partition import partition
 from paramserver.protocol.core import Core, Followed, Staged
-from paramserver.protocol.ledger import Accept, Join, Leave, Read, Write
+from paramserver.protocol.ledger import Accept, Join, Leave, Read, Start, Write
 from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
 from paramserver.protocol.replica import Replica, layout
 from paramserver.protocol.session import Session
@@ -30,6 +30,7 @@ class Oracle:
     def __init__(self, ids, workers, bound):
         self.bound, self.position = bound, 0
         self.clocks = dict.fromkeys(range(workers), 0)  # of those who take part
+        self.ended = {}  # clocks of workers at their last `Leave`
         self.past = Counter()
         self.versions = [torch.zeros(ids, dtype=torch.float64)]
         self.written, self.reads = set(), {}
@@ -39,10 +40,14 @@ class Oracle:
             self.position += 1
             match entry:
                 case Join(worker, _, clock):
-                    assert clock <= min(self.clocks.values(), default=clock)
+                    continues = self.clocks.get(worker) == clock
+                    assert continues or clock <= min(self.clocks.values(), default=clock)
                     self.clocks[worker] = clock
+                case Start(workers):
+                    assert not self.clocks
+                    self.clocks = dict.fromkeys(range(workers), min(self.ended.values()))
                 case Leave(worker):
-                    del self.clocks[worker]
+                    self.ended[worker] = self.clocks.pop(worker)
                 case Accept(push):
                     self.count(push)
                 case Write(pushes):

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
@@ -30,8 +33,17 @@ from paramserver import (
 )
 from paramserver.running import supervise
 from paramserver.running.supervise import join_servers, open_server, read_final_state
+from paramserver.transport import zeromq as transport
 from paramserver.transport.zeromq import Keys
-from paramserver_training import SGD, assert_equal_parameters, fail, model, train, train_alone
+from paramserver_training import (
+    SGD,
+    assert_equal_parameters,
+    batch,
+    fail,
+    model,
+    train,
+    train_alone,
+)
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
@@ -108,9 +120,137 @@ def test_bulk_synchronous_training_survives_a_kill():
     result, killed = run_and_kill(BulkSynchronous(), 3, seed=2)
     assert killed
     assert result.values == [60, 60, 60]
+    assert result.versions == [60, 60]  # no step was applied without a worker
     x = result.parameters["x"]
     assert (x == x[0]).all()
-    assert x[0].sum() == pytest.approx(result.versions[0])  # each update is a mean of ones
+    torch.testing.assert_close(x[0], torch.full((3,), 20.0, dtype=torch.float64))
+
+
+def train_from_position(worker, steps, marker=None):
+    """Train this rank up to step `steps`; worker 1 kills itself once, when it creates `marker`."""
+    for step in range(worker.position, steps):
+        worker.pull()
+        inputs, targets = batch(step, worker.rank)
+        F.mse_loss(worker.module(inputs), targets).backward()
+        if worker.rank == 1 and step == 3 and marker and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        worker.push()
+    return worker.pushes
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_bulk_synchronous_steps_wait_for_a_restarted_worker(servers, tmp_path):
+    result = run(
+        train_from_position,
+        model(),
+        SGD,
+        args=(6, tmp_path / "marker"),
+        workers=3,
+        servers=servers,
+        transport="zeromq",
+        restarts=1,
+    )
+    assert (tmp_path / "marker").exists()
+    assert_equal_parameters(result.parameters, train_alone(6, 3, SGD))
+    assert result.versions == [6] * servers
+    assert result.values == [6, 6, 6]
+
+
+def test_a_continued_run_equals_an_undisturbed_one(tmp_path):
+    for steps in (3, 6):
+        result = run(
+            train_from_position,
+            model(),
+            SGD,
+            args=(steps,),
+            workers=3,
+            servers=2,
+            transport="zeromq",
+            journal=tmp_path,
+        )
+        assert_equal_parameters(result.parameters, train_alone(steps, 3, SGD))
+        assert result.versions == [steps] * 2
+
+
+def test_a_continued_run_waits_for_additional_workers(tmp_path):
+    """Worker 2 is new in the second run, in which all three contribute to each of its two steps."""
+    options = {"transport": "zeromq", "journal": tmp_path}
+    run(count, Vector(), ONE, args=(3, 0.0), workers=2, **options)
+    result = run(count_more, Vector(), ONE, args=(2,), workers=3, **options)
+    assert result.versions == [5]
+    expected = torch.tensor([3 / 2 + 2 / 3, 3 / 2 + 2 / 3, 2 / 3], dtype=torch.float64)
+    torch.testing.assert_close(result.parameters["x"][0], expected)
+
+
+def count_more(worker, steps):
+    return count(worker, worker.pushes + steps, 0.0)
+
+
+def test_a_step_is_not_completed_without_a_lost_worker(served):
+    job = Job(count, Vector(2), ONE, workers=2, timeout=0.5)
+    server = served(job)
+    with ExitStack() as stack:
+        first = stack.enter_context(join_servers(job, 0, [server.address]))
+        second = stack.enter_context(join_servers(job, 1, [server.address]))
+        count(first, 1, 0.0)
+        second.abort("its machine is gone")
+        for connection in second._connections:
+            connection.close()
+        with pytest.raises(TimeoutError, match=r"waited 0.5 s at clock 1 for worker 1 at clock 0"):
+            first.pull()
+        assert server.core.replica.version == 0
+        with join_servers(job, 1, [server.address]) as restarted:
+            count(restarted, 1, 0.0)
+            first.pull()
+            assert first.module.x[0].tolist() == [0.5, 0.5]
+            first.leave()
+        for worker in (first, second):
+            worker.finish = lambda: None
+
+
+def test_a_suspended_process_requests_again_before_it_gives_up(served, monkeypatch):
+    """The clock of worker and server jumps by an hour while a request waits for its answer."""
+    job = Job(count, Vector(2), ONE, workers=2, timeout=5.0)
+    jumps = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
+    monkeypatch.setattr(transport, "time", clock)
+    server = served(job)
+    with ExitStack() as stack:
+        first = stack.enter_context(join_servers(job, 0, [server.address]))
+        second = stack.enter_context(join_servers(job, 1, [server.address]))
+        count(first, 1, 0.0)
+        pulls = threading.Thread(target=first.pull)
+        pulls.start()
+        while 0 not in server.core._waiting:
+            time.sleep(0.01)
+        jumps[0] = 3600.0
+        pulls.join(0.5)
+        assert pulls.is_alive()
+        count(second, 1, 0.0)
+        pulls.join()
+        assert first.version == 1
+        second.leave()
+        second.finish = lambda: None
+
+
+def test_a_suspended_worker_requests_again_although_no_message_arrived(served, monkeypatch):
+    """The clock jumps by an hour while the server is down; it answers when it is back."""
+    jumps = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
+    monkeypatch.setattr(transport, "time", clock)
+    monkeypatch.setattr(transport, "_RETRY", 0.1)
+    server = served(job_of())
+    with join_servers(job_of(), 0, [server.address]) as worker:
+        server.stop()
+        server.threads[-1].join()
+        with ThreadPoolExecutor(1) as pool:
+            version = pool.submit(worker.pull)
+            jumps[0] = 3600.0
+            with pytest.raises(TimeoutError):
+                version.result(0.5)  # it has polled at least once after the jump
+            server.serve_again()
+            assert version.result() == 0
 
 
 @pytest.mark.parametrize("name", ["server 0", "server 1"])
@@ -142,9 +282,10 @@ def test_two_hundred_kills(policy, seed):
     assert result.values == [80, 80, 80]
     x = result.parameters["x"]
     assert (x == x[0]).all()
-    if policy.averages:  # a mean of those who took part: what each has added is in the sum
+    if policy.averages:  # each update is the mean of all three workers
         added = policy.steps if isinstance(policy, LocalSteps) else 1
-        assert x[0].sum() == pytest.approx(added * result.versions[0])
+        assert result.versions == [80, 80]
+        torch.testing.assert_close(x[0], torch.full((3,), added * 80 / 3, dtype=torch.float64))
     else:
         assert x.unique().tolist() == [80.0]
 
@@ -171,15 +312,21 @@ def served():
 
     def serve(job, keys=None, address="tcp://127.0.0.1:*"):
         server = open_server(job, 0, address, journal=None, keys=keys)
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        open_servers.append((server, thread))
+        server.threads = []
+        server.serve_again = partial(serve_again, server)
+        server.serve_again()
+        open_servers.append(server)
         return server
 
+    def serve_again(server):
+        server._stopped.clear()
+        server.threads.append(threading.Thread(target=server.serve))
+        server.threads[-1].start()
+
     yield serve
-    for server, thread in open_servers:
+    for server in open_servers:
         server.stop()
-        thread.join()
+        server.threads[-1].join()
         server.close()
 
 

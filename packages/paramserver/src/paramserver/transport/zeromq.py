@@ -50,6 +50,8 @@ _BEAT_INTERVAL = 1.0
 _KEEP_ALIVE = 1.0
 #: Seconds of silence after which a request or its answer counts as lost.
 _RETRY = 2.5
+#: Seconds between two checks after which a server assumes that its process was suspended.
+_SUSPENDED = 3.0
 #: Number of pieces that may be queued.
 _MAX_PIECES = 4
 
@@ -114,6 +116,7 @@ class ZeroMQServer:
     def serve(self, report: Callable[[Progress], object] | None = None) -> None:
         """Answer requests until `stop`; call `report` about every second with the progress."""
         last_report = 0.0
+        last_check = time.monotonic()
         while not self._stopped.is_set():
             changed = False
             for _ in range(64):  # then the waiting requests are tried
@@ -121,6 +124,10 @@ class ZeroMQServer:
                     break
                 changed = self._receive(self._socket.recv_multipart(copy=False)) or changed
             now = time.monotonic()
+            if now - last_check > _SUSPENDED:
+                # The messages of the workers may not have been received yet.
+                self.core.excuse_silence(now)
+            last_check = now
             self._retry_waiting(now)
             if report and now - last_report > 1:
                 last_report = now
@@ -367,14 +374,19 @@ class ZeroMQConnection(Connection):
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
         """Send a request, repeatedly if necessary, until it is answered."""
         self._number += 1
-        start = last_received = time.monotonic()
+        start = time.monotonic()
+        # Seconds without a message. A poll counts as at most its timeout, because this process may
+        # have been suspended: then it sends the request again before it gives up.
+        silence = 0.0
         self._send(message, written)
         answer = Message(Kind.WAIT)
         arrival = Arrival(self.parameters)
         is_complete = False
         while not is_complete:
+            poll_start = time.monotonic()
             if not self._socket.poll(int(_RETRY * 1000)):
-                if time.monotonic() - last_received > self._patience:
+                silence += min(_RETRY, time.monotonic() - poll_start)
+                if silence > self._patience:
                     raise self._lost(start)
                 if self._sent.done:  # otherwise the request has not left this process yet
                     self._send(message)
@@ -383,7 +395,7 @@ class ZeroMQConnection(Connection):
             life, number, at, *fields = json.loads(head.bytes)
             if (life, number) != (self._life, self._number):
                 continue  # a second answer to an earlier request that was repeated
-            last_received = time.monotonic()
+            silence = 0.0
             if not at:
                 answer = Message.from_fields(fields)
                 raise_failure(f"the server at {self._address}", answer)
