@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,7 +108,11 @@ def run_and_kill(consistency, kills, seed, steps=60, servers=2):
     return result, killed
 
 
-@pytest.mark.parametrize("consistency", [Asynchronous(), StaleSynchronous(2)], ids=repr)
+@pytest.mark.parametrize(
+    "consistency",
+    [pytest.param(Asynchronous(), marks=pytest.mark.exhaustive), StaleSynchronous(2)],
+    ids=repr,
+)
 def test_nothing_is_lost_or_doubled_when_processes_are_killed(consistency):
     result, killed = run_and_kill(consistency, 4, seed=1)
     assert killed
@@ -139,7 +144,7 @@ def train_from_position(worker, steps, marker=None):
     return worker.pushes
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_bulk_synchronous_steps_wait_for_a_restarted_worker(servers, tmp_path):
     result = run(
         train_from_position,
@@ -401,21 +406,56 @@ def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
         server.stdout.close()
 
 
-def test_only_those_whose_keys_are_known_may_come(served):
+def test_only_those_whose_keys_are_known_may_come(served, monkeypatch):
+    monkeypatch.setattr(transport, "_RETRY", 0.2)
     (server_public, server_secret), (ours, our_secret), (theirs, their_secret) = (
         tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
     )
-    server = served(job_of(), Keys(server_public, server_secret, (ours,)))
-    known = Keys(ours, our_secret, (server_public,))
+    server = served(job_of(), Keys(server_public, server_secret, workers={0: ours, 1: ours}))
+    known = Keys(ours, our_secret, server_public)
     with join_servers(job_of(), 0, [server.address], keys=known) as worker:
         assert count(worker, 3, 0.0) == 3
-    stranger = Keys(theirs, their_secret, (server_public,))
+    stranger = Keys(theirs, their_secret, server_public)
+    impatient = replace(job_of(), timeout=1.0)
     for keys in (stranger, None):
         with (
-            pytest.raises(PeerLost, match=r"was silent for 5 s.*check that it knows this key"),
-            join_servers(job_of(), 1, [server.address], keys=keys),
+            pytest.raises(PeerLost, match=r"was silent for 1 s.*check that it knows this key"),
+            join_servers(impatient, 1, [server.address], keys=keys),
         ):
             pass
+
+
+def test_a_key_may_act_only_as_its_ranks(served):
+    (server_public, server_secret), (first, first_secret), (second, second_secret) = (
+        tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
+    )
+    server = served(job_of(), Keys(server_public, server_secret, workers={0: first, 1: second}))
+    of_first = Keys(first, first_secret, server_public)
+    of_second = Keys(second, second_secret, server_public)
+    with join_servers(job_of(), 0, [server.address], keys=of_first) as worker:
+        count(worker, 2, 0.0)
+        for rank in (0, 2):  # the rank of another worker, and a rank without a key
+            with (
+                pytest.raises(ValueError, match=f"a rank of this key, got one of worker {rank}"),
+                join_servers(job_of(), rank, [server.address], keys=of_second),
+            ):
+                pass
+        abort_as(0, server.address, of_second)  # has no effect
+        with join_servers(job_of(), 1, [server.address], keys=of_second) as other:
+            count(other, 2, 0.0)
+            other.leave()
+            other.finish = lambda: None
+        count(worker, 4, 0.0)
+        assert read_final_state(job_of(), [server.address], of_second)[0].version == 6
+    assert server.core.ledger.members.keys() == {0, 1}
+    assert server.core.ledger.members[0].epoch == 1
+
+
+def abort_as(rank, address, keys):
+    """Report that the worker `rank` has failed, with the keys of another worker."""
+    connection = transport.ZeroMQConnection(address, rank, 0, life=1, keys=keys)
+    connection.abort("an attack")
+    connection.close()
 
 
 def test_a_worker_that_comes_back_goes_on_at_its_place_in_the_data(served):
@@ -504,7 +544,7 @@ def test_serve_and_join_by_hand(tmp_path):
     )
     serve = [
         *command, "serve", "by_hand:job", "--address", "tcp://127.0.0.1:*", "--journal", "state",
-        "--keys", "server", "--peer", "worker.public",
+        "--keys", "server", *(f"--peer={rank}=worker.public" for rank in range(3)),
     ]  # fmt: skip
     for ranks in ("01", "2"):  # the second one goes on from the first one's journal
         server = subprocess.Popen(

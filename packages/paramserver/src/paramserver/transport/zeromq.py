@@ -20,9 +20,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,9 +62,10 @@ class Keys:
 
     public: str
     secret: str
-    #: Public keys of the peers: at a server, those of the workers that may connect; at a worker,
-    #: that of the server.
-    peers: tuple[str, ...]
+    #: At a worker: public key of the server.
+    server: str = ""
+    #: At a server: public key of each rank that may join. A key may have several ranks.
+    workers: Mapping[int, str] = field(default_factory=dict)
 
 
 class ZeroMQServer:
@@ -97,6 +98,7 @@ class ZeroMQServer:
         self._socket.setsockopt(zmq.RCVHWM, _MAX_PIECES)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, so that no piece is dropped
         self._authenticator = _authenticate(self._context, self._socket, keys) if keys else None
+        self._keys = keys
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -158,7 +160,7 @@ class ZeroMQServer:
             return False
         if received.message is None:  # a later piece of a request that was validated
             request = self._incoming.get(received.worker)
-            if request is None or request.key != received.key:
+            if request is None or request.key != received.key or not self._is_authorized(received):
                 return False
             return self._add_piece(request, received)
         return self._receive_request(received, received.message)
@@ -194,9 +196,20 @@ class ZeroMQServer:
             return False  # repeated, and waiting already
         return self._add_piece(known, received)
 
+    def _is_authorized(self, received: "_Received") -> bool:
+        """Return True if the sender's key may send requests of the worker. All keys may observe."""
+        if self._keys is None or received.worker == OBSERVER:
+            return True
+        return self._keys.workers.get(received.worker) == received.sender_key
+
     def _session(self, received: "_Received", message: Message) -> int:
         """Return the session of a request; raise `PeerLost` for the sender of another worker."""
         worker = received.worker
+        if not self._is_authorized(received):
+            raise ValueError(
+                f"expected a request of a rank of this key, got one of worker {worker}; pass the "
+                f"worker's own key, or start the server with --peer {worker}=FILE.public"
+            )
         if message.kind is not Kind.JOIN:
             _, life, session = self._joined.get(worker, (b"", -1, -1))
             return session if life == received.life else received.life
@@ -305,6 +318,8 @@ class _Received:
     at: int
     message: Message | None
     piece: bytes | memoryview
+    #: Public key of the sender, which was verified; empty if the server has no keys.
+    sender_key: str
 
     @property
     def key(self) -> tuple[int, int]:
@@ -328,7 +343,15 @@ class _Received:
             raise ValueError(f"expected the numbers of a message, got {str(numbers)[:80]}")
         message = None if at else Message.from_fields(fields)
         piece = rest[0].buffer if rest else b""
-        return _Received(name.bytes, worker, life, number, at, message, piece)
+        return _Received(name.bytes, worker, life, number, at, message, piece, _sender_key(head))
+
+
+def _sender_key(frame: Any) -> str:
+    # The authenticator stores the key as the user of the connection.
+    try:
+        return str(frame.get("User-Id"))
+    except KeyError:  # the connection is not authenticated
+        return ""
 
 
 class ZeroMQConnection(Connection):
@@ -463,7 +486,7 @@ class ZeroMQConnection(Connection):
         if keys:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
-            socket.curve_serverkey = keys.peers[0].encode()
+            socket.curve_serverkey = keys.server.encode()
         socket.connect(self._address)
         return socket
 
@@ -473,7 +496,7 @@ def _authenticate(context: Any, socket: Any, keys: Keys) -> Any:
     from zmq.auth.thread import ThreadAuthenticator
     from zmq.utils import z85
 
-    peers = {key.encode() for key in keys.peers}
+    peers = {key.encode() for key in keys.workers.values()}
     provider = SimpleNamespace(callback=lambda _, key: key in peers or z85.encode(key) in peers)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
