@@ -110,15 +110,28 @@ def assert_refused(folder, name, offset=None):
 
 
 BOTH = pytest.mark.parametrize("written", ["snapshot", "journal"], indirect=True)
+#: Distance of the tested bytes between the boundaries of records, next to which all are tested.
+STRIDES = pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
+def offsets(name, raw, stride):
+    """Return every `stride`-th byte of a file and those next to the boundaries of its parts."""
+    bounds = [0, 8, 16, 24, 28, len(raw) - 48, len(raw) - 1]
+    if name.startswith("journal"):
+        for start, stop in records_of(raw):
+            bounds += [start, start + 1, start + 9, start + 13, start + 17, stop - 1]
+    near = {bound + distance for bound in bounds for distance in (0, 1)}
+    return sorted(o for o in near.union(range(0, len(raw), stride)) if 0 <= o < len(raw))
 
 
 @BOTH
-def test_a_byte_that_is_flipped_anywhere_is_refused(written):
+@STRIDES
+def test_a_byte_that_is_flipped_anywhere_is_refused(written, stride):
     folder, _ = written
     assert len(contents(folder)) == 3
     for name, raw in contents(folder).items():
         path = folder / name
-        for offset in range(len(raw)):
+        for offset in offsets(name, raw, stride):
             flipped = bytearray(raw)
             flipped[offset] ^= 1 << offset % 8
             path.write_bytes(flipped)
@@ -127,24 +140,26 @@ def test_a_byte_that_is_flipped_anywhere_is_refused(written):
 
 
 @BOTH
-def test_a_file_before_the_last_one_that_is_cut_short_anywhere_is_refused(written):
+@STRIDES
+def test_a_file_before_the_last_one_that_is_cut_short_anywhere_is_refused(written, stride):
     folder, _ = written
     for name, raw in contents(folder).items():
         if name == "journal-00000002":
             continue
-        for stop in range(0, len(raw), 5 if name.startswith("snapshot") else 1):
+        for stop in offsets(name, raw, stride):
             (folder / name).write_bytes(raw[:stop])
             assert_refused(folder, name)
         (folder / name).write_bytes(raw)
 
 
 @BOTH
-def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(written, caplog):
+@STRIDES
+def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(written, stride, caplog):
     """A server that dies while it writes leaves the same; what it answered is in the file."""
     folder, states = written
     path = folder / "journal-00000002"
     raw = path.read_bytes()
-    for stop in range(len(raw) + 1):
+    for stop in [*offsets(path.name, raw, stride), len(raw)]:
         path.write_bytes(raw[:stop])
         if stop < 28:  # a file is seen only when its header is written
             assert_refused(folder, path.name)
@@ -231,13 +246,16 @@ def test_records_in_another_place_are_refused(written):
 
 
 @BOTH
-def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(written, capsys):
+@pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.exhaustive)])
+def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(
+    written, stride, capsys
+):
     folder, states = written
     possible = [state for _, state in states]
     for name, raw in contents(folder).items():
         if not name.startswith("journal"):
             continue
-        for offset in range(0, len(raw), 7):
+        for offset in range(0, len(raw), stride):
             copy = folder.with_name(f"{name}-{offset}")
             shutil.copytree(folder, copy)
             flipped = bytearray(raw)

@@ -59,7 +59,11 @@ def until(condition, seconds):
 
 @pytest.mark.parametrize(
     ("transport", "method"),
-    [("shared_memory", "fork"), ("distributed", "forkserver"), ("zeromq", "forkserver")],
+    [
+        pytest.param("shared_memory", "fork", marks=pytest.mark.exhaustive),
+        pytest.param("distributed", "forkserver", marks=pytest.mark.exhaustive),
+        ("zeromq", "forkserver"),
+    ],
 )
 def test_nothing_outlives_a_caller_that_is_killed(transport, method, tmp_path):
     if transport == "zeromq":
@@ -92,7 +96,11 @@ def stop(worker, how):
 
 @pytest.mark.parametrize(
     ("transport", "policy"),
-    [("shared_memory", BulkSynchronous()), ("distributed", Asynchronous()), ("zeromq", None)],
+    [
+        ("shared_memory", BulkSynchronous()),
+        pytest.param("distributed", Asynchronous(), marks=pytest.mark.exhaustive),
+        ("zeromq", None),
+    ],
 )
 def test_the_others_go_on_and_end_without_a_worker_that_hangs(transport, policy, monkeypatch):
     if transport == "zeromq":  # where a thread of a worker that sleeps says that it is well

@@ -295,7 +295,10 @@ def at_own_speed(worker, steps, seconds):
     return worker.rank
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+@pytest.mark.parametrize(
+    "transport",
+    ["shared_memory", pytest.param("distributed", marks=pytest.mark.exhaustive)],
+)
 def test_a_run_ends_well_however_much_slower_one_worker_is(transport):
     # The fast worker waits at the end for three times the timeout; no step takes that long.
     result = run(
