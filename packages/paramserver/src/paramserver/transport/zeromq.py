@@ -153,7 +153,7 @@ class ZeroMQServer:
     def _receive(self, frames: list[Any]) -> bool:
         """Process a message. Return True if waiting requests may be answerable now."""
         try:
-            received = _Received.of(frames)
+            received = _Received.of(frames, has_keys=self._keys is not None)
         except (ValueError, RecursionError) as error:
             # It is not a request, so no worker waits for an answer.
             _LOG.debug("dropped a message of %r: %s", frames[0].bytes, error)
@@ -327,7 +327,7 @@ class _Received:
         return self.life, self.number
 
     @staticmethod
-    def of(frames: list[Any]) -> "_Received":
+    def of(frames: list[Any], *, has_keys: bool) -> "_Received":
         """Return the content of these frames; raise `ValueError` if they are not a message."""
         if not 2 <= len(frames) <= 3:
             raise ValueError(f"expected 2 or 3 frames, got {len(frames)}")
@@ -343,15 +343,9 @@ class _Received:
             raise ValueError(f"expected the numbers of a message, got {str(numbers)[:80]}")
         message = None if at else Message.from_fields(fields)
         piece = rest[0].buffer if rest else b""
-        return _Received(name.bytes, worker, life, number, at, message, piece, _sender_key(head))
-
-
-def _sender_key(frame: Any) -> str:
-    # The authenticator stores the key as the user of the connection.
-    try:
-        return str(frame.get("User-Id"))
-    except KeyError:  # the connection is not authenticated
-        return ""
+        # The authenticator stores the key as the user of the connection.
+        sender_key = head.get("User-Id") if has_keys else ""
+        return _Received(name.bytes, worker, life, number, at, message, piece, sender_key)
 
 
 class ZeroMQConnection(Connection):
