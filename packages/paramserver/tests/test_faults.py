@@ -1,4 +1,4 @@
-"""Whoever dies, fails or hangs is named, in time, to everybody who is left."""
+"""All remaining workers receive an error that names a dead, failed or hanging process."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ from paramserver.transport.shared_memory import channel_pairs
 from paramserver.worker import trainable
 from paramserver_training import SGD, batch, fail, model, train
 
-ONE = partial(torch.optim.SGD, lr=1.0)
+UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
@@ -39,10 +39,16 @@ def test_a_dead_worker_is_named(transport):
     start = time.monotonic()
     with pytest.raises(PeerLost, match="worker 1 died with exit code 3"):
         run(
-            fail, model(), SGD, args=(1, "die"), workers=3, servers=2, transport=transport,
+            fail,
+            model(),
+            SGD,
+            args=(1, "die"),
+            workers=3,
+            servers=2,
+            transport=transport,
             timeout=300,
-        )  # fmt: skip
-    assert time.monotonic() - start < 200  # and not after the timeout
+        )
+    assert time.monotonic() - start < 200  # much earlier than the timeout
 
 
 @pytest.mark.parametrize(
@@ -63,9 +69,17 @@ def test_a_worker_that_exits_is_named_and_disturbs_nobody(transport, how, code):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     result = run(
-        fail, model(), SGD, Asynchronous(), args=(1, how), workers=3, servers=2,
-        transport=transport, on_worker_loss="continue", timeout=10.0,
-    )  # fmt: skip
+        fail,
+        model(),
+        SGD,
+        Asynchronous(),
+        args=(1, how),
+        workers=3,
+        servers=2,
+        transport=transport,
+        on_worker_loss="continue",
+        timeout=10.0,
+    )
     assert result.lost == {1: f"worker 1 died with exit code {code}"}
     assert [len(value or ()) for value in result.values] == [3, 0, 3]
     assert result.versions == [2 * 5 + 2] * 2
@@ -126,9 +140,16 @@ def lose_one_and_go_on(worker, seconds):
 def test_the_others_may_train_for_long_after_a_loss(monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.0)
     result = run(
-        lose_one_and_go_on, model(), SGD, Asynchronous(), args=(4.0,), workers=3, servers=2,
-        on_worker_loss="continue", timeout=2.0,
-    )  # fmt: skip
+        lose_one_and_go_on,
+        model(),
+        SGD,
+        Asynchronous(),
+        args=(4.0,),
+        workers=3,
+        servers=2,
+        on_worker_loss="continue",
+        timeout=2.0,
+    )
     assert result.values == ["well", None, "well"]
     assert result.lost == {1: "worker 1 died with exit code 3"}
 
@@ -160,7 +181,7 @@ def test_a_dead_server_is_named():
 
 
 class Raises(torch.optim.SGD):
-    """An optimizer with a fault of its own."""
+    """An optimizer that raises an exception."""
 
     def step(self, closure=None):
         raise KeyError("moment")
@@ -229,7 +250,9 @@ def test_different_modules_are_refused_before_a_step():
 
 
 def pair(consistency=None, timeout=0.2, **options):
-    server = Server(trainable(model()), ONE, consistency, workers=2, timeout=timeout, **options)
+    server = Server(
+        trainable(model()), UNIT_SGD, consistency, workers=2, timeout=timeout, **options
+    )
     return server, [Worker(model(), [server], rank=rank) for rank in range(2)]
 
 
@@ -275,7 +298,7 @@ def test_a_straggler_that_is_well_is_dropped_only_if_that_is_asked():
     workers[0].pull()
     push(workers[0])
     begin = time.monotonic()
-    assert workers[0].pull() == 3  # without the other's third push
+    assert workers[0].pull() == 3  # without the third push of the other worker
     assert 0.2 < time.monotonic() - begin < 30
     with pytest.raises(
         PeerLost, match=r"worker 1 is gone at clock 2: other workers have waited 0\.3 s"
@@ -326,7 +349,7 @@ def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
     with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
         push(workers[0])
     with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
-        workers[0]._run_requests(workers[0]._session.push())  # without the look beforehand
+        workers[0]._run_requests(workers[0]._session.push())  # without the check of `prepare_push`
     workers[1].pull()
     push(workers[1])
     assert workers[1].pull() == workers[0].pull() == 1

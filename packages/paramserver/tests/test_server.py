@@ -1,4 +1,4 @@
-"""Bulk-synchronous training is training in one process; a staleness bound holds in any order."""
+"""Bulk-synchronous training equals one process, and the staleness bound holds in any order."""
 
 import sys
 import threading
@@ -123,7 +123,7 @@ def test_workers_may_have_unequal_numbers_of_batches():
 
 
 class Counting(nn.Module):
-    """Parameter i counts the gradients of worker i: each push adds one to its own."""
+    """Element i counts the gradients of worker i."""
 
     def __init__(self, workers):
         super().__init__()
@@ -141,11 +141,11 @@ class Counting(nn.Module):
     order=st.lists(st.integers(0, 3), min_size=20, max_size=60),
 )
 def test_a_reader_misses_at_most_the_bound_in_any_order(bound, workers, order):
-    # A step is a pull and a push; `order` says whose turn it is. With no time to wait, a pull that
-    # has to wait fails at once, and it has to exactly when the reader would be too far ahead.
+    # A step is a pull and a push by the next worker of `order`. The timeout is 0, so a pull that
+    # must wait fails at once. This must happen if and only if the reader is too far ahead.
     parameters = {"counts": torch.zeros(workers)}
-    one = partial(torch.optim.SGD, lr=1.0)
-    server = Server(parameters, one, StaleSynchronous(bound), workers=workers, timeout=0.0)
+    unit_sgd = partial(torch.optim.SGD, lr=1.0)
+    server = Server(parameters, unit_sgd, StaleSynchronous(bound), workers=workers, timeout=0.0)
     group = [Worker(Counting(workers), [server], rank=rank) for rank in range(workers)]
     clocks = [0] * workers
     for turn in order:
@@ -192,7 +192,7 @@ def test_the_bound_holds_between_threads(consistency):
 
 
 def test_a_version_is_read_whole():
-    # Every update adds one to all elements: a reader that saw half an update would see two values.
+    # Every update adds one to all elements, so half an update would show two values.
     size = 300_000
     server = Server(
         {"x": torch.zeros(size)}, partial(torch.optim.SGD, lr=1.0), Asynchronous(), workers=2
@@ -226,11 +226,11 @@ def test_a_server_goes_on_from_its_state():
             worker.module(torch.full((2, 5), float(step), dtype=torch.float64)).sum().backward()
             worker.push()
         saved = server.state_dict()
-        kept = saved["parameters"].clone()
+        copied = saved["parameters"].clone()
         worker.pull()
         worker.module[0].bias.grad = torch.ones(7, dtype=torch.float64)
-        worker.push()  # a saved state does not change any more
-        assert torch.equal(saved["parameters"], kept)
+        worker.push()  # must not change the saved state
+        assert torch.equal(saved["parameters"], copied)
         assert saved["optimizer"]["state"][0]["step"] == saved["version"]
         return saved
 

@@ -1,4 +1,4 @@
-"""Processes that are killed at any moment cost a pause: nothing is lost, nothing is doubled."""
+"""Killed processes are restarted, and no push is lost or applied twice."""
 
 import multiprocessing
 import os
@@ -49,7 +49,7 @@ from paramserver_training import (
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
 
-ONE = partial(torch.optim.SGD, lr=1.0)
+UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 
 
 class Vector(nn.Module):
@@ -61,7 +61,7 @@ class Vector(nn.Module):
 
 
 def count(worker, steps, seconds):
-    """Push until this rank has been accepted `steps` times, in however many lives."""
+    """Push until `steps` pushes of this rank are accepted, including those before restarts."""
     while worker.pushes < steps:
         worker.pull()
         rows = worker.module.x
@@ -82,8 +82,10 @@ def test_run_equals_one_process(servers):
 
 
 def run_and_kill(consistency, kills, seed, steps=60, servers=2):
-    """The result of a run during which processes are killed, and how many were."""
-    chance, killed, done = random.Random(seed), [], threading.Event()
+    """Return the result of a run during which processes are killed, and their names."""
+    chance = random.Random(seed)
+    killed = []
+    done = threading.Event()
 
     def killer():
         while len(killed) < kills and not done.wait(chance.uniform(0.05, 1.2)):
@@ -99,9 +101,17 @@ def run_and_kill(consistency, kills, seed, steps=60, servers=2):
     thread.start()
     try:
         result = run(
-            count, Vector(), ONE, consistency, args=(steps, 0.02), workers=3, servers=servers,
-            transport="zeromq", restarts=kills + 1, timeout=120.0,
-        )  # fmt: skip
+            count,
+            Vector(),
+            UNIT_SGD,
+            consistency,
+            args=(steps, 0.02),
+            workers=3,
+            servers=servers,
+            transport="zeromq",
+            restarts=kills + 1,
+            timeout=120.0,
+        )
     finally:
         done.set()
         thread.join()
@@ -181,8 +191,8 @@ def test_a_continued_run_equals_an_undisturbed_one(tmp_path):
 def test_a_continued_run_waits_for_additional_workers(tmp_path):
     """Worker 2 is new in the second run, in which all three contribute to each of its two steps."""
     options = {"transport": "zeromq", "journal": tmp_path}
-    run(count, Vector(), ONE, args=(3, 0.0), workers=2, **options)
-    result = run(count_more, Vector(), ONE, args=(2,), workers=3, **options)
+    run(count, Vector(), UNIT_SGD, args=(3, 0.0), workers=2, **options)
+    result = run(count_more, Vector(), UNIT_SGD, args=(2,), workers=3, **options)
     assert result.versions == [5]
     expected = torch.tensor([3 / 2 + 2 / 3, 3 / 2 + 2 / 3, 2 / 3], dtype=torch.float64)
     torch.testing.assert_close(result.parameters["x"][0], expected)
@@ -193,7 +203,7 @@ def count_more(worker, steps):
 
 
 def test_a_step_is_not_completed_without_a_lost_worker(served):
-    job = Job(count, Vector(2), ONE, workers=2, timeout=0.5)
+    job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=0.5)
     server = served(job)
     with ExitStack() as stack:
         first = stack.enter_context(join_servers(job, 0, [server.address]))
@@ -216,7 +226,7 @@ def test_a_step_is_not_completed_without_a_lost_worker(served):
 
 def test_a_suspended_process_requests_again_before_it_gives_up(served, monkeypatch):
     """The clock of worker and server jumps by an hour while a request waits for its answer."""
-    job = Job(count, Vector(2), ONE, workers=2, timeout=5.0)
+    job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=5.0)
     jumps = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
     monkeypatch.setattr(transport, "time", clock)
@@ -260,16 +270,24 @@ def test_a_suspended_worker_requests_again_although_no_message_arrived(served, m
 
 @pytest.mark.parametrize("name", ["server 0", "server 1"])
 def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeypatch, name):
-    def kill_and_ask(*asked):
+    def kill_and_read(*arguments):
         (victim,) = (p for p in multiprocessing.active_children() if p.name == name)
         os.kill(victim.pid, signal.SIGKILL)
-        return read_final_state(*asked)
+        return read_final_state(*arguments)
 
-    monkeypatch.setattr(supervise, "read_final_state", kill_and_ask)
+    monkeypatch.setattr(supervise, "read_final_state", kill_and_read)
     result = run(
-        count, Vector(2), ONE, Asynchronous(), args=(3, 0.0), workers=2, servers=2,
-        transport="zeromq", restarts=1, timeout=30.0,
-    )  # fmt: skip
+        count,
+        Vector(2),
+        UNIT_SGD,
+        Asynchronous(),
+        args=(3, 0.0),
+        workers=2,
+        servers=2,
+        transport="zeromq",
+        restarts=1,
+        timeout=30.0,
+    )
     assert result.versions == [6, 6]
     assert result.parameters["x"].unique().tolist() == [3.0]
 
@@ -278,7 +296,7 @@ def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeyp
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(
     "policy",
-    [Asynchronous(), StaleSynchronous(1), BulkSynchronous(), LocalSteps(2, ONE)],
+    [Asynchronous(), StaleSynchronous(1), BulkSynchronous(), LocalSteps(2, UNIT_SGD)],
     ids=["asynchronous", "stale", "bulk", "local"],
 )
 def test_two_hundred_kills(policy, seed):
@@ -312,7 +330,7 @@ def test_only_zeromq_starts_anybody_again():
 
 @pytest.fixture
 def served():
-    """A job with one server in a thread; and a way to serve it with keys."""
+    """Return a function that serves a job with one server in a thread."""
     open_servers = []
 
     def serve(job, keys=None, address="tcp://127.0.0.1:*"):
@@ -336,14 +354,14 @@ def served():
 
 
 def job_of(**options):
-    return Job(count, Vector(), ONE, Asynchronous(), workers=0, timeout=5.0, **options)
+    return Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0, timeout=5.0, **options)
 
 
 def test_garbage_and_half_messages_disturb_nobody(served):
     server = served(job_of())
     port = int(server.address.rsplit(":", 1)[1])
     slow = socket.create_connection(("127.0.0.1", port))
-    slow.sendall(b"\xff\x00")  # the beginning of a greeting, and nothing more
+    slow.sendall(b"\xff\x00")  # the start of a greeting
     chance = random.Random(0)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)) as raw:
@@ -393,7 +411,7 @@ def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
                 stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
                 stranger.sendall(b"\xff")
             assert count(worker, 50, 0.0) == 50  # no file can be opened for a snapshot
-            patient = Job(count, Vector(), ONE, Asynchronous(), workers=0, timeout=60.0)
+            patient = Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0, timeout=60.0)
             with join_servers(patient, 1, [address]) as late:
                 assert count(late, 50, 0.0) == 50
                 late.leave()
@@ -460,7 +478,7 @@ def abort_as(rank, address, keys):
 
 def test_a_worker_that_comes_back_goes_on_at_its_place_in_the_data(served):
     policy = LocalSteps(6, fragments=2)
-    job = Job(local_steps, nn.Linear(2, 2), ONE, policy, workers=0, timeout=5.0)
+    job = Job(local_steps, nn.Linear(2, 2), UNIT_SGD, policy, workers=0, timeout=5.0)
     server = served(job)
     with join_servers(job, 3, [server.address]) as worker:
         local_steps(worker, 7)  # two exchanges of three steps, and one step that is lost
@@ -482,14 +500,20 @@ def local_steps(worker, steps):
 def test_progress_shows_members_version_staleness_bytes_and_loss():
     lines = []
     run(
-        count, Vector(2), ONE, Asynchronous(), args=(30, 0.1), workers=2, transport="zeromq",
-        progress=lambda said: lines.append((said, str(said))),
-    )  # fmt: skip
-    said, line = lines[-1]
-    assert said.version > 0
+        count,
+        Vector(2),
+        UNIT_SGD,
+        Asynchronous(),
+        args=(30, 0.1),
+        workers=2,
+        transport="zeromq",
+        progress=lambda progress: lines.append((progress, str(progress))),
+    )
+    progress, line = lines[-1]
+    assert progress.version > 0
     assert {0, 1} in [set(some.members) for some, _ in lines]
-    assert said.pushed_bytes > 0
-    assert said.loss == pytest.approx(7)
+    assert progress.pushed_bytes > 0
+    assert progress.loss == pytest.approx(7)
     for word in ("version", "workers", "staleness", "MB pushed", "loss 7"):
         assert word in line
 
@@ -516,14 +540,14 @@ def test_workers_join_and_leave_while_others_train(served):
             second.leave()
             second.finish = lambda: None
         count(first, 6, 0.0)
-    with join_servers(job_of(), 1, [server.address]) as again:
-        assert again.pushes == 4  # where it was in its data
+    with join_servers(job_of(), 1, [server.address]) as rejoined:
+        assert rejoined.pushes == 4  # its position in the data
     assert read_final_state(job_of(), [server.address])[0].version == 10
 
 
 def test_a_server_that_begins_at_random_goes_on_with_what_it_began_with(tmp_path):
-    def opened():  # as `serve` does it: each time the job is made anew
-        job = Job(count, nn.Linear(3, 3), ONE, Asynchronous(), workers=0)
+    def opened():  # as in `serve`, the job is rebuilt each time
+        job = Job(count, nn.Linear(3, 3), UNIT_SGD, Asynchronous(), workers=0)
         server = open_server(job, 0, f"ipc://{tmp_path}/x", journal=tmp_path / "state")
         server.close()
         return server.core.replica.state_dict()["parameters"]
@@ -538,24 +562,41 @@ def test_serve_and_join_by_hand(tmp_path):
     for name in ("server", "worker"):
         subprocess.run([*command, "keys", str(tmp_path / name)], check=True, cwd=tmp_path)
     (tmp_path / "by_hand.py").write_text(
-        "from test_zeromq import Vector, count, ONE\nfrom paramserver import *\n"
+        "from test_zeromq import Vector, count, UNIT_SGD\nfrom paramserver import *\n"
         "def job():\n"
-        "    return Job(count, Vector(), ONE, Asynchronous(), args=(4, 0.0), workers=0)\n"
+        "    return Job(count, Vector(), UNIT_SGD, Asynchronous(), args=(4, 0.0), workers=0)\n"
     )
     serve = [
-        *command, "serve", "by_hand:job", "--address", "tcp://127.0.0.1:*", "--journal", "state",
-        "--keys", "server", *(f"--peer={rank}=worker.public" for rank in range(3)),
-    ]  # fmt: skip
-    for ranks in ("01", "2"):  # the second one goes on from the first one's journal
+        *command,
+        "serve",
+        "by_hand:job",
+        "--address",
+        "tcp://127.0.0.1:*",
+        "--journal",
+        "state",
+        "--keys",
+        "server",
+        *(f"--peer={rank}=worker.public" for rank in range(3)),
+    ]
+    for ranks in ("01", "2"):  # the second server continues from the journal of the first one
         server = subprocess.Popen(
             serve, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
         )
         address = server.stdout.readline().split()[-1]
         for rank in ranks:
             join = [
-                *command, "join", "by_hand:job", "--address", address, "--rank", rank,
-                "--keys", "worker", "--peer", "server.public",
-            ]  # fmt: skip
+                *command,
+                "join",
+                "by_hand:job",
+                "--address",
+                address,
+                "--rank",
+                rank,
+                "--keys",
+                "worker",
+                "--peer",
+                "server.public",
+            ]
             done = subprocess.run(
                 join, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120
             )
@@ -564,8 +605,10 @@ def test_serve_and_join_by_hand(tmp_path):
         assert server.wait(30) == 0
         server.stdout.close()
     restored = open_server(
-        Job(count, Vector(), ONE, Asynchronous(), workers=0), 0, f"ipc://{tmp_path}/x",
+        Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0),
+        0,
+        f"ipc://{tmp_path}/x",
         journal=tmp_path / "state",
-    )  # fmt: skip
+    )
     assert restored.core.replica.version == 12
     restored.close()
