@@ -232,7 +232,9 @@ class Replica:
         if self._ddp.require_backward_grad_sync:
             self.unused.refuse(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
-        if self.options.broadcast_buffers and self._buffer_checksum == 0:
+        # Dynamo cannot trace the checksum, and a compiled wrapper must not break the graph.
+        is_checked = self.options.broadcast_buffers and not torch.compiler.is_compiling()
+        if is_checked and self._buffer_checksum == 0:
             self._buffer_checksum = checksum(self.tracked.named_buffers().values())
 
     def _adopt_changed_parameters(self) -> None:
