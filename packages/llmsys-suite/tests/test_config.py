@@ -1,4 +1,4 @@
-"""What a run is asked for is refused, in one line, where it cannot be done."""
+"""Configurations that cannot be run are refused with one line."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_unknown_names_and_senseless_numbers(options, complaint):
         ({"rows": 7}, "7 rows do not split over 2 ranks"),
         ({"rows": 0}, "--rows 0"),
         ({"context": 1}, "--context 1 is below 8"),
-        ({"steps": 2.5}, r"steps 2\.5 is no whole number"),
+        ({"steps": 2.5}, r"steps 2\.5 is not a whole number"),
         ({"learning_rate": 0.0}, "learning_rate 0.0"),
         ({"resume": Path(__file__).parent}, "no checkpoint at .*tests"),
         ({"learning_rate": float("nan")}, "learning_rate nan"),
@@ -143,13 +143,13 @@ def test_an_out_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, out):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("5%", 0.05), ("5", 0.05), ("0.05", 0.05), ("12.5%", 0.125)]
+    ("text", "value"), [("5%", 0.05), ("5", 0.05), ("0.05", 0.0005), ("12.5%", 0.125)]
 )
-def test_percentages_are_read_as_people_write_them(text, value):
-    assert percentage(text, "--resolve") == pytest.approx(value)
+def test_a_percentage_is_in_percent_with_and_without_its_sign(text, value):
+    assert percentage(text, "--margin") == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["five", "0%", "-3%", "100%", ""])
 def test_what_is_no_percentage_is_refused(text):
-    with pytest.raises(UsageError, match="--resolve"):
-        percentage(text, "--resolve")
+    with pytest.raises(UsageError, match="--margin"):
+        percentage(text, "--margin")

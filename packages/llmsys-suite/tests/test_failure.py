@@ -54,7 +54,7 @@ def launch_failing_stage(tmp_path, monkeypatch, capfd, *, rank, action, others):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "others",
-    ["dist.all_reduce(torch.ones(1))", "run.meet()", "time.sleep(600)"],
+    ["dist.all_reduce(torch.ones(1))", "run.wait_for_ranks()", "time.sleep(600)"],
     ids=["in a collective", "at a meeting of all ranks", "in work of its own"],
 )
 def test_exception_on_one_rank_ends_every_rank(tmp_path, monkeypatch, capfd, rank, others):
@@ -70,7 +70,12 @@ def test_exception_on_one_rank_ends_every_rank(tmp_path, monkeypatch, capfd, ran
 
 def test_killed_rank_ends_every_rank(tmp_path, monkeypatch, capfd):
     seconds, status, messages, folder = launch_failing_stage(
-        tmp_path, monkeypatch, capfd, rank=1, action="os.kill(os.getpid(), 9)", others="run.meet()"
+        tmp_path,
+        monkeypatch,
+        capfd,
+        rank=1,
+        action="os.kill(os.getpid(), 9)",
+        others="run.wait_for_ranks()",
     )
     assert status == 1
     assert seconds < SECONDS_TO_END
