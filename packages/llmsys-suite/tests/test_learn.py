@@ -68,7 +68,14 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS):
     return result and result.losses, len(steps)
 
 
-@pytest.mark.parametrize("variant", ["ddp bucketed", "zero 2", "fsdp"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "fsdp",
+        pytest.param("ddp bucketed", marks=pytest.mark.exhaustive),
+        pytest.param("zero 2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant):
     (whole, _), _ = run_ranks(learned, 2, str(tmp_path / "whole"), variant)
     assert len(whole) == STEPS

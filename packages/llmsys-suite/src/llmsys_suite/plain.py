@@ -1,7 +1,6 @@
 """The idea of the suite in one file: train a decoder on bytes in one process, measure and check.
 
-Everything is written as its formula; torch only multiplies and differentiates. In float64 this file
-is the reference that the audit compares a run with.
+Torch only multiplies and differentiates. In float64 this file is the reference of the audit.
 """
 
 import math
