@@ -250,6 +250,37 @@ def other_optimizer(rate: float, **more: Any) -> MakePatches:
     return planted
 
 
+def every_other_step() -> Callable[..., None]:
+    counts: dict[int, int] = {}
+
+    def skips(original: Any, v: Any) -> None:
+        counts[id(v)] = counts.get(id(v), 0) + 1
+        if counts[id(v)] % 2:
+            original(v)
+        else:
+            v.optimizer.zero_grad()
+
+    return skips
+
+
+def other_beta(original: Any, v: Any) -> None:
+    for group in v.optimizer.param_groups:
+        group["betas"] = (0.9, 0.998)
+    original(v)
+
+
+def keeps_local_late(run: Run) -> Callable[..., None]:
+    counts: dict[int, int] = {}
+
+    def keeps(original: Any, v: Any) -> None:
+        counts[id(v)] = counts.get(id(v), 0) + 1
+        if counts[id(v)] > 1 and run.rank == 0:
+            gradients(v.decoder, lambda g: g.mul_(1.01))
+        original(v)
+
+    return keeps
+
+
 def batches(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
     return around(
         Corpus, "batch", lambda original, self, **options: original(self, **change(options))
@@ -316,6 +347,11 @@ def kernel(change: Callable[..., Any]) -> Patch:
 def one_ahead(_: Any, q: Any, k: Any, v: Any) -> Any:
     mask = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril(1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def slow_attention(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
+    time.sleep(0.01)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 def split(cls: Any, change: Callable[[Any], Any]) -> Patch:
@@ -502,6 +538,8 @@ FAULTS: list[Fault] = [
         after(train, "utilization", lambda value, *_: 2 * value)),
     Fault("train", "the time of an epoch leaves out every other step", lambda run:
         rows(train, lambda row: {"epoch_s": row["epoch_s"] / 2})),
+    Fault("train", "torch DDP is slowed", lambda run:
+        instead(PEER, "update", lambda original, v: [time.sleep(0.02), original(v)])),
     # Bytes.
     Fault("train", "wire bytes are trebled in a package's count", lambda run:
         after(VARIANTS[NAIVE], "gradient_bytes", lambda value, *_: 3 * value)),
@@ -539,6 +577,20 @@ FAULTS: list[Fault] = [
         after(learn, "heldout_loss", lambda loss, *_: loss * (1 + 1e-4 * run.rank) + 1e-4 * (1 - run.rank))),
     Fault("learn", "the file holds the weights before training", lambda run:
         around(learn, "decoder", lambda original, run_, weights: original(run_, initial_weights(run_)))),
+    Fault("learn", "every other step is skipped", lambda run:
+        around(Variant, "update", every_other_step())),
+    Fault("learn", "the learning rate does not decay", lambda run:
+        after(learn, "schedule", lambda factor, *_: 1.0)),
+    Fault("learn", "Adam's second moment decays twice as fast", lambda run:
+        around(Variant, "update", other_beta)),
+    Fault("learn", "every rank reads the first rank's rows", lambda run:
+        batches(lambda options: options | {"rank": 0})),
+    Fault("learn", "one rank's gradients are not averaged in late steps", lambda run:
+        around(Variant, "update", keeps_local_late(run))),
+    Fault("train", "the training text contains the held-out text", lambda run:
+        mock.patch.object(run, "corpus", Corpus(torch.cat((run.corpus.train, run.corpus.heldout)), run.corpus.heldout))),
+    Fault("train", "the held-out text is a part of the training text", lambda run:
+        mock.patch.object(run, "corpus", Corpus(run.corpus.train, run.corpus.train[-len(run.corpus.heldout):]))),
     # Links and attention.
     Fault("links", "an all-reduce leaves out the last element", lambda run:
         around(collectives, "all_reduce", short_sum)),
@@ -555,6 +607,8 @@ FAULTS: list[Fault] = [
         kernel(lambda f, q, k, v: f(q * q.shape[-1] ** 0.5, k, v))),
     Fault("attention", "times are in seconds, labeled milliseconds", lambda run:
         after(Interleaved, "median_ms", lambda ms, *_: ms / 1e3)),
+    Fault("attention", "SDPA is slowed", lambda run:
+        mock.patch.dict(attention.KERNELS, {"SDPA": slow_attention})),
     # Parallel.
     Fault("parallel", "a tensor-parallel gradient is ten times as large", lambda run:
         split(splits.TensorModel, lambda model: gradient(first(model.part)).mul_(10))),
@@ -628,6 +682,10 @@ FAULTS: list[Fault] = [
     Fault("compress", "the loss is that of the uncompressed model", lambda run:
         methods(lambda by_method: [row.update(heldout_loss=by_method[compress.BASELINE]["heldout_loss"]) for row in by_method.values()])),
     Fault("compress", "two methods' rows are swapped", lambda run: methods(swapped_methods)),
+    Fault("compress", "half of the weights are pruned in name only", lambda run:
+        mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.2).model})),
+    Fault("compress", "codebooks of 2 bits have 4", lambda run:
+        mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 4)})),
     Fault("compress", "bits of the file are flipped", lambda run: after(tinyml, "save", flipped_bits)),
     Fault("compress", "a grid is rounded down instead of to the nearest", lambda run:
         around(tinyml, "quantize", rounded_down)),

@@ -10,6 +10,7 @@ import pytest
 from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, closest, furthest, none, within
 from llmsys_suite.audit.records import check_again
+from llmsys_suite.audit.text import held_out_windows, read_parts
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import (
@@ -116,6 +117,8 @@ def honest():
             },
         },
         "text": {"row_digests": BATCHES, "distinct": True, "epoch_steps": 70, "windows": []},
+        "split": {"ranks": [["a", "b"]] * 2, "files": ["a", "b"], "repeated": 1, "windows": 64},
+        "peer_ratio": 1.02,
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "product_over_reference": 1.35,
         "kept_bytes": 1200,
@@ -124,6 +127,40 @@ def honest():
         "sockets_count": True,
     }
     return copy.deepcopy((PLAN, train, samples, evidence))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"ranks": [["a", "b"], ["c", "b"]]}, "text of every rank"),
+        ({"ranks": [["a", "b"], ["a", "a"]]}, "text of every rank"),
+        ({"repeated": 20}, "held-out text is not training text"),
+    ],
+)
+def test_held_out_text_in_the_training_text_fails(change, name):
+    plan, train, samples, evidence = honest()
+    evidence["split"] |= change
+    assert red(plan, train, samples, evidence) == [name]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_a_peer_that_is_slowed_or_skips_work_fails(ratio):
+    plan, train, samples, evidence = honest()
+    evidence["peer_ratio"] = ratio
+    assert red(plan, train, samples, evidence) == ["time of torch DDP"]
+
+
+def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(tmp_path):
+    random = np.random.default_rng(0)
+    text = random.integers(97, 123, 20_000, dtype=np.uint8).tobytes()
+    (tmp_path / "a").write_bytes(text)
+    train, heldout = read_parts(tmp_path)
+    assert train + heldout == text
+    assert not any(window in train for window in held_out_windows(heldout))
+    (tmp_path / "b").write_bytes(text)
+    read_parts.cache_clear()
+    train, heldout = read_parts(tmp_path)
+    assert all(window in train for window in held_out_windows(heldout))
 
 
 def red(plan, train, samples, evidence):

@@ -99,7 +99,10 @@ def a_run(path):
                    "max_error": 1e-7} for k in ("plain", "SDPA")], "because", interleaved),
         "train": of.Train([row | {"variant": name} for name in ways],
                           {"single process": [5.0, 3.0]}, {}, {}),
-        "learn": of.Learn("zero 1", 0, [5.0, 3.0, 2.0], [(1, 4.0), (3, 1.7)], 3072, sample, sample),
+        "learn": of.Learn(variant="zero 1", begun_at=0, rows=8, learning_rate=2e-3,
+                          probed_step=None,
+                          losses=[5.0, 3.0, 2.0], heldout=[(1, 4.0), (3, 1.7)], tokens=3072,
+                          before=sample, after=sample),
         "parallel": of.Parallel([{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
                                "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
                               for s in ("pipeline (GPipe)", "tensor")]),

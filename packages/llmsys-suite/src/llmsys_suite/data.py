@@ -9,6 +9,7 @@ Reading needs no torch, so that a run with too little text is refused at once.
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -128,6 +129,16 @@ def load_corpus(path: Path | None = None) -> Corpus:
     return Corpus(
         *(torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (text.train, text.heldout))
     )
+
+
+def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
+    """Return twelve hexadecimal digits of the digest of each row."""
+    import torch
+
+    rows = (part.to(torch.uint8).cpu().numpy().tobytes() for part in (*tokens, *targets))
+    parts = list(rows)
+    pairs = zip(parts[: len(tokens)], parts[len(tokens) :], strict=True)
+    return [hashlib.sha256(x + b"\0" + y).hexdigest()[:12] for x, y in pairs]
 
 
 def _shifted(text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:

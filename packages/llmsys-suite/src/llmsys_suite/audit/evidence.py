@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import initial_weights
+from llmsys_suite.audit.peers import data_parallel_ratio
 from llmsys_suite.audit.probe import probe
+from llmsys_suite.audit.text import read_parts, split_evidence
 from llmsys_suite.audit.training import text_evidence
-from llmsys_suite.data import read_text
 from llmsys_suite.measure import network, reference_matmul
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
@@ -25,7 +26,9 @@ def gather_evidence(run: Run) -> dict[str, Any]:
     """Collect probes, counts, clocks and digests on all ranks."""
     return {
         "probe": probe(run),
-        "text": text_evidence(run.config, read_text(run.config.data).train),
+        "text": text_evidence(run.config, read_parts(run.config.data)[0]),
+        "split": split_evidence(run),
+        "peer_ratio": data_parallel_ratio(run) if run.world > 1 else 1.0,
         "counted": counted(run),
         "product_over_reference": _product_over_reference(run),
         "kept_bytes": _kept_bytes(run) if run.rank == 0 else 0,

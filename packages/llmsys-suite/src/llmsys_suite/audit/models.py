@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import tinyml
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from llmsys_suite.audit import reference
@@ -29,41 +28,15 @@ from llmsys_suite.audit.again import (
     seeded,
     weights_of,
 )
-from llmsys_suite.audit.check import Check, closest, equal, furthest, near
+from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS
-from llmsys_suite.data import read_text
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
-from llmsys_suite.stages import learn as learn_stage
 from llmsys_suite.stages import results
 from llmsys_suite.stages import scale as scale_stage
-
-
-def learn(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Check the losses of the saved model and of the first batch in float64."""
-    if run.folder is None:
-        return
-    config = run.config
-    text = read_text(config.data)
-    heads = run.model.num_heads
-    heldout = reference.spread(text.heldout, learn_stage.HELDOUT_ROWS, config.context)
-    stored = load_file(run.folder.path / "model.safetensors")
-    weights = {name: w.to(run.device).double() for name, w in stored.items()}
-    yield equal(
-        "held-out loss",
-        "reported",
-        "the file's weights in float64",
-        reference.mean_loss(weights, *on_device(run, heldout), heads),
-        result.heldout[-1][1],
-        REPLAYED_LOSS,
-    )
-    if result.begun_at == 0:
-        first = reference.batch(text.train, config.rows, config.context, config.seed + 1, 0)
-        start = weights_of(seeded(run, run.model))
-        exact = reference.mean_loss(start, *on_device(run, first), heads)
-        yield equal("first loss", "reported", "float64", exact, result.losses[0], REPLAYED_LOSS)
 
 
 def scale(run: Run, result: results.Scale) -> Iterator[Check]:
@@ -138,16 +111,16 @@ def _trained_again(run: Run, row: dict[str, Any]) -> float:
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=heads, context=scale_stage.CONTEXT
     )
     weights = weights_of(seeded(run, shape, seed))
-    text = read_text(run.config.data)
+    train, held_out = read_parts(run.config.data)
     peak = 6e-3 * (64 / width) ** 0.5
     optimizer = reference.AdamW(weights, peak, decay=0.0)
     for step in range(steps):
         turn = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         optimizer.rate = peak * min(1.0, (step + 1) / 10) * turn
-        batch = reference.batch(text.train, scale_stage.ROWS, scale_stage.CONTEXT, seed, step)
+        batch = reference.batch(train, scale_stage.ROWS, scale_stage.CONTEXT, seed, step)
         _, gradients = reference.gradients(weights, *on_device(run, batch), heads)
         weights = optimizer.step(weights, gradients)
-    heldout = reference.spread(text.heldout, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
+    heldout = reference.spread(held_out, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
     return reference.mean_loss(weights, *on_device(run, heldout), heads)
 
 
@@ -176,7 +149,7 @@ def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
         return
     model, heads = run.trained, run.trained.config.num_heads
     weights, context = weights_of(model), min(64, model.config.context)
-    heldout = reference.spread(read_text(run.config.data).heldout, 4, context)
+    heldout = reference.spread(read_parts(run.config.data)[1], 4, context)
     tokens, targets = (t.to(run.device) for t in heldout)
     exact = reference.patterns(weights, tokens, heads)
     with torch.no_grad():
@@ -250,7 +223,7 @@ def compress(run: Run, result: results.Compress) -> Iterator[Check]:
     if run.rank or not isinstance(run.trained, Decoder):
         return
     tokens, targets = compress_stage.heldout(run)
-    text = read_text(run.config.data).heldout
+    _, text = read_parts(run.config.data)
     heldout = reference.spread(text, compress_stage.HELDOUT_ROWS, run.trained.config.context)
     weights, heads = weights_of(run.trained), run.trained.config.num_heads
     exact = reference.mean_loss(weights, *on_device(run, heldout), heads)
@@ -266,6 +239,7 @@ def compress(run: Run, result: results.Compress) -> Iterator[Check]:
     sizes = []
     losses = []
     errors = []
+    structure: list[str] = []
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for method, model in compress_stage.compressed(run).items():
             path = Path(folder, "model")
@@ -274,10 +248,12 @@ def compress(run: Run, result: results.Compress) -> Iterator[Check]:
             loaded = tinyml.load(run.trained, path)
             loss = float(cross_entropy(loaded(tokens), targets))
             losses.append((loss, rows[method]["heldout_loss"], method))
+            structure += _structure(method, loaded)
             if method in BITS:
                 errors.append((_grid_error(run.trained, loaded, BITS[method]), method))
     yield closest("bytes", "size_of", "tensors in the file", sizes, 0.0)
     yield closest("held-out loss", "reported", "read back from the file", losses, REPLAYED_LOSS)
+    yield none("sparsity and codebooks", "weights in the file", "the method", structure)
     yield furthest(
         "rounding of linear grids",
         "every weight, in steps",
@@ -297,6 +273,26 @@ def compress(run: Run, result: results.Compress) -> Iterator[Check]:
 
 #: The methods that round to a linear grid, and the bits of the grid.
 BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
+
+
+#: Largest number of distinct values per row of a weight, by method.
+CODEBOOKS = {"k-means, 4 bits": 16, "k-means, 2 bits": 4}
+
+
+def _structure(method: str, model: torch.nn.Module) -> list[str]:
+    """Return the linear weights that are not as sparse or as coarse as their method requires."""
+    wrong = []
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or "embedding" in name:
+            continue
+        if method in CODEBOOKS:
+            values = max(len(row.unique()) for row in weight.detach())
+            if values > CODEBOOKS[method]:
+                wrong.append(f"{method}, {name}: {values} values")
+        if method == "half pruned" and float((weight == 0).float().mean()) < 0.45:
+            wrong.append(f"{method}, {name}: {float((weight == 0).float().mean()):.0%} zeros")
+    return wrong
 
 
 def _grid_error(model: Decoder, small: torch.nn.Module, bits: int) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import global_batch, initial_weights, on_device
-from llmsys_suite.data import read_text
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import LOCAL
 from llmsys_suite.ranks.rank import Run
@@ -41,7 +41,7 @@ def probe(run: Run) -> dict[str, Any]:
     start = {name: w.double() for name, w in initial_weights(run).items()}
     # One row per rank is enough, because a wrong sum is wrong for any number of rows.
     batch = reference.batch(
-        read_text(run.config.data).train, run.world, run.config.context, run.config.seed, 0
+        read_parts(run.config.data)[0], run.world, run.config.context, run.config.seed, 0
     )
     exact_loss, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
     variants = {}
@@ -120,7 +120,7 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
     after = {name: w.double() - start[name] for name, w in variant.weights().items()}
     variant.close()
     run.recorder.take()
-    text = read_text(config.data).train
+    text, _ = read_parts(config.data)
     batches = [
         on_device(run, reference.batch(text, run.world, config.context, config.seed, step))
         for step in range(ROUNDS * LOCAL_STEPS)
@@ -140,7 +140,7 @@ def replay(run: Run, weights: Weights) -> list[float]:
     """Return the losses of the first steps, trained in float64 with an explicit AdamW."""
     config = run.config
     losses = []
-    text = read_text(config.data).train
+    text, _ = read_parts(config.data)
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(REPLAYED, config.warmup + config.steps)):
         batch = global_batch(text, config, step)

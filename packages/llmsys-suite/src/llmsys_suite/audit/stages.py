@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite import splits
-from llmsys_suite.audit import models, reference
+from llmsys_suite.audit import learning, models, peers, reference
 from llmsys_suite.audit.again import (
     SUMS,
     clock_checks,
@@ -28,9 +28,9 @@ from llmsys_suite.audit.again import (
     weights_of,
 )
 from llmsys_suite.audit.check import Check, closest, equal, furthest, none
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
 from llmsys_suite.config import SIZES
-from llmsys_suite.data import read_text
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import TRAINED
 from llmsys_suite.stages import attention as attention_stage
@@ -132,6 +132,7 @@ def attention(run: Run, result: results.Attention) -> Iterator[Check]:
     )
     ratios = {row["kernel"]: row["ratio_to_sdpa_p50"] for row in result.rows}
     yield from ratio_checks(result.interleaved, attention_stage.PEER, ratios, inverted=False)
+    yield peers.attention_check(run)
 
 
 def parallel(run: Run, result: results.Parallel) -> Iterator[Check]:
@@ -140,7 +141,8 @@ def parallel(run: Run, result: results.Parallel) -> Iterator[Check]:
     if rows is None:
         return
     heads, total = run.model.num_heads, TRAINED
-    text, config = read_text(run.config.data).train, run.config
+    config = run.config
+    text, _ = read_parts(config.data)
     batches = [
         on_device(run, reference.batch(text, config.rows, config.context, config.seed, step))
         for step in range(total)
@@ -319,7 +321,7 @@ def precision(run: Run, result: results.Precision) -> Iterator[Check]:
     yield none("dtypes under autocast", "torch", "its documentation", wrong)
     config = run.model
     rows = max(1, run.config.rows // run.world)
-    text = read_text(run.config.data).train
+    text, _ = read_parts(run.config.data)
     batch = reference.batch(text, rows, config.context, run.config.seed, 0)
     weights = weights_of(seeded(run, config))
     exact = reference.mean_loss(weights, *on_device(run, batch), config.num_heads)
@@ -424,7 +426,7 @@ ROUND: dict[str, Callable[[float], float]] = {
 
 STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
     "links": links,
-    "learn": models.learn,
+    "learn": learning.checks,
     "attention": attention,
     "parallel": parallel,
     "profile": profile,

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from llmsys_suite.audit import reference, wire
+from llmsys_suite.audit import reference, text, wire
 from llmsys_suite.audit.again import global_batch
 from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none, within
 from llmsys_suite.config import RunConfig
@@ -46,6 +46,8 @@ CLOCK = 0.02
 #: Allowed factor between times of the same work at different moments or depths. It detects a factor
 #: of two, regardless of the load that other programs put on the caches.
 BAND = 1.6
+#: Allowed factor between the run's torch DDP and the audit's, timed in the same rounds.
+PEER_BAND = 1.4
 #: Thread time of the Python code between two phases, in seconds.
 BETWEEN_S = 2e-3
 #: Ratio of DiLoCo's last loss to one process's, because its ranks diverge: at most 1.084 over the
@@ -66,6 +68,7 @@ def checks(
     samples = [s for s in samples if s["stage"] == "train"]
     steps = _steps(samples)
     yield from _plan(config, plan, evidence)
+    yield from text.checks(evidence["split"])
     yield from _data(config, train, steps, evidence["text"])
     yield from _weights(config, train, evidence)
     yield from _losses(config, train, samples, evidence)
@@ -123,7 +126,9 @@ def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[C
     )
 
 
-def _data(config: RunConfig, train: Train, steps: Records, text: dict[str, Any]) -> Iterator[Check]:
+def _data(
+    config: RunConfig, train: Train, steps: Records, batches: dict[str, Any]
+) -> Iterator[Check]:
     missing: list[str] = []
     foreign: list[str] = []
     repeated: list[str] = []
@@ -144,10 +149,10 @@ def _data(config: RunConfig, train: Train, steps: Records, text: dict[str, Any])
         foreign += [
             f"{name} step {step}"
             for step, rows in enumerate(rows_by_step)
-            if rows != text["row_digests"][step]
+            if rows != batches["row_digests"][step]
         ]
         repeated += [f"{name} {steps_}" for steps_ in _repeated_steps(rows_by_step)]
-        unread += [f"{name} {epoch}" for epoch in _unread(config, rows_by_step, text["windows"])]
+        unread += [f"{name} {epoch}" for epoch in _unread(config, rows_by_step, batches["windows"])]
     yield none(
         "every step of every rank", "samples", "the configuration's ranks and steps", missing
     )
@@ -157,7 +162,7 @@ def _data(config: RunConfig, train: Train, steps: Records, text: dict[str, Any])
         "a sampler of the audit's own",
         foreign,
     )
-    if text["distinct"]:
+    if batches["distinct"]:
         digests = "digests of each variant's batches"
         yield none("no batch twice", digests, "each other", repeated)
     if config.epochs:
@@ -344,6 +349,14 @@ def _times(
         "the others'",
         _too_early(steps) if evidence["one_host"] else (),
     )
+    yield within(
+        "time of torch DDP",
+        "the run's variant",
+        "one that the audit builds",
+        1.0,
+        evidence["peer_ratio"],
+        PEER_BAND,
+    )
     yield from _phases(samples)
     spans = [
         (launcher_seconds, rank_seconds, f"{stage} rank {rank}")
@@ -495,16 +508,16 @@ def _too_early(steps: Records) -> Iterator[str]:
             yield f"{name} step {step}"
 
 
-def text_evidence(config: RunConfig, text: bytes) -> dict[str, Any]:
+def text_evidence(config: RunConfig, train: bytes) -> dict[str, Any]:
     """Return the digests of every global batch, as the independent sampler draws them."""
     batches = [
-        reference.row_digests(global_batch(text, config, step))
+        reference.row_digests(global_batch(train, config, step))
         for step in range(config.warmup + config.steps)
     ]
     # Windows in the order of the text; an incomplete last step is left out.
-    steps = (len(text) - 1) // (config.rows * config.context)
+    steps = (len(train) - 1) // (config.rows * config.context)
     ends = range(config.context, 1 + config.context * config.rows * steps, config.context)
-    cut = (text[end - config.context : end + 1] for end in ends if config.epochs)
+    cut = (train[end - config.context : end + 1] for end in ends if config.epochs)
     return {
         "row_digests": batches,
         "distinct": len({"".join(batch) for batch in batches}) == len(batches),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import signal
 import warnings
 from collections.abc import Iterator
@@ -23,13 +24,14 @@ import zero
 from torch import Tensor
 
 from llmsys_suite.config import RunConfig, UsageError, restarts
-from llmsys_suite.data import load_corpus
+from llmsys_suite.data import load_corpus, row_digests
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.generation import MODEL, generate, text
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.variants import VARIANTS
+from llmsys_suite.variants.single import Variant
 
 #: Peak learning rate relative to that of `train`, and the fraction of steps of its warm-up.
 RATE, WARM = 2.0, 0.05
@@ -39,6 +41,8 @@ HELDOUT_ROWS = 128
 #: Variants whose optimizer state is on the ranks and fits a checkpoint of zero.
 LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
 CHECKPOINT = "checkpoint"
+#: Checkpoints before and after the step that the audit repeats.
+PROBE = "probe"
 #: Number of steps if neither --learn nor a checkpoint decides.
 DEFAULT_STEPS = 500
 PROMPT, SAMPLE_BYTES = 64, 240
@@ -55,41 +59,13 @@ def run(run: Run) -> Learn | None:
     if (source := resumed(run)) is not None:
         state = zero.load_checkpoint(source, variant.model, variant.optimizer)
         require_same(state, config, run.corpus.train, source)
-    total, begun_at = state["total"], state["step"]
-
-    def save() -> None:
-        path = run.out / CHECKPOINT
-        zero.save_checkpoint(path, variant.model, variant.optimizer, extra=dict(state))
-
+    begun_at = state["step"]
+    probed_step = draw_probed_step(run, begun_at, state["total"])
     if not state["heldout"]:
         state["heldout"].append((0, heldout_loss(run, variant.model)))
     with collect_stop_requests() as stop_requests:
-        while state["step"] < total:
-            step = state["step"]
-            for group in variant.optimizer.param_groups:
-                group["lr"] = RATE * state["learning_rate"] * schedule(step / total)
-            tokens, targets = run.corpus.batch(
-                rows=state["rows"],
-                context=config.context,
-                seed=state["seed"] + 1,
-                step=step,
-                rank=run.rank,
-                world=run.world,
-            )
-            tokens, targets = tokens.to(run.device), targets.to(run.device)
-            with run.recorder.step(stage="learn", variant=name, step=step, warmup=False) as record:
-                record["loss"] = variant.step(tokens, targets)
-            both = torch.tensor([record["loss"], float(bool(stop_requests))], device=run.device)
-            dist.all_reduce(both)
-            state["losses"].append(float(both[0]) / run.world)
-            state["step"] = step = step + 1
-            if step == total or step % max(1, total // EVALUATIONS) == 0:
-                state["heldout"].append((step, heldout_loss(run, variant.model)))
-                run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
-            if both[1] or step % max(1, total // SAVES) == 0:
-                save()
-            if both[1]:
-                raise KeyboardInterrupt
+        while state["step"] < state["total"]:
+            train_step(run, name, variant, state, probed_step, stop_requests)
     weights = variant.weights()
     after = sample(run, weights)
     variant.close()
@@ -99,8 +75,74 @@ def run(run: Run) -> Learn | None:
 
     run.trained = decoder(run, weights)
     save_file(run.trained.state_dict(), run.folder.path / MODEL)
-    tokens_seen = total * state["rows"] * config.context
-    return Learn(name, begun_at, state["losses"], state["heldout"], tokens_seen, before, after)
+    return Learn(
+        variant=name,
+        begun_at=begun_at,
+        rows=state["rows"],
+        learning_rate=state["learning_rate"],
+        probed_step=probed_step,
+        losses=state["losses"],
+        heldout=state["heldout"],
+        tokens=state["total"] * state["rows"] * config.context,
+        before=before,
+        after=after,
+    )
+
+
+def train_step(
+    run: Run,
+    name: str,
+    variant: Variant,
+    state: dict[str, Any],
+    probed_step: int | None,
+    stop_requests: list[int],
+) -> None:
+    """Take one step; evaluate and save a checkpoint at intervals, and save one to stop."""
+    step, total = state["step"], state["total"]
+    for group in variant.optimizer.param_groups:
+        group["lr"] = RATE * state["learning_rate"] * schedule(step / total)
+    tokens, targets = run.corpus.batch(
+        rows=state["rows"],
+        context=run.config.context,
+        seed=state["seed"] + 1,
+        step=step,
+        rank=run.rank,
+        world=run.world,
+    )
+    digests = row_digests(tokens, targets)
+    tokens, targets = tokens.to(run.device), targets.to(run.device)
+    if step == probed_step:
+        save(run, variant, state, f"{PROBE}/before")
+    with run.recorder.step(stage="learn", variant=name, step=step, warmup=False) as record:
+        record["loss"] = variant.step(tokens, targets)
+    record["learning_rate"] = variant.optimizer.param_groups[0]["lr"]
+    record["row_digests"] = digests
+    if step == probed_step:
+        save(run, variant, state, f"{PROBE}/after")
+    both = torch.tensor([record["loss"], float(bool(stop_requests))], device=run.device)
+    dist.all_reduce(both)
+    state["losses"].append(float(both[0]) / run.world)
+    state["step"] = step = step + 1
+    if step == total or step % max(1, total // EVALUATIONS) == 0:
+        state["heldout"].append((step, heldout_loss(run, variant.model)))
+        run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
+    if both[1] or step == total or step % max(1, total // SAVES) == 0:
+        save(run, variant, state, CHECKPOINT)
+    if both[1]:
+        raise KeyboardInterrupt
+
+
+def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
+    """Save a checkpoint of the training in the run folder."""
+    zero.save_checkpoint(run.out / name, variant.model, variant.optimizer, extra=dict(state))
+
+
+def draw_probed_step(run: Run, first: int, total: int) -> int | None:
+    """Return a random step, the same on every rank, that the audit repeats; None without audit."""
+    if "audit" not in run.config.stages or first >= total:
+        return None
+    step: int = run.gather(random.SystemRandom().randrange(first, total))[0]
+    return step
 
 
 def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:

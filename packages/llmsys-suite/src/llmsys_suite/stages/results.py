@@ -79,12 +79,18 @@ class Train:
     final_weights: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Learn:
     """Losses of every step, held-out losses of some steps, and generated text."""
 
     variant: str
     begun_at: int
+    #: Rows of the global batch, which the checkpoint decides after a resume.
+    rows: int
+    #: Learning rate of `train`, from which the schedule follows.
+    learning_rate: float
+    #: The step that the audit repeats in float64, or None.
+    probed_step: int | None
     losses: list[float]
     heldout: list[tuple[int, float]]
     tokens: int

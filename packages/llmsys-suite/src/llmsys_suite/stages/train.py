@@ -10,13 +10,11 @@ import os
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.audit.probe import final_weights
-from llmsys_suite.audit.reference import digest
-from llmsys_suite.data import epoch_steps
+from llmsys_suite.data import epoch_steps, row_digests
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure import network, others, reference_matmul
 from llmsys_suite.measure.samples import (
@@ -97,7 +95,7 @@ def timed_step(
     Other clocks are read outside of the recorder's, as independent references for the audit.
     """
     tokens, _ = batch
-    rows = _digests(*batch)
+    rows = row_digests(*batch)
     warmup = step < run.config.warmup
     queued, core_began = reference_matmul.queued_seconds(), reference_matmul.clock(run.device)
     began = time.time()
@@ -125,8 +123,3 @@ def _epoch_seconds(run: Run, samples: list[Sample], row: dict[str, Any]) -> floa
         return sum(every.values()) / run.config.epochs
     steps = epoch_steps(len(run.corpus.train), run.config.rows, run.config.context)
     return float(row["step_ms"]) / 1e3 * steps
-
-
-def _digests(tokens: Tensor, targets: Tensor) -> list[str]:
-    rows = (part.to(torch.uint8).cpu().numpy() for part in (tokens, targets))
-    return [digest(x.tobytes(), y.tobytes()) for x, y in zip(*rows, strict=True)]
