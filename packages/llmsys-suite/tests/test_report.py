@@ -17,7 +17,7 @@ from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
-from llmsys_suite.report.findings import against, fastest, interval
+from llmsys_suite.report.findings import UNAUDITED, against, fastest, interval
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.stages import results as of
 
@@ -335,3 +335,14 @@ def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_pa
 
     assert fastest(run_folder("few", 10)).startswith("ddp flat takes 0.50 of torch DDP's time")
     assert fastest(run_folder("many", 30)).startswith("Cannot tell which variant is the fastest")
+
+
+def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(tmp_path):
+    folder = a_run(tmp_path)
+    markdown = write_report(folder)
+    page = (folder.path / "report.html").read_text()
+    for figures in UNAUDITED.values():
+        sentence = f"Reported, not audited: {figures}."
+        assert sentence in markdown
+        assert sentence in page
+    assert {*UNAUDITED} == {*STAGES} - {"plan", "audit", "report"}

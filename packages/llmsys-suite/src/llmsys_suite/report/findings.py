@@ -33,6 +33,30 @@ class Section:
     #: Rows that are shown in red.
     failed: frozenset[int] = frozenset()
 
+    @property
+    def unaudited(self) -> str:
+        """Return a sentence on the figures that no check covers, or an empty string."""
+        figures = UNAUDITED.get(self.title, "")
+        return f"Reported, not audited: {figures}." if figures else ""
+
+
+#: Figures that no check of the audit compares with an independent source, by stage.
+UNAUDITED = {
+    "links": "times, and the sums of collectives other than all-reduce",
+    "attention": "times of kernels other than SDPA beyond their total",
+    "train": "shares of the phases, hidden and exposed communication, p10 and p90 of ratios, "
+    "peak memory of each variant",
+    "learn": "losses between the first, one random step and the last, and the text",
+    "parallel": "waiting, and the order of events in a schedule",
+    "profile": "deviations and percentiles, top operators and their shares, the roofline, "
+    "times of torch.compile",
+    "precision": "what autocast does to other operators than those listed",
+    "memory": "owners at the peak, the timeline of inference, mixed precision",
+    "scale": "losses of all runs but the shortest, the interval of the extrapolation",
+    "inspect": "the lens between layers, kinds of heads other than previous, the induction circuit",
+    "compress": "times beyond their total and ratios",
+}
+
 
 def sections(folder: RunFolder) -> Iterator[Section]:
     """Yield the sections of the finished stages in their order."""

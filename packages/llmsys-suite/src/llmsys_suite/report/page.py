@@ -162,6 +162,8 @@ def _section(section: Section) -> str:
     parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="two">')
     parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
     parts.append(_table(section.rows, section.failed) + "</div>")
+    if section.unaudited:
+        parts.append(f'<p class="soft">{html.escape(section.unaudited)}</p>')
     for name, inside in section.folded:
         shown = f"<pre>{html.escape(inside)}</pre>" if isinstance(inside, str) else _table(inside)
         parts.append(f"<details><summary>{html.escape(name)}</summary>{shown}</details>")
@@ -189,6 +191,8 @@ def _markdown(section: Section) -> str:
         lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         for row in section.rows:
             lines.append("| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |")
+    if section.unaudited:
+        lines += ["", section.unaudited]
     return "\n".join([*lines, ""])
 
 
