@@ -1,9 +1,13 @@
 """Configurations that cannot be run are refused with one line."""
 
+import re
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from llmsys_suite import cli
 from llmsys_suite.config import (
     STAGES,
     RunConfig,
@@ -12,6 +16,7 @@ from llmsys_suite.config import (
     resolve,
     with_dependencies,
 )
+from llmsys_suite.config_file import MEANING, read_toml
 from llmsys_suite.data import read_text, require_text
 from llmsys_suite.stages.plan import predict
 from llmsys_suite.start import execute
@@ -153,3 +158,58 @@ def test_a_percentage_is_in_percent_with_and_without_its_sign(text, value):
 def test_what_is_no_percentage_is_refused(text):
     with pytest.raises(UsageError, match="--margin"):
         percentage(text, "--margin")
+
+
+def printed_config(capsys, *arguments):
+    cli.app(["config", *arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_the_printed_file_has_every_field_and_describes_the_default_run(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(printed_config(capsys, "--preset", "cpu"))
+    values = read_toml(path)
+    stages = values.pop("stages")
+    assert resolve(stages, **values) == resolve([], preset="cpu")
+    names = {field.name for field in fields(RunConfig)} - {"device"}
+    assert {*MEANING} == names
+    for name in names:
+        assert re.search(rf"^# .+\n(# )?{name} = ", path.read_text(), re.MULTILINE)
+
+
+def test_options_override_the_fields_of_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "run.toml"
+    path.write_text('stages = ["plan"]\nsize = "mini"\nworld = 1\nrows = 6\nlearning_rate = 1\n')
+    received = []
+
+    def execute(config):
+        received.append(config)
+        return 0, tmp_path
+
+    monkeypatch.setattr("llmsys_suite.start.execute", execute)
+    monkeypatch.setattr(
+        sys, "argv", ["llmsys", "run", "--preset", "cpu", "--config", str(path), "--world", "2"]
+    )
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 0
+    (config,) = received
+    assert (config.stages, config.size, config.world) == (("plan", "report"), "mini", 2)
+    assert (config.rows, config.learning_rate) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("step = 3", "unknown field 'step'; `llmsys config` prints all fields"),
+        ("steps = 2.5", "expected steps of type int, got 2.5"),
+        ("steps = true", "expected steps of type int, got True"),
+        ('stages = "plan"', "expected stages of type tuple"),
+        ("size = [", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, complaint):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=complaint):
+        read_toml(path)

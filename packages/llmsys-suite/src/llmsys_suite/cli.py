@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -45,7 +45,7 @@ def run(
     ] = None,
     size: Annotated[str | None, typer.Option(help="A size of `llmsys list`.")] = None,
     world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, gloo or nccl.")] = "auto",
+    backend: Annotated[str | None, typer.Option(help="auto, gloo or nccl; default: auto.")] = None,
     steps: Annotated[
         int | None,
         typer.Option(help="Measured steps per variant; the budgets of scale are proportional."),
@@ -58,9 +58,12 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="Continue the training of RUN/checkpoint.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
     data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
+    ] = None,
 ) -> None:
     """Plan, train, extrapolate, inspect, compress and audit one model."""
     from llmsys_suite.start import execute
@@ -68,27 +71,43 @@ def run(
     first = os.environ.get("RANK", "0") == "0"
     if first:
         print("llmsys: looking at this machine", file=sys.stderr, flush=True)
-    config = resolve(
-        stages or [],
-        preset=preset,
-        size=size,
-        world=world,
-        backend=backend,
-        steps=steps,
-        warmup=warmup,
-        epochs=epochs,
-        learn=learn,
-        resume=resume,
-        seed=seed,
-        data=data,
-        out=out,
-    )
+    options: dict[str, Any] = {
+        "preset": preset,
+        "size": size,
+        "world": world,
+        "backend": backend,
+        "steps": steps,
+        "warmup": warmup,
+        "epochs": epochs,
+        "learn": learn,
+        "resume": resume,
+        "seed": seed,
+        "data": data,
+        "out": out,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if config_file is not None:
+        from llmsys_suite.config_file import read_toml
+
+        options = read_toml(config_file) | options
+    in_file = options.pop("stages", [])
+    config = resolve(stages or in_file, **options)
     status, out = execute(config)
     if first and (out / "report.md").exists():
         from llmsys_suite.report.page import headline
 
         print(headline(out))
     raise typer.Exit(status)
+
+
+@app.command()
+def config(
+    preset: Annotated[str | None, typer.Option(help="cpu or gpu; default: gpu if any.")] = None,
+) -> None:
+    """Print a file for `llmsys run --config` with every field, its meaning and its default."""
+    from llmsys_suite.config_file import to_toml
+
+    print(to_toml(resolve([], preset=preset)), end="")
 
 
 @app.command()

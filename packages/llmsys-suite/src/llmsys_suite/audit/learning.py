@@ -167,7 +167,7 @@ def read_checkpoint(path: Path) -> dict[str, dict[str, Tensor]]:
         name: torch.zeros(entry.size) for name, entry in stored.items() if hasattr(entry, "size")
     }
     with warnings.catch_warnings():
-        # That one process loads alone is intended.
+        # torch warns that this process loads alone, which is intended.
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(state, storage_reader=reader, no_dist=True)
     kinds: dict[str, dict[str, Tensor]] = {
