@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from worker_pool import try_ranks
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SECONDS_TO_END = 20.0
+#: Precedes the time at which a rank fails, in its messages.
+FAILS_AT = "fails at "
 
 
 def run_stages(config_values, messages, fail=None):
@@ -44,6 +47,7 @@ def run_stages(config_values, messages, fail=None):
             names = {"os": os, "time": time, "dist": dist, "torch": torch, "run": run}
             if run.rank == failing_rank:
                 time.sleep(0.2)
+                print(f"{FAILS_AT}{time.monotonic()}", flush=True)
                 exec(action, names)
             exec(others, names)
 
@@ -53,14 +57,16 @@ def run_stages(config_values, messages, fail=None):
 
 
 def launch_ranks(tmp_path, config, fail=None):
-    """Run two ranks that fail; return the seconds, their exit statuses and their messages."""
-    start = time.monotonic()
+    """Run two ranks; return the seconds from failure to end, exit statuses and messages."""
     values = json.loads(json.dumps(claim(config).to_json()))
     outcomes = try_ranks(
         run_stages, 2, values, str(tmp_path / "messages"), fail, backend="", timeout=120
     )
-    seconds = time.monotonic() - start
+    end = time.monotonic()
     messages = "".join((tmp_path / f"messages.{rank}").read_text() for rank in range(2))
+    # The clock is the same in all processes.
+    failure = re.search(rf"^{FAILS_AT}(.*)$", messages, re.MULTILINE)
+    seconds = end - float(failure[1]) if failure else None
     return seconds, [outcome.exit_code for outcome in outcomes], messages
 
 
