@@ -634,7 +634,7 @@ def sharding() -> list[Row]:
         )
 
     def fully(group: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = FSDP(Decoder(config), group=group)
+        model = FSDP(Decoder(config), group=group, shard=(nn.Linear, nn.Embedding))
         return model, torch.optim.AdamW(model.parameters(), foreach=False)
 
     def loss(model: nn.Module) -> Tensor:

@@ -288,7 +288,7 @@ def test_a_forward_alone_leaves_no_stale_weights():
 
 def gathers_in_flight():
     """Return if the next layer was being gathered when a layer ran, in forward and backward."""
-    model = FSDP(build(Stack, False))
+    model = FSDP(build(Stack, False), shard=(nn.Linear, nn.Embedding))
     seen = {"forward": [], "backward": []}
 
     def is_gathering():

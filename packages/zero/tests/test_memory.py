@@ -35,7 +35,8 @@ def make_build(stage, cpu_offload=False):
             nn.Linear(WIDTH, VOCABULARY, bias=False),
         )
         if stage == 3:
-            model = FSDP(model, group=group, cpu_offload=cpu_offload)
+            layers = (nn.Linear, nn.Embedding)
+            model = FSDP(model, group=group, shard=layers, cpu_offload=cpu_offload)
         if stage in (0, 3):
             return model, torch.optim.AdamW(model.parameters())
         options = {"group": group, "shard_gradients": stage == 2, "bucket_size_mb": 0.5}

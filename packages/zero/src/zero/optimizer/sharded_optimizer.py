@@ -329,7 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # compared at steps 1, 2, 4, 8, ..., so that the cost vanishes.
         compares_all = self._num_steps & (self._num_steps - 1) == 0
         written = [p for p in self._views if compares_all or p in self.reducer.written]
-        if not written or self.communicator.world == 1:
+        if not written or written[0].is_meta or self.communicator.world == 1:
             return
         everyone = self.communicator.gather_objects([_checksum(p) for p in written])
         for index, parameter in enumerate(written):
