@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -390,6 +391,36 @@ def test_garbage_and_half_messages_disturb_nobody(served):
     context.term()
     slow.close()
     assert read_final_state(job_of(), [server.address])[0].version == 5
+
+
+@pytest.mark.parametrize("connections", [50, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
+    server = served(job_of())
+    port = int(server.address.rsplit(":", 1)[1])
+    random_bytes = random.Random(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with join_servers(job_of(), 0, [server.address]) as worker:
+            count(worker, 2, 0.0)
+            before = len(os.listdir("/proc/self/fd"))
+            with ExitStack() as stack:
+                for i in range(connections):
+                    raw = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                    # The signature of a greeting for every third one, or random bytes.
+                    start = b"\xff" + bytes(8) + b"\x7f\x03" if i % 3 == 0 else b""
+                    with suppress(ConnectionError):  # the server has closed the connection
+                        raw.sendall(start + random_bytes.randbytes(i % 200))
+                assert count(worker, 20, 0.0) == 20
+            deadline = time.monotonic() + 60
+            while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert len(os.listdir("/proc/self/fd")) <= before
+            assert count(worker, 22, 0.0) == 22
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert server.core.ledger.members.keys() == {0}
+    assert read_final_state(job_of(), [server.address])[0].version == 22
 
 
 SERVE_WITH_FEW_FILES = """
