@@ -1,8 +1,11 @@
 """Killed processes are restarted, and no push is lost or applied twice."""
 
+import errno
 import multiprocessing
 import os
 import random
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,7 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +35,10 @@ from paramserver import (
     StaleSynchronous,
     run,
 )
-from paramserver.running import supervise
+from paramserver import __main__ as command_line
+from paramserver.journal import DiskJournal, JournalError
+from paramserver.protocol.messages import Kind, Message
+from paramserver.running import launch, supervise
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport import zeromq as transport
 from paramserver.transport.zeromq import Keys
@@ -387,6 +393,36 @@ def test_garbage_and_half_messages_disturb_nobody(served):
     assert read_final_state(job_of(), [server.address])[0].version == 5
 
 
+@pytest.mark.parametrize("connections", [50, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
+    server = served(job_of())
+    port = int(server.address.rsplit(":", 1)[1])
+    random_bytes = random.Random(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with join_servers(job_of(), 0, [server.address]) as worker:
+            count(worker, 2, 0.0)
+            before = len(os.listdir("/proc/self/fd"))
+            with ExitStack() as stack:
+                for i in range(connections):
+                    raw = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                    # The signature of a greeting for every third one, or random bytes.
+                    start = b"\xff" + bytes(8) + b"\x7f\x03" if i % 3 == 0 else b""
+                    with suppress(ConnectionError):  # the server has closed the connection
+                        raw.sendall(start + random_bytes.randbytes(i % 200))
+                assert count(worker, 20, 0.0) == 20
+            deadline = time.monotonic() + 60
+            while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert len(os.listdir("/proc/self/fd")) <= before
+            assert count(worker, 22, 0.0) == 22
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert server.core.ledger.members.keys() == {0}
+    assert read_final_state(job_of(), [server.address])[0].version == 22
+
+
 SERVE_WITH_FEW_FILES = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
@@ -516,6 +552,88 @@ def test_progress_shows_members_version_staleness_bytes_and_loss():
     assert progress.loss == pytest.approx(7)
     for word in ("version", "workers", "staleness", "MB pushed", "loss 7"):
         assert word in line
+
+
+@pytest.mark.parametrize("policy", [Asynchronous(), BulkSynchronous()], ids=["async", "bulk"])
+def test_a_server_waits_while_its_disk_is_full(policy, tmp_path, monkeypatch, caplog):
+    job = Job(count, Vector(1), UNIT_SGD, policy, workers=1, timeout=30.0)
+    server = open_server(job, 0, f"ipc://{tmp_path}/s", journal=tmp_path / "state")
+    append = DiskJournal._append
+    is_full = threading.Event()
+    was_refused = threading.Event()
+
+    def append_if_there_is_room(self, kind, parts):
+        if is_full.is_set():
+            was_refused.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, kind, parts)
+
+    monkeypatch.setattr(DiskJournal, "_append", append_if_there_is_room)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    with ThreadPoolExecutor(1) as pool, join_servers(job, 0, [server.address]) as worker:
+        count(worker, 2, 0.0)
+        is_full.set()
+        pushes = pool.submit(count, worker, 5, 0.0)
+        assert was_refused.wait(30)
+        with pytest.raises(TimeoutError):
+            pushes.result(0.5)
+        assert server.core.replica.version <= 3
+        assert "No space left on device; all workers wait until there is room" in caplog.text
+        is_full.clear()
+        assert pushes.result() == 5
+    server.stop()
+    thread.join()
+    server.close()
+    restored = open_server(job, 0, f"ipc://{tmp_path}/r", journal=tmp_path / "state")
+    assert restored.core.replica.version == 5
+    restored.close()
+
+
+def test_a_lost_journal_of_one_server_is_refused_before_the_others_change(tmp_path):
+    options = {"workers": 1, "servers": 3, "transport": "zeromq", "journal": tmp_path}
+    run(count, Vector(1), UNIT_SGD, args=(2, 0.0), **options)
+    shutil.rmtree(tmp_path / "server-1")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*-*") if path.is_file()}
+    with pytest.raises(JournalError, match=r"server-1 is empty or missing. Nothing was changed"):
+        run(count, Vector(1), UNIT_SGD, args=(4, 0.0), **options)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*-*") if path.is_file()}
+
+
+def test_fsync_of_a_job_reaches_the_disk(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(1), fsync(descriptor)))
+
+    def syncs_per_join(job, folder):
+        server = open_server(job, 0, f"ipc://{tmp_path}/s", journal=folder)
+        synced.clear()
+        layout = server.core.replica.layout
+        server.core.handle(0, Message(Kind.JOIN, clock=5, text=layout), None, 0.0)
+        server.close()
+        return len(synced)
+
+    assert syncs_per_join(job_of(), tmp_path / "a") == 0
+    assert syncs_per_join(job_of(fsync=True), tmp_path / "b") == 1
+
+
+def test_fsync_is_an_option_of_run_and_serve(tmp_path, monkeypatch):
+    jobs = []
+
+    def capture(job, *args, **kwargs):
+        jobs.append(job)
+        raise RuntimeError("captured")
+
+    monkeypatch.setattr(launch, "run_on_zeromq", capture)
+    with pytest.raises(RuntimeError, match="captured"):
+        run(count, Vector(), UNIT_SGD, transport="zeromq", journal=tmp_path, fsync=True)
+    with pytest.raises(ValueError, match="expected a journal with fsync=True"):
+        run(count, Vector(), UNIT_SGD, transport="zeromq", fsync=True)
+    monkeypatch.setattr(command_line, "open_server", capture)
+    monkeypatch.setattr(command_line, "_load_job", lambda _: job_of())
+    command = ["serve", "mine:job", "--address", "ipc://x", "--journal", str(tmp_path)]
+    assert command_line.main([*command, "--fsync"]) == 2
+    assert [job.fsync for job in jobs] == [True, True]
 
 
 def test_an_open_address_needs_keys():

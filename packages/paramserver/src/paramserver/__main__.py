@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve = commands.add_parser("serve", help="serve one shard until SIGTERM")
     serve.add_argument("--server", type=int, default=0, help="number of the server")
     serve.add_argument("--journal", type=Path, help="folder of the server's journal")
+    serve.add_argument("--fsync", action="store_true", help="write each record to the disk")
     serve.set_defaults(call=_serve)
     join = commands.add_parser("join", help="train as one worker")
     join.add_argument("--rank", type=int, required=True, help="number of the worker")
@@ -69,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: argparse.Namespace) -> None:
     job = _load_job(arguments.job)
+    if arguments.fsync:
+        job = replace(job, fsync=True)
     public, secret = _read_key_pair(arguments.keys)
     workers = dict(map(_read_worker_key, arguments.peer))
     if bool(secret) != bool(workers):

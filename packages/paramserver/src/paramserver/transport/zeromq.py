@@ -18,6 +18,7 @@ worker can be distinguished from a dead one.
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from paramserver.journal import DiskJournal
+from paramserver.journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import (
     LIMIT,
@@ -52,6 +53,8 @@ _KEEP_ALIVE = 1.0
 _RETRY = 2.5
 #: Seconds between two checks after which a server assumes that its process was suspended.
 _SUSPENDED = 3.0
+#: Seconds between two reports of a full disk.
+_FULL_DISK_REPORT = 10.0
 #: Number of pieces that may be queued.
 _MAX_PIECES = 4
 
@@ -114,6 +117,8 @@ class ZeroMQServer:
         #: worker of this package uses one number for both, which the log keeps if this server dies.
         self._joined = dict[int, tuple[bytes, int, int]]()
         self._stopped = threading.Event()
+        #: Time of the last report of a full disk.
+        self._last_full_report = -math.inf
 
     def serve(self, report: Callable[[Progress], object] | None = None) -> None:
         """Answer requests until `stop`; call `report` about every second with the progress."""
@@ -259,6 +264,9 @@ class ZeroMQServer:
             )
             if request.message.kind is Kind.JOIN:
                 self._joined[worker] = request.name, request.key[0], request.session
+        except DiskFullError as error:
+            self._report_full_disk(error, now)
+            reply = None  # the request waits, and is tried again
         except Exception as error:  # concerns this request only
             reply = failure(error)
         if reply is None:
@@ -266,6 +274,11 @@ class ZeroMQServer:
         else:
             self._send(request, reply)
         return reply is not None
+
+    def _report_full_disk(self, error: DiskFullError, now: float) -> None:
+        if now - self._last_full_report > _FULL_DISK_REPORT:
+            self._last_full_report = now
+            _LOG.error("%s; all workers wait until there is room", error)
 
     def _retry_waiting(self, now: float) -> None:
         """Answer the waiting requests that can be answered or have timed out."""
