@@ -19,7 +19,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import binary_size
-from accounting.cli.questions import amount, differences, read_model, serving
+from accounting.cli.questions import amount, differences, read_model, serving, stored_dtype
 from accounting.cli.report import as_text, report
 from accounting.hardware import HARDWARE, find
 from accounting.model.transformer import Transformer
@@ -60,7 +60,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "explain": {"action": "store_true", "help": "print every derivation"},
     "compiled": {"action": "store_true", "help": "use torch.compile"},
     "loss-chunks": {"type": int, "default": 1, "help": "chunks of head and cross-entropy"},
-    "weights": {"default": "bf16", "help": "dtype of the weights"},
+    "weights": {
+        "default": "bf16",
+        "help": "dtype of the weights, or that of the config.json",
+    },
     "cache": {"default": "bf16", "help": "dtype of the cache"},
     "json": {"action": "store_true"},
 }
@@ -142,10 +145,13 @@ def _serve(words: Sequence[str]) -> int:
     """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
     names = "gpus hardware seq weights cache json"
     parser = _parser("serve", _serve.__doc__, names)
-    parser.set_defaults(gpus=1, seq=8192)
+    parser.set_defaults(gpus=1, seq=8192, weights=None)
     options = vars(_options(parser, words))
     as_json = options.pop("json")
-    result = serving(read_model(options.pop("model")), **options)
+    name = options.pop("model")
+    if options["weights"] is None:
+        options["weights"] = stored_dtype(name)
+    result = serving(read_model(name), **options)
     rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in result.items()]
     if not result["sequences_at_once"]:
         needed = result["devices_needed"]
