@@ -83,14 +83,14 @@ def test_constants_of_a_source_do_not_help_to_predict_it() -> None:
 
 
 def test_tables_state_the_runs_of_their_sources() -> None:
-    # Rows of llm-foundry's tables: parameters and model FLOP/s as printed there.
+    # Rows of llm-comparedry's tables: parameters and model FLOP/s as printed there.
     printed = {
         ("H100", "MPT 70B", 512): (64_862_437_376, 408e12),
         ("H100", "MPT 7B", 512): (6_658_859_008, 417e12),
         ("A100", "MPT 350M", 8): (355_985_408, 161e12),
         ("A100", "MPT 125M", 8): (125_311_488, 139e12),
     }
-    found = 0
+    compared = 0
     for run in RUNS:
         key = (run.hardware, run.model.name, run.plan.devices)
         if key in printed and run.seq == 2048:
@@ -99,9 +99,9 @@ def test_tables_state_the_runs_of_their_sources() -> None:
             per_token = 6 * count + 12 * run.model.layers * run.model.d_model * run.seq
             actual = per_token * run.batch * run.seq / run.seconds / run.plan.devices
             assert actual == pytest.approx(flops_per_second, rel=0.01)
-            found += 1
-    assert found == 5
-    assert sum("llm-foundry" in run.source for run in RUNS) == 131
+            compared += 1
+    assert compared == 5
+    assert sum("llm-comparedry" in run.source for run in RUNS) == 131
 
 
 SMALL = Transformer(layers=4, d_model=64, heads=4, vocab_size=100)
