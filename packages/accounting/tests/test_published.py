@@ -83,7 +83,7 @@ def test_constants_of_a_source_do_not_help_to_predict_it() -> None:
 
 
 def test_tables_state_the_runs_of_their_sources() -> None:
-    # Rows of llm-comparedry's tables: parameters and model FLOP/s as printed there.
+    # Rows of llm-foundry's tables: parameters and model FLOP/s as printed there.
     printed = {
         ("H100", "MPT 70B", 512): (64_862_437_376, 408e12),
         ("H100", "MPT 7B", 512): (6_658_859_008, 417e12),
@@ -101,7 +101,7 @@ def test_tables_state_the_runs_of_their_sources() -> None:
             assert actual == pytest.approx(flops_per_second, rel=0.01)
             compared += 1
     assert compared == 5
-    assert sum("llm-comparedry" in run.source for run in RUNS) == 131
+    assert sum("llm-foundry" in run.source for run in RUNS) == 131
 
 
 SMALL = Transformer(layers=4, d_model=64, heads=4, vocab_size=100)
