@@ -275,20 +275,13 @@ def test_package_runs_as_module_and_returns_exit_code() -> None:
     assert "got 'depth'" in done.stderr
 
 
-def test_command_prints_table_json_or_page(tmp_path: Path) -> None:
+def test_command_prints_table_or_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    page = tmp_path / "page.html"
     plan = ("--gpus", "8", "--tp", "2", "--zero", "1", "--seq", "128")
-    shown = run(str(tmp_path), *plan, "--html", str(page))
+    shown = run(str(tmp_path), *plan)
     assert shown.returncode == 0, shown.stderr
     assert "llama on 8 x H100: data 4, tensor 2" in shown.stdout
     assert "fits" in shown.stdout
-    text = page.read_text()
-    assert text.startswith("<!doctype html>")
-    assert 'class="bar"' in text
-    assert "<script" not in text
-    assert "http" not in text
-    assert not list(tmp_path.glob("*.part"))
     result = json.loads(run(str(tmp_path), *plan, "--json").stdout)
     assert result["parameters"]["value"] == accounting.parameters(Transformer.from_hf(LLAMA)).total
     for cost in ("parameters", "flops", "memory", "communication", "step_time"):

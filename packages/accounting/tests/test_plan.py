@@ -5,6 +5,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_plan_with_experts_fits_on_fullest_stage() -> None:
     assert 0.15 < answer.mfu.middle < 0.5
 
 
-@pytest.mark.parametrize("gpus", [6, 1000])
+@pytest.mark.parametrize("gpus", [6, 1100])
 def test_every_number_of_devices_has_a_plan(gpus: int) -> None:
     assert plan_for(SMALL, gpus=gpus).plan.devices == gpus
 
@@ -327,6 +328,24 @@ def test_copies_under_tensor_parallelism_count_on_every_device() -> None:
         serving(QWEN3_30B, gpus=3)
     with pytest.raises(ValueError, match="keeps no cache"):
         serving(replace(SMALL, causal=False))
+
+
+def test_serve_reads_quantization_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-V3 has room on 8 H200 in fp8, and not in bf16."""
+    content = PUBLISHED["deepseek-v3"].config
+    path = tmp_path / "config.json"
+    words = ["serve", str(path), "--gpus", "8", "--hardware", "H200", "--json"]
+    path.write_text(json.dumps(content | {"quantization_config": {"quant_method": "fp8"}}))
+    assert main(words) == 0
+    quantized = json.loads(capsys.readouterr().out)
+    assert main([*words, "--weights", "bf16"]) == 1
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] == 2 * quantized["weights_bytes"]
+    path.write_text(json.dumps(content | {"quantization_config": {"quant_method": "awq"}}))
+    assert main(words) == 2
+    assert "got 'awq'; pass the dtype of the weights with --weights" in capsys.readouterr().err
+    assert main([*words, "--weights", "fp8"]) == 0
 
 
 def test_refusal_says_that_no_degrees_divide_devices_and_batch() -> None:

@@ -90,7 +90,7 @@ def test_tables_state_the_runs_of_their_sources() -> None:
         ("A100", "MPT 350M", 8): (355_985_408, 161e12),
         ("A100", "MPT 125M", 8): (125_311_488, 139e12),
     }
-    found = 0
+    compared = 0
     for run in RUNS:
         key = (run.hardware, run.model.name, run.plan.devices)
         if key in printed and run.seq == 2048:
@@ -99,8 +99,8 @@ def test_tables_state_the_runs_of_their_sources() -> None:
             per_token = 6 * count + 12 * run.model.layers * run.model.d_model * run.seq
             actual = per_token * run.batch * run.seq / run.seconds / run.plan.devices
             assert actual == pytest.approx(flops_per_second, rel=0.01)
-            found += 1
-    assert found == 5
+            compared += 1
+    assert compared == 5
     assert sum("llm-foundry" in run.source for run in RUNS) == 131
 
 

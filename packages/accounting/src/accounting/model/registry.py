@@ -77,11 +77,9 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
 def _tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
     """Return the `tie_word_embeddings` by which a multimodal class ties its language model."""
     field = "tie_word_embeddings"
-    family, outer_value, inner_value = (
-        content.get("model_type"),
-        content.get(field),
-        inner.get(field),
-    )
+    family = content.get("model_type")
+    outer_value = content.get(field)
+    inner_value = inner.get(field)
     if family in _MULTIMODAL["by_language_model"] or inner_value == outer_value is not None:
         return {}
     if family in _MULTIMODAL["by_either"]:
