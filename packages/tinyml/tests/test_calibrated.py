@@ -137,6 +137,33 @@ def test_smoothed_inputs_of_16_bits_are_rounded_to_int8_alone():
     assert torch.equal(small(tokens), outputs)
 
 
+class Masked(nn.Module):
+    """A model of tokens that is called with keyword arguments, as those of transformers."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs, *, attention_mask=None):
+        return self.layers(inputs)
+
+
+@pytest.mark.parametrize("calibrate", [gptq, awq, smoothquant])
+def test_keyword_batches_are_calibrated_on_without_their_padding(calibrate):
+    model, batches = uneven()
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, 30:] = 0
+    padded = torch.stack(batches[:2])
+    padded[mask == 0] = 1e4
+    exact = calibrate(model, [padded[mask == 1]])
+    batch = {"inputs": padded, "attention_mask": mask}
+    masked = calibrate(Masked(model), [batch])
+    assert torch.equal(masked.layers(padded), exact(padded))
+    unmasked = calibrate(Masked(model), [{"inputs": padded}])
+    assert torch.equal(unmasked.layers(padded), calibrate(model, [padded])(padded))
+    assert not torch.equal(unmasked.layers(padded), masked.layers(padded))
+
+
 @pytest.mark.parametrize("alpha", [0.25, 0.5, 0.75])
 def test_inputs_that_are_zero_in_calibration_are_right_when_they_are_not(alpha):
     torch.manual_seed(0)

@@ -98,7 +98,16 @@ def test_the_wrong_model_or_file_says_so(tmp_path):
         save(prepare_qat(model(), 4), path)
 
 
-@pytest.mark.parametrize("name", ["plain", "pruned", "palette", "4 bits", "int8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "4 bits",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("plain", "pruned", "palette", "int8")
+        ),
+    ],
+)
 def test_any_flipped_bit_and_any_lost_byte_is_refused(name, tmp_path):
     torch.manual_seed(0)
     small = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))

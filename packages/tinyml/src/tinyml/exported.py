@@ -29,8 +29,9 @@ ELEMENTWISE = {
 }  # fmt: skip
 #: Functional operators that `run_decompositions({})` leaves as they are. It takes most of the time
 #: of an export and is skipped for graphs that contain no other operators.
-UNCHANGED = ELEMENTWISE | {
-    "add", "sub", "mul", "div", "mean", "view", "permute", "transpose", "cat", "softmax", "matmul",
+UNCHANGED = {
+    *ELEMENTWISE, "add", "sub", "mul", "div", "mean", "view", "permute", "transpose", "cat",
+    "softmax", "matmul",
     "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "unsqueeze", "slice", "linear", "conv2d",
     "conv_transpose2d", "layer_norm", "group_norm", "rms_norm", "prelu", "expand",
     "scaled_dot_product_attention", "embedding",

@@ -86,7 +86,6 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
     """Return a copy of the uncompressed `model` with the compressed weights of a file."""
-    model = copy.deepcopy(model)
     _, written, computed = _checksum(path)
     if written != computed:
         raise ValueError(
@@ -100,6 +99,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
                 f"expected a file of format {_FORMAT}, got {metadata.get('format')}; save it again"
             )
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    model = copy.deepcopy(model)
     shapes = json.loads(metadata["shapes"])
     state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
     state |= {name: state[first] for name, first in json.loads(metadata["same"]).items()}

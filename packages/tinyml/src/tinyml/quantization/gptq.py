@@ -55,9 +55,10 @@ def gptq(
 ) -> nn.Module:
     """Return a copy of `model` with linear weights rounded by GPTQ on `batches`.
 
-    `model(batch)` runs once per batch, with all batches in step: at each layer they wait until the
-    layer is rounded, so later layers are calibrated on the outputs of rounded layers. A layer that
-    never runs is rounded to the nearest code.
+    `model(batch)`, or `model(**batch)` for a mapping, runs once per batch, with all batches in
+    step: at each layer they wait until the layer is rounded, so later layers are calibrated on the
+    outputs of rounded layers. Tokens that `batch["attention_mask"]` marks as padding do not count.
+    A layer that never runs is rounded to the nearest code.
     """
 
     def rounded(layer: nn.Module, inputs: list[Tensor]) -> GridWeight:
