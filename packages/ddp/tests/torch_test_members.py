@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,12 @@ class TestedDDP(DDP):
         hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
         self.register_comm_hook(self.process_group, hook)
         self._builtin_hook_name = str(comm_hook_type)
+
+    def _set_static_graph(self):
+        self._options = replace(self._options, static_graph=True)
+        self._replica.options = self._options
+        self._replica.hooks.remove()
+        self._replica.make_reducer()
 
     def _remove_autograd_hooks(self):
         self._replica.hooks.remove()
