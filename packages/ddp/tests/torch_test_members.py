@@ -9,7 +9,6 @@ import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import ReducerFacade
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
-from ddp.metering.logging_data import logging_data
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 
@@ -17,7 +16,6 @@ class TestedDDP(DDP):
     """`DDP` with the members that torch's tests read."""
 
     broadcast_bucket_size = BROADCAST_BYTES
-    _sample_rate = 1
     _builtin_hook_name = ""
 
     @property
@@ -40,12 +38,12 @@ class TestedDDP(DDP):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate):
         if sample_rate < 1:
             raise ValueError(f"expected a sample rate >= 1, got {sample_rate}")
-        self._sample_rate = sample_rate
 
     def _get_ddp_logging_data(self):
-        return logging_data(
-            self._replica, hook_name=self._builtin_hook_name, sample_rate=self._sample_rate
-        )
+        data = super()._get_ddp_logging_data()
+        if self._builtin_hook_name:
+            data["comm_hook"] = self._builtin_hook_name
+        return data
 
     def _register_builtin_comm_hook(self, comm_hook_type):
         is_fp16 = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
