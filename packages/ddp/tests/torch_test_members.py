@@ -52,6 +52,8 @@ class TestedDDP(DDP):
         self._builtin_hook_name = str(comm_hook_type)
 
     def _set_static_graph(self):
+        if self._replica.reducer.num_steps:
+            raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self._options = replace(self._options, static_graph=True)
         self._replica.options = self._options
         self._replica.hooks.remove()
