@@ -151,13 +151,6 @@ class Replica:
             self.agreement.compression = compression
             self.reducer.compression = compression
 
-    def use_options(self, options: Options) -> None:
-        """Replace the options and rebuild the reducer. Must be called before the first step."""
-        self.options = options
-        if self.is_connected:
-            self.hooks.remove()
-            self.make_reducer()
-
     def make_reducer(self) -> None:
         """Allocate the buckets and register the hooks."""
         options = self.options
