@@ -150,9 +150,7 @@ def step(
 
 
 @app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(help="A run folder.")],
-) -> None:
+def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     """Rewrite report.md and report.html of a run, and print the first."""
     from llmsys_suite.report.page import write_report
 
