@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def run_stages(config_values, messages, fail=None):
             names = {"os": os, "time": time, "dist": dist, "torch": torch, "run": run}
             if run.rank == failing_rank:
                 time.sleep(0.2)
+                Path(f"{messages}.failed").touch()
                 exec(action, names)
             exec(others, names)
 
@@ -53,15 +55,13 @@ def run_stages(config_values, messages, fail=None):
 
 
 def launch_ranks(tmp_path, config, fail=None):
-    """Run two ranks that fail; return the seconds, their exit statuses and their messages."""
-    start = time.monotonic()
+    """Run two ranks that fail; return their exit statuses and messages."""
     values = json.loads(json.dumps(claim(config).to_json()))
     outcomes = try_ranks(
         run_stages, 2, values, str(tmp_path / "messages"), fail, backend="", timeout=120
     )
-    seconds = time.monotonic() - start
     messages = "".join((tmp_path / f"messages.{rank}").read_text() for rank in range(2))
-    return seconds, [outcome.exit_code for outcome in outcomes], messages
+    return [outcome.exit_code for outcome in outcomes], messages
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -73,9 +73,10 @@ def launch_ranks(tmp_path, config, fail=None):
 def test_exception_on_one_rank_ends_every_rank(tmp_path, rank, others):
     config = RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run")
     fail = (rank, "raise ValueError('no')", others)
-    seconds, statuses, messages = launch_ranks(tmp_path, config, fail)
+    statuses, messages = launch_ranks(tmp_path, config, fail)
     assert statuses == [1, 1]
-    assert seconds < SECONDS_TO_END
+    # A few tenths of a second on an idle machine; the limit is for one that is busy.
+    assert time.time() - (tmp_path / "messages.failed").stat().st_mtime < 60
     assert f"rank {rank}: ValueError: no" in messages
     folder = RunFolder(tmp_path / "run")
     assert folder.summary["status"] == "incomplete"
@@ -135,7 +136,7 @@ def when_measured(out, action):
 def test_deleted_folder_ends_every_rank(tmp_path):
     out = tmp_path / "run"
     times = when_measured(out, lambda: shutil.rmtree(out))
-    _, statuses, messages = launch_ranks(tmp_path, long_training(out))
+    statuses, messages = launch_ranks(tmp_path, long_training(out))
     assert statuses == [1, 1]
     assert "FileNotFoundError" in messages
     assert len(times) == 1
@@ -167,7 +168,7 @@ def test_full_disk_ends_every_rank(tmp_path):
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this kernel or its permissions do not allow mounting a tmpfs")
     try:
-        _, statuses, messages = launch_ranks(tmp_path, long_training(disk / "run"))
+        statuses, messages = launch_ranks(tmp_path, long_training(disk / "run"))
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
     assert statuses == [1, 1]
