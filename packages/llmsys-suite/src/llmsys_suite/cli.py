@@ -162,51 +162,17 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
 
 @app.command()
 def audit(
-    folder: Annotated[Path | None, typer.Argument(help="A run folder.")] = None,
-    mutate: Annotated[
-        bool, typer.Option("--mutate", help="Plant defects, and say which check finds which.")
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Plant those whose names hold this.")
-    ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Name the defects.")] = False,
-    write: Annotated[
-        Path | None, typer.Option(help="Write the table between the markers of this file.")
-    ] = None,
+    folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
-    """Check a run's records once more, or check the checks with injected faults."""
-    if write is not None and (only or not write.is_file()):
-        raise UsageError(f"--write takes a file with markers and all defects, not {write}")
-    if mutate or list_:
-        from llmsys_suite.audit.mutations import DEFECTS
-
-        names = [d.label for d in DEFECTS if not only or any(word in d.label for word in only)]
-        if not names:
-            raise UsageError(f"no defect's name holds {' or '.join(map(repr, only or []))}")
-        if list_:
-            print("\n".join(names))
-            return
-        from llmsys_suite.audit.mutate import mutate as plant
-        from llmsys_suite.audit.mutate import table
-
-        outcomes = plant(names)
-        print(table(outcomes))
-        if write is not None:
-            before, _, rest = write.read_text().partition("<!-- injected -->\n")
-            _, _, after = rest.partition("<!-- /injected -->")
-            marked = f"<!-- injected -->\n{table(outcomes)}\n<!-- /injected -->"
-            write.write_text(before + marked + after)
-        raise typer.Exit(0 if all(outcome.killed for outcome in outcomes) else 1)
-    if folder is None:
-        raise UsageError("give a run folder, or --mutate")
-    from llmsys_suite.audit.records import check_again
+    """Repeat the checks of a run from its records; exit status 1 if one fails."""
+    from llmsys_suite.audit.run import check_again
 
     checks = check_again(_run_folder(folder))
-    red = [check for check in checks if not check.passed]
-    for check in red:
+    failed = [check for check in checks if not check.passed]
+    for check in failed:
         print(f"FAILED {check}")
-    print(f"{len(checks) - len(red)}/{len(checks)} passed")
-    raise typer.Exit(1 if red else 0)
+    print(f"{len(checks) - len(failed)}/{len(checks)} passed")
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
