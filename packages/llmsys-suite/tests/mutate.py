@@ -41,7 +41,7 @@ from llmsys_suite.step import process, sweep
 from llmsys_suite.variants import variants_here
 
 #: Quick faults, one or two of each family, for the fast tests.
-TEN = (
+QUICK = (
     "train: a parameter's averaged gradient is not copied back (flat)",
     "train: a sum instead of a mean, which Adam hides (naive)",
     "train: attention is not causal",
@@ -52,6 +52,8 @@ TEN = (
     "attention: a kernel's output is scaled by 1.5",
     "parallel: a tensor-parallel gradient is ten times as large",
     "compress: the loss is that of the uncompressed model",
+    "learn: Adam's second moment decays twice as fast",
+    "train: torch DDP is slowed",
 )
 #: Passed to the ranks: the faults, the number of honest runs and of attempts, and the output file.
 TASK = "LLMSYS_MUTATE"

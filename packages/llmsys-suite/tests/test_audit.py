@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, closest, furthest, none, within
-from llmsys_suite.audit.records import check_again
+from llmsys_suite.audit.run import check_again
 from llmsys_suite.audit.text import held_out_windows, read_parts
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder

@@ -150,9 +150,7 @@ def step(
 
 
 @app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(help="A run folder.")],
-) -> None:
+def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     """Rewrite report.md and report.html of a run, and print the first."""
     from llmsys_suite.report.page import write_report
 
@@ -166,15 +164,15 @@ def report(
 def audit(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
-    """Check the records of a run once more."""
-    from llmsys_suite.audit.records import check_again
+    """Repeat the checks of a run from its records; exit status 1 if one fails."""
+    from llmsys_suite.audit.run import check_again
 
     checks = check_again(_run_folder(folder))
-    red = [check for check in checks if not check.passed]
-    for check in red:
+    failed = [check for check in checks if not check.passed]
+    for check in failed:
         print(f"FAILED {check}")
-    print(f"{len(checks) - len(red)}/{len(checks)} passed")
-    raise typer.Exit(1 if red else 0)
+    print(f"{len(checks) - len(failed)}/{len(checks)} passed")
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()

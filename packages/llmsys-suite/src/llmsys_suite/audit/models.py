@@ -255,11 +255,7 @@ def compress(run: Run, result: results.Compress) -> Iterator[Check]:
     yield closest("held-out loss", "reported", "read back from the file", losses, REPLAYED_LOSS)
     yield none("sparsity and codebooks", "weights in the file", "the method", structure)
     yield furthest(
-        "rounding of linear grids",
-        "every weight, in steps",
-        "half a step",
-        errors,
-        0.51,
+        "rounding of linear grids", "every weight, in steps", "half a step", errors, 0.51
     )
     smaller = [
         (rows[compress_stage.BASELINE]["size_bytes"] / row["size_bytes"], row["smaller"], method)

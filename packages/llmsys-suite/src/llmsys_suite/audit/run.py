@@ -1,15 +1,17 @@
-"""All checks of a run, stage by stage."""
+"""All checks of a run, stage by stage, during the run and again from its folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, none
 from llmsys_suite.audit.evidence import gather_evidence
 from llmsys_suite.audit.stages import COLLECTIVE, STAGES
+from llmsys_suite.config import UsageError
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Audit
 
@@ -51,3 +53,28 @@ def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
         if stage in COLLECTIVE:
             raise
         yield none("what the audit reads", stage, "no error", [f"{type(error).__name__}: {error}"])
+
+
+def check_again(folder: RunFolder) -> list[Check]:
+    """Return the checks of a folder; those of `plan` and `train` are recomputed from its records.
+
+    Raises:
+        UsageError: the run is incomplete or was not audited.
+    """
+    if not folder.complete:
+        raise UsageError(f"{folder.path} is an incomplete run: its audit would be half of one")
+    results = folder.results
+    if "audit" not in results:
+        raise UsageError(f"{folder.path} was not audited: its run had no stage audit")
+    names = {field.name for field in fields(Check)}
+    stored = [
+        Check(**{key: value for key, value in row.items() if key in names})
+        for row in folder.read_json("checks.json")
+    ]
+    recomputed: dict[str, Check] = {}
+    if evidence := folder.read_json("evidence.json"):
+        checks = training.checks(
+            folder.config, results["plan"], results["train"], folder.samples(), evidence
+        )
+        recomputed = {check.name: check for check in checks}
+    return [recomputed.get(check.name, check) for check in stored]

@@ -19,14 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite import splits
 from llmsys_suite.audit import learning, models, peers, reference
-from llmsys_suite.audit.again import (
-    SUMS,
-    clock_checks,
-    on_device,
-    ratio_checks,
-    seeded,
-    weights_of,
-)
+from llmsys_suite.audit.again import SUMS, clock_checks, on_device, ratio_checks, seeded, weights_of
 from llmsys_suite.audit.check import Check, closest, equal, furthest, none
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS

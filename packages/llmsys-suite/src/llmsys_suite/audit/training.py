@@ -58,11 +58,7 @@ Records = dict[tuple[str, int], list[Sample]]
 
 
 def checks(
-    config: RunConfig,
-    plan: Plan,
-    train: Train,
-    samples: list[Sample],
-    evidence: dict[str, Any],
+    config: RunConfig, plan: Plan, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
     """Yield all checks in the order of the report."""
     samples = [s for s in samples if s["stage"] == "train"]

@@ -22,11 +22,7 @@ HEAD_BYTES = 1024
 
 
 def checks(
-    config: RunConfig,
-    plan: Plan,
-    train: Train,
-    samples: list[Sample],
-    evidence: dict[str, Any],
+    config: RunConfig, plan: Plan, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
     """Yield checks of bytes passed to collectives, summed in shared memory and received."""
     counts = dict(train.gradient_bytes)
@@ -99,11 +95,7 @@ def _heads(config: RunConfig, tensors: int) -> int:
 
 
 def _link(
-    config: RunConfig,
-    plan: Plan,
-    train: Train,
-    samples: list[Sample],
-    evidence: dict[str, Any],
+    config: RunConfig, plan: Plan, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
     """Compare bytes per step with the probe, and the computing fraction with the samples."""
     pairs, wall = [], defaultdict[tuple[str, str], float](float)

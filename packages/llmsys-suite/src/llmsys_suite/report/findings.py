@@ -48,14 +48,46 @@ UNAUDITED = {
     "peak memory of each variant",
     "learn": "losses between the first, one random step and the last, and the text",
     "parallel": "waiting, and the order of events in a schedule",
-    "profile": "deviations and percentiles, top operators and their shares, the roofline, "
-    "times of torch.compile",
+    "profile": "deviations and percentiles, top operators and their shares, times of torch.compile",
     "precision": "what autocast does to other operators than those listed",
     "memory": "owners at the peak, the timeline of inference, mixed precision",
     "scale": "losses of all runs but the shortest, the interval of the extrapolation",
     "inspect": "the lens between layers, kinds of heads other than previous, the induction circuit",
     "compress": "times beyond their total and ratios",
 }
+
+
+#: Columns of each table, by the key of a row.
+COLUMNS: dict[str, dict[str, str]] = {
+    "links": {"algorithm": "algorithm", "size_bytes": "bytes", "time_us": "time, µs",
+        "busbw_gbps": "bus, GB/s", "wire_bytes": "wire bytes", "wrong": "wrong"},
+    "attention": {"kernel": "kernel", "forward_backward_ms": "time, ms",
+        "ratio_to_sdpa_p50": "of SDPA's", "max_error": "largest error"},
+    "train": {"variant": "variant", "step_ms": "step, ms", "ratio_p50": "of DDP's",
+        "ratio_p10": "p10", "ratio_p90": "p90", "exposed_ms": "waiting, ms", "mfu": "MFU",
+        "final_loss": "loss"},
+    "link": {"variant": "variant", "wire_bytes": "bytes received a step",
+        "link_ms": "on the link, ms", "link_computing_share": "computing"},
+    "parallel": {"split": "split", "iteration_ms": "iteration, ms", "bubble": "bubble, planned",
+        "waiting": "waiting", "loss": "loss", "single_loss": "one process's",
+        "trained_loss": "trained"},
+    "profile": {"phase": "phase", "timer_ms": "timer, ms", "total_ms": "operators, ms",
+        "top_operator": "top", "top_share": "its share", "product_share": "products",
+        "softmax_share": "softmax"},
+    "precision": {"sum_in": "sum in", "term_in": "terms in", "sum": "0.01 x 1000",
+        "relative_error": "relative error"},
+    "memory": {"model": "model", "context": "tokens", "inference_peak_mib": "inference, MiB",
+        "training_peak_mib": "training, MiB", "checkpointed_peak_mib": "checkpointed, MiB",
+        "residual_stream_mib": "residual stream, MiB"},
+    "scale": {"compute_flops": "FLOPs", "width": "width", "parameters": "parameters",
+        "tokens": "tokens", "steps": "steps", "loss": "held out"},
+    "inspect": {"kind": "kind", "layer": "layer", "head": "head", "score": "score",
+        "chance": "by chance"},
+    "compress": {"method": "method", "size_bytes": "bytes", "smaller": "smaller, x",
+        "heldout_loss": "held out", "speedup_p50": "speed, x"},
+    "audit": {"name": "check", "source": "source", "actual": "says", "against": "against",
+        "low": "least", "high": "most", "where": "furthest off"},
+}  # fmt: skip
 
 
 def sections(folder: RunFolder) -> Iterator[Section]:
@@ -75,7 +107,7 @@ def evidence_of(folder: RunFolder) -> Row:
     return evidence
 
 
-def pick(rows: Sequence[Row], **columns: str) -> list[Row]:
+def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
     """Return some columns of rows under other names."""
     return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
 
@@ -180,15 +212,7 @@ def _links(links: of.Links, *_: Any) -> Section:
         f" {best['ratio_p50']:.3g} times its peer (80 % of rounds: {best['ratio_p10']:.3g} to "
         f"{best['ratio_p90']:.3g})."
     )
-    shown = pick(
-        rows,
-        algorithm="algorithm",
-        size_bytes="bytes",
-        time_us="time, µs",
-        busbw_gbps="bus, GB/s",
-        wire_bytes="wire bytes",
-        wrong="wrong",
-    )
+    shown = pick(rows, COLUMNS["links"])
     top = [row for row in shown if row["bytes"] == largest]
     return Section("links", finding, top, plots.links(rows), [("all sizes", shown)])
 
@@ -196,13 +220,7 @@ def _links(links: of.Links, *_: Any) -> Section:
 def _attention(attention: of.Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
-    shown = pick(
-        rows,
-        kernel="kernel",
-        forward_backward_ms="time, ms",
-        ratio_to_sdpa_p50="of SDPA's",
-        max_error="largest error",
-    )
+    shown = pick(rows, COLUMNS["attention"])
     picture = plots.bars(
         [r["kernel"] for r in rows],
         [r["forward_backward_ms"] for r in rows],
@@ -218,27 +236,11 @@ def _attention(attention: of.Attention, *_: Any) -> Section:
 
 
 def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
-    shown = pick(
-        train.rows,
-        variant="variant",
-        step_ms="step, ms",
-        ratio_p50="of DDP's",
-        ratio_p10="p10",
-        ratio_p90="p90",
-        exposed_ms="waiting, ms",
-        mfu="MFU",
-        final_loss="loss",
-    )
+    shown = pick(train.rows, COLUMNS["train"])
     how = "an epoch, s" if folder.config.epochs else "an epoch at the median step, s"
-    epochs = pick(train.rows, variant="variant", epoch_s=how, final_loss="loss")
+    epochs = pick(train.rows, {"variant": "variant", "epoch_s": how, "final_loss": "loss"})
     finding, folded = fastest(folder), [("time of an epoch", epochs)]
-    link = pick(
-        [row for row in train.rows if "link_ms" in row],
-        variant="variant",
-        wire_bytes="bytes received a step",
-        link_ms="on the link, ms",
-        link_computing_share="computing",
-    )
+    link = pick([row for row in train.rows if "link_ms" in row], COLUMNS["link"])
     if link:
         shares = {row["variant"]: row["computing"] for row in link}
         name = f"over {LINK_RATE / 1e6:.0f} Mbit/s"
@@ -270,60 +272,36 @@ def _parallel(parallel: of.Parallel, *_: Any) -> Section:
         finding += f", {ratio:.2f} of {others[0]['split']}'s time"
     off, far = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
     finding += f"; the loss furthest from one process's is off by {off:.1e} of it ({far})."
-    shown = pick(
-        rows,
-        split="split",
-        iteration_ms="iteration, ms",
-        bubble="bubble, planned",
-        waiting="waiting",
-        loss="loss",
-        single_loss="one process's",
-        trained_loss="trained",
-    )
+    shown = pick(rows, COLUMNS["parallel"])
     picture = plots.bars(
         [r["split"] for r in rows], [r["iteration_ms"] for r in rows], "ms an iteration"
     )
     return Section("parallel", finding, shown, picture)
 
 
-def _profile(profile: of.Profile, results: Results, _: RunFolder) -> Section:
-    operators, products = profile.operators, profile.products
+def _profile(profile: of.Profile, *_: Any) -> Section:
+    operators = profile.operators
     worst = max(operators, key=lambda row: row["timer_ms"])
     finding = (
         f"{worst['phase'].capitalize()} takes longest, {worst['timer_ms']:.3g} ms under the "
         f"profiler; products are {worst['product_share']:.0%} of its operators' time, softmax "
         f"{worst['softmax_share']:.1%}."
     )
-    shown = pick(
-        operators,
-        phase="phase",
-        timer_ms="timer, ms",
-        total_ms="operators, ms",
-        top_operator="top",
-        top_share="its share",
-        product_share="products",
-        softmax_share="softmax",
-    )
+    shown = pick(operators, COLUMNS["profile"])
     for row, operator in zip(shown, operators, strict=True):
         row["top"] = f"{operator['top_operator'].removeprefix('aten::')} x {operator['top_calls']}"
-    plan, picture = results.get("plan"), ""
-    if products and isinstance(plan, of.Plan):
-        picture = plots.roofline(products, plan.peak)
     protocol = [{k: v for k, v in r.items() if not isinstance(v, list)} for r in profile.protocol]
-    folded = [("steps after warm-ups, by size", protocol)]
-    folded += [("products by shape", products)] if products else []
-    return Section("profile", finding, shown, picture, folded)
+    picture = plots.bars(
+        [row["phase"] for row in operators], [row["timer_ms"] for row in operators], "ms per phase"
+    )
+    return Section(
+        "profile", finding, shown, picture, [("steps after warm-ups, by size", protocol)]
+    )
 
 
 def _precision(precision: of.Precision, *_: Any) -> Section:
     rows = precision.accumulation
-    shown = pick(
-        rows,
-        sum_in="sum in",
-        term_in="terms in",
-        sum="0.01 x 1000",
-        relative_error="relative error",
-    )
+    shown = pick(rows, COLUMNS["precision"])
     picture = plots.bars(
         [f"{r['term_in']} in {r['sum_in']}" for r in rows],
         [r["relative_error"] for r in rows],
@@ -344,15 +322,7 @@ def _memory(memory: of.Memory, *_: Any) -> Section:
         f"{top['training_peak_mib'] / 1024:.3g} GiB, {top['checkpointed_peak_mib'] / 1024:.3g} with"
         f" blocks run twice; inference at {top['inference_peak_mib'] / 1024:.3g}."
     )
-    shown = pick(
-        rows,
-        model="model",
-        context="tokens",
-        inference_peak_mib="inference, MiB",
-        training_peak_mib="training, MiB",
-        checkpointed_peak_mib="checkpointed, MiB",
-        residual_stream_mib="residual stream, MiB",
-    )
+    shown = pick(rows, COLUMNS["memory"])
     folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory.models.items()]
     folded += [
         (f"held for the backward pass, {s}, by line of model.py", m["saved"])
@@ -372,15 +342,7 @@ def _scale(scale: of.Scale, *_: Any) -> Section:
             f"{at['high']:,.0f}, {apart:.1f}-fold)."
             + ("" if apart < 2 else " Cannot tell it closely.")
         )
-    shown = pick(
-        scale.runs,
-        compute_flops="FLOPs",
-        width="width",
-        parameters="parameters",
-        tokens="tokens",
-        steps="steps",
-        loss="held out",
-    )
+    shown = pick(scale.runs, COLUMNS["scale"])
     folded: list[tuple[str, Any]] = [("every run", shown)]
     folded += [("warnings", "\n".join(scale.warnings))] if scale.warnings else []
     best = [min(runs, key=lambda run: run["held out"]) for runs in _by_budget(shown)]
@@ -401,7 +363,7 @@ def _inspect(inspect: of.Inspect, *_: Any) -> Section:
         f"before, {grown['all_cut']:.0%} without its first layer, {grown['restored']:.0%} with "
         "that head alone put back."
     )
-    shown = pick(heads, kind="kind", layer="layer", head="head", score="score", chance="by chance")
+    shown = pick(heads, COLUMNS["inspect"])
     folded = [("logit lens", inspect.lens), ("attribution", inspect.attribution)]
     return Section("inspect", finding, shown, plots.patterns(inspect.patterns), folded)
 
@@ -415,29 +377,13 @@ def _compress(compress: of.Compress, *_: Any) -> Section:
         f"At most 1 % of loss is lost by {best['method']}: {best['smaller']:.2g} times smaller, "
         f"{best['heldout_loss'] - whole:+.4f} nats a byte."
     )
-    shown = pick(
-        rows,
-        method="method",
-        size_bytes="bytes",
-        smaller="smaller, x",
-        heldout_loss="held out",
-        speedup_p50="speed, x",
-    )
+    shown = pick(rows, COLUMNS["compress"])
     return Section("compress", finding, shown, plots.compression(rows))
 
 
 def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
-    shown = pick(
-        checks,
-        name="check",
-        source="source",
-        actual="says",
-        against="against",
-        low="least",
-        high="most",
-        where="furthest off",
-    )
+    shown = pick(checks, COLUMNS["audit"])
     failed = frozenset(i for i, check in enumerate(checks) if not check["passed"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
     red = [shown[i] for i in sorted(failed)]

@@ -122,27 +122,6 @@ def timeline(models: dict[str, Any]) -> str:
     return figure(draw, "Live memory over a training step, its peak marked")
 
 
-def roofline(products: Sequence[dict[str, Any]], peak: float) -> str:
-    """Draw the rate of each product under the roofs of the smallest and largest working set."""
-    smallest = min(products, key=lambda row: row["working_set_bytes"])
-    largest = max(products, key=lambda row: row["working_set_bytes"])
-
-    def draw(axes: Axes) -> None:
-        for row, style in ((smallest, "-"), (largest, "--")):
-            rate = row["bytes_per_second"]
-            x = [0.1, peak / rate, 1e3]
-            y = [min(peak, rate * intensity) / 1e9 for intensity in x]
-            size = row["working_set_bytes"] / 2**20
-            axes.plot(x, y, style, color=COLORS[5], label=f"roof at {size:.2g} MiB")
-        for color, row in zip(COLORS * 9, products, strict=False):
-            x_, y_ = row["flops_per_byte"], row["gflops"]
-            axes.plot(x_, y_, "o", color=color, label=row["operator"])
-        axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="GFLOP/s of one rank")
-        below(axes, 2)
-
-    return figure(draw, "Products of a forward pass under the roofline", height=3.6)
-
-
 def isoflop(scale: Scale) -> str:
     """Loss against size for each budget, the bottom of each valley, and the interval beyond."""
 

@@ -107,11 +107,10 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps by size and warm-up, operators by phase, matrix products by shape."""
+    """Steps by size and warm-up, and operators by phase."""
 
     protocol: Rows
     operators: Rows
-    products: Rows
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,7 @@ from llmsys_suite.stages.results import Scale
 
 # FLOPs per measured step of the variants, and widths on both sides of the best one: a valley whose
 # minimum is at an edge cannot be fitted.
-GRID = (
-    (1.35e8, (4, 6, 10, 14)),
-    (2.7e8, (4, 8, 12, 16)),
-    (5.8e8, (6, 10, 14, 20)),
-)
+GRID = ((1.35e8, (4, 6, 10, 14)), (2.7e8, (4, 8, 12, 16)), (5.8e8, (6, 10, 14, 20)))
 # Each seed has separate budgets, which adds valleys and degrees of freedom. This narrows the
 # interval more than budgets further apart would in the same time.
 SEEDS, APART = 3, 1.1
