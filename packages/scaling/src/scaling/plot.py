@@ -104,6 +104,8 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
     """Draw predicted best sizes relative to a fit of all runs; a cross marks a missed one."""
     missed_cuts = []
     missed_ratios = []
+    # A linear axis cannot be scaled around a single cut of 1e20 FLOPs.
+    axes.set(xscale="log", yscale="log")
     for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
         of_method = [row for row in rows if row.method == method]
         # Methods with the same cuts are shifted against each other.
@@ -120,7 +122,7 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
     if missed_cuts:
         axes.plot(missed_cuts, missed_ratios, "x", color="C3", ms=13, mew=2.5, label="missed")
     axes.axhline(1, color="0.6", lw=1)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs of the largest run fitted")
+    axes.set(xlabel="FLOPs of the largest run fitted")
     axes.set(ylabel="predicted best size / that by all runs", title="Backtest, 95 % intervals")
     axes.legend(fontsize=8)
 
