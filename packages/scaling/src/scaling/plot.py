@@ -104,8 +104,9 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
     """Draw predicted best sizes relative to a fit of all runs; a cross marks a missed one."""
     missed_cuts = []
     missed_ratios = []
-    # A linear axis cannot be scaled around a single cut of 1e20 FLOPs.
-    axes.set(xscale="log", yscale="log")
+    all_cuts = [row.cut for row in rows]
+    # Automatic limits fail if all cuts are equal within rounding.
+    axes.set(xscale="log", yscale="log", xlim=(min(all_cuts) / 1.5, max(all_cuts) * 1.5))
     for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
         of_method = [row for row in rows if row.method == method]
         # Methods with the same cuts are shifted against each other.
