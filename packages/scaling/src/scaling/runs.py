@@ -350,10 +350,10 @@ def _parse_or_none(reading: _Reading, ours: str, column: Column) -> Array | None
 
 def _keep_last_rows(reading: _Reading, history: str | bool | None) -> None:
     """Leave out all but the last row of each run, if the table is a history of runs."""
-    found = None if history is False else _history(reading, history)
-    if found is None:
+    ends = None if history is False else _history(reading, history)
+    if ends is None:
         return
-    column, last = found
+    column, last = ends
     reading.exclusions.append(
         f"column {column!r} names a run in several rows: the row with the most tokens is the end of"
         f" each run; {len(reading.table) - len(last)} earlier ones are left out"
@@ -438,8 +438,8 @@ def _keep_best_settings(reading: _Reading) -> None:
         setting = tuple(str(record.get(name)) for name in names)
         groups.setdefault(design, {}).setdefault(setting, []).append(i)
     loss = reading.values["loss"]
-    kept = [min(g.values(), key=lambda rows: float(loss[rows].mean())) for g in groups.values()]
-    keep = sorted(i for rows in kept for i in rows)
+    best = [min(g.values(), key=lambda rows: float(loss[rows].mean())) for g in groups.values()]
+    keep = sorted(i for rows in best for i in rows)
     if not keep or len(keep) == len(reading.table):
         return
     reading.exclusions.append(

@@ -49,28 +49,28 @@ def _usual_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str
     """Return the columns whose product is the number of tokens; raise if several could be."""
     if "compute" in named or any(recognize(p, k) for p in present for k in ("tokens", "compute")):
         return []
-    found: dict[str, list[str]] = {kind: [] for kind in PRODUCT_NAMES}
+    by_kind: dict[str, list[str]] = {kind: [] for kind in PRODUCT_NAMES}
     for name in present:
         for kind in {_kind(name)} - {""}:
-            found[kind].append(name)
-    products = [p for p in PRODUCTS if all(found[kind] for kind in p)]
-    if not products and found["steps"] and found["batch"]:
-        factors = [found[kind][0] for kind in ("steps", "batch", "length") if found[kind]]
+            by_kind[kind].append(name)
+    products = [p for p in PRODUCTS if all(by_kind[kind] for kind in p)]
+    if not products and by_kind["steps"] and by_kind["batch"]:
+        factors = [by_kind[kind][0] for kind in ("steps", "batch", "length") if by_kind[kind]]
         raise ValueError(
-            f"column {found['batch'][0]!r} may be the batch of one device or of a whole step, in"
+            f"column {by_kind['batch'][0]!r} may be the batch of one device or of a whole step, in"
             " sequences or in tokens: if it is that of a step, pass columns={'tokens':"
             f" {TIMES.join(factors)!r}}}, for example; otherwise add a column of tokens"
         )
     if not products:
         return []
-    repeated = [found[kind] for kind in products[0] if len(found[kind]) > 1]
+    repeated = [by_kind[kind] for kind in products[0] if len(by_kind[kind]) > 1]
     if repeated or len(products) > 1:
-        readings = repeated[0] if repeated else [n for p in products for k in p for n in found[k]]
+        readings = repeated[0] if repeated else [n for p in products for k in p for n in by_kind[k]]
         raise ValueError(
             f"columns {readings} may each be a factor of the tokens: choose the factors with"
             " columns={'tokens': 'steps * batch_tokens'}, for example"
         )
-    return [found[kind][0] for kind in products[0]]
+    return [by_kind[kind][0] for kind in products[0]]
 
 
 def _kind(name: str) -> str:
