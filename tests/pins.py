@@ -6,16 +6,14 @@ of the resolution determine the same environment without it.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-# `uv run` sets this variable to the path of the uv that it is.
-UV = os.environ.get("UV", "uv")
+from workspace import ROOT, UV
+
 PINS = re.compile(r"^constraint-dependencies = \[.*?\]$", re.DOTALL | re.MULTILINE)
 
 

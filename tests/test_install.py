@@ -1,4 +1,4 @@
-"""In a new environment, pip installs these packages and not others of the same name on the index.
+"""In a new environment, pip and uv install these packages, not others of that name on the index.
 
 The dependencies that a package declares are linked from the environment that runs the tests, so
 that a test takes seconds. Nothing else is linked, in particular none of these packages.
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project, source
+from workspace import LEAVES, PACKAGES, ROOT, SUITE, UV, folder, module, project, source
 
 # Reports the file from which each package would be imported, without importing it.
 REPORT = """
@@ -43,8 +43,7 @@ def external_requirements(package):
 
 
 def link_requirements(package, folder):
-    """Link the external requirements of `package` into a new folder."""
-    folder.mkdir()
+    """Link the external requirements of `package` into a folder."""
     site_packages = Path(sysconfig.get_paths()["purelib"])
     for name in external_requirements(package):
         for entry in {file.parts[0] for file in metadata.files(name)} - {"..", "__pycache__"}:
@@ -56,17 +55,19 @@ def link_requirements(package, folder):
 def install(tmp_path):
     """Return a function that installs a package into a new environment and returns its python."""
 
-    def install(package, address):
-        linked = tmp_path / "linked"
-        link_requirements(package, linked)
+    def install(package, address, installer="pip"):
         home = tmp_path / "environment"
         venv.create(home, with_pip=False)
         paths = sysconfig.get_paths("venv", {"base": str(home), "platbase": str(home)})
-        (Path(paths["purelib"]) / "linked.pth").write_text(f"{linked}\n")
+        link_requirements(package, Path(paths["purelib"]))
         python = home / "bin" / "python"
-        pip = [sys.executable, "-m", "pip", "--python", python]
+        command = {
+            "pip": [sys.executable, "-m", "pip", "--python", python, "install"],
+            # Without the workspace, whose packages uv would install as links to their sources.
+            "uv": [UV, "pip", "install", "--no-sources", "--python", python],
+        }[installer]
         done = subprocess.run(
-            [*pip, "install", "--quiet", address],
+            [*command, "--quiet", address],
             cwd=tmp_path,
             env=without_python_path(),
             capture_output=True,
@@ -117,8 +118,10 @@ def test_pip_install_of_a_folder_gives_ours(leaf, install):
             assert (installed / file.relative_to(source(leaf))).exists(), file
 
 
-def test_pip_install_of_the_suite_brings_our_nine(install):
-    python = install(SUITE, folder(SUITE))
+# uv builds the nine wheels at the same time, pip one after another.
+@pytest.mark.parametrize("installer", ["uv", pytest.param("pip", marks=pytest.mark.exhaustive)])
+def test_install_of_the_suite_brings_our_nine(installer, install):
+    python = install(SUITE, folder(SUITE), installer)
     assert_ours(python, PACKAGES)
     listed = subprocess.run(
         [python.parent / "llmsys", "list"], capture_output=True, text=True, check=True

@@ -62,6 +62,22 @@ def test_every_kind_of_seed_is_shifted():
     assert plain == expected_draws(5)
 
 
+def report_child_draw():
+    import seed_offset
+
+    seed_offset.install(3)
+    code = "import numpy; numpy.random.seed(5); print(numpy.random.rand())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def test_processes_that_a_rank_starts_shift_their_seeds_too():
+    (shifted,) = run_ranks(report_child_draw, 1)
+    np.random.seed(8)  # noqa: NPY002
+    assert shifted == np.random.rand()  # noqa: NPY002
+
+
+@pytest.mark.exhaustive
 def test_option_reaches_the_ranks_that_a_test_starts(tmp_path):
     # In another process, because the option changes the process that collects the file.
     file = tmp_path / "test_draws.py"

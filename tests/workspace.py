@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,8 @@ LEAVES = (
     "zero",
 )
 SUITE = "llmsys-suite"
+#: `uv run` sets the variable; the Makefile installs uv in .uv if it is missing.
+UV = os.environ.get("UV") or shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 PACKAGES = (*LEAVES, SUITE)
 
 

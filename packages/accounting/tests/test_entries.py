@@ -35,6 +35,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "cli.questions.amount": {"text": "1T"},
     "cli.questions.differences": {"first": MODEL, "second": MODEL, "seq": 8},
     "cli.questions.read_model": {"text": "layers=2,d_model=8,heads=2,vocab_size=9"},
+    "cli.questions.stored_dtype": {"text": "layers=2"},
     "cli.questions.serving": {"model": MODEL, "gpus": 1, "hardware": "H100", "seq": 8},
     "flops.flops": RUN | {"phase": "training", "attention": "full", "recompute": "none"},
     "flops.hfu": {"model": MODEL, "tokens_per_second": 5.0, "seq": 8, "flash": True} | PEAK,
@@ -117,10 +118,14 @@ INSIDE = {
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),
     *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
     *("time.published.errors_by_source", "time.published.coverage"),
-    *("time.published.left_out", "time.step.collectives_on", "time.step.fastest"),
+    *("time.step.collectives_on", "time.step.fastest", "model.transformer.content_of"),
 }
 # Arguments that are texts with separate rules.
-FREE = {("cli.questions.amount", "text"), ("cli.questions.read_model", "text")}
+FREE = {
+    ("cli.questions.amount", "text"),
+    ("cli.questions.read_model", "text"),
+    ("cli.questions.stored_dtype", "text"),
+}
 
 
 def functions() -> Iterator[tuple[str, Callable[..., Any]]]:

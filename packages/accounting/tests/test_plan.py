@@ -5,6 +5,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_plan_with_experts_fits_on_fullest_stage() -> None:
     assert 0.15 < answer.mfu.middle < 0.5
 
 
-@pytest.mark.parametrize("gpus", [6, 24, 1000])
+@pytest.mark.parametrize("gpus", [6, 1100])
 def test_every_number_of_devices_has_a_plan(gpus: int) -> None:
     assert plan_for(SMALL, gpus=gpus).plan.devices == gpus
 
@@ -121,7 +122,10 @@ def degrees(line: str) -> dict[str, int]:
     return {name: after(f"--{name}-size") for name in names}
 
 
-@pytest.mark.parametrize(("model", "gpus"), [(SMALL, 16), (SMALL, 1000), (MIXTURE, 64)])
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [(SMALL, 16), (MIXTURE, 64), pytest.param(SMALL, 1000, marks=pytest.mark.exhaustive)],
+)
 def test_every_plan_proposed_has_lines_that_its_programs_take(
     model: Transformer, gpus: int
 ) -> None:
@@ -187,7 +191,7 @@ def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
     assert "--account-for-embedding-in-pipeline-split" in line
 
 
-@pytest.mark.parametrize("gpus", [1, 6, 11, 12, 20, 72, 1000])
+@pytest.mark.parametrize("gpus", [1, 6, 11, 20])
 def test_launcher_starts_one_process_per_device(gpus: int) -> None:
     for line in plan_for(SMALL, gpus=gpus).commands().values():
         words = line.split()
@@ -297,7 +301,7 @@ QWEN3_30B = Transformer(
 )
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("model", [DEEPSEEK_V3, QWEN3_30B, SMALL], ids=["mla", "few keys", "small"])
 def test_weights_and_cache_are_served_by_one_plan(model: Transformer, gpus: int) -> None:
     result = serving(model, gpus=gpus, hardware="H200", seq=8192)
@@ -326,6 +330,24 @@ def test_copies_under_tensor_parallelism_count_on_every_device() -> None:
         serving(replace(SMALL, causal=False))
 
 
+def test_serve_reads_quantization_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-V3 has room on 8 H200 in fp8, and not in bf16."""
+    content = PUBLISHED["deepseek-v3"].config
+    path = tmp_path / "config.json"
+    words = ["serve", str(path), "--gpus", "8", "--hardware", "H200", "--json"]
+    path.write_text(json.dumps(content | {"quantization_config": {"quant_method": "fp8"}}))
+    assert main(words) == 0
+    quantized = json.loads(capsys.readouterr().out)
+    assert main([*words, "--weights", "bf16"]) == 1
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] == 2 * quantized["weights_bytes"]
+    path.write_text(json.dumps(content | {"quantization_config": {"quant_method": "awq"}}))
+    assert main(words) == 2
+    assert "got 'awq'; pass the dtype of the weights with --weights" in capsys.readouterr().err
+    assert main([*words, "--weights", "fp8"]) == 0
+
+
 def test_refusal_says_that_no_degrees_divide_devices_and_batch() -> None:
     with pytest.raises(ValueError, match="no degrees of parallelism divide both the devices"):
         plan_for(SMALL, gpus=7, batch=9, seq=64)
@@ -335,7 +357,7 @@ def test_amounts_with_suffixes_are_parsed() -> None:
     assert (amount("1T"), amount("300B"), amount("2.5e9")) == (1e12, 3e11, 2.5e9)
 
 
-@pytest.mark.parametrize("devices", [16, 64])
+@pytest.mark.parametrize("devices", [16, pytest.param(64, marks=pytest.mark.exhaustive)])
 def test_no_plan_is_proposed_whose_memory_is_not_modeled(devices: int) -> None:
     """In a pipeline, torch has no ZeRO-2, and which chunks of ZeRO-3 are whole is not known."""
     model = Transformer(layers=16, d_model=2048, heads=16, vocab_size=32000)

@@ -1,8 +1,6 @@
-"""Memory in time under a plan, the record of a workload, and the page that shows both."""
+"""Memory in time under a plan, and the record of a workload."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from accounting import (
     step_time,
     training_memory,
 )
-from accounting.cli.main import main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +29,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def alive(plan: Plan, stage: int) -> int:
-    """The most micro-batches (or chunks) whose activations a stage has, by playing the schedule."""
+    """Return the most micro-batches or chunks in flight on a stage, by simulation."""
     work = Workload(batch=plan.data * plan.microbatches, seq=32, precision="mixed_bf16")
     line = memory_timeline(MODEL, plan, work, stage=stage)
     most = max(moment.parts["activations"] for moment in line.moments)
@@ -137,23 +134,6 @@ def test_wrong_model_or_plan_type_is_refused(wrong: object) -> None:
         for cost in (training_memory, memory_timeline, communication):
             with pytest.raises(TypeError, match=r"expected plan to be a Plan or None"):
                 cost(MODEL, wrong, **run)
-
-
-def test_the_page_draws_memory_in_time_in_light_and_dark(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    shape = "layers=16,d_model=64,heads=8,vocab_size=1000"
-    plan = ["--gpus", "8", "--pp", "4", "--batch", "16", "--microbatches", "8"]
-    assert main([shape, *plan, "--html", str(page)]) == 0
-    text = page.read_text()
-    assert "color-scheme" in text
-    assert "<script" not in text
-    assert not re.search(r"https?:|src=|url\(", text)
-    points = re.findall(r'points="([^"]*)"', text)
-    assert len(points) >= 4
-    for area in points:
-        pairs = [tuple(map(float, pair.split(","))) for pair in area.split()]
-        assert all(0 <= x <= 960 and -0.1 <= y <= 240.1 for x, y in pairs)
-    assert "Memory in time" in text
 
 
 def test_model_with_experts_has_a_timeline() -> None:

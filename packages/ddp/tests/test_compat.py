@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from ddp import DDP
 from torch import nn
@@ -60,7 +59,7 @@ def test_find_unused_parameters_allows_parameters_that_no_rank_used() -> None:
 
 def read_members() -> dict:
     module = Branches()
-    model = DDP(module, 50 / MIB, forward_sync_buffers=False)
+    model = DDP(module, 50 / MIB, forward_sync_buffers=False, static_graph=True)
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     # Checkpoints have the names of the unwrapped module, and load into any wrapper.
     state = get_model_state_dict(model)
@@ -69,7 +68,6 @@ def read_members() -> dict:
     other = nn.parallel.DistributedDataParallel(copy.deepcopy(module))
     other.load_state_dict(model.state_dict())
 
-    model._set_static_graph()
     outputs = model(torch.ones(2, 3), True)
     # The calls of Lightning's `prepare_for_backward`.
     assert model.require_backward_grad_sync
@@ -79,8 +77,6 @@ def read_members() -> dict:
     model.reducer._rebuild_buckets()
     model.reducer.prepare_for_backward([outputs])
     outputs.sum().backward()
-    with pytest.raises(RuntimeError, match="before training loop starts"):
-        model._set_static_graph()
     for _ in range(2):
         model(torch.ones(2, 3), True).sum().backward()
     return model._get_ddp_logging_data()

@@ -174,7 +174,7 @@ def unfreezes_on_one_rank(rank: int) -> None:
         model(torch.ones(1, 5)).sum().backward()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_parameters_unfrozen_on_one_rank_only_are_refused_on_every_rank(rank: int) -> None:
     for outcome in try_ranks(unfreezes_on_one_rank, 2, rank, timeout=60):
         assert f"unfrozen, replaced or added on rank {rank}" in str(outcome.error)

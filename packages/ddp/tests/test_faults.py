@@ -224,9 +224,17 @@ def lose_rank_one(how: str, grace: float) -> None:
         raise RuntimeError(f"{error} after {seconds:.2f} s") from None
 
 
-@pytest.mark.parametrize(("how", "world"), [("dies", 2), ("dies in backward", 3), ("hangs", 3)])
+@pytest.mark.parametrize(
+    ("how", "world"),
+    [
+        ("dies", 2),
+        ("dies in backward", 3),
+        ("hangs", 3),
+    ],
+)
 def test_lost_rank_is_named_by_every_survivor(how: str, world: int, backend: str) -> None:
-    errors = messages(lose_rank_one, world, how, 6.0)
+    # With one survivor, no reasons of other survivors are awaited.
+    errors = messages(lose_rank_one, world, how, 6.0 if world > 2 else 0.5)
     for rank, message in enumerate(errors):
         if rank != 1 and backend == "collectives":
             # This backend names the lost rank itself.
@@ -266,12 +274,17 @@ def train_with_failing_collective(asynchronous: bool) -> tuple:
             return Handle()
         raise RankLost([7])
 
+    attribution = ddp.consistency.failure_attribution
+    grace = attribution.GRACE_SECONDS
+    attribution.GRACE_SECONDS = 50.0
     model = DDP(Branches(), all_reduce=all_reduce)
     start = time.monotonic()
     try:
         step(model)
     except RuntimeError as error:
         return type(error).__name__, error.ranks, time.monotonic() - start, error.__notes__
+    finally:
+        attribution.GRACE_SECONDS = grace
     return ()
 
 
@@ -280,7 +293,7 @@ def test_rank_named_by_the_collective_is_reported_unchanged(asynchronous: bool) 
     for outcome in try_ranks(train_with_failing_collective, 2, asynchronous, timeout=TIMEOUT):
         name, ranks, seconds, notes = outcome.value
         assert (name, ranks) == ("RankLost", [7])
-        assert seconds < 1.5  # no rank waits for the reasons of the other ranks
+        assert seconds < 25  # no rank waits 50 s for the reasons of the other ranks
         assert "was waiting for the sum of the gradients of" in notes[0]
 
 

@@ -85,8 +85,15 @@ def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
     return {name: p.tolist() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("by_initial", [True, False])
-@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize(
+    ("by_initial", "accumulate"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.exhaustive),
+        pytest.param(False, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_join_averages_over_ranks_with_uneven_inputs(by_initial, accumulate) -> None:
     ranks = run_ranks(train_with_uneven_inputs, 3, by_initial, accumulate)
     assert ranks[0] == ranks[1] == ranks[2]

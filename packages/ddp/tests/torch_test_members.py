@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import ReducerFacade
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
-from ddp.metering.logging_data import logging_data
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 
@@ -17,7 +16,6 @@ class TestedDDP(DDP):
     """`DDP` with the members that torch's tests read."""
 
     broadcast_bucket_size = BROADCAST_BYTES
-    _sample_rate = 1
     _builtin_hook_name = ""
 
     @property
@@ -40,18 +38,26 @@ class TestedDDP(DDP):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate):
         if sample_rate < 1:
             raise ValueError(f"expected a sample rate >= 1, got {sample_rate}")
-        self._sample_rate = sample_rate
 
     def _get_ddp_logging_data(self):
-        return logging_data(
-            self._replica, hook_name=self._builtin_hook_name, sample_rate=self._sample_rate
-        )
+        data = super()._get_ddp_logging_data()
+        if self._builtin_hook_name:
+            data["comm_hook"] = self._builtin_hook_name
+        return data
 
     def _register_builtin_comm_hook(self, comm_hook_type):
         is_fp16 = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
         hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
         self.register_comm_hook(self.process_group, hook)
         self._builtin_hook_name = str(comm_hook_type)
+
+    def _set_static_graph(self):
+        if self._replica.reducer.num_steps:
+            raise RuntimeError("_set_static_graph() should be called before training loop starts")
+        self._options = replace(self._options, static_graph=True)
+        self._replica.options = self._options
+        self._replica.hooks.remove()
+        self._replica.make_reducer()
 
     def _remove_autograd_hooks(self):
         self._replica.hooks.remove()

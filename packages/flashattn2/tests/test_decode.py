@@ -180,7 +180,15 @@ WRONG_CACHES = {
 
 @pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
 @pytest.mark.parametrize("appends", [False, True])
-@pytest.mark.parametrize("compiler", [None, "eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        None,
+        pytest.param("eager", marks=pytest.mark.exhaustive),
+        pytest.param("aot_eager", marks=pytest.mark.exhaustive),
+        "inductor",
+    ],
+)
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
     interpreter, backend, compiler, appends, table, lengths

@@ -105,9 +105,18 @@ def test_values_of_other_sequences_are_not_read(interpreter):
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 @pytest.mark.parametrize("by_tma", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
+    "dtype",
+    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"is_causal": True}, marks=pytest.mark.exhaustive),
+        {"window": (9, 4), "softcap": 2.0},
+    ],
+    ids=str,
 )
 def test_values_of_other_sequences_change_no_bit(interpreter, by_tma, dtype, options):
     """NaN and infinities are in the other sequences, whose rows are in the same tiles."""

@@ -22,6 +22,10 @@ ELEMENTWISE = (
 DEADLINE = 300.0
 
 
+def exhaustive(*values):
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 class Tiny(nn.Module):
     """An embedding tied to the head, a norm, a residual, a plain parameter, a frozen layer."""
 
@@ -97,7 +101,7 @@ def trained(world):
     return run_ranks(train, world, 4, timeout=DEADLINE)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, exhaustive(2), 3, exhaustive(4)])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_fsdp_is_bit_equal_to_unsharded_training(name, world):
     expected = reference(world, 4, name)
@@ -124,7 +128,7 @@ def one_process_on_the_whole_batch():
     return all(torch.allclose(whole[n], p, rtol=1e-6) for n, p in twin.named_parameters())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, exhaustive(2), exhaustive(3), 4])
 def test_fsdp_equals_one_process_and_keeps_the_unwrapped_modules_names(world):
     assert run_ranks(one_process_on_the_whole_batch, world, timeout=DEADLINE) == [True] * world
 
@@ -284,7 +288,7 @@ def test_a_forward_alone_leaves_no_stale_weights():
 
 def gathers_in_flight():
     """Return if the next layer was being gathered when a layer ran, in forward and backward."""
-    model = FSDP(build(Stack, False))
+    model = FSDP(build(Stack, False), shard=(nn.Linear, nn.Embedding))
     seen = {"forward": [], "backward": []}
 
     def is_gathering():

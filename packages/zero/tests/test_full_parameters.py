@@ -257,7 +257,7 @@ def called_inside():
     ):
         model, ours, twin, theirs = pair()
         train(model, ours, twin, theirs, call, steps=4)
-        assert len(model._forward_order) <= 2
+        assert len(model._forward_order) <= len(model.units)
     return True
 
 
@@ -299,8 +299,14 @@ def memory_over(steps, stage):
     return seen
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("steps", "stage"),
+    [
+        (200, 2),
+        (200, 3),
+        *(pytest.param(10_000, stage, marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
+    ],
+)
 def test_host_memory_is_constant_over_steps(steps, stage):
     # A list that grew by one object per step would take 64 bytes per step in every quarter. An
     # allocation that is made once, and late on a busy machine, appears in one quarter only.

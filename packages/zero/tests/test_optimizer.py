@@ -34,6 +34,10 @@ REFUSED = {
 DEADLINE = 300.0
 
 
+def exhaustive(*values):
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def test_every_optimizer_of_torch_is_sharded_or_refused_with_the_reason():
     classes = {
         name
@@ -113,7 +117,7 @@ def trained(world, stage, whole):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [exhaustive(1), exhaustive(2), 3, exhaustive(4)])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer_is_bit_equal_to_the_reference(name, world, stage):
     expected = reference(name, world, 4)
@@ -122,7 +126,7 @@ def test_every_elementwise_optimizer_is_bit_equal_to_the_reference(name, world, 
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [exhaustive(1), exhaustive(2), 3, exhaustive(4)])
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_of_whole_parameters_equal_the_reference(name, world, stage):
     # The owner sums in the collective's order, so results are not bit-equal above two ranks.
@@ -369,7 +373,7 @@ def one_process_on_the_whole_batch(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, exhaustive(2), exhaustive(3), 4])
 def test_stages_1_and_2_equal_one_process_on_the_whole_batch(world, stage):
     assert all(run_ranks(one_process_on_the_whole_batch, world, stage, timeout=DEADLINE))
 
@@ -514,7 +518,7 @@ def step_unknown(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, exhaustive(2), 3])
 def test_optimizers_of_unknown_classes_get_whole_parameters_at_every_stage(stage):
     assert all(run_ranks(step_unknown, 2, stage, timeout=DEADLINE))
 
@@ -757,7 +761,7 @@ def step_two(stage, elementwise):
         group = dist.new_group(list(range(some)))
         if dist.get_rank() < some:
             ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, group=group, lr=0.1)
-    return all(step_two_of(stage, elementwise, seed) for seed in range(5))
+    return all(step_two_of(stage, elementwise, seed) for seed in range(3))
 
 
 def step_two_of(stage, elementwise, seed):
@@ -803,8 +807,10 @@ def make_layers():
     return [nn.Linear(5, 5).double() for _ in range(6)]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "elementwise"),
+    [exhaustive(1, True), (2, True), (1, False), exhaustive(2, False)],
+)
 def test_two_optimizers_in_one_backward_equal_one_process(stage, elementwise):
     assert all(run_ranks(step_two, 3, stage, elementwise, timeout=DEADLINE))
 

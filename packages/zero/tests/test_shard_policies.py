@@ -110,7 +110,7 @@ def build(name):
 
 def shard_everything(name):
     """Train with all parameters sharded; every rank stores 1/n of them."""
-    model, ours, twin, theirs = pair(3, "SGD", build=lambda: build(name), shard="blocks")
+    model, ours, twin, theirs = pair(3, "SGD", build=lambda: build(name))
     assert model.replicated_bytes == {}
     total = sum(p.numel() for p in twin.parameters())
     stored = sum(p.numel() for p in model.parameters())
@@ -147,6 +147,70 @@ def select():
     return True
 
 
-@pytest.mark.filterwarnings("ignore:FSDP keeps")
 def test_names_and_predicates_select_the_sharded_modules():
     assert all(run_ranks(select, 2, timeout=DEADLINE))
+
+
+def published(name):
+    """Return a small model of transformers with random weights."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "use_cache": False}
+    heads = {"num_attention_heads": 2, "intermediate_size": 24}
+    models = {
+        "gpt2": lambda: tf.GPT2LMHeadModel(
+            tf.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+        ),
+        "mixtral": lambda: tf.MixtralForCausalLM(
+            tf.MixtralConfig(**sizes, **heads, num_key_value_heads=1, num_local_experts=3)
+        ),
+        "t5": lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(
+                vocab_size=40,
+                d_model=16,
+                d_kv=8,
+                d_ff=24,
+                num_layers=2,
+                num_heads=2,
+                decoder_start_token_id=0,
+            )
+        ),
+        "mamba": lambda: tf.MambaForCausalLM(tf.MambaConfig(**sizes, state_size=4)),
+        "vit": lambda: tf.ViTForImageClassification(
+            tf.ViTConfig(hidden_size=16, num_hidden_layers=2, **heads, image_size=8, patch_size=4)
+        ),
+    }
+    model = models[name]()
+    if name == "mixtral":
+        # The default implementation does not support float64.
+        model.set_experts_implementation("eager")
+    # Dropout draws other numbers in one process.
+    return model.double().eval()
+
+
+def published_loss(name):
+    def loss(model, inputs):
+        if name == "vit":
+            pixels = inputs.new_zeros(2, 3, 8, 8) + inputs.mean()
+            return model(pixel_values=pixels).logits.square().mean()
+        tokens = (inputs * 100).long().abs() % 40
+        return model(input_ids=tokens, labels=tokens).loss
+
+    return loss
+
+
+def train_published(name):
+    model, ours, twin, theirs = pair(3, "SGD", build=lambda: published(name))
+    assert model.replicated_bytes == {}
+    assert len(model.units) >= 3
+    train(model, ours, twin, theirs, published_loss(name), clip=0.5)
+    return True
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "mamba", "vit"])
+def test_models_of_transformers_are_sharded_and_equal_one_process(name):
+    pytest.importorskip("transformers", reason="models of transformers")
+    assert all(run_ranks(train_published, 2, name, timeout=DEADLINE))

@@ -6,7 +6,7 @@ A comment above each private member names its reader.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -80,17 +80,6 @@ class TorchCompatibility:
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return options and measurements with the names of torch's DDP."""
         return logging_data(self._replica)
-
-    # Reader: training scripts such as OpenVLA-OFT's, older than the argument `static_graph`.
-    def _set_static_graph(self) -> None:
-        """Declare that every step computes the same graph, like `static_graph=True`."""
-        if self._replica.is_connected and self._replica.reducer.num_steps:
-            raise RuntimeError(
-                "_set_static_graph() should be called before training loop starts; or pass "
-                "static_graph=True"
-            )
-        self._options = replace(self._options, static_graph=True)
-        self._replica.use_options(self._options)
 
     # Reader: Lightning's `_sync_module_states` reads the attribute that this function sets.
     @staticmethod

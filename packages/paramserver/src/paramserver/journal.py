@@ -66,6 +66,10 @@ class JournalError(RuntimeError):
     """A journal is damaged. The message names the file, the byte and the remedy."""
 
 
+class DiskFullError(RuntimeError):
+    """The disk of a journal has no room for a record; nothing was recorded."""
+
+
 @dataclass(frozen=True)
 class _Span:
     """Bytes `start` to `stop` of file `number`, which were checked."""
@@ -145,7 +149,12 @@ class DiskJournal:
         )
 
     def record(self, record: Record) -> None:
-        """Write a record and return when it is written; raise `RuntimeError` if that fails."""
+        """Write a record and return when it is written.
+
+        Raises:
+            DiskFullError: the disk has no room. The record may be passed again later.
+            RuntimeError: another error of the disk.
+        """
         kind, parts = _to_bytes(record)
         try:
             self._append(kind, parts)
@@ -156,7 +165,10 @@ class DiskJournal:
         try:
             self._append(kind, parts)
         except OSError as error:
-            raise RuntimeError(f"cannot write a journal in {self.folder}: {error}") from error
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            kind_of_error = DiskFullError if is_full else RuntimeError
+            text = f"cannot write a journal in {self.folder}: {error}"
+            raise kind_of_error(text) from error
 
     def is_long(self) -> bool:
         """Return True if a snapshot is due and no snapshot is being written."""

@@ -19,8 +19,8 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import binary_size
-from accounting.cli.questions import amount, differences, read_model, serving
-from accounting.cli.report import as_html, as_text, report
+from accounting.cli.questions import amount, differences, read_model, serving, stored_dtype
+from accounting.cli.report import as_text, report
 from accounting.hardware import HARDWARE, find
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
@@ -60,8 +60,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "explain": {"action": "store_true", "help": "print every derivation"},
     "compiled": {"action": "store_true", "help": "use torch.compile"},
     "loss-chunks": {"type": int, "default": 1, "help": "chunks of head and cross-entropy"},
-    "html": {"type": Path, "help": "write an HTML page with charts"},
-    "weights": {"default": "bf16", "help": "dtype of the weights"},
+    "weights": {
+        "default": "bf16",
+        "help": "dtype of the weights, or that of the config.json",
+    },
     "cache": {"default": "bf16", "help": "dtype of the cache"},
     "json": {"action": "store_true"},
 }
@@ -143,10 +145,13 @@ def _serve(words: Sequence[str]) -> int:
     """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
     names = "gpus hardware seq weights cache json"
     parser = _parser("serve", _serve.__doc__, names)
-    parser.set_defaults(gpus=1, seq=8192)
+    parser.set_defaults(gpus=1, seq=8192, weights=None)
     options = vars(_options(parser, words))
     as_json = options.pop("json")
-    result = serving(read_model(options.pop("model")), **options)
+    name = options.pop("model")
+    if options["weights"] is None:
+        options["weights"] = stored_dtype(name)
+    result = serving(read_model(name), **options)
     rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in result.items()]
     if not result["sequences_at_once"]:
         needed = result["devices_needed"]
@@ -236,9 +241,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _report(words: Sequence[str]) -> int:
-    names = (
-        "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json html"
-    )
+    names = "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json"
     options = _options(_parser("", __doc__, names, axes=True), words)
     for name in ("gpus", "batch"):
         if getattr(options, name) is not None:
@@ -256,8 +259,6 @@ def _report(words: Sequence[str]) -> int:
     fused = {"compiled": options.compiled, "loss_chunks": options.loss_chunks}
     work = Workload(batch=batch, seq=options.seq, precision=precision, **fused)
     result = report(model, plan, work, **about)
-    if options.html:
-        _write(options.html, as_html(result))
     print(json.dumps(result.to_dict(), indent=1) if options.json else as_text(result))
     if options.explain and not options.json:
         print("\n" + "\n\n".join(cost.explain() for _, _, cost, _ in result.costs()))

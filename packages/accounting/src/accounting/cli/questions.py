@@ -13,7 +13,7 @@ from accounting.kv_cache import kv_cache
 from accounting.memory.training import device_parameters
 from accounting.model.matrices import all_matrices
 from accounting.model.records import MLA, Experts, Window
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import Transformer, content_of
 from accounting.parameters import parameters
 from accounting.plan import Plan, split
 from accounting.precision import bytes_of
@@ -172,6 +172,26 @@ def _build(kind: Any, values: dict[str, Any], prefix: str = "") -> Any:
             f"expected the fields {', '.join(prefix + name for name in needed)}; add {example}"
         )
     return kind(**values)
+
+
+@checks.entry()
+def stored_dtype(text: str) -> str:
+    """Return the dtype of the weights that a config.json states, or bf16 if it is not quantized.
+
+    With fp8, tables, norms and scales count as fp8 too. Other methods raise `ValueError`.
+    """
+    if not Path(text).exists():
+        return "bf16"
+    quantization = content_of(text).get("quantization_config")
+    if quantization is None:
+        return "bf16"
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method != "fp8":
+        raise ValueError(
+            f"expected quantization_config with quant_method 'fp8', got {method!r}; pass the dtype "
+            "of the weights with --weights"
+        )
+    return "fp8"
 
 
 _RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}

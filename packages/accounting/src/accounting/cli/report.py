@@ -1,6 +1,5 @@
-"""The cost of one plan, as text, as JSON, or as an HTML page with charts."""
+"""The cost of one plan, as text or as JSON."""
 
-import html
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -71,7 +70,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Plain dictionaries and numbers, ready for `json.dumps`."""
+        """Return plain dictionaries and numbers for `json.dumps`."""
         peak = self.timeline.peak
         return {
             "model": self.model.name,
@@ -170,93 +169,3 @@ def _shares(whole: Breakdown, show: Show) -> list[str]:
         f"{'#' * round(30 * float(part.total) / total)}".rstrip()
         for part in parts
     ]
-
-
-def as_html(result: Report) -> str:
-    """Return one HTML page without scripts: memory over time, and a stacked bar for every cost."""
-    title = html.escape(f"{result.model.name} on {result.plan.devices} x {result.hardware.name}")
-    bars = (_bar(heading, cost, show) for _, heading, cost, show in result.costs() if cost.total)
-    body = "\n".join([_timeline(result.timeline, result.hardware.memory_bytes), *bars])
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        f'<meta name="color-scheme" content="light dark">\n'
-        f"<style>{_STYLE}</style>\n<h1>{title}</h1>\n"
-        f"<p>{html.escape(repr(result.plan))}, batch {result.work.batch} x {result.work.seq}</p>\n"
-        f"{body}\n</html>\n"
-    )
-
-
-def _bar(name: str, whole: Breakdown, show: Show) -> str:
-    whole_size = float(whole.total)
-    shares = [(part.name, show(part.total), float(part.total) / whole_size) for part in whole.parts]
-    pieces = "".join(
-        f'<i style="width:{100 * fraction:.3f}%;background:{_color(index)}" '
-        f'title="{html.escape(part)}"></i>'
-        for index, (part, _, fraction) in enumerate(shares)
-    )
-    legend = _legend([f"{part} {size} ({fraction:.1%})" for part, size, fraction in shares])
-    return (
-        f"<section><h2>{name}: {html.escape(show(whole.total))}</h2>"
-        f'<div class="bar">{pieces}</div>{legend}'
-        f"<details><summary>derivation</summary><pre>{html.escape(whole.explain())}</pre>"
-        "</details></section>"
-    )
-
-
-def _timeline(timeline: Timeline, room: int, width: int = 960, height: int = 240) -> str:
-    """Return a chart of bytes during a step, with a line at the memory of the device."""
-    peak, moments = timeline.peak, timeline.moments
-    # At most about 400 moments are drawn; the peak is always one of them.
-    every = -(-len(moments) // 400)
-    shown = [m for i, m in enumerate(moments) if i % every == 0 or m is peak]
-    top, step = 1.05 * max(peak.total, float(room)), width / len(shown)
-    kinds = [kind for kind in peak.parts if any(m.parts[kind] for m in shown)]
-    below = [0.0] * len(shown)
-    areas = []
-    for index, kind in enumerate(kinds):
-        above = [low + m.parts[kind] for low, m in zip(below, shown, strict=True)]
-        edges = [
-            [
-                f"{x:.1f},{height - height * level / top:.1f}"
-                for i, level in enumerate(levels)
-                for x in (i * step, (i + 1) * step)
-            ]
-            for levels in (above, below)
-        ]
-        points = " ".join(edges[0] + edges[1][::-1])
-        areas.append(f'<polygon points="{points}" fill="{_color(index)}"/>')
-        below = above
-    y = height - height * room / top
-    head = f"Memory in time: {binary_size(peak.total)} at {peak.when}"
-    legend = _legend([f"{kind} {binary_size(peak.parts[kind])} at the peak" for kind in kinds])
-    return (
-        f"<section><h2>{html.escape(head)}</h2>"
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(head)}">'
-        f"{''.join(areas)}"
-        f'<line x1="0" x2="{width}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" '
-        f'stroke-dasharray="6 4"/><text x="4" y="{y - 4:.1f}">{binary_size(room)}</text></svg>'
-        f"{legend}</section>"
-    )
-
-
-def _legend(entries: list[str]) -> str:
-    items = (
-        f'<li style="--c:{_color(index)}">{html.escape(entry)}</li>'
-        for index, entry in enumerate(entries)
-    )
-    return f"<ul>{''.join(items)}</ul>"
-
-
-def _color(index: int) -> str:
-    return f"hsl({47 * index % 360} 55% 62%)"
-
-
-_STYLE = (
-    ":root{color-scheme:light dark}body{font:15px system-ui;max-width:60rem;margin:2rem auto;"
-    "padding:0 1rem;background:Canvas;color:CanvasText}"
-    "h2{font-size:1.05rem;margin-bottom:.3rem}.bar{display:flex;height:1.6rem}.bar i{display:block}"
-    "svg{width:100%;height:auto}text{font-size:11px;fill:currentColor}"
-    "ul{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;list-style:none;padding:0}"
-    "li::before{content:'';display:inline-block;width:.8em;height:.8em;background:var(--c);"
-    "margin-right:.4em}pre{overflow:auto;font-size:12px}"
-)

@@ -32,7 +32,7 @@ class Transformer(Shape):
         """
         from accounting.model.registry import transformer_arguments
 
-        return cls(**transformer_arguments(_content(config)))
+        return cls(**transformer_arguments(content_of(config)))
 
     @classmethod
     def from_module(cls, module: nn.Module, *, heads: int | None = None) -> Transformer:
@@ -45,7 +45,7 @@ class Transformer(Shape):
         config = getattr(module, "config", None)
         if hasattr(config, "to_dict"):
             # The class decides which parts of the configuration are built: head, no head, pooler.
-            content = _content(config) | {"architectures": [type(module).__name__]}
+            content = content_of(config) | {"architectures": [type(module).__name__]}
             model = cls.from_hf(content)
         else:
             model = cls(**shape_arguments(module, heads))
@@ -64,7 +64,8 @@ class Transformer(Shape):
         return count + (sum(m.size for m in matrices(self.encoder)) if self.encoder else 0)
 
 
-def _content(config: object) -> dict[str, Any]:
+def content_of(config: object) -> dict[str, Any]:
+    """Return the fields of a configuration: a folder, a file, its content, or a config object."""
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, str | PathLike):

@@ -1,5 +1,6 @@
 """The answer to one question: the best plan to train a model, its duration and its price."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -149,7 +150,7 @@ def plan_for(
     if batch is None:
         batch = max(TOKENS_PER_STEP // seq, 1)
         # A multiple of the devices, so that any number of devices can divide the batch.
-        unit = gpus if batch > gpus else max(1, gpus // 8)
+        unit = gpus if batch > gpus else gpus // math.gcd(gpus, 8)
         batch = -(-max(batch, unit) // unit) * unit
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}

@@ -26,14 +26,8 @@ _DURATIONS = (
 )
 
 
-def logging_data(replica: Replica, *, hook_name: str = "", sample_rate: int = 1) -> dict[str, Any]:
-    """Return options, bucket sizes and times in nanoseconds.
-
-    `hook_name` overrides the name of a communication hook. After ten steps, the times are those of
-    every `sample_rate`-th step.
-    """
-    if not hook_name and isinstance(replica.compression, CommHook):
-        hook_name = getattr(replica.compression.hook, "__qualname__", "")
+def logging_data(replica: Replica) -> dict[str, Any]:
+    """Return options, bucket sizes and times in nanoseconds."""
     options = replica.options
     device = options.device
     has_sync_bn = any(isinstance(module, nn.SyncBatchNorm) for module in replica.module.modules())
@@ -51,13 +45,13 @@ def logging_data(replica: Replica, *, hook_name: str = "", sample_rate: int = 1)
         "is_multi_device_module": 0,
         "has_sync_bn": int(has_sync_bn),
     }
-    if hook_name:
-        data["comm_hook"] = hook_name
+    if isinstance(replica.compression, CommHook):
+        data["comm_hook"] = getattr(replica.compression.hook, "__qualname__", "")
     for name in _ENVIRONMENT:
         data[name.lower()] = os.environ.get(name, "N/A")
     if replica.is_connected:
         data |= _group_data(replica) | _bucket_data(replica)
-        data |= _time_data(replica, sample_rate)
+        data |= _time_data(replica)
     return data
 
 
@@ -100,15 +94,12 @@ def _bucket_data(replica: Replica) -> dict[str, Any]:
     return data
 
 
-def _time_data(replica: Replica, sample_rate: int) -> dict[str, Any]:
+def _time_data(replica: Replica) -> dict[str, Any]:
     num_steps = replica.reducer.num_steps
     if not num_steps:
         return {}
-    steps_since_sample = (num_steps - 1) % sample_rate if num_steps > 10 else 0
     records = list(replica.meter.steps)
-    sample = records[max(-len(records), -1 - steps_since_sample)]
-    data: dict[str, Any] = {"iteration": num_steps - 1 - steps_since_sample}
-    data |= _step_times(sample)
+    data: dict[str, Any] = {"iteration": num_steps - 1} | _step_times(records[-1])
     for name in _DURATIONS:
         durations = [_step_times(record)[name] for record in records]
         data[f"avg_{name}"] = sum(durations) // len(durations)

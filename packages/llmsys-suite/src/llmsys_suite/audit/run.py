@@ -1,21 +1,23 @@
-"""All checks of a run, stage by stage."""
+"""All checks of a run, stage by stage, during the run and again from its folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, none
 from llmsys_suite.audit.evidence import gather_evidence
 from llmsys_suite.audit.stages import COLLECTIVE, STAGES
+from llmsys_suite.config import UsageError
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Audit
 
 
 def run(run: Run) -> Audit | None:
-    """Write evidence.json and checks.json; a failed check fails the run."""
+    """Write evidence.json and checks.json; a failed check makes the run fail."""
     evidence, checks = audit_run(run)
     if run.folder is None:
         return None
@@ -36,18 +38,43 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
             samples = run.folder.samples()
             checks += training.checks(run.config, plan, train, samples, evidence)
     for stage, check in STAGES.items():
-        run.meet()
+        run.wait_for_ranks()
         if stage in ran:
-            found = list(_guarded(stage, check(run, run.results[stage])))
-            checks += [replace(c, name=f"{stage}: {c.name}") for c in found]
+            stage_checks = list(_guarded(stage, check(run, run.results[stage])))
+            checks += [replace(c, name=f"{stage}: {c.name}") for c in stage_checks]
     return evidence, checks if run.rank == 0 else []
 
 
-def _guarded(stage: str, found: Iterator[Check]) -> Iterator[Check]:
+def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
     """Yield the checks of a stage; an exception becomes a failed check if one rank checks alone."""
     try:
-        yield from found
+        yield from stage_checks
     except Exception as error:
         if stage in COLLECTIVE:
             raise
         yield none("what the audit reads", stage, "no error", [f"{type(error).__name__}: {error}"])
+
+
+def check_again(folder: RunFolder) -> list[Check]:
+    """Return the checks of a folder; those of `plan` and `train` are recomputed from its records.
+
+    Raises:
+        UsageError: the run is incomplete or was not audited.
+    """
+    if not folder.complete:
+        raise UsageError(f"{folder.path} is an incomplete run: its audit would be half of one")
+    results = folder.results
+    if "audit" not in results:
+        raise UsageError(f"{folder.path} was not audited: its run had no stage audit")
+    names = {field.name for field in fields(Check)}
+    stored = [
+        Check(**{key: value for key, value in row.items() if key in names})
+        for row in folder.read_json("checks.json")
+    ]
+    recomputed: dict[str, Check] = {}
+    if evidence := folder.read_json("evidence.json"):
+        checks = training.checks(
+            folder.config, results["plan"], results["train"], folder.samples(), evidence
+        )
+        recomputed = {check.name: check for check in checks}
+    return [recomputed.get(check.name, check) for check in stored]

@@ -56,8 +56,8 @@ def learning(learn: Learn) -> str:
 
     def draw(axes: Axes) -> None:
         axes.plot(learn.losses, color=COLORS[0], linewidth=0.7, label="training")
-        steps, held = zip(*learn.heldout, strict=True)
-        axes.plot(steps, held, "o-", color=COLORS[1], markersize=3, label="held out")
+        steps, heldout = zip(*learn.heldout, strict=True)
+        axes.plot(steps, heldout, "o-", color=COLORS[1], markersize=3, label="held out")
         axes.set(xlabel="step", ylabel="nats a byte")
         axes.legend()
 
@@ -122,27 +122,6 @@ def timeline(models: dict[str, Any]) -> str:
     return figure(draw, "Live memory over a training step, its peak marked")
 
 
-def roofline(products: Sequence[dict[str, Any]], peak: float) -> str:
-    """Draw the rate of each product under the roofs of the smallest and largest working set."""
-    smallest = min(products, key=lambda row: row["working_set_bytes"])
-    largest = max(products, key=lambda row: row["working_set_bytes"])
-
-    def draw(axes: Axes) -> None:
-        for row, style in ((smallest, "-"), (largest, "--")):
-            rate = row["bytes_per_second"]
-            x = [0.1, peak / rate, 1e3]
-            y = [min(peak, rate * intensity) / 1e9 for intensity in x]
-            size = row["working_set_bytes"] / 2**20
-            axes.plot(x, y, style, color=COLORS[5], label=f"roof at {size:.2g} MiB")
-        for color, row in zip(COLORS * 9, products, strict=False):
-            x_, y_ = row["flops_per_byte"], row["gflops"]
-            axes.plot(x_, y_, "o", color=color, label=row["operator"])
-        axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="GFLOP/s of one rank")
-        below(axes, 2)
-
-    return figure(draw, "Products of a forward pass under the roofline", height=3.6)
-
-
 def isoflop(scale: Scale) -> str:
     """Loss against size for each budget, the bottom of each valley, and the interval beyond."""
 
@@ -187,20 +166,20 @@ def bars(names: Sequence[str], values: Sequence[float], unit: str) -> str:
     return figure(draw, f"{unit}: {', '.join(names)}", height=0.9 + 0.28 * len(names))
 
 
-def patterns(found: dict[str, list[list[float]]]) -> str:
+def patterns(patterns_by_head: dict[str, list[list[float]]]) -> str:
     """Draw the attention of the strongest head per kind, from each token (down) to earlier ones."""
 
     def draw(axes: Axes) -> None:
-        side = len(next(iter(found.values())))
+        side = len(next(iter(patterns_by_head.values())))
         gap = [[None] * (side // 6)] * side
         wide = [
             [float("nan") if x is None else x for part in parts for x in part]
-            for parts in zip(*(p for m in found.values() for p in (m, gap)), strict=True)
+            for parts in zip(*(p for m in patterns_by_head.values() for p in (m, gap)), strict=True)
         ]
         axes.imshow(wide, cmap="viridis", vmin=0, vmax=100, interpolation="nearest")
         axes.set_xticks(
-            [side / 2 + i * (side + side // 6) for i in range(len(found))],
-            [name.replace(": ", "\n") for name in found],
+            [side / 2 + i * (side + side // 6) for i in range(len(patterns_by_head))],
+            [name.replace(": ", "\n") for name in patterns_by_head],
         )
         axes.set_yticks([])
         axes.grid(visible=False)

@@ -51,6 +51,7 @@ class Job:
     on_worker_loss: Literal["stop", "continue"] = "stop"
     whole: bool = False
     drop_after: float | None = None
+    fsync: bool = False
 
     def shards(self) -> list[Shard]:
         """Return the shard of each server."""

@@ -43,6 +43,7 @@ def run(
     start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
     restarts: int = 0,
     journal: str | Path | None = None,
+    fsync: bool = False,
     progress: ReportProgress | None = None,
 ) -> Result:
     """Call `train(worker, *args)` on every worker, with servers that start from `module`.
@@ -71,6 +72,8 @@ def run(
             calls `train` again, and `worker.position` is its position in the training data. A
             restarted server continues from its journal.
         journal: folder of the servers' journals, possibly of an earlier run; "zeromq" only.
+        fsync: whether each record of a journal is written through to the disk before it is
+            answered, so that it survives a power failure.
         progress: called about every second with the progress; `print` prints it as a line.
 
     Raises:
@@ -89,9 +92,12 @@ def run(
         on_worker_loss,
         whole,
         drop_after,
+        fsync,
     )
     if transport != "zeromq" and (restarts or journal is not None):
         raise ValueError(f"expected transport 'zeromq' with restarts or journal, got {transport!r}")
+    if fsync and journal is None:
+        raise ValueError("expected a journal with fsync=True, got journal=None")
     shards = job.shards()
     if transport == "ray":
         from paramserver.transport.ray import run_on_ray

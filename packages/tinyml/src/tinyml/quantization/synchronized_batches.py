@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ class _Batch:
         self.inputs: Tensor | None = None
         self.error: BaseException | None = None
         self.over = self._stopped = False
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        #: True for tokens that are not padding, of shape (batch, seq).
+        self._mask = None if mask is None else cast(Tensor, mask).bool()
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(model, batch), daemon=True)
         self._thread.start()
@@ -36,7 +39,10 @@ class _Batch:
         self._go.acquire()
         try:
             with torch.no_grad():  # grad mode is local to a thread
-                model(batch)
+                if isinstance(batch, Mapping):
+                    model(**batch)
+                else:
+                    model(batch)
         except _Stop:
             pass
         except BaseException as error:
@@ -46,7 +52,11 @@ class _Batch:
 
     def pause(self, name: str, inputs: Tensor) -> None:
         """Wait inside the layer; called by the batch's own thread."""
-        self.waits_at, self.inputs = name, inputs
+        self.waits_at = name
+        if self._mask is not None and inputs.shape[:-1] == self._mask.shape:
+            self.inputs = inputs[self._mask]
+        else:
+            self.inputs = inputs.reshape(-1, inputs.shape[-1])
         self._paused.release()
         self._go.acquire()
         self.waits_at = self.inputs = None
@@ -78,8 +88,10 @@ def visit_layers(
 ) -> None:
     """Call `visit(name, inputs)` for each layer that runs, in the order in which batches reach it.
 
-    `inputs` contains one tensor (tokens, width) per batch, from the layer's first call. The batches
-    continue with the layer as `visit` leaves it. An error in the model is raised in the caller.
+    A batch is the argument of the model, or a mapping of keyword arguments. `inputs` contains one
+    tensor (tokens, width) per batch, from the layer's first call, without the tokens that an
+    `attention_mask` of shape (batch, seq) marks as padding. The batches continue with the layer as
+    `visit` leaves it. An error in the model is raised in the caller.
     """
     done: set[str] = set()
     running: list[_Batch] = []
@@ -101,7 +113,7 @@ def visit_layers(
             running.append(_Batch(model, batch))
         for name, ready in _stops(running):
             inputs = [b.inputs for b in ready if b.inputs is not None]
-            visit(name, [x.reshape(-1, x.shape[-1]) for x in inputs])
+            visit(name, inputs)
             done.add(name)
     finally:
         for batch in running:

@@ -96,7 +96,7 @@ def bare(name: str, model: nn.Module) -> Callable[[], None]:
 def build_stage(stage: int, model: nn.Module, group: Any = None) -> Trained:
     """Return `model` and AdamW at stage 0 (not sharded), 1, 2 or 3."""
     if stage == 3:
-        model = FSDP(model, group=group)
+        model = FSDP(model, group=group, shard=(nn.Linear, nn.Embedding))
     if stage in (0, 3):
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, ShardedOptimizer(

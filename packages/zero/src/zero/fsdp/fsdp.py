@@ -25,7 +25,6 @@ Some modules read the parameter of another module without calling it: `nn.Multih
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ from zero.fsdp.autograd_hooks import (
 from zero.fsdp.optimizer_hooks import install
 from zero.fsdp.replicated import ReplicatedParameters
 from zero.fsdp.state_dict import StateDictHooks, use_full_parameters
-from zero.fsdp.unit import ShardedParameter, Unit, find_unit
+from zero.fsdp.unit import Shard, ShardedParameter, Unit, find_unit
 from zero.fsdp.wrapping import (
     Materialize,
     ShardPolicy,
@@ -58,20 +57,18 @@ from zero.fsdp.wrapping import (
 )
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
-#: FSDP warns of a class of modules that has this fraction of the model unsharded, or more.
-WARN_FRACTION = 0.05
-
 
 class FSDP(nn.Module):
-    """Fully sharded data parallelism: modules that `shard` selects store 1/n of their parameters.
+    """Fully sharded data parallelism: every rank stores 1/n of each parameter.
 
     Between steps `parameters()` are this rank's shards, one column of elements per parameter, for
-    any torch optimizer. All other parameters are replicated, and their gradients are all-reduced.
+    any torch optimizer. Parameters that `shard` does not select are replicated, and their gradients
+    are all-reduced.
 
-    shard: classes and names of modules, or a predicate of name and module. Each selected module is
-        gathered as one unit, without the parameters of selected modules within it. "blocks" shards
-        all parameters: each block of the model's outermost lists is a unit, and the root module is
-        the unit of all other parameters.
+    shard: "blocks" shards all parameters: each block of the model's outermost lists is a unit,
+        which is gathered at once, and the root module is the unit of all other parameters. Classes
+        and names of modules, or a predicate of name and module, select other units. Each selected
+        module is a unit without the parameters of selected modules within it.
     compute_dtype: the dtype of parameters and inputs while sharded modules run; shards keep theirs.
     gradient_dtype: the dtype in which gradients are sent; by default the one they are computed in.
     device, initialize: where modules on the meta device are allocated, one sharded module at a
@@ -96,7 +93,7 @@ class FSDP(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         group: Group = None,
-        shard: ShardPolicy = (nn.Linear, nn.Embedding),
+        shard: ShardPolicy = "blocks",
         gradient_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
@@ -142,8 +139,6 @@ class FSDP(nn.Module):
         self._replicated = ReplicatedParameters(self.communicator, replicated)
         #: Bytes of the parameters that every rank keeps full, by the class of their module.
         self.replicated_bytes = bytes_by_class(module, replicated)
-        if self.communicator.rank == 0:
-            self._warn_of_replicated_parameters(shard)
         for tensor in [*replicated, *module.buffers()]:
             self.communicator.broadcast_first(tensor.detach())
         self._init_runtime_state()
@@ -190,28 +185,6 @@ class FSDP(nn.Module):
         problem = describe_difference(self.communicator.gather_objects(described))
         if problem:
             raise ValueError(problem)
-
-    def _warn_of_replicated_parameters(self, shard: ShardPolicy) -> None:
-        """Warn if a considerable part of the model is not sharded, and name the remedy."""
-        sharded = sum(p.full.numel() * p.shard.itemsize for u in self.units for p in u.parameters)
-        total = sharded + sum(self.replicated_bytes.values())
-        large = {
-            name: nbytes / total
-            for name, nbytes in self.replicated_bytes.items()
-            if nbytes >= WARN_FRACTION * total
-        }
-        if not large:
-            return
-        parts = ", ".join(f"{name} {fraction:.0%}" for name, fraction in large.items())
-        remedy = 'pass shard="blocks"'
-        if isinstance(shard, tuple):
-            names = [repr(entry) if isinstance(entry, str) else entry.__name__ for entry in shard]
-            remedy += f" or shard=({', '.join([*names, *large])},)"
-        warnings.warn(
-            f"FSDP keeps {1 - sharded / total:.0%} of the model whole on every rank ({parts}), "
-            f"because shard= does not select these modules: {remedy}",
-            stacklevel=3,
-        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch."""
@@ -420,10 +393,10 @@ class FSDP(nn.Module):
 
         See Note [Parameters that other modules read].
         """
-        location = self._unit_of.get(parameter)
-        if location is None or not (self._num_running or self._in_backward):
+        # Checked first, because torch.compile traces this function and cannot look up a shard.
+        if type(parameter) is not Shard or not (self._num_running or self._in_backward):
             return parameter
-        unit, sharded = location
+        unit, sharded = self._unit_of[parameter]
         unit.wait_for_unshard()
         unit.keep_unsharded = True
         if unit not in self._uncalled_units:

@@ -65,20 +65,34 @@ def make_units(
         )
     units: list[Unit] = []
     units_of: dict[nn.Module, list[Unit]] = {}
-    for parameters in plan.groups.values():
+    # Modules are initialized in the order of the model, as without sharding, so that they draw the
+    # same random numbers. A unit is sharded as soon as its last module is initialized.
+    complete_groups = _groups_by_last_module(root, plan)
+    for module in root.modules():
         if materialize is not None:
-            modules = dict.fromkeys(plan.owners[parameter][0][0] for parameter in parameters)
-            materialize(list(modules), plan.owners)
-        for named in _split_by_kind(parameters, plan):
-            unit = make_unit(named)
-            users = {plan.user[module] for _, _, owners in named for module, _ in owners}
-            unit.is_read_in_backward = any(reads_weight_in_backward(user) for user in users)
-            units.append(unit)
-            for module in users:
-                units_of.setdefault(module, []).append(unit)
-    if materialize is not None:
-        materialize([*root.modules()], plan.owners)
+            materialize([module], plan.owners)
+        for parameters in complete_groups.get(module, ()):
+            for named in _split_by_kind(parameters, plan):
+                unit = make_unit(named)
+                users = {plan.user[module] for _, _, owners in named for module, _ in owners}
+                unit.is_read_in_backward = any(reads_weight_in_backward(user) for user in users)
+                units.append(unit)
+                for user in users:
+                    units_of.setdefault(user, []).append(unit)
     return units, units_of
+
+
+def _groups_by_last_module(
+    root: nn.Module, plan: _Plan
+) -> dict[nn.Module, list[list[nn.Parameter]]]:
+    """Return the groups of parameters by the last of the modules that have them."""
+    position = {module: index for index, module in enumerate(root.modules())}
+    groups: dict[nn.Module, list[list[nn.Parameter]]] = {}
+    for parameters in plan.groups.values():
+        modules = [plan.owners[parameter][0][0] for parameter in parameters]
+        last = max(modules, key=lambda module: position[module])
+        groups.setdefault(last, []).append(parameters)
+    return groups
 
 
 def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
