@@ -82,10 +82,10 @@ def test_every_interval_beyond_the_runs_is_wider_than_that_of_noise():
 
 def test_interval_of_a_run_covers_new_runs():
     covered = 0
-    for seed in range(10):
+    for seed in range(5):
         fit = fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=seed))
         random = np.random.default_rng(seed)
-        for compute in (1e20, 1e22, 1e23):
+        for compute in (1e20, 3e20, 1e21, 1e22, 3e22, 1e23):
             best = LAW.optimal(compute)
             loss = best.loss * np.exp(3e-3 * random.standard_normal())
             covered += loss in fit.predict(best.parameters, best.tokens).interval
@@ -269,3 +269,23 @@ def test_fits_that_agree_below_1b_disagree_at_7b(text):
     assert np.median(np.abs(errors)) > 0.03
     # Neither the residuals nor the held-out error within the small runs selects the best law.
     assert max(abs(errors[np.argmin(of)]) for of in (scatter, scores)) > 0.015
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "overtrained_c4.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/overtrained_c4.csv",
+)
+@pytest.mark.parametrize(("count", "bound"), [(34, 2.3), (20, 2.45)])
+def test_width_of_few_runs_changes_by_the_stated_factor(count, bound):
+    """The README's limit is the largest change of six random drops of three runs."""
+    runs = load_runs(FOLDER / "scaling" / "overtrained_c4.csv", columns={"loss": "loss_c4"})
+    part = runs[np.argsort(runs.compute, kind="stable")[:count]]
+    compute = 10 * float(part.compute.max())
+    whole = log_width(fit_parametric(part), compute)
+    changes = []
+    for seed in range(6):
+        subset = np.sort(np.random.default_rng(seed).permutation(count)[:-3])
+        changes.append(abs(log_width(fit_parametric(part[subset]), compute) - whole))
+    assert bound - 0.15 < math.exp(max(changes)) < bound

@@ -27,7 +27,7 @@ def rounding_of_exponents(law, runs):
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=7, deadline=None, derandomize=True)
 @given(law=laws, loss=st.sampled_from(["huber", "lad", "squares"]))
 @example(Law(2.37, 4816, 4816, 0.06, 0.06), "huber")
 def test_any_noiseless_law_is_recovered(law, loss):
@@ -126,6 +126,17 @@ def test_no_other_method_finds_better_if_the_proof_holds(count):
         proofs += fit.proof.holds
         assert not fit.proof.holds or least >= fit.objective * (1 - 1e-7)
     assert proofs >= count // 4
+
+
+@pytest.mark.parametrize("loss", ["huber", "squares"])
+def test_fit_of_a_large_table_reaches_the_optimum_of_the_whole_search(loss, monkeypatch):
+    runs = isoflop_runs(noise=5e-3, per_budget=700, seed=2)
+    assert len(runs) > search.SEARCH_ROWS
+    fast = fit_parametric(runs, loss)
+    monkeypatch.setattr(search, "SEARCH_ROWS", 10**9)
+    whole = fit_parametric(runs, loss)
+    assert fast.objective == pytest.approx(whole.objective, rel=1e-9)
+    assert fast.proof.starts < whole.proof.starts
 
 
 def test_vanished_term_is_revived_if_that_lowers_the_objective():

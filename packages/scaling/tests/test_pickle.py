@@ -1,6 +1,7 @@
 """Fits, laws and their answers can be pickled, copied and compared at any time."""
 
 import copy
+import functools
 import pickle
 
 import numpy as np
@@ -11,6 +12,12 @@ from scaling import fit_isoflop, fit_law, fit_parametric, isoflop_runs
 RUNS = isoflop_runs(noise=2e-3)
 STEPS = {"tokens": np.geomspace(1e9, 1e11, 6), "batch": [1e5, 2e5, 4e5, 7e5, 1.2e6, 2e6]}
 SWEPT = {"lr": [1e-3, 2e-3, 4e-3] * 2, "bs": [32] * 3 + [64] * 3, "loss": [3.1, 3, 3.2] * 2}
+
+
+@functools.cache
+def fitted():
+    """Return one fit that results which are made from a fit share."""
+    return parametric()
 
 
 def parametric():
@@ -28,20 +35,20 @@ def isoflop():
 
 RESULTS = {
     "runs": lambda: RUNS,
-    "law": lambda: fit_parametric(RUNS).law,
+    "law": lambda: fitted().law,
     "parametric": parametric,
     "isoflop": isoflop,
-    "bootstrap": lambda: parametric().resampled,
-    "drift": lambda: parametric().drift,
+    "bootstrap": lambda: fitted().resampled,
+    "drift": lambda: fitted().drift,
     "step law": lambda: fit_law("step_batch", STEPS),
     "tied law with a prior": lambda: fit_law("tied", RUNS, priors={"gamma": (0.3, 2.0)}),
     "form": lambda: scaling.CATALOG["kaplan"],
-    "profile": lambda: scaling.profile(fit_parametric(RUNS), "alpha"),
-    "design": lambda: scaling.design(fit_parametric(RUNS), budget=1e22, target=1e24),
-    "plan": lambda: scaling.plan(parametric(), 1e23),
+    "profile": lambda: scaling.profile(fitted(), "alpha"),
+    "design": lambda: scaling.design(fitted(), budget=1e22, target=1e24),
+    "plan": lambda: scaling.plan(fitted(), 1e23),
     "sweep": lambda: scaling.fit_sweep(SWEPT),
     "backtest": lambda: scaling.backtest(RUNS, methods=["isoflop"]),
-    "speedup": lambda: scaling.effective_speedup(parametric(), parametric(), 1e22),
+    "speedup": lambda: scaling.effective_speedup(fitted(), fitted(), 1e22),
 }
 
 

@@ -195,6 +195,87 @@ def test_only_the_last_row_of_a_training_history_is_kept():
     assert len(load_runs([{k: v for k, v in row.items() if k != "run"} for row in rows])) == 9
 
 
+def history_rows(column):
+    """Return four evaluations of each of three runs that are named by a column."""
+    return [
+        {column: f"r{i}", "N": n, "tokens": s * 2e9, "_step": s, "loss": 4 - 0.1 * s - i / 9}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+        for s in range(1, 5)
+    ]
+
+
+@pytest.mark.parametrize("column", ["run_id", "Run", "trial_id", "job_id", "exp_name", "name"])
+def test_history_is_recognized_by_a_column_of_run_names(column):
+    with pytest.warns(ScalingWarning, match="9 earlier ones are left out"):
+        runs = load_runs(history_rows(column))
+    assert runs.tokens.tolist() == [8e9] * 3
+
+
+@pytest.mark.parametrize("column", ["trial", "group", "seed", "job", "model", "host"])
+def test_rows_that_may_be_a_history_are_refused_with_both_readings(column):
+    rows = history_rows(column)
+    with pytest.raises(ValueError, match=r"'_step' rises with the tokens.*history='…'.*=False"):
+        load_runs(rows)
+    with pytest.warns(ScalingWarning, match="9 earlier ones are left out"):
+        assert len(load_runs(rows, history=column)) == 3
+    assert len(load_runs(rows, history=False)) == 12
+    assert len(load_runs([row | {"id": i} for i, row in enumerate(rows)])) == 12
+    with pytest.raises(ValueError, match="history='no' is not a column"):
+        load_runs(rows, history="no")
+    with pytest.raises(ValueError, match="one size and different tokens"):
+        load_runs([row | {"set": row["_step"]} for row in rows], history="set")
+
+
+def test_sweep_is_read_as_its_best_setting_with_all_seeds():
+    rows = [
+        {"N": n, "D": d, "config.lr": lr, "seed": seed, "loss": 3 + 0.1 * abs(lr - 2) + seed / 100}
+        for n in (1e8, 4e8)
+        for d in (2e9, 8e9)
+        for lr in (1, 2, 3)
+        for seed in (0, 1)
+    ]
+    with pytest.warns(ScalingWarning, match=r"\['config.lr'\] differ.*16 runs of other settings"):
+        runs = load_runs(rows)
+    assert sorted(runs.loss) == [3.0] * 4 + [3.01] * 4
+    assert "least mean loss" in runs.explanation
+    # A rate per size is not a sweep.
+    scaled = [row | {"config.lr": 1 / row["N"], "loss": 3 + i / 99} for i, row in enumerate(rows)]
+    assert len(load_runs(scaled)) == 24
+
+
+SIZES = {"N": [1e8, 2e8, 4e8], "loss": [3.2, 3.0, 2.9]}
+STEPS = [1000, 2000, 4000]
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        {"steps": STEPS, "batch_tokens": [2**20] * 3},
+        {"train/steps": STEPS, "tokens_per_step": [2**20] * 3},
+        {"max_steps": STEPS, "global_batch_size": [512] * 3, "config.seq_len": [2048] * 3},
+        {"consumed_samples": [512 * s for s in STEPS], "seq_length": [2048] * 3},
+    ],
+)
+def test_tokens_are_steps_times_the_batch_in_tokens(factors):
+    runs = load_runs(SIZES | factors)
+    assert runs.tokens.tolist() == [s * 2.0**20 for s in STEPS]
+    assert " * ".join(factors) in runs.explanation
+
+
+@pytest.mark.parametrize("batch", ["batch_size", "per_device_train_batch_size", "micro_batch_size"])
+def test_batch_of_unknown_extent_is_refused_until_the_product_is_named(batch):
+    table = SIZES | {"steps": STEPS, batch: [512] * 3, "seq_len": [2048] * 3}
+    product = f"steps * {batch} * seq_len"
+    with pytest.raises(ValueError, match=f"'{batch}' may be the batch of one device"):
+        load_runs(table)
+    assert load_runs(table, columns={"tokens": product}).tokens[0] == 1000 * 2**20
+    with pytest.raises(ValueError, match="there are no columns"):
+        load_runs(table, columns={"tokens": "steps * length"})
+    two = table | {"batch_tokens": [2**20] * 3, "tokens_per_step": [2**19] * 3}
+    with pytest.raises(ValueError, match="may each be a factor"):
+        load_runs(two)
+
+
 def test_units_of_loss_and_kinds_of_parameters_are_explained():
     bits = load_runs({"N": BASE["N"], "D": BASE["D"], "bpb": BASE["loss"]})
     assert "bits per byte" in bits.explanation

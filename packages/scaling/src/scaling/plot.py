@@ -104,6 +104,9 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
     """Draw predicted best sizes relative to a fit of all runs; a cross marks a missed one."""
     missed_cuts = []
     missed_ratios = []
+    all_cuts = [row.cut for row in rows]
+    # Automatic limits fail if all cuts are equal within rounding.
+    axes.set(xscale="log", yscale="log", xlim=(min(all_cuts) / 1.5, max(all_cuts) * 1.5))
     for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
         of_method = [row for row in rows if row.method == method]
         # Methods with the same cuts are shifted against each other.
@@ -120,7 +123,7 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
     if missed_cuts:
         axes.plot(missed_cuts, missed_ratios, "x", color="C3", ms=13, mew=2.5, label="missed")
     axes.axhline(1, color="0.6", lw=1)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs of the largest run fitted")
+    axes.set(xlabel="FLOPs of the largest run fitted")
     axes.set(ylabel="predicted best size / that by all runs", title="Backtest, 95 % intervals")
     axes.legend(fontsize=8)
 

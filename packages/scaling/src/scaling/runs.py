@@ -16,7 +16,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.tables.cells import is_blank, list_some, parse_numbers, uses_decimal_comma
-from scaling.tables.names import WORDS, Column, Match, ambiguity, match_columns
+from scaling.tables.derived import add_token_product
+from scaling.tables.names import (
+    SWEEP_NAMES,
+    WORDS,
+    Column,
+    Match,
+    ambiguity,
+    match_columns,
+    split_words,
+)
 from scaling.tables.source import NumberedRecords, read_records
 from scaling.tables.states import keep_finished
 
@@ -48,6 +57,9 @@ ROUNDING = 0.01
 LARGEST_COMPUTE_RATIO = 10.0
 
 COLUMNS = ("parameters", "tokens", "compute", "loss")
+
+#: Names of columns that identify a run, without case and punctuation.
+RUN_NAMES = ["run", "runid", "runname", "uid", "id", "trialid", "jobid", "expname", "expid"]
 
 
 class ScalingWarning(UserWarning):
@@ -136,6 +148,7 @@ def load_runs(
     columns: Mapping[str, str] | None = None,
     units: Mapping[str, float] | None = None,
     where: Mapping[str, Any] | None = None,
+    history: str | bool | None = None,
     tolerance: float = 0.1,
 ) -> Runs:
     """Load runs from CSV, JSON or JSONL, a DataFrame, a mapping of columns or records.
@@ -148,9 +161,12 @@ def load_runs(
         source: The table.
         delimiter: The delimiter of a CSV; by default it is detected.
         columns: Names of columns that do not have a usual name (`N`, `params_B`, `train_tokens`,
-            `Training FLOP`, `eval/loss`, …), such as `{"loss": "eval/ce"}`.
+            `Training FLOP`, `eval/loss`, …), such as `{"loss": "eval/ce"}`. Tokens may be a
+            product, as in `{"tokens": "steps * batch_size * seq_len"}`.
         units: Factors of cells without a unit, such as `{"parameters": 1e6}`.
         where: Values of columns by which rows are selected, such as `{"dataset": "c4"}`.
+        history: The column that names the run of each row, of which the last row is kept; False
+            if every row is a run. By default a column of run names is recognized.
         tolerance: Relative difference between compute and 6 N D that is not reported.
 
     Left out, with a warning and a count, are rows without a loss, runs that did not finish (by a
@@ -174,13 +190,18 @@ def load_runs(
     if not table:
         raise ValueError("; ".join([f"{name} holds no runs", *exclusions]))
     present = list(dict.fromkeys(column for _, record in table for column in record))
-    matched = match_columns(present, columns or {}, name)
+    columns = dict(columns or {})
+    if product := add_token_product(table, present, columns):
+        present.append(product)
+        columns["tokens"] = product
+    matched = match_columns(present, columns, name)
     reading = _Reading(name, table, present, matched.chosen, units or {}, exclusions=exclusions)
     dataset_warnings = _several_datasets(reading)
     _drop_rows_without_loss(reading)
     reading.values, reading.choices = _parse_columns(reading.table, reading.columns, reading.units)
     reading.choices += _compare_columns(reading, matched, tolerance)
-    _keep_last_rows(reading)
+    _keep_last_rows(reading, history)
+    _keep_best_settings(reading)
     _drop_small_letters(reading)
     _complete(reading)
     expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * reading.values["tokens"]
@@ -327,12 +348,12 @@ def _parse_or_none(reading: _Reading, ours: str, column: Column) -> Array | None
         return None
 
 
-def _keep_last_rows(reading: _Reading) -> None:
+def _keep_last_rows(reading: _Reading, history: str | bool | None) -> None:
     """Leave out all but the last row of each run, if the table is a history of runs."""
-    history = _history(reading)
-    if history is None:
+    ends = None if history is False else _history(reading, history)
+    if ends is None:
         return
-    column, last = history
+    column, last = ends
     reading.exclusions.append(
         f"column {column!r} names a run in several rows: the row with the most tokens is the end of"
         f" each run; {len(reading.table) - len(last)} earlier ones are left out"
@@ -341,32 +362,92 @@ def _keep_last_rows(reading: _Reading) -> None:
     reading.table = [reading.table[i] for i in last]
 
 
-def _history(reading: _Reading) -> tuple[str, list[int]] | None:
+def _history(reading: _Reading, named: str | bool | None) -> tuple[str, list[int]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
-    Return None if the table is not a history.
+    Return None if the table is not a history. Raise `ValueError` if it may be one, because it has
+    a column of the current step and no column of names that differs in every row.
     """
     values = reading.values
     progress = values["tokens"] if "tokens" in values else values["compute"]
     size = values.get("parameters", np.ones_like(progress))
     names = {"".join(c for c in name.lower() if c.isalnum()): name for name in reading.present}
-    candidates = ["run", "runid", "runname", "uid", "id"]
-    if any(name in names for name in ("step", "globalstep", "trainerglobalstep")):
-        candidates += ["name", "experiment"]
-    for candidate in candidates:
-        if candidate not in names:
-            continue
-        column = names[candidate]
+    candidates = [names[c] for c in RUN_NAMES if c in names]
+    steps = [names[c] for c in ("step", "globalstep", "trainerglobalstep") if c in names]
+    if steps:
+        candidates += [names[c] for c in ("name", "experiment") if c in names]
+    if isinstance(named, str):
+        if named not in reading.present:
+            raise ValueError(f"history={named!r} is not a column; they are {reading.present}")
+        candidates = [named]
+    has_names = False
+    for column in candidates:
         groups: dict[str, list[int]] = {}
         for i, (_, record) in enumerate(reading.table):
             groups.setdefault(str(record.get(column)), []).append(i)
         # Rows of one size with different tokens are the same training at different times.
+        has_names = has_names or len(groups) == len(reading.table)
         is_history = len(groups) < len(reading.table) and all(
             np.ptp(size[g]) == 0 and len(np.unique(progress[g])) == len(g) for g in groups.values()
         )
         if is_history:
             return column, sorted(max(g, key=lambda i: progress[i]) for g in groups.values())
+    if isinstance(named, str) and not has_names:
+        raise ValueError(
+            f"history={named!r}: the rows of a run must have one size and different tokens"
+        )
+    if steps and not has_names and _steps_recur(reading, steps[0], size, progress):
+        raise ValueError(
+            f"column {steps[0]!r} rises with the tokens of each size: the rows may be a history of"
+            " fewer runs, or a run each; name the column of runs with history='…', or pass"
+            " history=False if every row is the end of a run"
+        )
     return None
+
+
+def _steps_recur(reading: _Reading, column: str, size: Array, progress: Array) -> bool:
+    """Return True if at least half of all rows share their size with an earlier step."""
+    steps = parse_numbers([record.get(column) for _, record in reading.table], False)
+    order = np.lexsort((steps, size))
+    rises = (np.diff(steps[order]) > 0) & (np.diff(progress[order]) > 0)
+    later = int((rises & (np.diff(size[order]) == 0)).sum())
+    return len(reading.table) >= 4 and later >= len(reading.table) / 2
+
+
+def _keep_best_settings(reading: _Reading) -> None:
+    """Leave out all but the best setting of each N and D, if the table is a sweep of settings.
+
+    The settings are learning rates and batch sizes. Repetitions of the best setting, such as seeds,
+    are all kept, because the least loss of several repetitions is biased.
+    """
+    # A column `eta` is usually the time that remains, and `b` may be anything.
+    sweeps = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"]} - {"eta", "b"}
+    used = {column.name for column in reading.columns.values()}
+    names = []
+    sets = []
+    for name in reading.present:
+        words = split_words(name)
+        if name not in used and any("".join(words[i:]) in sweeps for i in range(len(words))):
+            names.append(name)
+        elif words and words[-1] in WORDS["sets"]:
+            sets.append(name)
+    groups: dict[tuple[Any, ...], dict[tuple[str, ...], list[int]]] = {}
+    two = [reading.values[k] for k in ("parameters", "tokens", "compute") if k in reading.values]
+    for i, (_, record) in enumerate(reading.table if names else []):
+        design = (*(float(v[i]) for v in two), *(str(record.get(name)) for name in sets))
+        setting = tuple(str(record.get(name)) for name in names)
+        groups.setdefault(design, {}).setdefault(setting, []).append(i)
+    loss = reading.values["loss"]
+    best = [min(g.values(), key=lambda rows: float(loss[rows].mean())) for g in groups.values()]
+    keep = sorted(i for rows in best for i in rows)
+    if not keep or len(keep) == len(reading.table):
+        return
+    reading.exclusions.append(
+        f"columns {names} differ between runs of one size and tokens: the setting of least mean"
+        f" loss is read, and {len(reading.table) - len(keep)} runs of other settings are left out"
+    )
+    reading.values = {k: v[keep] for k, v in reading.values.items()}
+    reading.table = [reading.table[i] for i in keep]
 
 
 def _drop_small_letters(reading: _Reading) -> None:

@@ -11,7 +11,7 @@ best of them if it improves the objective.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -39,6 +39,9 @@ REVIVAL_SIZES = 4.0 ** -np.arange(13)
 #: grid that are polished.
 BEST_STARTS = 8
 COARSE_GRID_POINTS = 25
+
+#: Number of rows above which the optima of a sample of this many rows are the starts.
+SEARCH_ROWS = 4000
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,13 @@ def search(
     grid. See Note [Vanished terms] for the rest of the search.
     """
     first_delta = _initial_delta(loss, delta)
-    starts = grid_starts(problem)
     dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)
-    if not prove:
-        starts = starts[_promising_starts(problem, starts, first_delta, dimensions)]
+    if len(problem.log_target) > SEARCH_ROWS and not (prove or penalties or problem.power_index):
+        starts = _optima_of_a_sample(problem, first_delta, dimensions)
+    else:
+        starts = grid_starts(problem)
+        if not prove:
+            starts = starts[_promising_starts(problem, starts, first_delta, dimensions)]
     ends = newton.polish(
         problem, starts, delta=first_delta, penalties=penalties, max_steps=MAX_STEPS
     )
@@ -121,6 +127,29 @@ def search(
     if proof.several and not prove and dimensions < 3:
         return search(problem, loss, delta, True, penalties)
     return ends.theta[[best]], proof
+
+
+def _optima_of_a_sample(problem: Problem, delta: float, dimensions: int) -> Array:
+    """Return the distinct ends of a search over `SEARCH_ROWS` rows, the starts for all rows.
+
+    A large table has the basins of an even sample of it, and its optima are a few steps away.
+    """
+    order = np.argsort(problem.log_target, kind="stable")
+    rows = np.sort(order[np.linspace(0, len(order) - 1, SEARCH_ROWS).astype(int)])
+    sample = replace(
+        problem,
+        columns={name: values[rows] for name, values in problem.columns.items()},
+        log_target=problem.log_target[rows],
+        centering_columns=problem.centering_columns or problem.columns,
+    )
+    starts = grid_starts(sample)
+    starts = starts[_promising_starts(sample, starts, delta, dimensions)]
+    ends = newton.polish(sample, starts, delta=delta, max_steps=MAX_STEPS)
+    _revive(sample, ends, delta)
+    best_first = ends.theta[np.argsort(ends.objective)]
+    first = np.unique(np.round(best_first, 3), axis=0, return_index=True)[1]
+    clipped: Array = np.clip(best_first[np.sort(first)[: BEST_STARTS // 2]], *problem.bounds)
+    return clipped
 
 
 def _promising_starts(

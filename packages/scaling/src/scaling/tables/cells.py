@@ -48,6 +48,11 @@ def uses_decimal_comma(columns: Iterable[tuple[str, Sequence[tuple[int, Any]]]])
     """
     comma = ""
     point = ""
+    columns = list(columns)
+    texts = [cell for _, cells in columns for _, cell in cells if isinstance(cell, str)]
+    # Only these cells can imply a decimal comma, and most tables have none of them.
+    if not any("," in text or text.count(".") > 1 for text in texts):
+        return False
     for name, cells in columns:
         for row, cell in cells:
             parsed = NUMBER.match(cell.strip()) if isinstance(cell, str) else None
@@ -136,6 +141,12 @@ def parse_numbers(
     cells: Sequence[Any], comma: bool, thousands: bool = True, unit: float = 1.0
 ) -> NDArray[np.float64]:
     """Return all cells of a column as floats: see `parse_number`."""
+    if not comma:
+        try:
+            # Python reads plain numbers as `parse_number` does, only faster.
+            return np.array([float(cell) for cell in cells]) * unit
+        except (TypeError, ValueError):
+            pass  # At least one cell has a unit, separators or no value.
     return np.array([parse_number(cell, comma, thousands, unit) for cell in cells], np.float64)
 
 

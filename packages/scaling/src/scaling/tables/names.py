@@ -26,6 +26,9 @@ NAMES = _word_lists("names")
 #: Names of each column of a learning-rate sweep.
 SWEEP_NAMES = _word_lists("sweeps")
 
+#: Names of the factors of the number of tokens.
+PRODUCT_NAMES = _word_lists("products")
+
 #: Factor of each unit word.
 UNITS = {word: float(unit) for unit, words in _word_lists("units").items() for word in words}
 

@@ -55,20 +55,30 @@ def _finished_flags(name: str, table: NumberedRecords) -> list[bool] | None:
     """Return whether each run finished by this column; None if it is not a column of states."""
     spaced = re.sub("([a-z])([A-Z])", r"\1 \2", name.rsplit(".")[-1])
     words = re.findall("[a-z]+", spaced.lower())
-    cells = [(row, _normalize(record.get(name))) for row, record in table]
-    texts = {text for _, text in cells if text}
-    if not words or not texts:
+    if not words:
         return None
     ending = "".join(words[-2:])
-    if re.search("(?:state|status)$", words[-1]) and ending != "exitstatus":
+    is_state = re.search("(?:state|status)$", words[-1]) and ending != "exitstatus"
+    is_code = re.search("(?:exit|return)(?:code|status)$", ending)
+    known = {*STATES["finished"], *STATES["unfinished"], *STATES["unclear"]}
+    cells = []
+    for row, record in table:
+        text = _normalize(record.get(name))
+        if text and text not in known and not (is_state or is_code or words[-1] in STATES["flags"]):
+            return None
+        cells.append((row, text))
+    texts = {text for _, text in cells if text}
+    if not texts:
+        return None
+    if is_state:
         return _by_state(name, cells)
-    if re.search("(?:exit|return)(?:code|status)$", ending):
+    if is_code:
         return [text in ("0", "0.0") for _, text in cells]
     if words[-1] in STATES["flags"] and texts <= {*BOOLEANS}:
         means_finished = words[-1] in STATES["finished"]
         return [BOOLEANS.get(text, not means_finished) == means_finished for _, text in cells]
     # Under any other name (outcome, phase, result), the values must be unmistakable states.
-    if texts <= {*STATES["finished"], *STATES["unfinished"], *STATES["unclear"]}:
+    if texts <= known:
         has_both = texts & STATES["finished"] and texts & STATES["unfinished"]
         if has_both or texts & STATES["broken"]:
             return _by_state(name, cells)

@@ -1,0 +1,84 @@
+"""Tokens as a product of columns, such as steps times the batch size in tokens.
+
+A batch size without further words may be that of one device, of one accumulation step or of a whole
+step, in sequences or in tokens, so a table that has no other is refused with these readings.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from scaling.tables.cells import is_blank, parse_number
+from scaling.tables.names import PRODUCT_NAMES, recognize, split_words
+from scaling.tables.source import NumberedRecords
+
+#: Columns whose product is the number of tokens, by the kinds in names.toml.
+PRODUCTS = (
+    ("steps", "batch_tokens"),
+    ("steps", "global_batch", "length"),
+    ("samples", "length"),
+)
+
+TIMES = " * "
+
+
+def add_token_product(
+    table: NumberedRecords, present: Sequence[str], named: Mapping[str, str]
+) -> str:
+    """Add a column of tokens that is a product of others to each record, and return its name.
+
+    The user may name the product, as in `{"tokens": "steps * batch"}`. Otherwise a product is only
+    used if the table has neither tokens nor compute. Return an empty name without a product.
+    """
+    name = named.get("tokens", "")
+    if name in present or (name and TIMES not in name):
+        return ""
+    factors = name.split(TIMES) if name else _usual_factors(present, named)
+    if unknown := [factor for factor in factors if factor not in present]:
+        raise ValueError(f"columns['tokens'] = {name!r}: there are no columns {unknown}")
+    if not factors:
+        return ""
+    name = TIMES.join(factors)
+    for _, record in table:
+        cells = [record.get(factor) for factor in factors]
+        is_complete = not any(is_blank(cell) for cell in cells)
+        record[name] = math.prod(parse_number(c, False) for c in cells) if is_complete else None
+    return name
+
+
+def _usual_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]:
+    """Return the columns whose product is the number of tokens; raise if several could be."""
+    if "compute" in named or any(recognize(p, k) for p in present for k in ("tokens", "compute")):
+        return []
+    by_kind: dict[str, list[str]] = {kind: [] for kind in PRODUCT_NAMES}
+    for name in present:
+        for kind in {_kind(name)} - {""}:
+            by_kind[kind].append(name)
+    products = [p for p in PRODUCTS if all(by_kind[kind] for kind in p)]
+    if not products and by_kind["steps"] and by_kind["batch"]:
+        factors = [by_kind[kind][0] for kind in ("steps", "batch", "length") if by_kind[kind]]
+        raise ValueError(
+            f"column {by_kind['batch'][0]!r} may be the batch of one device or of a whole step, in"
+            " sequences or in tokens: if it is that of a step, pass columns={'tokens':"
+            f" {TIMES.join(factors)!r}}}, for example; otherwise add a column of tokens"
+        )
+    if not products:
+        return []
+    repeated = [by_kind[kind] for kind in products[0] if len(by_kind[kind]) > 1]
+    if repeated or len(products) > 1:
+        readings = repeated[0] if repeated else [n for p in products for k in p for n in by_kind[k]]
+        raise ValueError(
+            f"columns {readings} may each be a factor of the tokens: choose the factors with"
+            " columns={'tokens': 'steps * batch_tokens'}, for example"
+        )
+    return [by_kind[kind][0] for kind in products[0]]
+
+
+def _kind(name: str) -> str:
+    """Return which factor of the tokens a column is; empty if it is none."""
+    words = split_words(name)
+    stems = ["".join(words[start:]) for start in range(len(words))]
+    for stem in stems:
+        for kind, names in PRODUCT_NAMES.items():
+            if stem in names:
+                return kind
+    return ""
