@@ -346,3 +346,31 @@ def test_other_devices_without_triton_do_not_run_the_cpu_kernel(monkeypatch, seq
                 out, lse = attend_sequences(q, k, v, counts, None, spec)
                 assert out.shape == q.shape
                 assert out.device == lse.device == q.device
+
+
+def test_sequences_that_append_to_one_row_are_refused():
+    q = torch.randn(2, 2, 1, 16)
+    cache = torch.zeros(4, 2, 4, 16)
+    table = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
+    before = cache.clone()
+    with pytest.raises(ValueError, match="copy a shared page before a sequence appends"):
+        flash_attention_with_kvcache(
+            q, cache, cache.clone(), q, q, cache_seqlens=3, block_table=table
+        )
+    assert torch.equal(cache, before)
+    # The shared first page is full, so the new keys have rows of their own.
+    flash_attention_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=4, block_table=table)
+    assert torch.equal(cache[1:3, :, 0], q[:, :, 0])
+
+
+@pytest.mark.parametrize("length", [2, 40])
+def test_different_keys_and_values_in_one_cache_are_refused(length):
+    q = torch.randn(2, 2, 1, 16)
+    cache = torch.zeros(2, 2, 64, 16)
+    for _ in range(2):  # the second call takes the fast path
+        with pytest.raises(ValueError, match="new values would overwrite the new keys"):
+            flash_attention_with_kvcache(q, cache, cache, q, q.clone(), cache_seqlens=length)
+        assert not cache.any()
+    # Latent attention has values that are a part of the keys.
+    flash_attention_with_kvcache(q, cache, cache[..., :8], q, q[..., :8], cache_seqlens=length)
+    assert torch.equal(cache[:, :, length], q[:, :, 0])

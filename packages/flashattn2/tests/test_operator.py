@@ -169,3 +169,18 @@ def test_any_strides_give_the_same_result(interpreter, backend):
             results.append((out, *torch.autograd.grad(out.sum(), leaves)))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mixed_dtypes_under_autocast_are_cast(packed):
+    """Rotary embeddings in float32 leave the values in bfloat16."""
+    q, v = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16).bfloat16()
+    expected = flash_attention(q.bfloat16(), q.bfloat16(), v)
+    with torch.autocast("cpu", torch.bfloat16):
+        if packed:
+            rows, values = q[0].transpose(0, 1), v[0].transpose(0, 1)
+            cu = torch.tensor([0, 40], dtype=torch.int32)
+            out = flash_attention_varlen(rows, rows, values, cu, cu).transpose(0, 1)[None]
+        else:
+            out = flash_attention(q, q, v)
+    torch.testing.assert_close(out, expected)
