@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread a process: two ranks on two cores otherwise wait for each other's threads.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help sync run test test-timing test-exhaustive test-isolated test-gpu lint types bench docs site report pins
+.PHONY: help sync run test test-timing test-exhaustive test-isolated test-gpu mutate lint types bench docs site report pins
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -45,6 +45,9 @@ test-isolated: sync  ## Run each package's tests in an environment that holds th
 
 test-gpu:  ## Run the GPU tests and benches with what python has there: no uv, no index
 	tests/gpu.sh $(ARGS)
+
+mutate: sync  ## Inject faults into short runs and list which audit check finds each
+	$(UV) run python packages/llmsys-suite/tests/mutate.py --write docs/benchmarking.md $(ARGS)
 
 lint: sync  ## Check style
 	$(UV) run ruff check .

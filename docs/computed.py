@@ -1,4 +1,4 @@
-"""Write the pages whose figures are computed: answers, choosing, scaling out, numerics.
+"""Write the pages whose figures are computed: answers, tutorial, choosing, numerics and others.
 
     make docs        or        python docs/computed.py
 
@@ -11,6 +11,8 @@ section (a heading with `##`), so that each section can be typed by itself. Then
     <!-- python                             a block, up to -->, that is run but not shown
     @accounting x. z.                       rows of accounting's own table, by their ids
     @rows warmup process=cold: a, b as c    a table of stored rows, some columns, some renamed
+    @script train                           the file docs/tutorial/train.py
+    @output train                           what it printed when docs/tutorial/run.py ran it
     @results ddp two-hosts case=step: a     the same, of a bench's newest results; digits=6 for more
 
 are replaced by their values. No figure on these pages is typed by hand: a test writes the pages
@@ -35,6 +37,7 @@ PAGES = {
     "choosing.md": "choosing.md",
     "scaling_out.md": "scaling_out.md",
     "numerics.md": "numerics.md",
+    "tutorial.md": "tutorial.md",
 }
 ACCOUNTING = ROOT / "packages" / "accounting" / "tests"
 NOTE = "<!-- Written by docs/computed.py from docs/source: change that, then `make docs`. -->"
@@ -154,6 +157,12 @@ def shown(value: Any) -> str:
 def _written(line: str, namespace: dict[str, Any]) -> str:
     if line.startswith("@accounting "):
         return "\n".join(_questions(line.split()[1:], namespace))
+    if line.startswith("@script "):
+        script = DOCS / "tutorial" / f"{line.split()[1]}.py"
+        return f"```py\n{script.read_text().rstrip()}\n```"
+    if line.startswith("@output "):
+        output = DOCS / "tutorial" / "outputs" / f"{line.split()[1]}.txt"
+        return f"```text\n{output.read_text().rstrip()}\n```"
     if line == "@models":
         return "\n".join(_models(namespace))
     if line == "@sizes":

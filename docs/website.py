@@ -34,6 +34,7 @@ PACKAGES = (
     "llmsys-suite",
 )
 GUIDES = (
+    "tutorial",
     "architecture",
     "choosing",
     "scaling_out",

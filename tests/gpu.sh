@@ -1,15 +1,33 @@
 #!/usr/bin/env bash
-# The GPU tests and benches on a machine with neither uv nor an index. Besides torch and pytest they need numpy and
-# hypothesis; the whole run at the end needs matplotlib, rich, safetensors, scipy and typer too. What is missing is said first.
-# Results go to $OUT (default: docs/results/DATE-gpu), in the form that docs/measure.py --write-only makes
-# the READMEs' tables from. Each bench is limited to $LIMIT seconds (1800), so that one that hangs does not take
-# the others with it.
-# DEVICE=cpu BENCHES=flashattn2 QUICK=1 OUT=/tmp/dry tests/gpu.sh is a dry run on a machine with no GPU.
+# Run the GPU tests, the benches, a whole run with its audit and the step benchmark on a machine with neither uv nor an index.
+#
+#     tests/gpu.sh          on a machine with a GPU
+#     tests/gpu.sh --dry    the same commands on a CPU, with the smallest sizes; DEVICE=cpu implies it
+#
+# Besides torch and pytest this needs numpy and hypothesis; the suite needs matplotlib, rich, safetensors, scipy and typer.
+# Results are written to $OUT (default: docs/results/DATE-gpu, or a temporary folder with --dry), in the form from which
+# docs/measure.py --write-only makes the tables of the READMEs. Each command may take $LIMIT seconds (1800), so that one that hangs
+# does not end the others. The exit status is 1 if any command failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+DRY=""
+if [ "${1:-}" = --dry ] || { [ $# -eq 0 ] && [ "${DEVICE:-cuda}" = cpu ]; }; then
+    DRY=1
+elif [ $# -gt 0 ]; then
+    echo "expected no argument or --dry, got $1" >&2
+    exit 2
+fi
 PYTHON="${PYTHON:-python3}"
-DEVICE="${DEVICE:-cuda}"
-OUT="${OUT:-docs/results/$(date +%F)-gpu}"
+LIMIT="${LIMIT:-1800}"
+if [ -n "$DRY" ]; then
+    DEVICE="${DEVICE:-cpu}"
+    QUICK="${QUICK:-1}"
+    OUT="${OUT:-$(mktemp -d)}"
+else
+    DEVICE="${DEVICE:-cuda}"
+    OUT="${OUT:-docs/results/$(date +%F)-gpu}"
+fi
+BENCHES="${BENCHES:-flashattn2 zero ddp collectives tinyml}"
 mkdir -p "$OUT"
 for package in packages/*/; do
     PYTHONPATH="$PWD/${package}src${PYTHONPATH:+:$PYTHONPATH}"
@@ -20,23 +38,34 @@ export PYTHONPATH="$PWD/tests:$PYTHONPATH"
 import importlib.util, sys
 missing = [m for m in ("torch", "pytest", "numpy", "hypothesis") if not importlib.util.find_spec(m)]
 if missing:
-    sys.exit("make test-gpu needs " + ", ".join(missing) + " besides what this python has")
+    sys.exit("tests/gpu.sh needs " + ", ".join(missing) + ", which this python does not have")
 import torch
 if sys.argv[1] == "cuda" and not torch.cuda.is_available():
-    sys.exit("make test-gpu needs a CUDA device and this machine shows none")
+    sys.exit("tests/gpu.sh needs a CUDA device and this machine shows none; use --dry")
 print(torch.cuda.get_device_name() if sys.argv[1] == "cuda" else sys.argv[1], "torch", torch.__version__)
 CHECK
 
-# keep NAME COMMAND...: run a bench, and keep its rows beside the machine they were measured on.
-keep() {
-    local name="$1" rows
+failed=""
+
+# attempt NAME COMMAND...: run a command within the limit, and remember its name if it fails.
+attempt() {
+    local name="$1"
     shift
-    rows="$(mktemp)"
-    if ! timeout "${LIMIT:-1800}" "$PYTHON" "$@" --json "$rows"; then
-        rm -f "$rows"
+    echo "== $name"
+    if ! timeout "$LIMIT" "$@"; then
+        failed="$failed $name"
         return 1
     fi
-    "$PYTHON" - "$rows" "$OUT/$name.json" "python $*" <<'KEEP'
+}
+
+# bench NAME: run the bench of a package, and store its rows with the facts about the machine.
+bench() {
+    local name="$1" rows command
+    rows="$(mktemp)"
+    command="-m $name.bench --device $DEVICE${QUICK:+ --quick}"
+    # shellcheck disable=SC2086
+    if attempt "$name.bench" "$PYTHON" $command --json "$rows"; then
+        "$PYTHON" - "$rows" "$OUT/$name.json" "python $command" <<'STORE' || failed="$failed $name.json"
 import json, sys
 from pathlib import Path
 from llmsys_suite.environment import environment
@@ -44,29 +73,36 @@ from llmsys_suite.environment import environment
 rows, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
 path.write_text(json.dumps({"environment": environment(), "command": sys.argv[3], "rows": rows}, indent=1) + "\n")
 if path.stem == "flashattn2":
-    from flashattn2 import record
+    from flashattn2.bench import record
 
     try:
         print(*record.plot(rows, path.parent), sep="\n")
     except ModuleNotFoundError as error:
         print("no plots:", error)
-KEEP
-    local kept=$?
+STORE
+    fi
     rm -f "$rows"
-    return $kept
 }
 
-status=0
-timeout 900 "$PYTHON" -m pytest -q -m gpu packages tests || status=1
-for name in ${BENCHES:-flashattn2 zero ddp collectives}; do
-    echo "== $name.bench"
-    keep "$name" -m "$name.bench" --device "$DEVICE" ${QUICK:+--quick} || status=1
+# Without a GPU every test that is marked gpu skips; the dry run shows that all of them can be imported and collected.
+attempt "tests marked gpu" "$PYTHON" -m pytest -q -m gpu ${DRY:+--collect-only} packages tests
+for name in $BENCHES; do
+    bench "$name"
 done
 missing="$("$PYTHON" -c 'import importlib.util as u
 print(*(m for m in ("matplotlib", "rich", "safetensors", "scipy", "typer") if not u.find_spec(m)))')"
 if [ -n "$missing" ]; then
-    echo "== the whole run is left out: this python lacks $missing"
-elif [ "$DEVICE" = cuda ]; then
-    timeout 600 "$PYTHON" -m llmsys_suite run --preset gpu --out "$OUT/run" || status=1
+    echo "== the whole run is left out: this python does not have $missing"
+elif [ -n "$DRY" ]; then
+    attempt "whole run" "$PYTHON" -m llmsys_suite run --preset cpu --size mini --steps 2 --warmup 1 --learn 8 --out "$OUT/run"
+    attempt "steps by size" "$PYTHON" -m llmsys_suite step --sizes mini --contexts 16 --dtype fp32,bf16 --device cpu --out "$OUT/steps"
+else
+    attempt "whole run" "$PYTHON" -m llmsys_suite run --preset gpu --out "$OUT/run"
+    attempt "steps by size" "$PYTHON" -m llmsys_suite step --sizes small,medium,large,xl,2.7B --contexts 128,512 --dtype fp32,bf16 \
+        --compile --device cuda --out "$OUT/steps"
 fi
-exit $status
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi
+echo "all commands succeeded; results are in $OUT"

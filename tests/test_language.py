@@ -1,7 +1,6 @@
 """Rules of language and code shape that ruff cannot check: see docs/contributing.md.
 
-Each area of the repository is one test. An area that is not converted yet is listed in
-`[tool.language]` of pyproject.toml; its test must fail, so the list cannot outlive the conversion.
+Each area of the repository is one test.
 """
 
 from __future__ import annotations
@@ -10,14 +9,11 @@ import ast
 import io
 import re
 import tokenize
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from workspace import PACKAGES, ROOT
-
-CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["language"]
 
 #: A docstring or comment that opens with one of these words is a fragment without a subject.
 FRAGMENT = re.compile(r"(?:Of|What|Whether|Which|Who|Whose|How|Those|That|Nobody|None)\b")
@@ -222,16 +218,7 @@ def findings(paths: list[Path]) -> list[str]:
     return found
 
 
-def area_parameters():
-    unconverted = CONFIGURATION["unconverted"]
-    marks = pytest.mark.xfail(strict=True, reason="not converted yet, see pyproject.toml")
-    return [
-        pytest.param(name, marks=[marks] if name in unconverted else [], id=name)
-        for name in areas()
-    ]
-
-
-@pytest.mark.parametrize("area", area_parameters())
+@pytest.mark.parametrize("area", areas())
 def test_area_follows_the_style_guide(area):
     found = findings(areas()[area])
     assert not found, "\n".join(found)

@@ -192,8 +192,8 @@ def layers() -> list[Row]:
     for context in (128, 256, 512):
         measured = memory.profile("2.7B", context)
         row = {"context": context} | measured["peaks"]
-        row["forward_end_mib"] = memory.held_for_backward("2.7B", context, autocast=False)
-        row["forward_end_autocast_mib"] = memory.held_for_backward("2.7B", context, autocast=True)
+        row["forward_end_mib"] = memory.saved_for_backward("2.7B", context, autocast=False)
+        row["forward_end_autocast_mib"] = memory.saved_for_backward("2.7B", context, autocast=True)
         if context == 512:
             row["drawn"] = {
                 "inference": _thin(measured["drawn"]["inference_timeline"]),

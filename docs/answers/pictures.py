@@ -124,7 +124,12 @@ class _Axis:
                 step *= 2 if str(step)[0] != "2" and "2" not in f"{step:g}" else 2.5
             first = math.ceil(self.least / step - 1e-9)
             values = [step * k for k in range(first, int(self.most / step + 1e-9) + 1)]
-        return [(value, f"{value:.3g}") for value in values]
+        return [(value, _label(value)) for value in values]
+
+
+def _label(value: float) -> str:
+    """Return a number with at most three digits, and large ones with commas or a power of ten."""
+    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
 
 
 def drawings() -> dict[str, str]:

@@ -39,7 +39,7 @@ def shapes() -> st.SearchStrategy[Transformer]:
 
 
 def even(shape: Transformer) -> Transformer:
-    """The same shape with sizes that four devices share."""
+    """Return the shape with sizes that four devices can split."""
     return replace(
         shape,
         layers=4,

@@ -117,7 +117,7 @@ INSIDE = {
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),
     *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
     *("time.published.errors_by_source", "time.published.coverage"),
-    *("time.published.left_out", "time.step.collectives_on", "time.step.fastest"),
+    *("time.step.collectives_on", "time.step.fastest"),
 }
 # Arguments that are texts with separate rules.
 FREE = {("cli.questions.amount", "text"), ("cli.questions.read_model", "text")}

@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -234,7 +236,7 @@ def test_shape_of_module_is_exact_or_refused(shape: Transformer) -> None:
 
 
 def imported(tmp_path: Path) -> list[str]:
-    """The seconds that an import takes, and the modules that it loads."""
+    """Return the seconds that an import takes, and the modules that it loads."""
     code = (
         "import sys, time; t = time.process_time(); import accounting; "
         "print(time.process_time() - t, *sys.modules)"
@@ -258,10 +260,19 @@ def test_importing_takes_at_most_one_tenth_second(tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    source = str(Path(accounting.__file__).parents[1])
-    command = [sys.executable, "-m", "accounting", *arguments]
-    environment = os.environ | {"PYTHONPATH": source}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    """Run a command line in this process."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        code = main([*arguments])
+    return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
+
+
+def test_package_runs_as_module_and_returns_exit_code() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(accounting.__file__).parents[1])}
+    command = [sys.executable, "-m", "accounting", "depth=3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "got 'depth'" in done.stderr
 
 
 def test_command_prints_table_json_or_page(tmp_path: Path) -> None:
@@ -311,7 +322,7 @@ FITTING = {
 
 @pytest.fixture
 def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, object]]:
-    """The plan that the command chooses."""
+    """Return a function that returns the plan of a command line."""
 
     def call(*arguments: str) -> dict[str, object]:
         assert main([*arguments, "--json"]) in (0, 1)

@@ -124,7 +124,7 @@ class Attributes(nn.Module):
 
 
 def real_peak(module: nn.Module, sample: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
-    """The peak of a second real step, with all that the module has counted before."""
+    """Return the peak of a second real step, with the tensors of the module."""
 
     def step() -> None:
         module(sample).float().sum().backward()

@@ -119,21 +119,43 @@ def kernel(flash: bool) -> Iterator[None]:
         yield
 
 
+# The peak is at the logits, in the blocks, and in the optimizer.
+PEAKS = {
+    "logits": (Transformer(layers=4, d_model=64, heads=4, d_ff=172, vocab_size=500), 4, 64),
+    "activations": (Transformer(layers=6, d_model=96, heads=4, d_ff=256, vocab_size=100), 8, 64),
+    "optimizer": (Transformer(layers=4, d_model=128, heads=4, d_ff=512, vocab_size=1000), 1, 32),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "flash", "foreach", "checkpointed"),
+    [
+        ("logits", False, True, False),
+        ("activations", True, False, False),
+        ("activations", False, False, True),
+        ("optimizer", True, True, True),
+    ],
+)
+def test_peak_of_training_is_predicted_within_three_percent(
+    where: str, flash: bool, foreach: bool, checkpointed: bool
+) -> None:
+    peak_agrees(where, flash, foreach, checkpointed)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("flash", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "batch", "seq"),
-    [
-        (Transformer(layers=4, d_model=64, heads=4, d_ff=172, vocab_size=500), 4, 64),
-        (Transformer(layers=6, d_model=96, heads=4, d_ff=256, vocab_size=100), 8, 64),
-        (Transformer(layers=4, d_model=128, heads=4, d_ff=512, vocab_size=1000), 1, 32),
-    ],
-    ids=["logits", "activations", "optimizer"],
-)
-def test_peak_of_training_is_predicted_within_three_percent(
-    shape: Transformer, batch: int, seq: int, flash: bool, foreach: bool, checkpointed: bool
+@pytest.mark.parametrize("where", PEAKS)
+def test_all_peaks_of_training_are_predicted_within_three_percent(
+    where: str, flash: bool, foreach: bool, checkpointed: bool
 ) -> None:
+    peak_agrees(where, flash, foreach, checkpointed)
+
+
+def peak_agrees(where: str, flash: bool, foreach: bool, checkpointed: bool) -> None:
+    """Check that the predicted peak of a real step is at most 3 percent off."""
+    shape, batch, seq = PEAKS[where]
     model = Model(shape)
     if checkpointed:
         for block in model.blocks:
@@ -157,6 +179,7 @@ def test_peak_of_training_is_predicted_within_three_percent(
     assert predicted.total == pytest.approx(peak.most, rel=0.03)
 
 
+@settings(deadline=None, max_examples=25)
 @given(s=st.integers(1, 64), b=st.integers(1, 8), a=st.integers(1, 8), e=st.integers(1, 16))
 def test_plain_attention_is_korthikantis_formula(s: int, b: int, a: int, e: int) -> None:
     # Reducing Activation Recomputation, equations 1, 2, 4 and table 2: bytes per layer in 16 bits.
@@ -210,7 +233,7 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
     assert PRECISIONS["deepseek_v3"].moments == ("bf16", "bf16")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     shapes(),
     st.sampled_from([1, 2, 4]),
@@ -240,7 +263,7 @@ def test_devices_of_every_plan_store_all_parameters(
             assert 4 * everything <= split <= 4 * (everything + 3 * 2 * pipeline)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(shapes(), st.integers(1, 8), st.integers(1, 32))
 def test_memory_is_sum_of_parts_and_grows_with_every_size(
     shape: Transformer, batch: int, seq: int

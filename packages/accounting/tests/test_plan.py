@@ -90,7 +90,7 @@ def test_plan_with_experts_fits_on_fullest_stage() -> None:
     assert 0.15 < answer.mfu.middle < 0.5
 
 
-@pytest.mark.parametrize("gpus", [6, 24, 1000])
+@pytest.mark.parametrize("gpus", [6, 1000])
 def test_every_number_of_devices_has_a_plan(gpus: int) -> None:
     assert plan_for(SMALL, gpus=gpus).plan.devices == gpus
 
@@ -121,7 +121,10 @@ def degrees(line: str) -> dict[str, int]:
     return {name: after(f"--{name}-size") for name in names}
 
 
-@pytest.mark.parametrize(("model", "gpus"), [(SMALL, 16), (SMALL, 1000), (MIXTURE, 64)])
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [(SMALL, 16), (MIXTURE, 64), pytest.param(SMALL, 1000, marks=pytest.mark.exhaustive)],
+)
 def test_every_plan_proposed_has_lines_that_its_programs_take(
     model: Transformer, gpus: int
 ) -> None:
@@ -187,7 +190,7 @@ def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
     assert "--account-for-embedding-in-pipeline-split" in line
 
 
-@pytest.mark.parametrize("gpus", [1, 6, 11, 12, 20, 72, 1000])
+@pytest.mark.parametrize("gpus", [1, 6, 11, 20])
 def test_launcher_starts_one_process_per_device(gpus: int) -> None:
     for line in plan_for(SMALL, gpus=gpus).commands().values():
         words = line.split()
@@ -297,7 +300,7 @@ QWEN3_30B = Transformer(
 )
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("model", [DEEPSEEK_V3, QWEN3_30B, SMALL], ids=["mla", "few keys", "small"])
 def test_weights_and_cache_are_served_by_one_plan(model: Transformer, gpus: int) -> None:
     result = serving(model, gpus=gpus, hardware="H200", seq=8192)
@@ -335,7 +338,7 @@ def test_amounts_with_suffixes_are_parsed() -> None:
     assert (amount("1T"), amount("300B"), amount("2.5e9")) == (1e12, 3e11, 2.5e9)
 
 
-@pytest.mark.parametrize("devices", [16, 64])
+@pytest.mark.parametrize("devices", [16, pytest.param(64, marks=pytest.mark.exhaustive)])
 def test_no_plan_is_proposed_whose_memory_is_not_modeled(devices: int) -> None:
     """In a pipeline, torch has no ZeRO-2, and which chunks of ZeRO-3 are whole is not known."""
     model = Transformer(layers=16, d_model=2048, heads=16, vocab_size=32000)

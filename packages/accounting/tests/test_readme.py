@@ -38,3 +38,15 @@ def test_benchmark_rows_have_units_in_their_keys() -> None:
     rows = bench(quick=True)
     assert {row["case"] for row in rows} == {"speed", "import"}
     assert "time_ms" in table(rows)
+
+
+def test_table_of_intervals_is_measured() -> None:
+    from accounting.time.published import coverage, learned, ratios
+
+    groups = {device: (device, "bf16", "dense") for device in ("A100", "H100")}
+    for name, group in [*groups.items(), ("other devices and dtypes, MoE", None)]:
+        interval = learned(ratios(), group)
+        low, high = (bound / interval.middle - 1 for bound in (interval.low, interval.high))
+        covered, runs, sources = coverage(group)
+        row = f"| {name} | {low:.0%} to +{high:.0%}".replace("%", " %")
+        assert f"{row} | {covered} of {runs} runs, {sources} sources |" in README

@@ -32,7 +32,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def alive(plan: Plan, stage: int) -> int:
-    """The most micro-batches (or chunks) whose activations a stage has, by playing the schedule."""
+    """Return the most micro-batches or chunks in flight on a stage, by simulation."""
     work = Workload(batch=plan.data * plan.microbatches, seq=32, precision="mixed_bf16")
     line = memory_timeline(MODEL, plan, work, stage=stage)
     most = max(moment.parts["activations"] for moment in line.moments)

@@ -51,19 +51,19 @@ def fail(where, algorithm, how):
     ("how", "where", "algorithm"),
     [
         ("dies", "together", "auto"),
-        ("dies", "together", "ring"),
+        pytest.param("dies", "together", "ring", marks=pytest.mark.exhaustive),
         ("dies", "apart", "ring"),
-        ("dies", "apart", "halving_doubling"),
-        ("dies", "apart", "tree"),
+        pytest.param("dies", "apart", "halving_doubling", marks=pytest.mark.exhaustive),
+        pytest.param("dies", "apart", "tree", marks=pytest.mark.exhaustive),
         ("dies", "apart", "gloo"),
         # Rank 1 is not the leader of its host.
         ("dies", "pairs", "hierarchical"),
-        ("dies", "pairs", "ring"),
+        pytest.param("dies", "pairs", "ring", marks=pytest.mark.exhaustive),
         ("hangs", "together", "auto"),
         ("hangs", "apart", "ring"),
-        ("hangs", "apart", "gloo"),
-        ("hangs", "apart", "tree"),
-        ("hangs", "pairs", "hierarchical"),
+        pytest.param("hangs", "apart", "gloo", marks=pytest.mark.exhaustive),
+        pytest.param("hangs", "apart", "tree", marks=pytest.mark.exhaustive),
+        pytest.param("hangs", "pairs", "hierarchical", marks=pytest.mark.exhaustive),
     ],
 )
 def test_lost_rank_is_named_by_all_other_ranks(how, where, algorithm):
@@ -106,7 +106,7 @@ def one_is_slow(what):
     return caught.value.ranks
 
 
-@pytest.mark.parametrize("what", ["dies", "hangs"])
+@pytest.mark.parametrize("what", ["dies", pytest.param("hangs", marks=pytest.mark.exhaustive)])
 def test_late_rank_is_not_blamed_for_a_lost_one(what):
     outcomes = try_ranks(one_is_slow, 3, what, backend="")
     assert [outcome.value for outcome in outcomes[:2]] == [(2,), (2,)], outcomes
@@ -190,7 +190,7 @@ def one_connects_late(seconds_late):
 
 
 # As a fraction of the group's timeout: shortly before it, connections start and may not finish.
-@pytest.mark.parametrize("part", [0.975, 2])
+@pytest.mark.parametrize("part", [pytest.param(0.975, marks=pytest.mark.exhaustive), 2])
 def test_late_gloo_connection_does_not_abort_the_process(part):
     outcomes = try_ranks(one_connects_late, 3, part * TIMEOUT / 2, backend="")
     assert not any(outcome.failed for outcome in outcomes), outcomes
@@ -349,8 +349,8 @@ def disagree_unchecked(where, algorithm):
     ("where", "algorithm"),
     [
         ("apart", "ring"),
-        ("apart", "halving_doubling"),
-        ("apart", "tree"),
+        pytest.param("apart", "halving_doubling", marks=pytest.mark.exhaustive),
+        pytest.param("apart", "tree", marks=pytest.mark.exhaustive),
         ("apart", "gloo"),
         ("pairs", "hierarchical"),
     ],

@@ -44,7 +44,7 @@ def on_two_hosts():
     return sum(messages) / (1 << 20), comm.models
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_link_between_hosts_carries_a_tensor_once(world):
     sent, models = zip(*run_ranks(on_two_hosts, world), strict=True)
     # 2(H-1)/H for the leaders of the two hosts, nothing for the other ranks.

@@ -74,7 +74,9 @@ def leave(backend, where, part):
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["world", "subgroup"])
-@pytest.mark.parametrize("where", ["together", "apart", "pairs"])
+@pytest.mark.parametrize(
+    "where", ["together", "apart", pytest.param("pairs", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("backend", ["collectives", "gloo"])
 def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
     for total, ranks, seconds in run_ranks(leave, 4, backend, where, part, backend=""):
@@ -260,7 +262,9 @@ def train_elastically():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize(
+    "rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.exhaustive)]
+)
 def test_restart_under_torchrun_succeeds(rendezvous, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -316,8 +320,15 @@ def continue_without_the_lost_rank(where, how):
     return survivors, total.unique().tolist()
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-@pytest.mark.parametrize("where", ["together", "apart"])
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        ("together", "dies"),
+        ("together", "hangs"),
+        ("apart", "dies"),
+        pytest.param("apart", "hangs", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_survivors_of_a_lost_rank_create_a_smaller_group(where, how):
     outcomes = try_ranks(continue_without_the_lost_rank, 3, where, how, backend="")
     for rank in (0, 2):

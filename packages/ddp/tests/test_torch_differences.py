@@ -147,3 +147,66 @@ def test_no_sync_around_one_pass_warns_once(forward_inside: bool) -> None:
         assert ("gradients are synchronized here" in message) == forward_inside
     gradients = [gradient for _, gradient in ranks]
     assert gradients == ([1.5, 1.5] if forward_inside else [1.0, 2.0])
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1, bias=False)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+BUFFER_CHANGES: dict[str, Callable[[nn.Module, int], None]] = {
+    "on rank 0": lambda module, rank: module.scale.fill_(2.0 if rank == 0 else 1.0),
+    "on rank 1": lambda module, rank: module.scale.fill_(2.0 if rank == 1 else 1.0),
+    "replaced on rank 1": lambda module, rank: setattr(module, "scale", torch.ones(1) * (1 + rank)),
+    "on every rank": lambda module, rank: module.scale.fill_(2.0),
+    "nowhere": lambda module, rank: None,
+}
+
+
+def change_buffers(change: str, sync: bool = True) -> tuple[list[str], list[float]]:
+    """Train three steps, with a change of the buffers before the last two."""
+    torch.manual_seed(0)
+    model = DDP(Scaled(), forward_sync_buffers=sync)
+    scales = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            if step:
+                BUFFER_CHANGES[change](model.module, dist.get_rank())
+            with model.no_sync():
+                model(torch.ones(1, 1)).sum().backward()
+            model(torch.ones(1, 1)).sum().backward()
+            scales.append(float(model.module.scale))
+    return [str(warning.message) for warning in caught], scales
+
+
+@pytest.mark.parametrize(
+    ("change", "scale"),
+    [
+        ("on rank 0", 2.0),
+        ("on rank 1", 1.0),
+        ("replaced on rank 1", 1.0),
+        ("on every rank", 2.0),
+        ("nowhere", 1.0),
+    ],
+)
+def test_buffers_changed_on_one_rank_before_a_forward_pass_warn_once(
+    change: str, scale: float
+) -> None:
+    (first, scales), (second, other_scales) = run_ranks(change_buffers, 2, change)
+    assert scales == other_scales == [1.0, scale, scale]
+    assert first == []
+    if "on rank" not in change:
+        assert second == []
+        return
+    (message,) = second
+    assert "rank 1: before the forward pass of this step, the buffers differed" in message
+
+
+def test_buffers_that_are_not_synchronized_do_not_warn() -> None:
+    assert run_ranks(change_buffers, 2, "on rank 1", False)[1] == ([], [1.0, 2.0, 2.0])

@@ -279,20 +279,25 @@ def train_compiled_blocks() -> tuple:
     graphs.clear()
     for _ in range(3):
         compiled_model(x).sum().backward()
+    whole = len(graphs)
+    graphs.clear()
+    normalized = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    compiled_wrapper = torch.compile(DDP(normalized), backend=count)
+    for _ in range(3):
+        compiled_wrapper(x).sum().backward()
     step = model.meter.last
     hidden = sum(bucket.sent < step.waiting[0] for bucket in step.buckets)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    return by_blocks, len(graphs), breaks, len(step.buckets), hidden
+    return by_blocks, whole, len(graphs), breaks, len(step.buckets), hidden
 
 
 @pytest.mark.filterwarnings("default")
 def test_buckets_break_no_graph_and_blocks_keep_the_overlap() -> None:
-    for by_blocks, whole, breaks, buckets, hidden in run_ranks(
-        train_compiled_blocks, 2, timeout=300
-    ):
+    ranks = run_ranks(train_compiled_blocks, 2, timeout=300)
+    for by_blocks, whole, wrapper, breaks, buckets, hidden in ranks:
         # Equal blocks may have a common graph.
         assert 1 <= by_blocks <= 4
-        assert (whole, breaks) == (1, 0)
+        assert (whole, wrapper, breaks) == (1, 1, 0)
         assert buckets == 8
         assert hidden >= buckets - 1
 

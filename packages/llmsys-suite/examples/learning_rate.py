@@ -32,7 +32,7 @@ def final_loss(rate: float, batch: int, seed: int, steps: int = 100) -> float:
 
 
 def main() -> Sweep:
-    """The losses of all rates and batch sizes, and the best rate of each."""
+    """Print the losses of all rates and batch sizes, and the best rate of each."""
     sweep = sweep_learning_rate(final_loss, rates=RATES, batch_sizes=BATCH_SIZES, seeds=3)
     for batch, rate in zip(sweep.batch_sizes, sweep.best_rates, strict=True):
         print(f"batch {batch:3.0f}: best rate {rate:.4f}")

@@ -16,7 +16,9 @@ from llmsys_suite.model import Decoder, ModelConfig
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-STEPS, ROWS, MICROBATCHES = 10, 8, 4
+STEPS = 10
+ROWS = 8
+MICROBATCHES = 4
 
 
 class Stage(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, closest, furthest, none, within
 from llmsys_suite.audit.records import check_again
+from llmsys_suite.audit.text import held_out_windows, read_parts
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import (
@@ -25,20 +26,23 @@ from llmsys_suite.stages.results import Audit, Plan, Train
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server", LOCAL)
-PLAN = Plan(**dict.fromkeys((field.name for field in fields(Plan)), 0) | {
-    "parameters": 100,
-    "step_flops_full": 600,
-    "step_flops_causal": 500,
-    "gradient_bytes": 400,
-    "ddp_wire_bytes_per_rank": 400,
-    "training_peak_bytes": 1000,
-    "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": 1},
-    "measured_peak_bytes": 1040,
-    "peak": 1e6,
-    "yardstick_flops_per_second": 8e5,
-    "layer_yardsticks": 50.0,
-    "step_yardsticks": 95.0,
-})  # fmt: skip
+PLAN = Plan(
+    **dict.fromkeys((field.name for field in fields(Plan)), 0)
+    | {
+        "parameters": 100,
+        "step_flops_full": 600,
+        "step_flops_causal": 500,
+        "gradient_bytes": 400,
+        "ddp_wire_bytes_per_rank": 400,
+        "training_peak_bytes": 1000,
+        "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": 1},
+        "measured_peak_bytes": 1040,
+        "peak": 1e6,
+        "reference_flops_per_second": 8e5,
+        "layer_matmuls": 50.0,
+        "step_matmuls": 95.0,
+    }
+)
 BATCHES = [
     [hashlib.sha256(f"{s} {r}".encode()).hexdigest()[:12] for r in range(8)] for s in range(4)
 ]
@@ -59,7 +63,7 @@ def honest_samples():
                 samples += [
                     row | {"phase": k, "seconds": s, "core_s": 0.9 * s} for k, s in parts.items()
                 ]
-                share = 8 // ranks
+                rows_per_rank = 8 // ranks
                 samples.append(
                     row
                     | {
@@ -73,7 +77,9 @@ def honest_samples():
                         "queued_s": 0.0,
                         "received": {SINGLE: 0, LOCAL: 1}.get(variant, 400),
                         "one_layer_s": 0.05,
-                        "row_digests": BATCHES[step][rank * share : (rank + 1) * share],
+                        "row_digests": BATCHES[step][
+                            rank * rows_per_rank : (rank + 1) * rows_per_rank
+                        ],
                     }
                 )
             clock += 0.2
@@ -111,14 +117,50 @@ def honest():
             },
         },
         "text": {"row_digests": BATCHES, "distinct": True, "epoch_steps": 70, "windows": []},
+        "split": {"ranks": [["a", "b"]] * 2, "files": ["a", "b"], "repeated": 1, "windows": 64},
+        "peer_ratio": 1.02,
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
-        "product_in_yardsticks": 1.35,
+        "product_over_reference": 1.35,
         "kept_bytes": 1200,
         "one_host": True,
         "stage_clocks": [["train", 0, 5.0, 5.01], ["train", 1, 5.0, 5.01]],
         "sockets_count": True,
     }
     return copy.deepcopy((PLAN, train, samples, evidence))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"ranks": [["a", "b"], ["c", "b"]]}, "text of every rank"),
+        ({"ranks": [["a", "b"], ["a", "a"]]}, "text of every rank"),
+        ({"repeated": 20}, "held-out text is not training text"),
+    ],
+)
+def test_held_out_text_in_the_training_text_fails(change, name):
+    plan, train, samples, evidence = honest()
+    evidence["split"] |= change
+    assert red(plan, train, samples, evidence) == [name]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_a_peer_that_is_slowed_or_skips_work_fails(ratio):
+    plan, train, samples, evidence = honest()
+    evidence["peer_ratio"] = ratio
+    assert red(plan, train, samples, evidence) == ["time of torch DDP"]
+
+
+def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(tmp_path):
+    random = np.random.default_rng(0)
+    text = random.integers(97, 123, 20_000, dtype=np.uint8).tobytes()
+    (tmp_path / "a").write_bytes(text)
+    train, heldout = read_parts(tmp_path)
+    assert train + heldout == text
+    assert not any(window in train for window in held_out_windows(heldout))
+    (tmp_path / "b").write_bytes(text)
+    read_parts.cache_clear()
+    train, heldout = read_parts(tmp_path)
+    assert all(window in train for window in held_out_windows(heldout))
 
 
 def red(plan, train, samples, evidence):
@@ -145,10 +187,10 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
     config = replace(CONFIG, world=world)
 
     def passed(planned):
-        said = replace(plan, ddp_wire_bytes_per_rank=planned)
+        changed = replace(plan, ddp_wire_bytes_per_rank=planned)
         checks = (
-            *training._plan(config, said, evidence),
-            *training.wire.checks(config, said, train, samples, evidence),
+            *training._plan(config, changed, evidence),
+            *training.wire.checks(config, changed, train, samples, evidence),
         )
         return {check.name: check.passed for check in checks}
 
@@ -158,10 +200,10 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
 
 
 def test_an_honest_record_passes_every_check_and_each_names_two_sources():
-    found = list(training.checks(CONFIG, *honest()))
-    assert [str(check) for check in found if not check.passed] == []
-    assert len({check.name for check in found}) == len(found) > 40
-    assert all(check.source and check.against and check.source != check.against for check in found)
+    checks = list(training.checks(CONFIG, *honest()))
+    assert [str(check) for check in checks if not check.passed] == []
+    assert len({check.name for check in checks}) == len(checks) > 40
+    assert all(check.source and check.against and check.source != check.against for check in checks)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +216,7 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
         ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "weights and moments"),
         ("gradient_bytes", 1200, "gradient bytes"),
         ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes per rank"),
-        ("peak", 2.2e6, "rate of a matrix product, in yardsticks'"),
+        ("peak", 2.2e6, "rate of a matrix product, in matmuls'"),
     ],
 )
 def test_a_wrong_prediction_fails(key, value, name):
@@ -252,8 +294,8 @@ def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
         for row in train.rows:
             every = step_seconds(samples, warmup=True)[row["variant"]]
             row["epoch_s"] = sum(every.values())
-        found = training.checks(config, plan, train, samples, evidence)
-        return [check for check in found if not check.passed]
+        checks = training.checks(config, plan, train, samples, evidence)
+        return [check for check in checks if not check.passed]
 
     def twice(samples):
         rows = steps(samples, "ddp flat", rank=1)[2]["row_digests"]
@@ -270,8 +312,8 @@ def test_a_time_of_an_epoch_that_is_not_its_steps_fails(epochs):
     plan, train, samples, evidence = honest()
     train.rows[2]["epoch_s"] *= 1.1
     config = replace(CONFIG, epochs=epochs)
-    found = training.checks(config, plan, train, samples, evidence)
-    assert "reported time of an epoch" in [check.name for check in found if not check.passed]
+    checks = training.checks(config, plan, train, samples, evidence)
+    assert "reported time of an epoch" in [check.name for check in checks if not check.passed]
 
 
 def test_a_missing_rank_fails_and_so_do_its_tokens():
@@ -300,8 +342,8 @@ def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
         train.rows[2]["step_ms"] *= 0.9
 
-    found = {"reported step time", "utilization", "computing over a slow link"}
-    assert found >= set(tampered(change)) >= {"reported step time"}
+    names = {"reported step time", "utilization", "computing over a slow link"}
+    assert names >= set(tampered(change)) >= {"reported step time"}
 
 
 def test_a_ratio_upside_down_fails():
@@ -374,7 +416,7 @@ def test_steps_that_take_longer_than_their_stage_fail():
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
     plan, *rest = honest()
-    wrong = replace(plan, step_yardsticks=factor * plan.step_yardsticks)
+    wrong = replace(plan, step_matmuls=factor * plan.step_matmuls)
     assert red(wrong, *rest) == ["time of one process's step, over one layer's"]
 
 
@@ -513,6 +555,8 @@ def test_a_run_without_an_audit_says_so(tmp_path):
 
 def test_a_check_of_numpys_numbers_can_be_kept():
     for actual in (1.0, 2.0):
-        one = np.float64(1.0)
-        kept = json.loads(json.dumps(closest("n", "s", "a", [(one, actual, "")], 1e-9).to_json()))
-        assert kept["passed"] is (actual == 1.0)
+        expected = np.float64(1.0)
+        stored = json.loads(
+            json.dumps(closest("n", "s", "a", [(expected, actual, "")], 1e-9).to_json())
+        )
+        assert stored["passed"] is (actual == 1.0)

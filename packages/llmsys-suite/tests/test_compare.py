@@ -1,13 +1,11 @@
-"""Two runs are told apart only where their samples can tell them apart."""
+"""Runs are called different or same only if their samples support it."""
 
 import json
-import math
-import re
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +27,7 @@ from llmsys_suite.report.compare import (
 from llmsys_suite.stages.results import Plan, Skipped, Train
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
+DIFFERENT = ("slower", "faster")
 OURS = ("ddp flat", "zero 1", "fsdp")
 
 
@@ -38,10 +37,21 @@ def a_plan(parameters, peak, measured):
 
 
 def make_run(
-    path, *, scale=1.0, load=1.0, seed=0, rounds=30, noise=0.02, queued=0.0, others_work=None,
-    environment=ENVIRONMENT, finish=True, loss=3.0, **config,
-):  # fmt: skip
-    """A run whose seconds are slow or fast together, each with a noise of its own."""
+    path,
+    *,
+    scale=1.0,
+    load=1.0,
+    seed=0,
+    rounds=30,
+    noise=0.02,
+    queued=0.0,
+    others_work=None,
+    environment=ENVIRONMENT,
+    finish=True,
+    loss=3.0,
+    **config,
+):
+    """Create a run whose rounds are slow or fast as a whole, with noise in each step."""
     folder = RunFolder.create(RunConfig(out=path, steps=rounds, **config), environment)
     random = np.random.default_rng(seed)
     rows, taken = [], 0
@@ -74,9 +84,9 @@ def verdicts(rows):
     return {row.variant: row.verdict for row in rows}
 
 
-def test_the_same_code_under_three_times_the_load_cannot_be_told_apart(tmp_path):
+def test_the_same_code_under_three_times_the_load_is_not_called_different(tmp_path):
     rows = compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", load=3.0, seed=1)])
-    assert set(verdicts(rows).values()) == {"cannot tell"}
+    assert not set(verdicts(rows).values()) & {*DIFFERENT}
     assert slower_than(rows, 0.0) == []
     assert undecided_at(rows, 0.0) == [row.variant for row in rows]
 
@@ -92,9 +102,9 @@ def test_a_difference_beyond_the_noise_is_found_in_the_variant_that_has_it(
 ):
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=scale, seed=1)
     rows = compare_runs([before], [after])
-    found = verdicts(rows)
-    assert found.pop("ddp flat") == verdict
-    assert set(found.values()) == {"cannot tell"}
+    by_variant = verdicts(rows)
+    assert by_variant.pop("ddp flat") == verdict
+    assert not set(by_variant.values()) & {*DIFFERENT}
     row = next(row for row in rows if row.variant == "ddp flat")
     assert row.low < scale < row.high
     assert slower_than(rows, 5.0) == (["ddp flat"] if verdict == "slower" else [])
@@ -123,8 +133,8 @@ def test_fail_above_succeeds_only_if_every_variant_is_shown_to_be_fast_enough(
     assert exit.value.code == status
 
 
-#: What runs of one code were seen to do, and worse: noise that lasts, heavy tails, slow seconds,
-#: and runs that differ as a whole by where their memory lies.
+#: Noise of real runs of the same code, and worse: correlated rounds, heavy tails, slow seconds, and
+#: runs that differ as a whole by their memory layout.
 NOISES = {
     "even": {},
     "lasting": {"lasts": 0.6},
@@ -138,7 +148,7 @@ NOISES = {
 def ratios(
     rounds, random, *, variants=12, scale=1.0, noise=0.08, lasts=0.3, tail=0, spikes=0.0, apart=0.0
 ):
-    """Logs of ratios of some variants, each round a share of the one before it."""
+    """Return logs of ratios of some variants; each round is correlated with the one before."""
     shape = (variants, rounds + 50)
     fresh = random.standard_t(tail, shape) / tail**0.5 if tail else random.normal(size=shape)
     logs = noise * fresh
@@ -160,34 +170,28 @@ def pairs(count, rounds, *, scale=1.0, runs=1, **noise):
         yield compare_ratios(before, after)
 
 
-def share_told_apart(rows_of_pairs):
-    """Of whole comparisons: in how many any variant is called slower or faster."""
-    told = [any(row.verdict != "cannot tell" for row in rows) for rows in rows_of_pairs]
-    return sum(told) / len(told)
+def fraction_called_different(rows_of_pairs):
+    """Return the fraction of comparisons in which any variant is called slower or faster."""
+    different = [any(row.verdict in DIFFERENT for row in rows) for rows in rows_of_pairs]
+    return sum(different) / len(different)
 
 
 @pytest.mark.parametrize(
     ("rounds", "noise"), [(20, "even"), (20, "heavy and lasting"), (60, "lasting")]
 )
 def test_the_same_code_is_seldom_told_apart(rounds, noise):
-    assert share_told_apart(pairs(20, rounds, **NOISES[noise])) <= 0.1
+    assert fraction_called_different(pairs(20, rounds, **NOISES[noise])) <= 0.1
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize(("rounds", "runs"), [(15, 1), (20, 1), (60, 1), (400, 1), (300, 2)])
 def test_of_a_hundred_pairs_of_the_same_code_ninety_five_cannot_be_told_apart(rounds, runs, noise):
-    assert share_told_apart(pairs(100, rounds, runs=runs, **NOISES[noise])) <= 0.05
+    assert fraction_called_different(pairs(100, rounds, runs=runs, **NOISES[noise])) <= 0.05
 
 
-def rounds_asked_for(runs, **noise):
-    """The middle of what compare says that a verdict on 5 % needs, from a run of sixty."""
-    said = [rows[0].needed(runs) for rows in pairs(10, 60, **noise)]
-    return math.ceil(np.median(said))
-
-
-def verdicts_at(rounds, scale, *, runs, count=100, **noise):
-    """Of one variant that differs, among twelve."""
+def verdicts_at(rounds, scale, *, runs, count, **noise):
+    """Yield verdicts on one variant among twelve whose time is multiplied by `scale`."""
     random = np.random.default_rng(rounds)
     for _ in range(count):
         sides = [
@@ -197,32 +201,33 @@ def verdicts_at(rounds, scale, *, runs, count=100, **noise):
         yield compare._compare("0", *sides, 0.05, 12, random).verdict
 
 
-def test_a_true_difference_of_the_asked_size_is_found():
-    rounds = rounds_asked_for(2)
-    assert 100 < rounds < 1000
-    assert [*verdicts_at(rounds, 1.05, runs=2, count=20)].count("slower") >= 18
+@pytest.mark.parametrize(("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster")])
+def test_a_true_difference_of_the_margin_is_found_with_enough_rounds(scale, verdict):
+    assert [*verdicts_at(1000, scale, runs=2, count=20)].count(verdict) >= 18
+
+
+def test_equal_code_is_called_the_same_with_enough_rounds():
+    assert [*verdicts_at(1000, 1.0, runs=2, count=20)].count("same") >= 18
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("runs", [1, 2, 3])
 @pytest.mark.parametrize("noise", ["even", "lasting", "heavy", "spikes", "apart"])
-@pytest.mark.parametrize(("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster")])
-def test_of_a_hundred_true_differences_of_the_asked_size_ninety_are_found(
-    noise, scale, verdict, runs
-):
-    # As many rounds as compare itself asks for, beginning with a run of sixty.
-    rounds = rounds_asked_for(runs, **NOISES[noise])
-    found = [*verdicts_at(rounds, scale, runs=runs, **NOISES[noise])]
-    assert found.count(verdict) >= 90
+@pytest.mark.parametrize(
+    ("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster"), (1.0, "same")]
+)
+def test_of_a_hundred_comparisons_with_enough_rounds_ninety_are_right(noise, scale, verdict):
+    verdicts = [*verdicts_at(2000, scale, runs=3, count=100, **NOISES[noise])]
+    assert verdicts.count(verdict) >= 90
 
 
-def test_the_readme_says_how_many_rounds_five_percent_needs():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    one, two = re.search(r"5 % at a noise of 8 % a step takes ([\d,]+) rounds, .* (\d+) each",
-                         readme).groups()  # fmt: skip
-    for runs, said in ((1, one), (2, two)):
-        # Other seeds of the simulated noise give figures that differ by up to 8 %.
-        assert rounds_asked_for(runs) == pytest.approx(int(said.replace(",", "")), rel=0.15)
+def test_the_same_run_twice_on_one_side_is_refused(tmp_path):
+    before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)
+    shutil.copytree(before.path, tmp_path / "copy")
+    for twice in (before, RunFolder.open(tmp_path / "copy")):
+        with pytest.raises(UsageError, match="contain the same samples; expected different runs"):
+            compare_runs([before, twice], [after])
+        with pytest.raises(UsageError, match="contain the same samples"):
+            compare_runs([after], [before, twice])
 
 
 @pytest.mark.exhaustive
@@ -251,16 +256,15 @@ def test_real_runs_of_the_same_code_are_not_told_apart_and_five_percent_is_found
         before, after = recorded if random.random() < 0.5 else recorded[::-1]
         return compare_ratios([stretches(before, rounds)], [stretches(after, rounds, scale)])
 
-    assert share_told_apart([compared(60) for _ in range(100)]) <= 0.05
-    asked = [row.needed(1) for row in compared(300) if row.variant == OURS[0]]
-    rounds = math.ceil(max(300, asked[0]))
-    found = []
+    assert fraction_called_different([compared(60) for _ in range(100)]) <= 0.05
+    verdicts = []
     for _ in range(100):
         sides = [
-            [stretches(r, rounds, x)[OURS[0]]] for r, x in zip(recorded, (1, 1.05), strict=True)
+            [stretches(run, 2000, x)[OURS[0]] for _ in range(3)]
+            for run, x in zip(recorded, (1, 1.05), strict=True)
         ]
-        found.append(compare._compare(OURS[0], *sides, 0.05, 11, random).verdict)
-    assert found.count("slower") >= 90
+        verdicts.append(compare._compare(OURS[0], *sides, 0.05, 11, random).verdict)
+    assert verdicts.count("slower") >= 90
 
 
 def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):
@@ -274,13 +278,13 @@ def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):
 def test_a_rank_that_waits_for_threads_of_its_own_run_is_not_disturbed(tmp_path):
     queued = {"scale": 2.0, "queued": 0.3, "seed": 1, "rounds": 60}
     before = make_run(tmp_path / "a", rounds=60)
-    found = {
-        share: verdicts(compare_runs([before], [make_run(path, others_work=share, **queued)]))
-        for share in (0.02, 0.4)
-        for path in [tmp_path / str(share)]
+    by_fraction = {
+        fraction: verdicts(compare_runs([before], [make_run(path, others_work=fraction, **queued)]))
+        for fraction in (0.02, 0.4)
+        for path in [tmp_path / str(fraction)]
     }
-    assert found[0.02]["ddp flat"] == "slower"
-    assert set(found[0.4].values()) == {"cannot tell"}
+    assert by_fraction[0.02]["ddp flat"] == "slower"
+    assert set(by_fraction[0.4].values()) == {"cannot tell"}
 
 
 def test_what_others_do_is_what_the_machine_does_and_no_rank(tmp_path):
@@ -292,8 +296,8 @@ def test_what_others_do_is_what_the_machine_does_and_no_rank(tmp_path):
         for process in busy:
             process.kill()
             process.wait()
-    share = others.shares([*begin, others.clocks() | {"step": 1, "rank": 0}])
-    assert share[1] > 0.9
+    fractions = others.shares([*begin, others.clocks() | {"step": 1, "rank": 0}])
+    assert fractions[1] > 0.9
 
 
 def test_a_ratio_is_of_one_round_and_one_rank():
@@ -384,9 +388,9 @@ def test_runs_without_a_variant_in_common_are_said():
 
 def test_other_losses_counts_and_lengths_are_differences(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", loss=3.1, rounds=29)
-    found = " ".join(differences(a, b))
-    assert "ddp flat, loss of step 0: 3 and 3.1" in found
-    assert "steps: 30 and 29" in found
+    lines = " ".join(differences(a, b))
+    assert "ddp flat, loss of step 0: 3 and 3.1" in lines
+    assert "steps: 30 and 29" in lines
     b.add_stage("plan", a_plan(8, 1e9, 0))
     b.finish()
     assert "plan.parameters: 7 and 8" in " ".join(differences(a, b))

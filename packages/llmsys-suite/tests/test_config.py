@@ -1,9 +1,13 @@
-"""What a run is asked for is refused, in one line, where it cannot be done."""
+"""Configurations that cannot be run are refused with one line."""
 
+import re
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from llmsys_suite import cli
 from llmsys_suite.config import (
     STAGES,
     RunConfig,
@@ -12,6 +16,7 @@ from llmsys_suite.config import (
     resolve,
     with_dependencies,
 )
+from llmsys_suite.config_file import MEANING, read_toml
 from llmsys_suite.data import read_text, require_text
 from llmsys_suite.stages.plan import predict
 from llmsys_suite.start import execute
@@ -57,7 +62,7 @@ def test_unknown_names_and_senseless_numbers(options, complaint):
         ({"rows": 7}, "7 rows do not split over 2 ranks"),
         ({"rows": 0}, "--rows 0"),
         ({"context": 1}, "--context 1 is below 8"),
-        ({"steps": 2.5}, r"steps 2\.5 is no whole number"),
+        ({"steps": 2.5}, r"steps 2\.5 is not a whole number"),
         ({"learning_rate": 0.0}, "learning_rate 0.0"),
         ({"resume": Path(__file__).parent}, "no checkpoint at .*tests"),
         ({"learning_rate": float("nan")}, "learning_rate nan"),
@@ -143,13 +148,68 @@ def test_an_out_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, out):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("5%", 0.05), ("5", 0.05), ("0.05", 0.05), ("12.5%", 0.125)]
+    ("text", "value"), [("5%", 0.05), ("5", 0.05), ("0.05", 0.0005), ("12.5%", 0.125)]
 )
-def test_percentages_are_read_as_people_write_them(text, value):
-    assert percentage(text, "--resolve") == pytest.approx(value)
+def test_a_percentage_is_in_percent_with_and_without_its_sign(text, value):
+    assert percentage(text, "--margin") == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["five", "0%", "-3%", "100%", ""])
 def test_what_is_no_percentage_is_refused(text):
-    with pytest.raises(UsageError, match="--resolve"):
-        percentage(text, "--resolve")
+    with pytest.raises(UsageError, match="--margin"):
+        percentage(text, "--margin")
+
+
+def printed_config(capsys, *arguments):
+    cli.app(["config", *arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_the_printed_file_has_every_field_and_describes_the_default_run(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(printed_config(capsys, "--preset", "cpu"))
+    values = read_toml(path)
+    stages = values.pop("stages")
+    assert resolve(stages, **values) == resolve([], preset="cpu")
+    names = {field.name for field in fields(RunConfig)} - {"device"}
+    assert {*MEANING} == names
+    for name in names:
+        assert re.search(rf"^# .+\n(# )?{name} = ", path.read_text(), re.MULTILINE)
+
+
+def test_options_override_the_fields_of_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "run.toml"
+    path.write_text('stages = ["plan"]\nsize = "mini"\nworld = 1\nrows = 6\nlearning_rate = 1\n')
+    received = []
+
+    def execute(config):
+        received.append(config)
+        return 0, tmp_path
+
+    monkeypatch.setattr("llmsys_suite.start.execute", execute)
+    monkeypatch.setattr(
+        sys, "argv", ["llmsys", "run", "--preset", "cpu", "--config", str(path), "--world", "2"]
+    )
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 0
+    (config,) = received
+    assert (config.stages, config.size, config.world) == (("plan", "report"), "mini", 2)
+    assert (config.rows, config.learning_rate) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("step = 3", "unknown field 'step'; `llmsys config` prints all fields"),
+        ("steps = 2.5", "expected steps of type int, got 2.5"),
+        ("steps = true", "expected steps of type int, got True"),
+        ('stages = "plan"', "expected stages of type tuple"),
+        ("size = [", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, complaint):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=complaint):
+        read_toml(path)

@@ -36,14 +36,14 @@ def test_the_ranks_rows_together_are_the_single_process_batch(world):
 def test_an_epoch_reads_each_window_of_the_text_once_and_the_next_in_another_order(tmp_path, world):
     text = bytes(range(256)) * 17  # no two of its windows of 21 are alike below 256 of them
     (tmp_path / "text").write_bytes(text)
-    corpus, asked = load_corpus(tmp_path / "text"), {"rows": 6, "context": 21, "seed": 3}
+    corpus, options = load_corpus(tmp_path / "text"), {"rows": 6, "context": 21, "seed": 3}
     train = bytes(corpus.train.tolist())
     steps = epoch_steps(len(train), 6, 21)
     assert steps == (len(train) - 1) // (6 * 21)
     epochs = []
     for epoch in range(2):
         shares = [
-            corpus.batch(**asked, step=epoch * steps + i, rank=r, world=world, epochs=True)
+            corpus.batch(**options, step=epoch * steps + i, rank=r, world=world, epochs=True)
             for i in range(steps)
             for r in range(world)
         ]

@@ -21,7 +21,7 @@ def last_loss(script: str) -> float:
 
 @pytest.fixture(scope="module")
 def alone() -> float:
-    """The loss of one process, by the script that does least."""
+    """Return the loss of one process, from the simplest script."""
     (loss,) = run_ranks(last_loss, 1, str(FOLDER / "naive_data_parallel.py"))
     return loss
 

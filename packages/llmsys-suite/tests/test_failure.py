@@ -9,27 +9,89 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.ranks.failure import FailureWatch, report_failure
+from worker_pool import try_ranks
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SECONDS_TO_END = 20.0
 
-#: Runs the command line with a stage `links` that fails on one rank while the others wait in it.
-FAILING_STAGE = """
-import os, sys, time
-import torch, torch.distributed as dist
+
+def run_stages(config_values, messages, fail=None):
+    """Run the stages of a run as this rank, with its messages in a file.
+
+    With `fail`, the stage `links` is replaced: rank `fail[0]` executes `fail[1]` and the others
+    execute `fail[2]`.
+    """
+    from llmsys_suite.ranks import worker
+    from llmsys_suite.ranks.launch import STORE
+    from llmsys_suite.stages import links
+
+    rank = int(os.environ["RANK"])
+    os.environ[STORE] = os.environ["STORE_FILE"]
+    file = os.open(f"{messages}.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    if fail is not None:
+        failing_rank, action, others = fail
+
+        def failing_stage(run):
+            names = {"os": os, "time": time, "dist": dist, "torch": torch, "run": run}
+            if run.rank == failing_rank:
+                time.sleep(0.2)
+                exec(action, names)
+            exec(others, names)
+
+        links.run = failing_stage
+    status, _ = worker.work(RunConfig.from_json(config_values))
+    return status
+
+
+def launch_ranks(tmp_path, config, fail=None):
+    """Run two ranks that fail; return the seconds, their exit statuses and their messages."""
+    start = time.monotonic()
+    values = json.loads(json.dumps(claim(config).to_json()))
+    outcomes = try_ranks(
+        run_stages, 2, values, str(tmp_path / "messages"), fail, backend="", timeout=120
+    )
+    seconds = time.monotonic() - start
+    messages = "".join((tmp_path / f"messages.{rank}").read_text() for rank in range(2))
+    return seconds, [outcome.exit_code for outcome in outcomes], messages
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "others",
+    ["dist.all_reduce(torch.ones(1))", "run.wait_for_ranks()", "time.sleep(600)"],
+    ids=["in a collective", "waiting for all ranks", "in local work"],
+)
+def test_exception_on_one_rank_ends_every_rank(tmp_path, rank, others):
+    config = RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run")
+    fail = (rank, "raise ValueError('no')", others)
+    seconds, statuses, messages = launch_ranks(tmp_path, config, fail)
+    assert statuses == [1, 1]
+    assert seconds < SECONDS_TO_END
+    assert f"rank {rank}: ValueError: no" in messages
+    folder = RunFolder(tmp_path / "run")
+    assert folder.summary["status"] == "incomplete"
+    assert folder.failure == ("links", f"rank {rank}: ValueError: no")
+
+
+#: Runs as each rank, with a stage `links` in which rank 1 is killed while rank 0 waits for it.
+KILLED_RANK = """
+import os, sys
 from llmsys_suite.ranks import worker
 from llmsys_suite.stages import links
 
 def run(run):
-    if run.rank == {rank}:
-        time.sleep(0.5)
-        {action}
-    {others}
+    if run.rank == 1:
+        os.kill(os.getpid(), 9)
+    run.wait_for_ranks()
 
 links.run = run
 if __name__ == "__main__":
@@ -37,90 +99,78 @@ if __name__ == "__main__":
 """
 
 
-def launch_failing_stage(tmp_path, monkeypatch, capfd, *, rank, action, others):
-    """Launch two ranks whose stage `links` fails; return seconds, status, messages and folder."""
+def test_killed_rank_ends_every_rank(tmp_path, monkeypatch, capfd):
     from llmsys_suite.ranks import launch
 
-    (tmp_path / "failing_stage.py").write_text(
-        FAILING_STAGE.format(rank=rank, action=action, others=others)
-    )
+    (tmp_path / "killed_rank.py").write_text(KILLED_RANK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     config = claim(RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run"))
-    start = time.monotonic()
-    status = launch.launch(config, "failing_stage")
-    return time.monotonic() - start, status, capfd.readouterr().err, RunFolder(tmp_path / "run")
+    assert launch.launch(config, "killed_rank") == 1
+    assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
+    assert RunFolder(tmp_path / "run").summary["status"] == "incomplete"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "others",
-    ["dist.all_reduce(torch.ones(1))", "run.meet()", "time.sleep(600)"],
-    ids=["in a collective", "at a meeting of all ranks", "in work of its own"],
-)
-def test_exception_on_one_rank_ends_every_rank(tmp_path, monkeypatch, capfd, rank, others):
-    seconds, status, messages, folder = launch_failing_stage(
-        tmp_path, monkeypatch, capfd, rank=rank, action="raise ValueError('no')", others=others
+def long_training(out):
+    """Return a run of `train` that takes longer than any test."""
+    return RunConfig(
+        stages=("plan", "train"), size="mini", rows=2, context=16, steps=10**6, out=out
     )
-    assert status == 1
-    assert seconds < SECONDS_TO_END
-    assert f"rank {rank}: ValueError: no" in messages
-    assert folder.summary["status"] == "incomplete"
-    assert folder.failure == ("links", f"rank {rank}: ValueError: no")
 
 
-def test_killed_rank_ends_every_rank(tmp_path, monkeypatch, capfd):
-    seconds, status, messages, folder = launch_failing_stage(
-        tmp_path, monkeypatch, capfd, rank=1, action="os.kill(os.getpid(), 9)", others="run.meet()"
-    )
-    assert status == 1
-    assert seconds < SECONDS_TO_END
-    assert "rank 1 was killed by SIGKILL" in messages
-    assert folder.summary["status"] == "incomplete"
+def when_measured(out, action):
+    """Start a thread that calls `action` once the run in `out` has measured steps."""
+
+    def wait():
+        samples = out / "samples.jsonl"
+        while not (samples.exists() and samples.stat().st_size > 2000):
+            time.sleep(0.02)
+        times.append(time.monotonic())
+        action()
+
+    times = []
+    threading.Thread(target=wait, daemon=True).start()
+    return times
 
 
-def started(command, out):
-    """Start a run of the stage `train` and return it once it has measured steps."""
+def test_deleted_folder_ends_every_rank(tmp_path):
+    out = tmp_path / "run"
+    times = when_measured(out, lambda: shutil.rmtree(out))
+    _, statuses, messages = launch_ranks(tmp_path, long_training(out))
+    assert statuses == [1, 1]
+    assert "FileNotFoundError" in messages
+    assert len(times) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["llmsys", "torchrun"])
+def test_deleted_folder_ends_the_launcher_with_status_1(tmp_path, launcher):
+    out = tmp_path / "run"
+    command = LLMSYS if launcher == "llmsys" else [*TORCHRUN, "-m", "llmsys_suite"]
     process = subprocess.Popen(
-        [*command, "run", "train", "--size", "mini", "--steps", "2000", "--out", str(out)],
+        [*command, "run", "train", "--size", "mini", "--steps", "20000", "--out", str(out)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    samples = out / "samples.jsonl"
-    deadline = time.monotonic() + 120
-    while not (samples.exists() and samples.stat().st_size > 2000):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.1)
-    return process
-
-
-@pytest.mark.parametrize("launcher", ["llmsys", "torchrun"])
-def test_deleted_folder_ends_the_run_with_status_1(tmp_path, launcher):
-    out = tmp_path / "run"
-    command = LLMSYS if launcher == "llmsys" else [*TORCHRUN, "-m", "llmsys_suite"]
-    process = started(command, out)
-    shutil.rmtree(out)
-    start = time.monotonic()
-    _, messages = process.communicate(timeout=SECONDS_TO_END)
-    assert time.monotonic() - start < SECONDS_TO_END
+    times = when_measured(out, lambda: shutil.rmtree(out))
+    _, messages = process.communicate(timeout=180)
+    assert time.monotonic() - times[0] < SECONDS_TO_END
     assert process.returncode == 1
     assert "FileNotFoundError" in messages
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_full_disk_ends_the_run_with_status_1(tmp_path):
+def test_full_disk_ends_every_rank(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("this kernel or its rights do not allow to mount a tmpfs")
+        pytest.skip("this kernel or its permissions do not allow mounting a tmpfs")
     try:
-        process = started(LLMSYS, disk / "run")
-        _, messages = process.communicate(timeout=60)
+        _, statuses, messages = launch_ranks(tmp_path, long_training(disk / "run"))
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
-    assert process.returncode == 1
+    assert statuses == [1, 1]
     assert "No space left on device" in messages
 
 
@@ -182,6 +232,7 @@ def test_many_processes_claim_one_folder_and_one_succeeds(tmp_path):
     assert sorted(process.wait(60) for process in processes) == [0, *[1] * 7]
 
 
+@pytest.mark.exhaustive
 def test_torchrun_ranks_share_the_folder_that_rank_0_claims(tmp_path):
     done = subprocess.run(
         [*TORCHRUN, "-m", "llmsys_suite", "run", "plan", "--size", "mini"],

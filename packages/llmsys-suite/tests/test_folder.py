@@ -1,11 +1,11 @@
-"""A run folder keeps what was measured, whatever ends the run."""
+"""A run folder keeps all measurements, however the run ends."""
 
 import json
 
 import pytest
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import FORMAT, RunFolder
-from llmsys_suite.measure.turns import Turns
+from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.stages.results import Compress, Skipped
 
 
@@ -27,7 +27,7 @@ def test_the_configuration_comes_back_as_it_was(folder, tmp_path):
 def test_finished_stages_stay(folder):
     results = {
         "parallel": Skipped("one rank"),
-        "compress": Compress([{"method": "a", "size_bytes": 3}], Turns({"a": [0.5]}, 0.6)),
+        "compress": Compress([{"method": "a", "size_bytes": 3}], Interleaved({"a": [0.5]}, 0.6)),
     }
     for stage, result in results.items():
         folder.add_stage(stage, result, 2.0, 3.0)
@@ -50,7 +50,7 @@ def test_recorded_failure_leaves_the_run_incomplete(folder):
 def test_results_of_another_version_are_said(folder):
     summary = {"status": "complete", "stages": {"compress": {"rows": []}}}
     folder.write_json("summary.json", summary)
-    with pytest.raises(UsageError, match="stage compress is of another version: 'turns'"):
+    with pytest.raises(UsageError, match="stage compress is of another version: 'interleaved'"):
         _ = folder.results
 
 
@@ -130,5 +130,5 @@ def test_a_file_that_is_no_json_is_named(folder):
 
 
 def test_what_is_no_run_folder_is_said(tmp_path):
-    with pytest.raises(UsageError, match="no run folder"):
+    with pytest.raises(UsageError, match=r"is not a run folder: it has no summary\.json"):
         RunFolder.open(tmp_path)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from accounting.memory.live import LiveMemory
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.stages.memory import ROWS, held_by_line, inference, largest, thin, training
+from llmsys_suite.stages.memory import ROWS, inference, largest, saved_by_line, thin, training
 from torch import nn
 
 CONFIG = ModelConfig(d_model=32, d_ff=64, num_layers=6, num_heads=2, vocabulary=64, context=64)
@@ -38,9 +38,9 @@ def test_blocks_are_labeled_with_the_module_that_made_them():
     memory = LiveMemory()
     memory.add(model.parameters(), "parameter")
     with memory, torch.no_grad():
-        kept = model(torch.zeros(2, 4))
-    made = [block for block in memory.at_peak if block.operator != "parameter"]
-    assert (kept.nbytes, "Sequential.Linear") in [(b.nbytes, b.module) for b in made]
+        output = model(torch.zeros(2, 4))
+    blocks = [block for block in memory.at_peak if block.operator != "parameter"]
+    assert (output.nbytes, "Sequential.Linear") in [(b.nbytes, b.module) for b in blocks]
 
 
 def test_nothing_of_a_training_step_stays_behind():
@@ -57,8 +57,8 @@ def test_nothing_of_a_training_step_stays_behind():
 
 def test_checkpointing_lowers_the_peak_and_training_exceeds_inference():
     plain = training(CONFIG)
-    again = training(replace(CONFIG, checkpoint=True))
-    assert inference(CONFIG).peak_bytes < again.peak_bytes < 0.7 * plain.peak_bytes
+    checkpointed = training(replace(CONFIG, checkpoint=True))
+    assert inference(CONFIG).peak_bytes < checkpointed.peak_bytes < 0.7 * plain.peak_bytes
 
 
 def test_a_thinned_timeline_keeps_the_peak():
@@ -74,7 +74,7 @@ def test_owners_at_the_peak_add_up_to_it():
 
 def test_what_is_held_for_the_backward_pass_is_named_by_the_line_that_asked_for_it():
     memory = training(CONFIG)
-    rows = held_by_line(memory.held)
+    rows = saved_by_line(memory.saved)
     begin = [live for phase, live in memory.timeline if phase == "forward"][-1]
     before = memory.timeline[2][1]
     total = round(sum(row["total_mib"] for row in rows) * 2**20)

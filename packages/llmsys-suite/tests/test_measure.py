@@ -1,4 +1,4 @@
-"""What measuring costs, and what it says of memory."""
+"""The cost of measuring, and measured peaks of memory."""
 
 import statistics
 import subprocess
@@ -48,43 +48,60 @@ class Idle(Variant):
 
 
 def processor_seconds(folder):
-    """Medians: of what is kept of a step (clocks, counters, digests, a line a phase), of a step."""
-    rank, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    """Return the median seconds of recording a step (clocks, digests, samples) and of a step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cpu = torch.device("cpu")
     config = RunConfig(world=world, out=Path(folder))
-    run = Run(config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(Path(__file__)),
-              recorder=Recorder(rank, cpu), progress=Progress(enabled=False))  # fmt: skip
+    run = Run(
+        config=config,
+        rank=rank,
+        world=world,
+        device=cpu,
+        corpus=load_corpus(Path(__file__)),
+        recorder=Recorder(rank, cpu),
+        progress=Progress(enabled=False),
+    )
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
     batch = run.batch(0, shared=True)
     idle, real = Idle(run, run.model), VARIANTS["ddp flat"](run, run.model)
-    kept, trained = [], []
+    overhead, trained = [], []
     for step in range(ROUNDS):
         begin = time.process_time()
         for _ in VARIANTS:
-            heard = counter(run)
-            timed_step(run, "idle", idle, step, batch)["received"] = heard.bytes()
+            received = counter(run)
+            timed_step(run, "idle", idle, step, batch)["received"] = received.bytes()
         run.flush_samples()
-        kept.append((time.process_time() - begin) / len(VARIANTS))
+        overhead.append((time.process_time() - begin) / len(VARIANTS))
         begin = time.process_time()
         real.step(*batch)
         trained.append(time.process_time() - begin)
-    return statistics.median(kept), statistics.median(trained)
+    return statistics.median(overhead), statistics.median(trained)
 
 
 @pytest.mark.timing
 def test_measuring_takes_at_most_a_hundredth_of_a_step(tmp_path):
-    for kept, trained in run_ranks(processor_seconds, 2, str(tmp_path / "run")):
-        assert kept <= 0.01 * trained
+    for overhead, trained in run_ranks(processor_seconds, 2, str(tmp_path / "run")):
+        assert overhead <= 0.01 * trained
     phases = {"step", "forward", "backward", "communication", "optimizer"}
     assert {sample["phase"] for sample in RunFolder(tmp_path / "run").samples()} == phases
 
 
-def received_by_a_late_rank(folder, way):
+def received_by_a_late_rank(folder, variant):
     """Bytes that each rank counts in a step, the run's and the probe's; the first comes late."""
-    rank, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    config = RunConfig(size="mini", rows=world, context=16, world=world, warmup=0, steps=1,
-                       out=Path(folder))  # fmt: skip
-    run = Run(config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(Path(__file__)),
-              recorder=Recorder(rank, cpu), progress=Progress(enabled=False))  # fmt: skip
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cpu = torch.device("cpu")
+    config = RunConfig(
+        size="mini", rows=world, context=16, world=world, warmup=0, steps=1, out=Path(folder)
+    )
+    run = Run(
+        config=config,
+        rank=rank,
+        world=world,
+        device=cpu,
+        corpus=load_corpus(Path(__file__)),
+        recorder=Recorder(rank, cpu),
+        progress=Progress(enabled=False),
+    )
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
 
     class Late(network.Received):
@@ -94,19 +111,19 @@ def received_by_a_late_rank(folder, way):
 
     start = {name: w.double() for name, w in initial_weights(run).items()}
     with mock.patch.object(network, "Received", Late):
-        trained = VARIANTS[way](run, run.model)
-        _train(run, {way: trained})
+        trained = VARIANTS[variant](run, run.model)
+        _train(run, {variant: trained})
         trained.close()
-        seen = _probe_one(run, way, start, start)
-    kept = run.folder.samples() if rank == 0 else []
+        seen = _probe_one(run, variant, start, start)
+    recorded = run.folder.samples() if rank == 0 else []
     size = sum(4 * w.numel() for w in start.values())
-    return size, [s["received"] for s in kept if "received" in s], seen["received"]
+    return size, [s["received"] for s in recorded if "received" in s], seen["received"]
 
 
 @pytest.mark.skipif(not network.available(), reason="this kernel's sockets do not count")
-@pytest.mark.parametrize("way", ["ddp bucketed", "parameter server"])
-def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path, way):
-    ranks = run_ranks(received_by_a_late_rank, 2, str(tmp_path / "run"), way)
+@pytest.mark.parametrize("variant", ["ddp bucketed", "parameter server"])
+def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path, variant):
+    ranks = run_ranks(received_by_a_late_rank, 2, str(tmp_path / "run"), variant)
     (size, trained, _), *_ = ranks
     assert len(trained) == 2
     for received in (*trained, *(probed for *_, probed in ranks)):
@@ -128,7 +145,7 @@ print(peak_memory_bytes())
 
 def test_a_peak_is_that_of_this_process_since_it_was_forgotten_not_of_the_one_that_started_it():
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
-    held, started, forgotten = map(int, done.stdout.split())
-    assert held > 300 * 2**20
+    with_array, started, forgotten = map(int, done.stdout.split())
+    assert with_array > 300 * 2**20
     assert started < 200 * 2**20
     assert forgotten < 200 * 2**20

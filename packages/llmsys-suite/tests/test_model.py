@@ -11,7 +11,7 @@ CONFIG = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=
 
 
 def reference_logits(model, tokens):
-    """The same model, one token and one head at a time, in float64."""
+    """Compute the logits one token and one head at a time, in float64."""
     weights = {name: w.double() for name, w in model.state_dict().items()}
     config = model.config
     head_dim = config.d_model // config.num_heads
@@ -41,8 +41,8 @@ def reference_logits(model, tokens):
             v = [w["attention.v.weight"][rows] @ x for x in normed]
             for t in range(len(stream)):
                 scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / head_dim**0.5
-                for s, share in enumerate(scores.softmax(0)):
-                    mixed[t][rows] += share * v[s]
+                for s, weight in enumerate(scores.softmax(0)):
+                    mixed[t][rows] += weight * v[s]
         stream = [x + w["attention.out.weight"] @ m for x, m in zip(stream, mixed, strict=True)]
         for t, x in enumerate(stream):
             y = norm(x, w["ffn_norm.weight"])
@@ -123,8 +123,8 @@ def test_checkpointing_gives_the_same_gradients():
         model = Decoder(config, plain_attention)
         model.loss(tokens, tokens).backward()
         gradients.append([p.grad for p in model.parameters()])
-    for plain, again in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, again, rtol=0, atol=0)
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,8 @@ def test_named_sizes_hold_the_parameters_of_their_closed_form(size, millions):
     shape = SIZES[size]
     with torch.device("meta"):
         model = Decoder(ModelConfig.named(size, vocabulary=10_000))
-    d, ff, layers = shape.d_model, shape.d_ff, shape.num_layers
+    d, ff = shape.d_model, shape.d_ff
+    layers = shape.num_layers
     closed_form = layers * (4 * d * d + 3 * d * ff + 2 * d) + 2 * 10_000 * d + d
     assert sum(p.numel() for p in model.parameters()) == closed_form
     assert closed_form / 1e6 == pytest.approx(millions, abs=0.06)

@@ -24,9 +24,14 @@ def a_run(config=CONFIG):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cpu = torch.device("cpu")
     return Run(
-        config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(Path(__file__)),
-        recorder=Recorder(rank, cpu), progress=Progress(enabled=False),
-    )  # fmt: skip
+        config=config,
+        rank=rank,
+        world=world,
+        device=cpu,
+        corpus=load_corpus(Path(__file__)),
+        recorder=Recorder(rank, cpu),
+        progress=Progress(enabled=False),
+    )
 
 
 def far_from_one_process():

@@ -27,7 +27,10 @@ def test_every_stage_and_every_option_it_names_exists():
     assert set(STAGES) - {"report"} <= set(named)
     help_text = subprocess.run(
         [sys.executable, "-m", "llmsys_suite", "run", "--help"],
-        capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "200"},
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"COLUMNS": "200"},
+    ).stdout
     for option in re.findall(r"llmsys run.*?(--[a-z]+)", README):
         assert option in help_text

@@ -16,8 +16,8 @@ import pytest
 from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.turns import Turns
-from llmsys_suite.report.findings import against, fastest, interval
+from llmsys_suite.measure.interleaved import Interleaved
+from llmsys_suite.report.findings import UNAUDITED, against, fastest, interval
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.stages import results as of
 
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 #: In the page: how far it is wider than its window, which words of a picture lie on one another,
 #: which pictures have no size, and the contrast of text with paper.
-LOOK = """
+MEASURE_LAYOUT = """
 <script>addEventListener("load", () => { const w = WIDTH, found = {}; const d = document;
   d.body.style.width = w + "px"; const root = d.body.getBoundingClientRect();
   found.over = [...d.querySelectorAll("body *")].filter(e => !e.closest(".scroll, details, svg")
@@ -50,30 +50,39 @@ LOOK = """
 
 
 def a_run(path):
-    """A folder with the results of every stage, as a run leaves them, without running any."""
+    """Return a folder with the results of every stage, without running any."""
     folder = RunFolder.create(RunConfig(out=path), ENVIRONMENT)
     noise, samples = random.Random(0), []
     ways = ("single process", "torch DDP", "ddp flat", "zero 1", "fsdp")
     for step in range(20):
-        for way in ways:
+        for name in ways:
             samples.append(
-                {"stage": "train", "variant": way, "phase": "step", "step": step, "rank": 0,
-                 "warmup": False, "loss": 3.0, "seconds": (1 + (way == "fsdp")) + noise.random()}
+                {"stage": "train", "variant": name, "phase": "step", "step": step, "rank": 0,
+                 "warmup": False, "loss": 3.0, "seconds": 1 + (name == "fsdp") + noise.random()}
             )  # fmt: skip
     folder.append_samples(samples)
     row = {"step_ms": 80.0, "ratio_p50": 1.0, "forward_share": 0.3, "backward_share": 0.6,
            "communication_share": 0.05, "optimizer_share": 0.05, "hidden_ms": 8.0,
            "exposed_ms": 2.0, "mfu": 0.4, "final_loss": 2.6}  # fmt: skip
     contenders = ("float32", "bfloat16", "SDPA", "plain")
-    turns = Turns({k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(contenders)}, 9.0)
-    said = {"prompt": "def f(", "written": "x" * 120 + "<b>"}
+    interleaved = Interleaved({k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(contenders)}, 9.0)
+    sample = {"prompt": "def f(", "written": "x" * 120 + "<b>"}
     sizes = ("tiny", "2.7B")
     peaks = {"context": 128, "inference_peak_mib": 1.0, "training_peak_mib": 3.0,
              "checkpointed_peak_mib": 2.0, "residual_stream_mib": 0.5}  # fmt: skip
     line = [("forward", 1.0), ("backward", 3.0), ("optimizer", 2.0)]
-    runs = [{"compute_flops": c, "width": w, "parameters": w * 500, "tokens": 9, "steps": 3,
-             "loss": 3 - c / 1e11 + (w - 12) ** 2 / 500}
-            for c in (1e9, 2e9, 4e9) for w in (8, 12, 16)]  # fmt: skip
+    runs = [
+        {
+            "compute_flops": c,
+            "width": w,
+            "parameters": w * 500,
+            "tokens": 9,
+            "steps": 3,
+            "loss": 3 - c / 1e11 + (w - 12) ** 2 / 500,
+        }
+        for c in (1e9, 2e9, 4e9)
+        for w in (8, 12, 16)
+    ]
     rest = dict.fromkeys((field.name for field in fields(of.Plan)), 0)
     results = {
         "plan": of.Plan(**rest | {"parameters": 918656, "step_flops_full": 10**9,
@@ -87,10 +96,13 @@ def a_run(path):
             for a in ("gloo", "ring", "halving_doubling") for n in (2**10, 2**16, 2**20)]),
         "attention": of.Attention(
             [1], [{"kernel": k, "forward_backward_ms": 2.0, "ratio_to_sdpa_p50": 1.0,
-                   "max_error": 1e-7} for k in ("plain", "SDPA")], "because", turns),
-        "train": of.Train([row | {"variant": way} for way in ways],
+                   "max_error": 1e-7} for k in ("plain", "SDPA")], "because", interleaved),
+        "train": of.Train([row | {"variant": name} for name in ways],
                           {"single process": [5.0, 3.0]}, {}, {}),
-        "learn": of.Learn("zero 1", 0, [5.0, 3.0, 2.0], [(1, 4.0), (3, 1.7)], 3072, said, said),
+        "learn": of.Learn(variant="zero 1", begun_at=0, rows=8, learning_rate=2e-3,
+                          probed_step=None,
+                          losses=[5.0, 3.0, 2.0], heldout=[(1, 4.0), (3, 1.7)], tokens=3072,
+                          before=sample, after=sample),
         "parallel": of.Parallel([{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
                                "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
                               for s in ("pipeline (GPipe)", "tensor")]),
@@ -102,9 +114,9 @@ def a_run(path):
               "working_set_bytes": 2**20, "bytes_per_second": 1e10}]),
         "precision": of.Precision([{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
                                         "relative_error": 0.1}],
-                                  {"logits": "bfloat16"}, [], turns),
+                                  {"logits": "bfloat16"}, [], interleaved),
         "memory": of.Memory({s: {"peaks": [peaks], "training_timeline": line, "largest": [],
-                                  "held": []} for s in sizes}, []),
+                                  "saved": []} for s in sizes}, []),
         "scale": of.Scale(
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
@@ -116,7 +128,7 @@ def a_run(path):
                     lens=[], attribution=[]),
         "compress": of.Compress([{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
                                "smaller": 1.0 + i, "heldout_loss": 1.7 + i / 9, "speedup_p50": 1.0}
-                              for i in range(7)], turns),
+                              for i in range(7)], interleaved),
         "audit": of.Audit(1, []),
     }  # fmt: skip
     for stage, result in results.items():
@@ -139,7 +151,9 @@ def the_browser():
 def looked_at(folder, scratch, width, dark=False):
     page = (folder.path / "report.html").read_text()
     driven = scratch / f"{width}.html"
-    driven.write_text(page.replace("</body>", LOOK.replace("WIDTH", str(width)) + "</body>"))
+    driven.write_text(
+        page.replace("</body>", MEASURE_LAYOUT.replace("WIDTH", str(width)) + "</body>")
+    )
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
         [the_browser(), "--headless", "--no-sandbox", "--disable-gpu", *scheme, "--hide-scrollbars",
@@ -154,13 +168,13 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(tmp_path):
     write_report(folder)
     assert (folder.path / "report.html").stat().st_size <= 1e6
     for width, dark in ((1280, False), (390, False), (390, True)):
-        found = looked_at(folder, tmp_path, width, dark)
-        assert found["over"] == []
-        assert found["overlaps"] == []
-        assert found["empty"] == 0
-        assert found["pictures"] == len(STAGES) - 1  # all but audit and report, learn's twice
-        assert abs(found["contrast"]) > 500
-        assert (found["contrast"] > 0) == dark
+        layout = looked_at(folder, tmp_path, width, dark)
+        assert layout["over"] == []
+        assert layout["overlaps"] == []
+        assert layout["empty"] == 0
+        assert layout["pictures"] == len(STAGES) - 1  # all but audit and report, learn's twice
+        assert abs(layout["contrast"]) > 500
+        assert (layout["contrast"] > 0) == dark
 
 
 #: Resolves to when the first of the page was painted, after its navigation began.
@@ -177,27 +191,31 @@ def painted_ms(page, scratch):
     # It reads commands from its third file and writes answers to its fourth.
     piped = f'exec "$@" 3<&{commands} 4>&{answers}'
     with (
-        subprocess.Popen(["bash", "-c", piped, "-", *browse], pass_fds=(commands, answers),
-                         stderr=subprocess.DEVNULL) as browser,
-        open(asking, "wb", buffering=0) as out, open(answering, "rb") as back,
-    ):  # fmt: skip
+        subprocess.Popen(
+            ["bash", "-c", piped, "-", *browse],
+            pass_fds=(commands, answers),
+            stderr=subprocess.DEVNULL,
+        ) as browser,
+        open(asking, "wb", buffering=0) as out,
+        open(answering, "rb") as back,
+    ):
         os.close(commands)
         os.close(answers)
         patience = threading.Timer(60, browser.kill)
         patience.start()
 
         def ask(number, method, session=None, **params):
-            said = {"id": number, "method": method, "params": params}
-            said |= {"sessionId": session} if session else {}
-            out.write(json.dumps(said).encode() + b"\0")
+            message = {"id": number, "method": method, "params": params}
+            message |= {"sessionId": session} if session else {}
+            out.write(json.dumps(message).encode() + b"\0")
             text = b""
             while True:
                 text += (byte := back.read(1))
                 assert byte, "the browser ended"
                 if byte == b"\0":
-                    found = json.loads(text[:-1])
-                    if found.get("id") == number:
-                        return found["result"]
+                    received = json.loads(text[:-1])
+                    if received.get("id") == number:
+                        return received["result"]
                     text = b""
 
         try:
@@ -206,8 +224,9 @@ def painted_ms(page, scratch):
             # A browser that is open has painted something before.
             for number, url in ((3, "data:text/html,<p>something"), (5, page.as_uri())):
                 ask(number, "Page.navigate", session, url=url)
-                painted = ask(number + 1, "Runtime.evaluate", session, expression=PAINTED,
-                              awaitPromise=True)["result"]["value"]  # fmt: skip
+                painted = ask(
+                    number + 1, "Runtime.evaluate", session, expression=PAINTED, awaitPromise=True
+                )["result"]["value"]
             return painted
         finally:
             patience.cancel()
@@ -249,12 +268,12 @@ def test_what_a_sentence_says_follows_from_its_own_numbers(tmp_path):
 
 def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():
     noise = random.Random(0)
-    held = 0
+    covered = 0
     for _ in range(400):
         middle, low, high = interval([noise.lognormvariate(0, 0.5) for _ in range(20)])
         assert low <= middle <= high
-        held += low <= 1 <= high
-    assert 0.95 <= held / 400 < 0.99
+        covered += low <= 1 <= high
+    assert 0.95 <= covered / 400 < 0.99
     assert "Cannot tell a from b in 5 rounds" in against("a", "b", [0.5] * 5)
     assert against("a", "b", [0.5 + i / 100 for i in range(9)]).endswith("faster.")
     assert against("a", "b", [0.9, 0.95, 1.0, 1.02, 1.1, 1.2, 1.3]).startswith("Cannot tell")
@@ -315,4 +334,15 @@ def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_pa
         return folder
 
     assert fastest(run_folder("few", 10)).startswith("ddp flat takes 0.50 of torch DDP's time")
-    assert fastest(run_folder("many", 30)).startswith("Cannot tell which way is the fastest")
+    assert fastest(run_folder("many", 30)).startswith("Cannot tell which variant is the fastest")
+
+
+def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(tmp_path):
+    folder = a_run(tmp_path)
+    markdown = write_report(folder)
+    page = (folder.path / "report.html").read_text()
+    for figures in UNAUDITED.values():
+        sentence = f"Reported, not audited: {figures}."
+        assert sentence in markdown
+        assert sentence in page
+    assert {*UNAUDITED} == {*STAGES} - {"plan", "audit", "report"}

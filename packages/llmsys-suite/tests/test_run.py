@@ -24,7 +24,7 @@ from worker_pool import run_ranks
 
 
 def a_run(folder=None, seconds=2):
-    """This rank's place in a group whose collectives end after so many seconds."""
+    """Join a group whose collectives time out after `seconds`."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     worker.TIMEOUT = timedelta(seconds=seconds)
     config = RunConfig(world=world, out=Path(folder or "."))

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 MINI = Case(size="mini", context=16, rows=2)
 
 
-def found(seconds, rate=1e9):
-    """What a process prints, of so many seconds a part of each step."""
+def process_output(seconds, rate=1e9):
+    """Return the output of a process for the seconds of each part of each step."""
     clock = np.concatenate([[0.0], np.cumsum(np.sum(seconds, axis=1))])
     return {
         "seconds": np.asarray(seconds).tolist(), "clock": clock.tolist(), "loss": 5.0,
@@ -35,16 +35,16 @@ def found(seconds, rate=1e9):
 def test_ten_steps_after_each_number_of_others_are_what_numpy_makes_of_them():
     seconds = np.random.default_rng(0).uniform(0.01, 0.02, (15, 3))
     for warmup in (0, 1, 2, 5):
-        row = sweep.row(MINI, found(seconds), warmup)
-        kept = seconds[warmup : warmup + 10] * 1e3
+        row = sweep.row(MINI, process_output(seconds), warmup)
+        counted = seconds[warmup : warmup + 10] * 1e3
         for part, phase in enumerate(("forward", "backward", "optimizer")):
-            assert row[f"{phase}_mean_ms"] == pytest.approx(kept[:, part].mean())
-            assert row[f"{phase}_std_ms"] == pytest.approx(kept[:, part].std(ddof=1))
-        whole = np.sort(kept.sum(axis=1))
+            assert row[f"{phase}_mean_ms"] == pytest.approx(counted[:, part].mean())
+            assert row[f"{phase}_std_ms"] == pytest.approx(counted[:, part].std(ddof=1))
+        whole = np.sort(counted.sum(axis=1))
         assert row["step_p50_ms"] == pytest.approx(np.median(whole))
         assert (row["step_p10_ms"], row["step_p90_ms"]) == pytest.approx((whole[1], whole[8]))
         assert row["tokens_per_s"] == pytest.approx(2 * 16 / np.median(whole) * 1e3)
-        assert row["clocked_s"] == pytest.approx(kept.sum(axis=1) / 1e3)
+        assert row["clocked_s"] == pytest.approx(counted.sum(axis=1) / 1e3)
         assert row["mfu"] < row["hfu"]
 
 
@@ -93,21 +93,21 @@ def test_what_does_not_fit_or_end_is_a_row_that_says_so(monkeypatch):
     with pytest.raises(sweep.LeftOut, match=r"did not end within 0.01 s"):
         sweep.in_a_process(MINI, 0.01)
     for extrapolate in (False, True):
-        both = [Case(size="xl", compile=made) for made in (False, True)]
+        both = [Case(size="xl", compile=is_compiled) for is_compiled in (False, True)]
         (row,) = sweep.measure(both, extrapolate=extrapolate)
         assert "needs" in row["note"]
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "why"),
+    ("status", "message", "why"),
     [
         (1, "Traceback\nRuntimeError: no such kernel\n", "RuntimeError: no such kernel"),
         (-9, "UserWarning: something else\n", "ended by SIGKILL"),
-        (1, "", "without a word"),
+        (1, "", "without a message"),
     ],
 )
-def test_a_process_that_fails_says_why(monkeypatch, status, said, why):
-    ends = subprocess.CompletedProcess([], status, "", said)
+def test_a_process_that_fails_says_why(monkeypatch, status, message, why):
+    ends = subprocess.CompletedProcess([], status, "", message)
     monkeypatch.setattr(sweep.subprocess, "run", lambda *a, **k: ends)
     with pytest.raises(sweep.LeftOut, match=why):
         sweep.in_a_process(MINI, 60)
@@ -130,30 +130,35 @@ def test_a_model_of_few_layers_is_never_extrapolated_from_as_many_or_more(monkey
 def test_a_time_that_is_a_line_in_the_layers_is_extrapolated_exactly(monkeypatch):
     def ran(case, *_, **__):
         layers = case.model.num_layers
-        return found([[1 + 2 * layers, 3 * layers, 0.5 + layers]] * 15)
+        return process_output([[1 + 2 * layers, 3 * layers, 0.5 + layers]] * 15)
 
     monkeypatch.setattr(sweep, "in_a_process", ran)
     monkeypatch.setattr(sweep, "available_memory_bytes", lambda device: 3 * 2**30)
     rows = list(sweep.measure([Case(size="small", rows=1), Case(size="2.7B", rows=1)]))
-    *timed, left_out, held = rows
+    *timed, left_out, predicted = rows
     assert [row["warmup"] for row in timed] == [0, 1, 2, 5]
     assert re.match(r"needs .* are free; (not )?extrapolated", left_out["note"])
     assert "not extrapolated" in left_out["note"] or left_out["forward_mean_ms"] == 65e3
-    assert held["size"] == "small"
-    assert held["forward_mean_ms"] == pytest.approx(25e3)
-    assert held["note"].endswith("extrapolated from 2 and 4 layers: 1.00 of what it takes")
+    assert predicted["size"] == "small"
+    assert predicted["forward_mean_ms"] == pytest.approx(25e3)
+    assert predicted["note"].endswith("extrapolated from 2 and 4 layers: 1.00 of what it takes")
 
 
 def test_precision_and_checkpointing_are_what_the_case_asks_for():
-    half, again = Step(Case(size="mini", dtype="fp16")), Step(Case(size="mini", checkpoint=True))
+    half, checkpointed = (
+        Step(Case(size="mini", dtype="fp16")),
+        Step(Case(size="mini", checkpoint=True)),
+    )
     assert half.scaler.is_enabled()
     half.timed()
     plain = Step(Case(size="mini"))
-    for step in (plain, again):
+    for step in (plain, checkpointed):
         step.forward()
         step.backward()
-    for one, other in zip(plain.model.parameters(), again.model.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for expected, other in zip(
+        plain.model.parameters(), checkpointed.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(expected.grad, other.grad)
     with Step(Case(size="mini", dtype="bf16")).autocast:
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
 
@@ -173,8 +178,10 @@ def test_kinds_of_operators_are_told_apart():
 
 
 def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
-    rows = [sweep.row(Case(size="mini", compile=made), found([[x] * 3] * 15), 5)
-            for made, x in ((False, 0.2), (True, 0.1))]  # fmt: skip
+    rows = [
+        sweep.row(Case(size="mini", compile=is_compiled), process_output([[x] * 3] * 15), 5)
+        for is_compiled, x in ((False, 0.2), (True, 0.1))
+    ]
     rows[1]["first_step_ms"] = 3_600.0
     assert sweep.pays_after(rows) == pytest.approx({"compile_s": 3, "speedup": 2, "steps": 10})
     assert "pays after 10 steps" in next(report.sentences(rows))
@@ -185,10 +192,10 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--sizes", ","], "no case is asked for"),
+        (["--sizes", ","], "no case is requested"),
         (["--sizes", "huge"], "size 'huge' is unknown; choose from mini, tiny"),
         (["--contexts", "128,many"], "no whole numbers"),
-        (["--contexts", "2"], "context 2 is no whole number from 8 on"),
+        (["--contexts", "2"], "context 2 is not a whole number from 8 on"),
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--rows", "0"], "rows 0"),
         (["--lr", "nan"], "lr nan is not a positive number"),
@@ -214,10 +221,19 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
     out = tmp_path / "rows"
     lines = list(
         report.benchmark(
-            sizes="mini,mini", contexts="16,016", dtypes="fp32,bf16,fp32", compiled=False,
-            checkpointed=True, rows=1, lr=1e-3, limit=60.0, profile=True, device="cpu", out=out,
+            sizes="mini,mini",
+            contexts="16,016",
+            dtypes="fp32,bf16,fp32",
+            compiled=False,
+            checkpointed=True,
+            rows=1,
+            lr=1e-3,
+            limit=60.0,
+            profile=True,
+            device="cpu",
+            out=out,
         )
-    )  # fmt: skip
+    )
     text = "\n".join(lines)
     assert text.count("| mini, 1 x 16, bf16, checkpoint |") == 4
     assert "e+0" not in text
@@ -228,8 +244,10 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
         assert len(list(csv.DictReader(file))) == 16
     with (out / "kernels.csv").open() as file:
         assert {row["phase"] for row in csv.DictReader(file)} == {
-            "forward", "backward", "optimizer"
-        }  # fmt: skip
+            "forward",
+            "backward",
+            "optimizer",
+        }
     assert len(json.loads((out / "rows.json").read_text())["rows"]) == 16
 
 
@@ -240,13 +258,15 @@ def test_an_unknown_device_is_refused():
 
 def test_a_program_that_holds_the_core_between_two_steps_is_no_alarm_and_a_wrong_clock_is():
     seconds = np.random.default_rng(0).uniform(0.01, 0.02, (15, 3))
-    held = found(seconds)
-    held["clock"] = (np.asarray(held["clock"]) + 0.5 * (np.arange(16) > 7)).tolist()
-    assert all(check.passed for check in ten_steps(sweep.row(MINI, held, 1)))
-    slow = found(seconds)
+    interrupted = process_output(seconds)
+    interrupted["clock"] = (np.asarray(interrupted["clock"]) + 0.5 * (np.arange(16) > 7)).tolist()
+    assert all(check.passed for check in ten_steps(sweep.row(MINI, interrupted, 1)))
+    slow = process_output(seconds)
     slow["clock"] = (1.2 * np.asarray(slow["clock"])).tolist()
     assert [check.passed for check in ten_steps(sweep.row(MINI, slow, 1))] == [True, False]
-    json.dumps([check.to_json() for check in ten_steps(sweep.row(MINI, found(seconds), 1))])
-    wrong = sweep.row(MINI, found(seconds), 1)
+    json.dumps(
+        [check.to_json() for check in ten_steps(sweep.row(MINI, process_output(seconds), 1))]
+    )
+    wrong = sweep.row(MINI, process_output(seconds), 1)
     wrong["backward_mean_ms"] *= 1.01
     assert [check.passed for check in ten_steps(wrong)] == [False, True]

@@ -1,4 +1,4 @@
-"""The small problem that several tests train on; importable by the processes they start."""
+"""A small training problem that test processes import."""
 
 import ast
 import os
@@ -28,7 +28,7 @@ def batch(step, worker, size=4):
 
 
 def train(worker, steps):
-    """`steps` steps on this worker's own batches; returns the versions it read."""
+    """Train `steps` steps on this worker's batches and return the versions that it pulled."""
     versions = []
     for step in range(steps):
         versions.append(worker.pull())
@@ -39,7 +39,7 @@ def train(worker, steps):
 
 
 def train_alone(steps, workers, optimizer):
-    """The parameters after the same steps in one process, on the union of the workers' batches."""
+    """Return the parameters after the same steps in one process, on the batches of all workers."""
     module = model()
     opt = optimizer(module.parameters())
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Servers and workers on a network and a clock that are simulated: both are generous with trouble.
+"""Servers and workers on a simulated network with a simulated clock.
 
 Messages are delayed, lost, doubled and overtaken; workers die, hang and come back; servers are
 killed and restarted from their journals. Nothing here knows how the protocol keeps its promises:
@@ -15,21 +15,25 @@ from functools import partial
 import torch
 from paramserver.partition import partition
 from paramserver.protocol.core import Core, Followed, Staged
-from paramserver.protocol.ledger import Accept, Join, Leave, Read, Write
+from paramserver.protocol.ledger import Accept, Join, Leave, Read, Start, Write
 from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
 from paramserver.protocol.replica import Replica, layout
 from paramserver.protocol.session import Session
 
-ONE = partial(torch.optim.SGD, lr=1.0)
-TIMEOUT, RETRY, BEAT = 6.0, 1.0, 1.5  # seconds of the simulated clock
+UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
+# Seconds of the simulated clock.
+TIMEOUT = 6.0
+RETRY = 1.0
+BEAT = 1.5
 
 
 class Oracle:
-    """What the log says, worked out apart from the package: plain counting."""
+    """An independent reference: it computes the state after each log entry by counting."""
 
     def __init__(self, ids, workers, bound):
         self.bound, self.position = bound, 0
-        self.clocks = dict.fromkeys(range(workers), 0)  # of those who take part
+        self.clocks = dict.fromkeys(range(workers), 0)  # of active workers
+        self.ended = {}  # clocks of workers at their last `Leave`
         self.past = Counter()
         self.versions = [torch.zeros(ids, dtype=torch.float64)]
         self.written, self.reads = set(), {}
@@ -39,10 +43,14 @@ class Oracle:
             self.position += 1
             match entry:
                 case Join(worker, _, clock):
-                    assert clock <= min(self.clocks.values(), default=clock)
+                    continues = self.clocks.get(worker) == clock
+                    assert continues or clock <= min(self.clocks.values(), default=clock)
                     self.clocks[worker] = clock
+                case Start(workers):
+                    assert not self.clocks
+                    self.clocks = dict.fromkeys(range(workers), min(self.ended.values()))
                 case Leave(worker):
-                    del self.clocks[worker]
+                    self.ended[worker] = self.clocks.pop(worker)
                 case Accept(push):
                     self.count(push)
                 case Write(pushes):
@@ -69,14 +77,19 @@ class Oracle:
 
 
 class World:
-    """A network, a clock, and all who are on them."""
+    """A network, a clock, and the servers and workers that use them."""
 
     def __init__(
         self, seed, *, servers, workers, joiners, consistency, loss, steps, faults, drop_after=None
     ):
         self.random = random.Random(seed)
-        self.now, self.loss, self.faults, self.drop_after = 0.0, loss, faults, drop_after
-        self.steps, self.consistency, self.founders = steps, consistency, workers
+        self.now = 0.0
+        self.loss = loss
+        self.faults = faults
+        self.drop_after = drop_after
+        self.steps = steps
+        self.consistency = consistency
+        self.founders = workers
         self.queue, self.order = [], itertools.count()
         self.ids = workers + joiners
         self.parameters = {"x": torch.zeros(servers * self.ids, dtype=torch.float64)}
@@ -92,7 +105,7 @@ class World:
         heapq.heappush(self.queue, (self.now + seconds, next(self.order), call, args))
 
     def send(self, receive, *args):
-        """Carry something: now, later, twice or never."""
+        """Call `receive` now, later, twice or never."""
         calm = self.now > self.faults
         copies = 1 if calm else self.random.choices((0, 1, 2), (self.loss, 1, self.loss / 2))[0]
         for _ in range(copies):
@@ -100,10 +113,10 @@ class World:
             self.after(self.random.uniform(0, 8 if slow else 0.4), receive, *args)
 
     def trouble(self):
-        """Something happens to somebody, every now and then."""
+        """Inject a random fault, and schedule the next one."""
         if self.now > self.faults:
-            for each in (*self.servers, *self.workers):
-                each.revive()
+            for peer in (*self.servers, *self.workers):
+                peer.revive()
             return
         kind = self.random.choice(["kill", "kill", "hang", "server", "snapshot", "calm", "calm"])
         if kind == "server":
@@ -117,19 +130,21 @@ class World:
     def run(self):
         while self.queue and not all(worker.done for worker in self.workers):
             self.now, _, call, args = heapq.heappop(self.queue)
-            assert self.now < self.faults + 3000, "nobody gets on any more"
+            assert self.now < self.faults + 3000, "no worker makes progress"
             call(*args)
 
     def log(self):
-        """All entries that the first server has ever written down."""
-        own = [r.log.entries for r in self.servers[0].journal if isinstance(r, Followed)]
-        return list(itertools.chain.from_iterable(own))
+        """Return all entries that the first server has recorded."""
+        recorded = [r.log.entries for r in self.servers[0].journal if isinstance(r, Followed)]
+        return list(itertools.chain.from_iterable(recorded))
 
 
 class SimulatedServer:
     def __init__(self, world, number):
         self.world, self.number = world, number
-        self.journal, self.saved, self.saved_at = [], None, 0
+        self.journal = []
+        self.saved = None
+        self.saved_at = 0
         self.up = False
         self.start()
 
@@ -139,15 +154,20 @@ class SimulatedServer:
         world, shard = self.world, self.world.shards[self.number]
         self.up, self.waiting = True, {}
         self.core = Core(
-            Replica(shard, world.parameters, ONE, world.consistency), world.consistency,
-            workers=world.founders, timeout=TIMEOUT, survives=True, elastic=True,
-            drop_after=world.drop_after, journal=self,
-        )  # fmt: skip
-        journal, self.journal = self.journal, []  # what is restored is not recorded again
-        # A restored tensor may be written to; what is on the disk stays as it is.
+            Replica(shard, world.parameters, UNIT_SGD, world.consistency),
+            world.consistency,
+            workers=world.founders,
+            timeout=TIMEOUT,
+            survives=True,
+            elastic=True,
+            drop_after=world.drop_after,
+            journal=self,
+        )
+        journal, self.journal = self.journal, []  # restored records are not recorded again
+        # A server may write to a restored tensor; the stored records must not change.
         self.core.restore(*copy.deepcopy((self.saved, journal[self.saved_at :])))
         self.journal = journal
-        self.look()
+        self.check_silence()
 
     def record(self, record):
         if isinstance(record, Staged):  # the buffer may be used again
@@ -175,10 +195,14 @@ class SimulatedServer:
             self.attempt(worker.number)
         for other in list(self.waiting):
             self.attempt(other)
-        replica = self.core.replica  # pushes, and copies of the parameters, are bounded
-        copies = {id(kept) for _, _, kept in replica._pending_reads.values() if kept is not None}
-        held = len(replica._staged) + len(copies)
-        assert held <= 2 * self.world.ids + len(replica._accepted) + 1
+        replica = self.core.replica  # the numbers of pushes and of copies are bounded
+        copies = {
+            id(preserved)
+            for _, _, preserved in replica._pending_reads.values()
+            if preserved is not None
+        }
+        stored = len(replica._staged) + len(copies)
+        assert stored <= 2 * self.world.ids + len(replica._accepted) + 1
 
     def attempt(self, number):
         worker, name, message, data = self.waiting.pop(number)
@@ -194,19 +218,21 @@ class SimulatedServer:
             data = self.core.answer_data.clone() if reply.size else None
             self.world.send(worker.receive, self.number, name, reply, data)
 
-    def look(self):
-        """Every now and then, whether one that is waited for is silent."""
+    def check_silence(self):
+        """Check once per second whether a worker that is waited for is silent."""
         if self.up:
-            assert self.core.check(self.world.now) == []  # the run goes on without it
+            assert self.core.check(self.world.now) == []  # training continues without it
             for other in list(self.waiting):
                 self.attempt(other)
-            self.world.after(1.0, self.look)
+            self.world.after(1.0, self.check_silence)
 
 
 class SimulatedWorker:
     def __init__(self, world, number):
         self.world, self.number = world, number
-        self.done, self.state, self.life = False, "away", 0
+        self.done = False
+        self.state = "away"
+        self.life = 0
         self.acknowledged, self.buffers = [], {}
         self.names = itertools.count()
 
@@ -261,7 +287,7 @@ class SimulatedWorker:
         for _ in range(world.random.randint(1, world.steps)):
             version = yield from session.pull()
             self.check(version)
-            yield world.random.uniform(0, 1.5)  # computes
+            yield world.random.uniform(0, 1.5)  # the time of a local computation
             for _ in range(1 if world.consistency.averages else world.random.choice((1, 1, 2))):
                 yield from session.prepare_push()
                 name = (self.number, session.epoch, session.clock)
@@ -273,7 +299,7 @@ class SimulatedWorker:
             self.check((yield from session.finish()))
 
     def check(self, version):
-        """What was read is what the log says that this version holds, at every server."""
+        """Compare the parameters that all servers sent with the reference for this version."""
         oracle = self.world.oracle
         oracle.follow(self.world.log())
         assert version >= self.version  # versions only grow
@@ -355,7 +381,7 @@ SimulatedServer.receive_beat = _receive_beat
 
 
 def simulate(seed, kind=World, **options):
-    """Run a world to its end, and hold what is left against what was promised."""
+    """Run a world to its end and compare its final state with the reference."""
     world = kind(seed, **options)
     world.run()
     entries = world.log()
@@ -364,12 +390,12 @@ def simulate(seed, kind=World, **options):
     assert len(set(acknowledged)) == len(acknowledged)
     in_log = {push for entry in entries if isinstance(entry, Accept) for push in [entry.push]}
     in_log |= world.oracle.written
-    assert set(acknowledged) <= in_log  # what was acknowledged is not lost
+    assert set(acknowledged) <= in_log  # no acknowledged push is lost
     first = world.servers[0]
     for server in world.servers:
         server.start()
         server.core._follow(first.core.ledger.since(server.core.replica.position))
-        held = server.core.replica.state_dict()["parameters"][: world.ids * 8].view(torch.float64)
-        torch.testing.assert_close(held, world.oracle.versions[-1])
+        stored = server.core.replica.state_dict()["parameters"][: world.ids * 8].view(torch.float64)
+        torch.testing.assert_close(stored, world.oracle.versions[-1])
         assert server.core.replica.version == len(world.oracle.versions) - 1
     return world

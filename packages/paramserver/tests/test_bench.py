@@ -1,4 +1,4 @@
-"""What is measured is measured."""
+"""The benchmark reports the ratios that the README states."""
 
 import pytest
 from paramserver.bench import bench

@@ -1,4 +1,4 @@
-"""A damaged journal is refused by file and byte, and goes back to a good record only on request."""
+"""A damaged journal is refused with file and byte, and is recovered only on request."""
 
 import errno
 import itertools
@@ -68,9 +68,9 @@ def no_snapshot(*_):
 
 @pytest.fixture
 def written(tmp_path, request, monkeypatch):
-    """A folder of three files with six pushes, and the state after each: two pushes in each file.
+    """Return a folder with three files of two pushes each, and the state after each push.
 
-    The first file is a snapshot if that is asked for, else a journal.
+    The first file is a snapshot or a journal, depending on the parameter.
     """
     torch.manual_seed(0)
     folder, states = tmp_path / "journal", []
@@ -94,7 +94,7 @@ def contents(folder):
 
 
 def assert_refused(folder, name, offset=None):
-    """The error names the file and a byte up to `offset`; neither folder nor state change."""
+    """Assert that the error names the file and a byte up to `offset`, and that nothing changes."""
     before, server = contents(folder), new_server()
     fresh = state_of(server)
     with pytest.raises(JournalError) as error:
@@ -104,21 +104,34 @@ def assert_refused(folder, name, offset=None):
     assert server.core.journal is None
     text = str(error.value)
     assert f"python -m paramserver recover {folder}" in text
-    found, byte = re.search(r"(\w+-\d+) is damaged at byte (\d+)", text).groups()
-    assert found == name
+    damaged_name, byte = re.search(r"(\w+-\d+) is damaged at byte (\d+)", text).groups()
+    assert damaged_name == name
     assert offset is None or int(byte) <= offset
 
 
 BOTH = pytest.mark.parametrize("written", ["snapshot", "journal"], indirect=True)
+#: Distance of the tested bytes between the boundaries of records, next to which all are tested.
+STRIDES = pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
+def offsets(name, raw, stride):
+    """Return every `stride`-th byte of a file and those next to the boundaries of its parts."""
+    bounds = [0, 8, 16, 24, 28, len(raw) - 48, len(raw) - 1]
+    if name.startswith("journal"):
+        for start, stop in records_of(raw):
+            bounds += [start, start + 1, start + 9, start + 13, start + 17, stop - 1]
+    near = {bound + distance for bound in bounds for distance in (0, 1)}
+    return sorted(o for o in near.union(range(0, len(raw), stride)) if 0 <= o < len(raw))
 
 
 @BOTH
-def test_a_byte_that_is_flipped_anywhere_is_refused(written):
+@STRIDES
+def test_a_byte_that_is_flipped_anywhere_is_refused(written, stride):
     folder, _ = written
     assert len(contents(folder)) == 3
     for name, raw in contents(folder).items():
         path = folder / name
-        for offset in range(len(raw)):
+        for offset in offsets(name, raw, stride):
             flipped = bytearray(raw)
             flipped[offset] ^= 1 << offset % 8
             path.write_bytes(flipped)
@@ -127,26 +140,28 @@ def test_a_byte_that_is_flipped_anywhere_is_refused(written):
 
 
 @BOTH
-def test_a_file_before_the_last_one_that_is_cut_short_anywhere_is_refused(written):
+@STRIDES
+def test_a_file_before_the_last_one_that_is_cut_short_anywhere_is_refused(written, stride):
     folder, _ = written
     for name, raw in contents(folder).items():
         if name == "journal-00000002":
             continue
-        for stop in range(0, len(raw), 5 if name.startswith("snapshot") else 1):
+        for stop in offsets(name, raw, stride):
             (folder / name).write_bytes(raw[:stop])
             assert_refused(folder, name)
         (folder / name).write_bytes(raw)
 
 
 @BOTH
-def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(written, caplog):
-    """A server that dies while it writes leaves the same; what it answered is in the file."""
+@STRIDES
+def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(written, stride, caplog):
+    """A server that dies during a write leaves such a file, which contains all answered pushes."""
     folder, states = written
     path = folder / "journal-00000002"
     raw = path.read_bytes()
-    for stop in range(len(raw) + 1):
+    for stop in [*offsets(path.name, raw, stride), len(raw)]:
         path.write_bytes(raw[:stop])
-        if stop < 28:  # a file is seen only when its header is written
+        if stop < 28:  # a file gets its name after its header is written
             assert_refused(folder, path.name)
             continue
         acknowledged = [state for sizes, state in states if sizes.get(path.name, 0) <= stop]
@@ -157,12 +172,12 @@ def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(writte
         assert raw.startswith(path.read_bytes())
         assert (cut < stop) == ("an incomplete record" in caplog.text)
         caplog.clear()
-        again, journal = opened(folder)
-        push(Worker(nn.Linear(3, 2), again), 1)  # and it goes on
+        restarted, journal = opened(folder)
+        push(Worker(nn.Linear(3, 2), restarted), 1)  # the restored server accepts pushes
         journal.close()
-        shown = state_of(again)
-        again, journal = opened(folder)
-        assert state_of(again) == shown
+        shown = state_of(restarted)
+        restarted, journal = opened(folder)
+        assert state_of(restarted) == shown
         journal.close()
 
 
@@ -181,12 +196,12 @@ def test_files_in_another_place_are_refused(written, tmp_path, monkeypatch):
     folder, _ = written
     files = contents(folder)
     journals = [name for name in files if name.startswith("journal")]
-    for one, other in itertools.combinations(journals, 2):
-        (folder / one).write_bytes(files[other])
-        (folder / other).write_bytes(files[one])
-        assert_refused(folder, one, 0)
-        (folder / one).write_bytes(files[one])
-        (folder / other).write_bytes(files[other])
+    for first, second in itertools.combinations(journals, 2):
+        (folder / first).write_bytes(files[second])
+        (folder / second).write_bytes(files[first])
+        assert_refused(folder, first, 0)
+        (folder / first).write_bytes(files[first])
+        (folder / second).write_bytes(files[second])
     another, journal = opened(tmp_path / "other")  # a journal of an equal job
     journal.snapshot(another.core)
     journal.wait()
@@ -203,7 +218,7 @@ def test_files_in_another_place_are_refused(written, tmp_path, monkeypatch):
 
 
 def records_of(raw):
-    """Where the records of a file lie, as the format says, apart from the package."""
+    """Return the bounds of the records of a file, computed from the format alone."""
     places, start = [], 28
     while start < len(raw):
         size = 17 + int.from_bytes(raw[start + 1 : start + 9], "little")
@@ -220,51 +235,60 @@ def test_records_in_another_place_are_refused(written):
     raw = path.read_bytes()
     places = records_of(raw)
     for start, stop in places[:-1]:
-        path.write_bytes(raw[:start] + raw[stop:])  # one is gone
+        path.write_bytes(raw[:start] + raw[stop:])  # a record is missing
         assert_refused(folder, path.name, start)
-        path.write_bytes(raw[:stop] + raw[start:])  # one is there twice
+        path.write_bytes(raw[:stop] + raw[start:])  # a record is repeated
         assert_refused(folder, path.name, stop)
-    path.write_bytes(raw + bytes(50))  # what a file system may leave of a machine that lost power
+    path.write_bytes(raw + bytes(50))  # a file system may leave zeros after a power failure
     assert_refused(folder, path.name, len(raw))
     path.write_bytes(raw)
     assert opened(folder)[0].version == 6
 
 
 @BOTH
-def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(written, capsys):
+@pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.exhaustive)])
+def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(
+    written, stride, capsys
+):
     folder, states = written
     possible = [state for _, state in states]
     for name, raw in contents(folder).items():
         if not name.startswith("journal"):
             continue
-        for offset in range(0, len(raw), 7):
+        for offset in range(0, len(raw), stride):
             copy = folder.with_name(f"{name}-{offset}")
             shutil.copytree(folder, copy)
             flipped = bytearray(raw)
             flipped[offset] ^= 4
             (copy / name).write_bytes(flipped)
-            if name == "journal-00000000" and offset < 28:  # nothing lies before it
+            if name == "journal-00000000" and offset < 28:  # no record precedes it
                 with pytest.raises(JournalError, match=r"no good record to go back to.*copy"):
                     recover(copy)
                 shutil.rmtree(copy)
                 continue
             assert main(["recover", str(copy)]) == 0
-            said = capsys.readouterr().out
-            assert f"{copy / name} is damaged at byte" in said
+            output = capsys.readouterr().out
+            assert f"{copy / name} is damaged at byte" in output
             assert (copy / "discarded-0" / name).read_bytes() == bytes(flipped)
             server, journal = opened(copy)
             good = [
-                state for sizes, state in states
-                if not any(sizes.get(n, 0) > (offset if n == name else 0)
-                           for n in contents(folder) if n.startswith("journal") and n >= name)
-            ]  # fmt: skip
+                state
+                for sizes, state in states
+                if not any(
+                    sizes.get(n, 0) > (offset if n == name else 0)
+                    for n in contents(folder)
+                    if n.startswith("journal") and n >= name
+                )
+            ]
             assert state_of(server) == good[-1]
             assert state_of(server) in possible
             push(Worker(nn.Linear(3, 2), server), 1)
             journal.close()
             assert opened(copy)[0].version == server.version
             shutil.rmtree(copy)
-    assert recover(folder) == [f"{folder} ends at entry 13 of the log"]  # a good one stays
+    assert recover(folder) == [
+        f"{folder} ends at entry 13 of the log"
+    ]  # an undamaged journal is not changed
     assert contents(folder)
     assert opened(folder)[0].version == 6
 
@@ -305,7 +329,7 @@ def test_a_record_that_cannot_be_applied_is_named_and_given_up_on_request(writte
     assert contents(folder) == before
     given_up = re.search(r"--before (\S+)`", str(error.value))[1]
     assert main(["recover", str(folder), "--before", given_up]) == 0
-    assert opened(folder)[0].version == 4  # two of the snapshot, and two steps
+    assert opened(folder)[0].version == 4  # two pushes of the snapshot and two of the journal
 
 
 def test_a_journal_dies_in_the_middle_of_beginning_a_new_file(tmp_path, monkeypatch):
@@ -314,10 +338,12 @@ def test_a_journal_dies_in_the_middle_of_beginning_a_new_file(tmp_path, monkeypa
     monkeypatch.setattr(torch, "save", no_snapshot)
     journal.snapshot(server.core)
     journal.close()
-    (tmp_path / "a/journal-00000001").rename(tmp_path / "a/next-00000001")  # killed before that
-    again, journal = opened(tmp_path / "a")
-    assert state_of(again) == state_of(server)
-    push(Worker(nn.Linear(3, 2), again), 1)
+    (tmp_path / "a/journal-00000001").rename(
+        tmp_path / "a/next-00000001"
+    )  # the server was killed before it renamed the file
+    restarted, journal = opened(tmp_path / "a")
+    assert state_of(restarted) == state_of(server)
+    push(Worker(nn.Linear(3, 2), restarted), 1)
     journal.close()
     assert opened(tmp_path / "a")[0].version == 3
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
@@ -327,12 +353,12 @@ def test_a_journal_dies_in_the_middle_of_beginning_a_new_file(tmp_path, monkeypa
 
 
 def test_files_of_other_names_are_left_alone(tmp_path):
-    (tmp_path / "journal-00000000.bak").write_text("a copy that somebody made")
+    (tmp_path / "journal-00000000.bak").write_text("a copy made by a user")
     server, journal = opened(tmp_path)
     push(Worker(nn.Linear(3, 2), server), 1)
     journal.close()
     assert opened(tmp_path)[0].version == 1
-    assert (tmp_path / "journal-00000000.bak").read_text() == "a copy that somebody made"
+    assert (tmp_path / "journal-00000000.bak").read_text() == "a copy made by a user"
 
 
 def two_servers(folder):
@@ -340,7 +366,7 @@ def two_servers(folder):
 
 
 def pulled(worker):
-    """The version that the servers hold, and the value that all elements have at both of them."""
+    """Return the version of the servers and the common value of all elements."""
     version = worker.pull()
     elements = {x for p in worker.module.parameters() for x in p.flatten().tolist()}
     assert len(elements) == 1
@@ -348,20 +374,20 @@ def pulled(worker):
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 0.97])
-def test_servers_go_back_together_and_never_differ_in_silence(tmp_path, damaged, share):
-    """Each update changes all elements alike: of different updates they would differ."""
+@pytest.mark.parametrize("fraction", [0.3, 0.6, 0.9, 0.97])
+def test_servers_go_back_together_and_never_differ_in_silence(tmp_path, damaged, fraction):
+    """Each update changes all elements equally, so elements of different versions differ."""
     servers, journals = two_servers(tmp_path / "job")
     push(Worker(nn.Linear(3, 2), servers), 6, value=1.0)
     for journal in journals:
         journal.close()
     path = tmp_path / f"job/server-{damaged}/journal-00000000"
     raw = bytearray(path.read_bytes())
-    raw[int(share * len(raw))] ^= 1
+    raw[int(fraction * len(raw))] ^= 1
     path.write_bytes(raw)
     alone = shutil.copytree(tmp_path / "job", tmp_path / "alone")
 
-    recover(alone / f"server-{damaged}")  # only one of them: the other one may be ahead of it
+    recover(alone / f"server-{damaged}")  # the other server may be ahead of it
     servers, journals = two_servers(alone)
     refused = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What is really full (a small file system that the test makes) is named, or does no harm."""
+"""A full file system, which the test mounts, is named in an error or has no effect."""
 
 import os
 import shutil
@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import Asynchronous, Server, Worker, run
 from paramserver.journal import DiskJournal
 from paramserver_training import SGD, model, train
-from test_journal import held
+from test_journal import state_of
 
-# A file system of one's own, as root or as whoever may be root in a namespace of their own.
+# A separate mount namespace, as root or in a user namespace.
 UNSHARE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
 
 
@@ -27,7 +27,7 @@ def mount(folder, size):
 
 
 def why_not():
-    """Why no file system can be mounted here; empty if one can."""
+    """Return the reason why no file system can be mounted, or an empty text."""
     if not shutil.which("unshare"):
         return "unshare is missing"
     command = [*UNSHARE, "mount", "-t", "tmpfs", "-o", "size=4k", "none", "/mnt"]
@@ -45,7 +45,7 @@ def test_what_is_full_is_named_or_does_no_harm(tmp_path, what):
 
 
 def shm(folder):
-    """All transports train where /dev/shm has no byte left."""
+    """Train with all transports while /dev/shm is full."""
     mount("/dev/shm", "4k")
     Path("/dev/shm/all").write_bytes(bytes(4096))
     for transport in ("shared_memory", "distributed", "zeromq"):
@@ -64,7 +64,7 @@ def served(folder, **options):
 
 
 def push(server, journal, count):
-    """What a ZeroMQ server does between two rounds, and a worker in one."""
+    """Push `count` times, and snapshot the journal as a ZeroMQ server does."""
     worker = Worker(nn.Linear(100, 100), server)
     for step in range(count):
         worker.pull()
@@ -77,34 +77,34 @@ def push(server, journal, count):
 
 
 def journal(folder):
-    """The push that finds the disk full is refused by name; with room, all goes on."""
+    """Assert that a full disk refuses a push, and that training continues when there is room."""
     mount(folder, "300k")
-    server, kept = served(folder)
+    server, written_journal = served(folder)
     with pytest.raises(RuntimeError, match=rf"cannot write a journal in {folder}: .*No space l"):
-        push(server, kept, 20)
+        push(server, written_journal, 20)
     assert 0 < server.version < 20
     subprocess.run(["mount", "-o", "remount,size=8m", folder], check=True)
-    worker = push(server, kept, 5)
+    worker = push(server, written_journal, 5)
     assert worker.pushes == server.version
-    assert held(served(folder)[0]) == held(server)
+    assert state_of(served(folder)[0]) == state_of(server)
 
 
 def snapshot(folder):
-    """A snapshot for which there is no room gives back what it took; nobody notices."""
+    """Assert that a snapshot to a full disk frees its space and does not disturb training."""
     mount(folder, "700k")
-    server, kept = served(folder, snapshot_bytes=150_000)
+    server, written_journal = served(folder, snapshot_bytes=150_000)
     Path(folder, "another's").write_bytes(bytes(450_000))
-    push(server, kept, 4)
+    push(server, written_journal, 4)
     worker = Worker(nn.Linear(100, 100), server)
     worker.pull()  # while the disk may be full because a snapshot is being written
-    kept.wait()
-    assert kept.error is not None
+    written_journal.wait()
+    assert written_journal.error is not None
     assert not [*Path(folder).glob("unfinished*")]
     Path(folder, "another's").unlink()
-    push(server, kept, 10)
-    kept.wait()
-    assert kept.error is None
-    assert held(served(folder)[0]) == held(server)
+    push(server, written_journal, 10)
+    written_journal.wait()
+    assert written_journal.error is None
+    assert state_of(served(folder)[0]) == state_of(server)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Workers on a GPU: gradients and parameters pass through pinned memory, nothing else changes."""
+"""Workers on a GPU copy gradients and parameters through pinned memory."""
 
 import gc
 import sys
@@ -21,7 +21,7 @@ no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 
 
 class FakeRuntime:
-    """Locks ranges as CUDA does: none twice, and none that touches another."""
+    """A stand-in for CUDA that refuses to lock overlapping ranges."""
 
     def __init__(self):
         self.locked = {}
@@ -49,7 +49,7 @@ def runtime(monkeypatch):
 
 
 def test_memory_is_locked_once_and_until_it_goes(runtime):
-    for _ in range(3):  # what is allocated later may lie where something was locked before
+    for _ in range(3):  # a later allocation may reuse the address of a locked one
         ((ours, theirs),) = channel_pairs(["worker 0"], "server 0", 100)
         pin([ours.parameters, ours.gradients])  # two halves of one memory
         assert len(runtime.locked) == 1
@@ -64,11 +64,11 @@ def test_memory_is_locked_once_and_until_it_goes(runtime):
 
 
 def train_there(worker, steps):
-    """`steps` steps wherever the module is."""
+    """Train `steps` steps on the module's device."""
     device = next(worker.module.parameters()).device
     for step in range(steps):
         worker.pull()
-        inputs, targets = (each.to(device) for each in batch(step, worker.rank))
+        inputs, targets = (tensor.to(device) for tensor in batch(step, worker.rank))
         F.mse_loss(worker.module(inputs), targets).backward()
         worker.push()
     return str(device)
@@ -89,11 +89,13 @@ def test_run_equals_one_process():
 @pytest.mark.parametrize(
     "policy",
     [
-        BulkSynchronous(), Asynchronous(), LocalSteps(4, SGD),
+        BulkSynchronous(),
+        Asynchronous(),
+        LocalSteps(4, SGD),
         LocalSteps(4, SGD, Integers(8), fragments=2, overlap=1),
     ],
     ids=["bulk", "asynchronous", "local", "streaming"],
-)  # fmt: skip
+)
 def test_every_policy_trains_as_on_the_cpu(policy):
     def trained(where):
         module = model(torch.float32).to(where)
@@ -102,13 +104,13 @@ def test_every_policy_trains_as_on_the_cpu(policy):
         with Worker(module, server, optimizer=inner) as worker:
             for step in range(8):
                 worker.pull()
-                inputs, targets = (each.float().to(where) for each in batch(step, 0))
+                inputs, targets = (tensor.float().to(where) for tensor in batch(step, 0))
                 F.mse_loss(module(inputs), targets).backward()
                 worker.push()
         return {name: p.detach().cpu() for name, p in module.named_parameters()}
 
-    found, expected = trained("cuda"), trained("cpu")
-    # Rounding to 8 bits may fall on the other side.
+    actual, expected = trained("cuda"), trained("cpu")
+    # Rounding to 8 bits may differ between devices.
     close = {"rtol": 1e-3, "atol": 3e-3} if getattr(policy, "compression", None) else {}
-    for name, tensor in found.items():
+    for name, tensor in actual.items():
         torch.testing.assert_close(tensor, expected[name], **close)

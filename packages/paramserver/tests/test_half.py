@@ -1,4 +1,4 @@
-"""Models of 16 bits: a mean over workers is rounded once, whoever carries what it is of."""
+"""The mean of 16-bit gradients is rounded once, with any transport."""
 
 import sys
 import threading
@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # the processes that `run` start
 from paramserver import BulkSynchronous, LocalSteps, Server, Worker, partition, run
 from paramserver.compression import Integers, TopK
 
-ONE = partial(torch.optim.SGD, lr=1.0)
+UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 HALVES = [torch.bfloat16, torch.float16]
 WORKERS = 7
 
 
 class Table(nn.Module):
-    """300 elements, zero at first."""
+    """A parameter of 300 zeros."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -39,16 +39,16 @@ def push_once(worker):
 
 
 def rounded_once(gradients):
-    """What one step of SGD from zero leaves: the mean in float64, rounded once, is taken away."""
+    """Return the parameters after one step of SGD from zero: the negated mean, rounded once."""
     return -(sum(g.double() for g in gradients) / len(gradients)).to(gradients[0].dtype)
 
 
 def a_step_in_threads(dtype, policy, push, servers=2):
-    """The parameters that servers hold after one push of each worker, flat."""
+    """Return the flat parameters of the servers after one push per worker."""
     start = dict(Table(dtype).named_parameters())
     shards = partition(start, servers)
-    hosts = [Server(start, ONE, policy, workers=WORKERS, shard=shard) for shard in shards]
-    group = [Worker(Table(dtype), hosts, rank=rank, optimizer=ONE) for rank in range(WORKERS)]
+    hosts = [Server(start, UNIT_SGD, policy, workers=WORKERS, shard=shard) for shard in shards]
+    group = [Worker(Table(dtype), hosts, rank=rank, optimizer=UNIT_SGD) for rank in range(WORKERS)]
 
     def work(worker):
         push(worker)
@@ -64,32 +64,46 @@ def a_step_in_threads(dtype, policy, push, servers=2):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "distributed", "zeromq"])
-@pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(1, ONE)], ids=["bulk", "local"])
+@pytest.mark.parametrize(
+    "policy", [BulkSynchronous(), LocalSteps(1, UNIT_SGD)], ids=["bulk", "local"]
+)
 def test_a_mean_is_rounded_once_over_every_transport(policy, transport):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     result = run(
-        push_once, Table(torch.bfloat16), ONE, policy, workers=3, servers=2, transport=transport
+        push_once,
+        Table(torch.bfloat16),
+        UNIT_SGD,
+        policy,
+        workers=3,
+        servers=2,
+        transport=transport,
     )
     expected = rounded_once([pushed(rank, torch.bfloat16) for rank in range(3)])
     assert torch.equal(result.parameters["x"], expected)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(1, ONE)], ids=["bulk", "local"])
+@pytest.mark.parametrize(
+    "policy", [BulkSynchronous(), LocalSteps(1, UNIT_SGD)], ids=["bulk", "local"]
+)
 def test_a_mean_of_many_is_rounded_once(policy, dtype):
-    held = a_step_in_threads(dtype, policy, push_once)
+    stored = a_step_in_threads(dtype, policy, push_once)
     expected = rounded_once([pushed(rank, dtype) for rank in range(WORKERS)])
-    assert torch.equal(held, expected.view(-1))
+    assert torch.equal(stored, expected.view(-1))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("compression", [Integers(8), Integers(4), TopK(0.25)], ids=repr)
 def test_of_what_was_compressed_too(compression, dtype):
-    held = a_step_in_threads(dtype, LocalSteps(1, ONE, compression), push_once, servers=1)
+    stored = a_step_in_threads(dtype, LocalSteps(1, UNIT_SGD, compression), push_once, servers=1)
     changes = [pushed(rank, dtype).view(-1).float() for rank in range(WORKERS)]
-    came = [compression.decode(compression.encode(each), len(each)) for each in changes]
-    assert torch.equal(held, -(sum(each.double() for each in came) / WORKERS).to(dtype))
+    received = [
+        compression.decode(compression.encode(gradient), len(gradient)) for gradient in changes
+    ]
+    assert torch.equal(
+        stored, -(sum(gradient.double() for gradient in received) / WORKERS).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -105,19 +119,21 @@ def test_of_sparse_and_dense_gradients_too(dtype):
         worker.push()
 
     masked = [torch.zeros(60, 5, dtype=dtype) for _ in range(WORKERS)]
-    for rank, each in enumerate(masked):
-        each[rows_of(rank)] = pushed(rank, dtype)[rows_of(rank)]
+    for rank, gradient in enumerate(masked):
+        gradient[rows_of(rank)] = pushed(rank, dtype)[rows_of(rank)]
     with torch.sparse.check_sparse_tensor_invariants():
-        held = a_step_in_threads(dtype, BulkSynchronous(), some_rows)
-    assert torch.equal(held, rounded_once(masked).view(-1))
+        stored = a_step_in_threads(dtype, BulkSynchronous(), some_rows)
+    assert torch.equal(stored, rounded_once(masked).view(-1))
 
 
 def test_error_feedback_knows_what_16_bits_round_away():
     module = nn.Linear(32, 1, bias=False).bfloat16()
     nn.init.zeros_(module.weight)
-    # A quarter of them with their places takes as much as all: they go as they are, rounded.
-    server = Server(dict(module.named_parameters()), ONE, LocalSteps(1, ONE, TopK(0.25)), workers=1)
-    worker = Worker(module, server, optimizer=ONE)
+    # A quarter of the elements with their indices takes as many bytes as all elements.
+    server = Server(
+        dict(module.named_parameters()), UNIT_SGD, LocalSteps(1, UNIT_SGD, TopK(0.25)), workers=1
+    )
+    worker = Worker(module, server, optimizer=UNIT_SGD)
     worker.pull()
     owed = worker._payload._residuals
     owed[0, 0] = torch.full([32], 2.0**-12)

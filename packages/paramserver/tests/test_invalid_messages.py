@@ -1,4 +1,4 @@
-"""A message that is not valid, whoever sends it, changes nothing and is answered or dropped."""
+"""An invalid message of any sender changes nothing and is answered or dropped."""
 
 import copy
 import hashlib
@@ -22,20 +22,22 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.running.serving import answer_requests
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport.shared_memory import channel_pairs
-from test_zeromq import ONE, Vector, count
+from test_zeromq import UNIT_SGD, Vector, count
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
 
 def job_of(policy, servers):
-    return Job(count, Vector(2, 40), ONE, policy, workers=0, servers=servers, timeout=20.0)
+    return Job(count, Vector(2, 40), UNIT_SGD, policy, workers=0, servers=servers, timeout=20.0)
 
 
 class Served:
-    """The servers of a job, in threads, with journals; and the messages that they receive."""
+    """Servers of a job in threads, with journals and a record of the received messages."""
 
     def __init__(self, job, folder):
-        self.job, self.folder, self.received = job, folder, []
+        self.job = job
+        self.folder = folder
+        self.received = []
         self.servers = [
             open_server(job, number, f"ipc://{folder}/s{number}", journal=folder / "state")
             for number in range(job.servers)
@@ -67,13 +69,13 @@ class Served:
 
 
 def train(job, addresses, rank, steps):
-    own = replace(job, module=copy.deepcopy(job.module))
-    with join_servers(own, rank, addresses) as worker:
+    copied = replace(job, module=copy.deepcopy(job.module))
+    with join_servers(copied, rank, addresses) as worker:
         count(worker, steps, 0.0)
 
 
 def recorded(job, folder):
-    """The messages of a run of two workers, by server."""
+    """Return the messages of a run of two workers by server."""
     with Served(job, folder) as served:
         workers = [
             threading.Thread(target=train, args=(job, served.addresses, rank, 4)) for rank in (0, 1)
@@ -94,20 +96,20 @@ def kinds(messages):
 
 
 def fingerprint(server, *, waiting=False):
-    """All that a server knows and has written down, and who waits if that is asked.
+    """Return the whole state of a server, its journal, and optionally the waiting workers.
 
-    A worker whose new request is refused waits for its last one no longer.
+    A worker whose new request is refused does not wait for its previous one any more.
     """
     core, folder = server.core, server._journal.folder
     replica = core.replica
-    held = hashlib.sha256(replica.state_dict()["parameters"].numpy().tobytes())
+    digest = hashlib.sha256(replica.state_dict()["parameters"].numpy().tobytes())
     for name in sorted(replica._staged):
         for gradient in replica._staged[name][0]:
-            held.update(gradient.numpy().tobytes())
+            digest.update(gradient.numpy().tobytes())
     sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
     joined = {worker: life for worker, (_, life, _) in server._joined.items()}
     known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
-             replica.next, core.failure, core.lost, core.reports, held.hexdigest(), sizes,
+             replica.next, core.failure, core.lost, core.reports, digest.hexdigest(), sizes,
              sorted(core._last_seen), joined,
              {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
     if waiting:
@@ -116,7 +118,7 @@ def fingerprint(server, *, waiting=False):
 
 
 class Player:
-    """A server that is given messages one by one, and what it answers."""
+    """A server that receives one message at a time, and its answers."""
 
     def __init__(self, job, number, folder):
         self.server = open_server(job, number, f"ipc://{folder}/p", journal=folder / "state")
@@ -132,7 +134,7 @@ class Player:
         self.server._retry_waiting(0.0)
 
     def was_refused(self, frames):
-        """Whether the message had no effect, by what was answered, or by its kind."""
+        """Return True if the message had no effect, according to the answers or its kind."""
         if self.answers:
             return all(answer.kind is Kind.FAILED for answer in self.answers)
         return not (self.server._waiting or self.server._incoming) and not is_abort(frames)
@@ -158,43 +160,83 @@ TEXTS = [
 ]  # fmt: skip
 
 
+def replace_number(chance, head):
+    """Set a random field to a number."""
+    head[chance.randrange(len(head))] = chance.choice(NUMBERS)
+
+
+def replace_value(chance, head):
+    """Set a random field to a value of any type."""
+    head[chance.randrange(len(head))] = copy.deepcopy(chance.choice(OTHERS))
+
+
+def replace_kind(chance, head):
+    """Set the kind of the message."""
+    head[4:5] = [chance.randrange(20)]
+
+
+def replace_text(chance, head):
+    """Set the text of the message."""
+    head[-1] = chance.choice(TEXTS)
+
+
+def replace_character(chance, head):
+    """Replace a character of the text of the message, if it has one."""
+    if isinstance(head[-1], str) and head[-1]:
+        at = chance.randrange(len(head[-1]))
+        head[-1] = head[-1][:at] + chance.choice('0123456789,[]"al') + head[-1][at + 1 :]
+
+
+def change_length(chance, head):
+    """Insert a field, or remove one."""
+    at = chance.randrange(len(head) + 1)
+    head[at : at + chance.choice((0, 1))] = chance.choice(([], [0], [7]))
+    if not head:
+        head.append(0)
+
+
+CHANGES = [
+    *[replace_number] * 4,
+    replace_value,
+    replace_kind,
+    replace_text,
+    replace_character,
+    change_length,
+]
+
+
+def mixed(chance, head, other):
+    """Set a random field to the field of another message."""
+    at = chance.randrange(min(len(head), len(other)))
+    head[at] = other[at]
+
+
+def mutated_data(chance, frames):
+    """Return the data frames of a message, truncated or overwritten, and none to two of them."""
+    data = bytearray(frames[2] if len(frames) > 2 else b"x" * 64)
+    if chance.random() < 0.5:
+        del data[chance.randrange(len(data)) :]
+    else:
+        at = chance.randrange(len(data))
+        data[at : at + 8] = b"\xff" * len(data[at : at + 8])
+    return [bytes(data)] * chance.choice((0, 1, 1, 1, 2))
+
+
 def mutated(chance, frames, others):
-    """A message with one or two changes."""
+    """Return a message with one or two random changes."""
     frames = list(frames)
     try:
         head = json.loads(frames[1])
     except ValueError:
         head = [0, 0, 0, 0]
     for _ in range(chance.choice((1, 1, 2))):
-        change = chance.randrange(11)
-        if change < 4:
-            head[chance.randrange(len(head))] = chance.choice(NUMBERS)
-        elif change == 4:
-            head[chance.randrange(len(head))] = copy.deepcopy(chance.choice(OTHERS))
-        elif change == 5:
-            head[4:5] = [chance.randrange(20)]
-        elif change == 6:
-            head[-1] = chance.choice(TEXTS)
-        elif change == 7 and isinstance(head[-1], str) and head[-1]:
-            at = chance.randrange(len(head[-1]))
-            digit = chance.choice('0123456789,[]"al')
-            head[-1] = head[-1][:at] + digit + head[-1][at + 1 :]
-        elif change == 8:
-            at = chance.randrange(len(head) + 1)
-            head[at : at + chance.choice((0, 1))] = chance.choice(([], [0], [7]))
-            head = head or [0]
-        elif change == 9:
-            other = json.loads(chance.choice(others)[1])
-            at = chance.randrange(min(len(head), len(other)))
-            head[at] = other[at]
-        elif change == 10:
-            data = bytearray(frames[2] if len(frames) > 2 else b"x" * 64)
-            if chance.random() < 0.5:
-                del data[chance.randrange(len(data)) :]
-            else:
-                at = chance.randrange(len(data))
-                data[at : at + 8] = b"\xff" * len(data[at : at + 8])
-            frames[2:] = [bytes(data)] * chance.choice((0, 1, 1, 1, 2))
+        change = chance.randrange(len(CHANGES) + 2)
+        if change == len(CHANGES):
+            mixed(chance, head, json.loads(chance.choice(others)[1]))
+        elif change > len(CHANGES):
+            frames[2:] = mutated_data(chance, frames)
+        else:
+            CHANGES[change](chance, head)
     frames[1] = json.dumps(head).encode()
     if chance.random() < 0.05:
         raw = bytearray(frames[1])
@@ -204,12 +246,12 @@ def mutated(chance, frames, others):
 
 
 def of_a_stranger(chance, frames):
-    """Let somebody send it who knows no life of a worker; not if it asks to join, or to observe."""
+    """Change the sender to one that knows no session; return False if that has no effect."""
     try:
         head = json.loads(frames[1])
         head[1] = chance.randrange(2**40)
         if head[4:5] == [Kind.JOIN]:
-            # Who has the right layout may join, and then a worker's last life is over.
+            # With the right layout it would join and end the worker's session.
             head[-1] = f"{head[-1]} x"
     except (ValueError, IndexError, TypeError, KeyError):
         return False
@@ -218,7 +260,7 @@ def of_a_stranger(chance, frames):
 
 
 def restarted(job, number, folder):
-    """What another server makes of the journal."""
+    """Return the state that another server restores from the journal."""
     server = open_server(job, number, f"ipc://{folder}/r", journal=folder / "state")
     replica = server.core.replica
     members = {w: (m.active, m.epoch, m.clock) for w, m in server.core.ledger.members.items()}
@@ -228,7 +270,7 @@ def restarted(job, number, folder):
 
 
 def play(job, messages, number, folder, seed, tries):
-    """Mutated messages after a part of a run; then the server is started again from its journal."""
+    """Send mutated messages after a part of a run, and restart the server from its journal."""
     chance = random.Random(seed)
     player = Player(job, number, folder)
     refused = 0
@@ -272,7 +314,7 @@ def fuzz(tmp_path, tries):
                 folder.mkdir()
                 refused += play(job, messages, number, folder, seed, 50)
                 played += 50
-    assert refused > played / 2  # the mutations are of a kind that shows
+    assert refused > played / 2  # most mutations are invalid
 
 
 def test_mutated_messages_change_nothing_unless_they_are_valid(tmp_path):
@@ -296,7 +338,7 @@ INVALID = [
 @pytest.mark.parametrize("raw", INVALID)
 def test_an_invalid_message_in_a_channel_is_answered_or_names_its_sender(raw):
     parameters = dict(nn.Linear(4, 1).named_parameters())
-    server = Server(parameters, ONE, Asynchronous(), workers=2)
+    server = Server(parameters, UNIT_SGD, Asynchronous(), workers=2)
     before = state_of(server)
     ((worker, channel), _) = channel_pairs(["worker 0", "worker 1"], "server 0", 128)
     worker._pipe.send_bytes(raw)
@@ -313,7 +355,7 @@ def state_of(server):
 
 
 def nasty(layout, position):
-    """Requests that no worker of the job sends."""
+    """Yield requests that no worker of the job sends."""
     log = json.dumps([position, ["leave", 0]])
     for kind in range(30):
         yield [kind, 0, 0, 0, 0, 0, -1, ""]
@@ -333,7 +375,7 @@ def nasty(layout, position):
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("joined", [False, True])
 def test_no_sender_disturbs_a_job_that_runs(tmp_path, servers, joined):
-    """A stranger, or one who has joined as worker 9, says everything that is wrong for others."""
+    """Send invalid requests in the name of others, unjoined or joined as worker 9."""
     job = job_of(Asynchronous(), servers)
     with Served(job, tmp_path) as served:
         context = zmq.Context()
@@ -346,7 +388,7 @@ def test_no_sender_disturbs_a_job_that_runs(tmp_path, servers, joined):
                 count(another, 4, 0.0)
                 another.leave()
                 another.finish = lambda: None
-            if joined:  # it never leaves, and would be waited for
+            if joined:  # it never leaves, and the others would wait for it
                 for server in served.servers[:1]:
                     server.core.lose(9, "the test ends")
         context.term()
@@ -355,7 +397,7 @@ def test_no_sender_disturbs_a_job_that_runs(tmp_path, servers, joined):
         assert [report.version for report in reports] == [pushes] * servers
         assert not any(server.core.failure for server in served.servers)
         assert 0 not in served.servers[0].core.lost
-    for number in range(servers):  # and the journals are those of a good run
+    for number in range(servers):  # the journals equal those of an undisturbed run
         folder = tmp_path / f"again{number}"
         folder.mkdir()
         server = open_server(job, number, f"ipc://{folder}/s", journal=tmp_path / "state")
@@ -383,7 +425,7 @@ def disturb(context, server, number, *, joined):
             else:
                 data = [bytes(640)] if i % 3 else []
                 ask(rank, 77, 2 + i, fields, *data)
-    if joined:  # as worker 9 it may not join as another one, nor accept what was not staged
+    if joined:  # worker 9 may neither join as another worker nor commit a push it did not stage
         ask(0, 78, 5000, [Kind.JOIN, 0, 6, number, 0, 0, -1, layout])
         ask(9, 77, 5001, [Kind.COMMIT, 1, 0, 0, 0, 0, -1, ""])
         ask(9, 77, 5002, [Kind.SYNC, 1, 0, 0, 10**12, 0, -1, ""])

@@ -1,4 +1,4 @@
-"""What a server was told is on the disk before it says so; a disk that fails is named."""
+"""A change is in the journal before it is answered; an error of the disk is named."""
 
 import errno
 import shutil
@@ -54,7 +54,7 @@ def steps(server, count, seed=0):
     return worker
 
 
-def held(server):
+def state_of(server):
     state = server.state_dict()
     return state["parameters"].tolist(), state["version"], str(state["optimizer"])
 
@@ -67,9 +67,9 @@ def test_a_new_server_goes_on_where_the_journal_ends(tmp_path, snapshots):
         if turn in snapshots:
             journal.snapshot(server.core)
     journal.wait()
-    again, _ = server_with(tmp_path)
-    assert held(again) == held(server)
-    assert steps(again, 1).pushes == 16
+    restarted, _ = server_with(tmp_path)
+    assert state_of(restarted) == state_of(server)
+    assert steps(restarted, 1).pushes == 16
     assert len(list(tmp_path.iterdir())) == (2 if snapshots else 1)
 
 
@@ -77,11 +77,11 @@ def test_a_snapshot_that_was_not_finished_is_no_snapshot(tmp_path):
     server, _ = server_with(tmp_path)
     steps(server, 3)
     (tmp_path / "unfinished-00000001").write_bytes(b"half of one")
-    assert held(server_with(tmp_path)[0]) == held(server)
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
 class FullDisk:
-    """A file that takes so many more bytes, and then half of what it is given."""
+    """A file with room for a number of bytes, after which writes are incomplete."""
 
     def __init__(self, file, room):
         self._file, self.room = file, room
@@ -112,10 +112,10 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_doubled(tmp_path, room):
         parameter.grad = torch.ones(parameter.shape)
     with pytest.raises(RuntimeError, match=r"cannot write a journal in .*No space left"):
         push_often(worker)
-    journal._file.room = 10**9  # somebody has made room
+    journal._file.room = 10**9  # the disk has room
     worker = steps(server, 1)
     assert worker.pushes == server.version
-    assert held(server_with(tmp_path)[0]) == held(server)
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_the_journal_as_it_is(
@@ -131,16 +131,16 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_journal_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         journal.snapshot(server.core)
-        steps(server, 1)  # it serves on
+        steps(server, 1)  # the server continues
         journal.wait()
     assert "No space left" in caplog.text
     assert journal.error
-    assert held(server_with(tmp_path)[0]) == held(server)
-    journal.snapshot(server.core)  # there is room again
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    journal.snapshot(server.core)  # the disk has room
     steps(server, 1)
     journal.wait()
     assert not journal.error
-    assert held(server_with(tmp_path)[0]) == held(server)
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
     assert sorted(p.name.split("-")[0] for p in tmp_path.iterdir()) == ["journal", "snapshot"]
 
 
@@ -151,7 +151,7 @@ def test_a_snapshot_that_fills_the_disk_is_waited_for(tmp_path, monkeypatch):
 
     def fills_the_disk(*_):
         go_on.wait(60)
-        disk.room = 10**9  # what it took is given back
+        disk.room = 10**9  # the failed snapshot frees its space
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fills_the_disk)
@@ -160,7 +160,7 @@ def test_a_snapshot_that_fills_the_disk_is_waited_for(tmp_path, monkeypatch):
     threading.Timer(0.2, go_on.set).start()
     steps(server, 2)
     assert journal.error
-    assert held(server_with(tmp_path)[0]) == held(server)
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
 def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(tmp_path, monkeypatch):
@@ -176,17 +176,17 @@ def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(tmp_path
 
     monkeypatch.setattr(torch, "save", slow)
     journal.snapshot(server.core)
-    assert steps(server, 3).pushes == 5  # answered, each, before the snapshot is there
+    assert steps(server, 3).pushes == 5  # each is answered before the snapshot is complete
     assert journal.is_writing()
     copy = tmp_path.with_name(f"{tmp_path.name}-killed")
-    shutil.copytree(tmp_path, copy)  # what a kill at this moment leaves
-    again, _ = server_with(copy)
-    assert held(again) == held(server)
-    steps(again, 1)
-    assert held(server_with(copy)[0]) == held(again)
+    shutil.copytree(tmp_path, copy)  # the folder after a kill at this moment
+    restarted, _ = server_with(copy)
+    assert state_of(restarted) == state_of(server)
+    steps(restarted, 1)
+    assert state_of(server_with(copy)[0]) == state_of(restarted)
     go_on.set()
     journal.wait()
-    assert held(server_with(tmp_path)[0]) == held(server)
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
 def test_a_folder_that_cannot_be_is_named(tmp_path):
@@ -199,14 +199,14 @@ STALE = StaleSynchronous(2)
 
 
 def of(consistency=STALE, outer=None, module=None, servers=1, lr=0.1, number=0):
-    """A server as a job of these terms makes it."""
+    """Return a server of a job with these settings."""
     parameters = dict((module or nn.Linear(3, 2)).named_parameters())
     shard = partition(parameters, servers)[number]
     optimizer = outer or partial(torch.optim.SGD, lr=lr)
     return Server(parameters, optimizer, consistency, workers=1, shard=shard, elastic=True)
 
 
-def slower(parameters):  # a function, whose address nothing may depend on
+def slower(parameters):  # its address must not appear in the settings
     return torch.optim.SGD(parameters, lr=0.2)
 
 
@@ -231,16 +231,16 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("written", "again"), OTHERS.values(), ids=OTHERS)
-def test_a_journal_of_anything_else_is_refused_by_name(tmp_path, written, again):
+@pytest.mark.parametrize(("written", "restarted"), OTHERS.values(), ids=OTHERS)
+def test_a_journal_of_anything_else_is_refused_by_name(tmp_path, written, restarted):
     journal = DiskJournal(tmp_path)
     journal.snapshot(written.core)
     journal.close()
-    before = again.state_dict()["parameters"].clone()
-    with pytest.raises(ValueError, match=r"expected a journal with|expected the state of shard"):
-        DiskJournal(tmp_path).load(again.core)
-    assert torch.equal(again.state_dict()["parameters"], before)
-    assert again.core.journal is None
+    before = restarted.state_dict()["parameters"].clone()
+    with pytest.raises(ValueError, match=r"expected a journal with|expected the state of a shard"):
+        DiskJournal(tmp_path).load(restarted.core)
+    assert torch.equal(restarted.state_dict()["parameters"], before)
+    assert restarted.core.journal is None
 
 
 @pytest.mark.parametrize("policy", [LocalSteps(2, lambda p: slower(p)), Asynchronous()])
@@ -248,7 +248,7 @@ def test_a_journal_of_the_same_is_taken_up(tmp_path, policy):
     journal = DiskJournal(tmp_path)
     journal.snapshot(of(policy, lambda p: slower(p)).core)
     journal.close()
-    again = of(policy, lambda p: slower(p))
+    restarted = of(policy, lambda p: slower(p))
     journal = DiskJournal(tmp_path)
-    assert journal.load(again.core)
+    assert journal.load(restarted.core)
     journal.close()

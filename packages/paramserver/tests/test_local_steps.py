@@ -1,4 +1,4 @@
-"""DiLoCo equals a plain loop, and compression loses nothing for good."""
+"""DiLoCo equals a minimal loop, and compression carries residuals to later pushes."""
 
 import sys
 import threading
@@ -62,51 +62,72 @@ def diloco_in_twenty_lines(workers, rounds, steps):
 @pytest.mark.parametrize("servers", [1, 2])
 def test_local_steps_are_diloco(transport, servers):
     result = run(
-        train, model(), INNER, LocalSteps(4, OUTER), args=(12,), workers=3, servers=servers,
+        train,
+        model(),
+        INNER,
+        LocalSteps(4, OUTER),
+        args=(12,),
+        workers=3,
+        servers=servers,
         transport=transport,
-    )  # fmt: skip
+    )
     assert_equal_parameters(result.parameters, diloco_in_twenty_lines(3, 3, 4))
     assert result.versions == [3] * servers
 
 
-def streaming_diloco_in_plain_lines(workers, steps, policy, servers):
-    theta = dict(model().named_parameters())
-    replicas = [model() for _ in range(workers)]
-    inners = [INNER(replica.parameters()) for replica in replicas]
-    cuts = [[] for _ in range(policy.fragments)]  # of each fragment: parameters, and from where to
-    for shard in partition(theta, servers):
-        for number, fragment in enumerate(shard.fragments(policy.fragments)):
-            cuts[number] += [(p.name, slice(p.start, p.stop)) for p in fragment.shard.pieces]
-    held = [[theta[n].detach().view(-1)[cut].requires_grad_() for n, cut in part] for part in cuts]
-    outers = [OUTER(part) for part in held]
+class StreamingDiloco:
+    """A minimal implementation of Streaming DiLoCo."""
 
-    def exchange(number):
-        for mine, (name, cut) in zip(held[number], cuts[number], strict=True):
-            theirs = [r.get_parameter(name).detach().view(-1)[cut] for r in replicas]
-            mine.grad = sum(mine.detach() - each for each in theirs) / workers
-        outers[number].step()
-        return number, [mine.detach().clone() for mine in held[number]]
+    def __init__(self, workers, policy, servers):
+        self.policy = policy
+        self.theta = dict(model().named_parameters())
+        self.replicas = [model() for _ in range(workers)]
+        #: Per fragment: names and slices of parameters.
+        self.cuts = [[] for _ in range(policy.fragments)]
+        for shard in partition(self.theta, servers):
+            for number, fragment in enumerate(shard.fragments(policy.fragments)):
+                pieces = fragment.shard.pieces
+                self.cuts[number] += [(p.name, slice(p.start, p.stop)) for p in pieces]
+        self.fragments = [
+            [self.theta[name].detach().view(-1)[cut].requires_grad_() for name, cut in cuts]
+            for cuts in self.cuts
+        ]
+        self.outers = [OUTER(fragment) for fragment in self.fragments]
 
-    arrives = {}
-    for step in range(1, steps + 1):
-        for worker, (replica, inner) in enumerate(zip(replicas, inners, strict=True)):
-            inner.zero_grad()
-            loss_of_step(replica, worker, step - 1).backward()
-            inner.step()
-        if step % policy.interval == 0:
-            arrives[step + policy.overlap] = exchange(
-                step // policy.interval % policy.fragments - 1
-            )
-        number, came = arrives.pop(step, (0, []))
-        alpha = policy.alpha if policy.overlap else 0
-        for (name, cut), update in zip(cuts[number], came or [], strict=False):
-            for replica in replicas:
-                mine = replica.get_parameter(name).data.view(-1)
-                mine[cut] = alpha * mine[cut] + (1 - alpha) * update
-    assert steps % policy.steps == 0
-    for number in range(policy.fragments - 1):  # what changed since they were sent
-        exchange(number)
-    return {name: p.detach() for name, p in theta.items()}
+    def exchange(self, number):
+        """Apply the mean change of a fragment and return its new parameters."""
+        for part, (name, cut) in zip(self.fragments[number], self.cuts[number], strict=True):
+            replicas = [r.get_parameter(name).detach().view(-1)[cut] for r in self.replicas]
+            part.grad = sum(part.detach() - replica for replica in replicas) / len(replicas)
+        self.outers[number].step()
+        return number, [part.detach().clone() for part in self.fragments[number]]
+
+    def receive(self, number, update):
+        """Mix a fragment into the parameters of all workers."""
+        alpha = self.policy.alpha if self.policy.overlap else 0
+        for (name, cut), part in zip(self.cuts[number], update, strict=True):
+            for replica in self.replicas:
+                flat = replica.get_parameter(name).data.view(-1)
+                flat[cut] = alpha * flat[cut] + (1 - alpha) * part
+
+    def train(self, steps):
+        """Train `steps` steps, which are whole rounds, and return the final parameters."""
+        policy = self.policy
+        inners = [INNER(replica.parameters()) for replica in self.replicas]
+        arrives = {}
+        for step in range(1, steps + 1):
+            for worker, (replica, inner) in enumerate(zip(self.replicas, inners, strict=True)):
+                inner.zero_grad()
+                loss_of_step(replica, worker, step - 1).backward()
+                inner.step()
+            if step % policy.interval == 0:
+                number = step // policy.interval % policy.fragments - 1
+                arrives[step + policy.overlap] = self.exchange(number)
+            if step in arrives:
+                self.receive(*arrives.pop(step))
+        for number in range(policy.fragments - 1):  # changes since the last exchange
+            self.exchange(number)
+        return {name: p.detach() for name, p in self.theta.items()}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +145,7 @@ def test_fragments_are_streaming_diloco(policy, servers, transport):
     result = run(
         train, model(), INNER, policy, args=(12,), workers=2, servers=servers, transport=transport
     )
-    expected = streaming_diloco_in_plain_lines(2, 12, policy, servers)
+    expected = StreamingDiloco(2, policy, servers).train(12)
     assert_equal_parameters(result.parameters, expected)
     exchanges = 12 // policy.interval + policy.fragments - 1
     assert result.versions == [exchanges] * servers
@@ -132,15 +153,15 @@ def test_fragments_are_streaming_diloco(policy, servers, transport):
 
 def test_the_plain_file_is_diloco():
     expected = diloco_in_twenty_lines(2, 3, 5)
-    found = plain.train_diloco(model(), INNER, OUTER, loss_of_step, workers=2, rounds=3, steps=5)
-    assert_equal_parameters(dict(zip(expected, found, strict=True)), expected)
+    actual = plain.train_diloco(model(), INNER, OUTER, loss_of_step, workers=2, rounds=3, steps=5)
+    assert_equal_parameters(dict(zip(expected, actual, strict=True)), expected)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_bulk_synchronous_is_the_plain_file(optimizer):
-    found = plain.train(model(), optimizer, loss_of_step, workers=3, steps=5)
+    actual = plain.train(model(), optimizer, loss_of_step, workers=3, steps=5)
     result = run(train, model(), optimizer, BulkSynchronous(), args=(5,), workers=3)
-    expected = dict(zip(result.parameters, found, strict=True))
+    expected = dict(zip(result.parameters, actual, strict=True))
     assert_equal_parameters(result.parameters, expected)
 
 
@@ -161,9 +182,7 @@ def train_minimal_with_periods(bound, periods, steps=8):
 def test_stale_schedule_equals_minimal_implementation(consistency):
     # Worker 1 is active in every third round only. The timeout is 0, so a worker that would have to
     # wait skips its round.
-    server = Server(
-        dict(model().named_parameters()), SGD, consistency, workers=2, timeout=0.0
-    )  # fmt: skip
+    server = Server(dict(model().named_parameters()), SGD, consistency, workers=2, timeout=0.0)
     group = [Worker(model(), server, rank=rank) for rank in range(2)]
     now = 0
     while any(worker.clock < 8 for worker in group):
@@ -178,9 +197,9 @@ def test_stale_schedule_equals_minimal_implementation(consistency):
         now += 1
     expected = train_minimal_with_periods(consistency.bound, periods=(1, 3))
     group[0].module.zero_grad()
-    found = server.core.replica._parameters
+    actual = server.core.replica._parameters
     flat = torch.cat([p.flatten() for p in expected])
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in found]), flat)
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in actual]), flat)
 
 
 def test_a_short_last_round_is_pushed_too():
@@ -228,7 +247,7 @@ def test_with_compression_all_workers_hold_the_same_and_errors_are_made_good(com
         thread.join(60)
     first, second = (torch.cat([p.flatten() for p in w.module.parameters()]) for w in group)
     assert torch.equal(first, second)
-    for host in hosts:  # what is held out differs from what is true by one rounding, not by ten
+    for host in hosts:  # published parameters differ by one rounding, not by ten
         replica = host.core.replica
         true, held_out = (
             flatten(replica.shard.views(buffer)) for buffer in (replica._buffer, replica._published)
@@ -258,10 +277,10 @@ def test_integers_round_each_element_by_half_a_step(values, bits):
 def test_top_k_keeps_the_largest_as_they_are(values, fraction):
     values = torch.tensor(values)
     decoded = TopK(fraction).decode(TopK(fraction).encode(values), len(values))
-    kept = decoded != 0
-    assert torch.equal(decoded[kept], values[kept])
-    if kept.any() and (~kept).any():
-        assert values[~kept].abs().max() <= values[kept].abs().min()
+    selected = decoded != 0
+    assert torch.equal(decoded[selected], values[selected])
+    if selected.any() and (~selected).any():
+        assert values[~selected].abs().max() <= values[selected].abs().min()
 
 
 def test_four_bits_take_three():
@@ -271,13 +290,15 @@ def test_four_bits_take_three():
 
 def test_error_feedback_sends_the_sum_in_the_end():
     generator = torch.Generator().manual_seed(0)
-    values, residual, sent = torch.randn(500, generator=generator), torch.zeros(500), 0
+    values = torch.randn(500, generator=generator)
+    residual = torch.zeros(500)
+    sent = 0
     for _ in range(200):
         data = TopK(0.05).encode(values + residual)
         decoded = TopK(0.05).decode(data, 500)
         residual = values + residual - decoded
         sent = sent + decoded
-    # Per step, at most a fixed amount is still owed: the error does not grow with the steps.
+    # The residual is bounded, so the error of the sum does not grow with the steps.
     assert (sent / 200 - values).abs().max() < 0.2
 
 
@@ -293,11 +314,11 @@ def test_a_worker_of_another_policy_is_refused():
     policy = LocalSteps(4, OUTER, fragments=2)
     server = Server(dict(model().named_parameters()), INNER, policy, workers=1)
     with pytest.raises(ValueError, match="expected a local `optimizer` with LocalSteps"):
-        Worker(model(), server)  # would push gradients where changes are expected
+        Worker(model(), server)  # would push gradients instead of changes
     for other in (LocalSteps(4, OUTER), LocalSteps(4, OUTER, Integers(8), fragments=2)):
         with pytest.raises(ValueError, match="the same policy"):
             Worker(model(), server, local=other, optimizer=INNER)
-    worker = Worker(model(), server, optimizer=INNER)  # its server's policy
+    worker = Worker(model(), server, optimizer=INNER)  # the policy is the server's
     with pytest.raises(RuntimeError, match="pull before each step"):
         worker.push()
 
@@ -338,9 +359,9 @@ def test_complex_parameters_are_not_compressed(compression):
 def test_complex_parameters_take_local_steps_as_they_are():
     module = nn.Linear(3, 2, dtype=torch.complex128)
     start = module.weight.detach().clone()
-    one = partial(torch.optim.SGD, lr=1.0)
-    server = Server(dict(module.named_parameters()), SGD, LocalSteps(2, one), workers=1)
-    with Worker(module, server, optimizer=one) as worker:
+    unit_sgd = partial(torch.optim.SGD, lr=1.0)
+    server = Server(dict(module.named_parameters()), SGD, LocalSteps(2, unit_sgd), workers=1)
+    with Worker(module, server, optimizer=unit_sgd) as worker:
         for _ in range(2):
             worker.pull()
             for parameter in module.parameters():

@@ -1,4 +1,4 @@
-"""Every element has one server, and servers hold equal bytes."""
+"""Each element is stored on one server, and servers store equal numbers of bytes."""
 
 import math
 
@@ -25,13 +25,13 @@ def test_each_element_is_held_once(shapes, servers, whole):
     parameters = tensors(shapes)
     shards = partition(parameters, servers, whole=whole)
     assert len(shards) == servers
-    held = {name: torch.zeros(tensor.numel()) for name, tensor in parameters.items()}
+    counts = {name: torch.zeros(tensor.numel()) for name, tensor in parameters.items()}
     for shard in shards:
         for piece in shard.pieces:
-            held[piece.name][piece.start : piece.stop] += 1
+            counts[piece.name][piece.start : piece.stop] += 1
             if whole:
-                assert piece.stop - piece.start == held[piece.name].numel()
-    assert all((count == 1).all() for count in held.values())
+                assert piece.stop - piece.start == counts[piece.name].numel()
+    assert all((part_counts == 1).all() for part_counts in counts.values())
 
 
 @given(shapes=SHAPES, servers=st.integers(1, 6))

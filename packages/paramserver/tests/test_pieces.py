@@ -1,4 +1,4 @@
-"""The bytes of a model in pieces: what is lost, late or slow costs time and nothing else."""
+"""Pieces of a message may be lost, late or slow without changing the result."""
 
 import json
 import select
@@ -20,25 +20,28 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport import pieces, zeromq
 from paramserver.transport.pieces import Arrival, Buffers, cuts
-from test_zeromq import ONE, Vector, count
+from test_zeromq import UNIT_SGD, Vector, count
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=40))
 def test_memory_is_used_again_when_nothing_looks_at_it(plan):
-    buffers, held, places, most = Buffers(64), [], set(), 0
+    buffers = Buffers(64)
+    views = []
+    places = set()
+    most = 0
     for drop in plan:
         if drop is None:
             taken = buffers.take()
             places.add(taken.data_ptr())
-            held.append(taken[8:16].view(torch.float32))  # a view keeps it as well
-            held[-1].fill_(len(held))
+            views.append(taken[8:16].view(torch.float32))  # a view prevents the reuse, too
+            views[-1].fill_(len(views))
             del taken
-            most = max(most, len(held))
-        elif held:
-            held.pop(drop % len(held))
-        assert len({view.data_ptr() for view in held}) == len(held)
+            most = max(most, len(views))
+        elif views:
+            views.pop(drop % len(views))
+        assert len({view.data_ptr() for view in views}) == len(views)
     assert len(places) <= most
 
 
@@ -60,7 +63,7 @@ def test_pieces_that_are_lost_or_come_twice_change_nothing(nbytes, tries):
 
 @pytest.fixture
 def server(monkeypatch):
-    """One of 1.1 MB, in pieces of 16 KiB."""
+    """Return a job of 1.1 MB, which is sent in pieces of 16 KiB."""
     monkeypatch.setattr(pieces, "PIECE", 2**14)
     opened = open_server(job(), 0, "tcp://127.0.0.1:*", journal=None)
     thread = threading.Thread(target=opened.serve)
@@ -72,7 +75,7 @@ def server(monkeypatch):
 
 
 def job():
-    return Job(count, Vector(rows=45_000), ONE, Asynchronous(), workers=0, timeout=20.0)
+    return Job(count, Vector(rows=45_000), UNIT_SGD, Asynchronous(), workers=0, timeout=20.0)
 
 
 def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(server):
@@ -112,7 +115,7 @@ def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(ser
     number, refusal = answer()
     assert (number, refusal.kind) == (3, Kind.FAILED)
     assert "worker 0 announced 1000000000" in refusal.text
-    for stranger in range(1, 50):  # takes no memory
+    for stranger in range(1, 50):  # unknown senders get no memory
         head = [stranger, 1, 4, 0, *Message(Kind.PUSH, epoch=1).fields()]
         peer.send_multipart([json.dumps(head).encode(), b"a piece"])
         assert f"expected worker {stranger} to join before it pushes" in answer()[1].text
@@ -123,7 +126,7 @@ def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(ser
 
 
 class SlowLink:
-    """Passes on what goes to a port, at about 1 MB/s, and what comes back as it comes."""
+    """A proxy that forwards data to a port at about 1 MB/s, and answers at full speed."""
 
     def __init__(self, port):
         self.forwarded = 0
@@ -176,7 +179,7 @@ def test_on_a_slow_link_nothing_is_sent_twice(server, monkeypatch):
         start = time.monotonic()
         worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
         worker.push()
-        assert time.monotonic() - start > 0.6  # or the link was not slow
+        assert time.monotonic() - start > 0.6  # otherwise the link was not slow
         assert link.forwarded - before < 1.2 * worker.module.x.nbytes
         worker.leave()
         worker.finish = lambda: None

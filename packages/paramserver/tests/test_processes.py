@@ -1,4 +1,4 @@
-"""What a run starts ends with it, however the run ends, and a worker that hangs holds up nobody."""
+"""All processes end with their run, and a hanging worker does not block the others."""
 
 import multiprocessing
 import os
@@ -23,12 +23,12 @@ TRANSPORTS = ["shared_memory", "distributed", "zeromq"]
 
 
 def note(folder):
-    """Leave this process's number in a folder."""
+    """Create a file that is named by the id of this process."""
     (Path(folder) / str(os.getpid())).touch()
 
 
 class Noted(torch.optim.SGD):
-    """Of a server whose process is noted."""
+    """The optimizer of a server that notes its process."""
 
     def __init__(self, parameters, folder):
         super().__init__(parameters, lr=0.1)
@@ -36,7 +36,7 @@ class Noted(torch.optim.SGD):
 
 
 def compute_for_long(worker, folder):
-    """Without a word to the servers."""
+    """Sleep without any message to the servers."""
     train(worker, 2)
     note(folder)
     time.sleep(600)
@@ -59,17 +59,21 @@ def until(condition, seconds):
 
 @pytest.mark.parametrize(
     ("transport", "method"),
-    [("shared_memory", "fork"), ("distributed", "forkserver"), ("zeromq", "forkserver")],
+    [
+        pytest.param("shared_memory", "fork", marks=pytest.mark.exhaustive),
+        pytest.param("distributed", "forkserver", marks=pytest.mark.exhaustive),
+        ("zeromq", "forkserver"),
+    ],
 )
 def test_nothing_outlives_a_caller_that_is_killed(transport, method, tmp_path):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     noted, temporary = tmp_path / "noted", Path(f"/tmp/{os.getpid()}-{transport[0]}")
     noted.mkdir()
-    temporary.mkdir()  # its name is short: a socket's address has a hundred characters
-    told = repr((transport, method, str(noted)))
+    temporary.mkdir()  # a socket's address has at most a hundred characters
+    arguments = repr((transport, method, str(noted)))
     caller = subprocess.Popen(
-        [sys.executable, __file__, told], env=os.environ | {"TMPDIR": str(temporary)}
+        [sys.executable, __file__, arguments], env=os.environ | {"TMPDIR": str(temporary)}
     )
     try:
         assert until(lambda: len(list(noted.iterdir())) == 4, 300)
@@ -79,7 +83,7 @@ def test_nothing_outlives_a_caller_that_is_killed(transport, method, tmp_path):
     numbers = [int(path.name) for path in noted.iterdir()]
     assert until(lambda: not any(map(is_alive, numbers)), 20)
     left = [path.name for path in temporary.iterdir() if path.name.startswith("tmp")]
-    assert left == []  # of the folder of sockets, journal and store
+    assert left == []  # the folder of sockets, journal and store is removed
     subprocess.run(["rm", "-r", temporary], check=True)
 
 
@@ -92,19 +96,31 @@ def stop(worker, how):
 
 @pytest.mark.parametrize(
     ("transport", "policy"),
-    [("shared_memory", BulkSynchronous()), ("distributed", Asynchronous()), ("zeromq", None)],
+    [
+        ("shared_memory", BulkSynchronous()),
+        pytest.param("distributed", Asynchronous(), marks=pytest.mark.exhaustive),
+        ("zeromq", None),
+    ],
 )
 def test_the_others_go_on_and_end_without_a_worker_that_hangs(transport, policy, monkeypatch):
-    if transport == "zeromq":  # where a thread of a worker that sleeps says that it is well
+    if transport == "zeromq":  # a thread of a sleeping worker sends BEATs
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     monkeypatch.setattr(launch, "GRACE", 0.0)
     monkeypatch.setattr(supervise, "GRACE", 0.0)
     start = time.monotonic()
     how = "stopped" if transport == "zeromq" else "asleep"
     result = run(
-        stop, model(), SGD, policy, args=(how,), workers=3, servers=2, transport=transport,
-        on_worker_loss="continue", timeout=3.0,
-    )  # fmt: skip
+        stop,
+        model(),
+        SGD,
+        policy,
+        args=(how,),
+        workers=3,
+        servers=2,
+        transport=transport,
+        on_worker_loss="continue",
+        timeout=3.0,
+    )
     assert result.values == [3, None, 3]
     assert list(result.lost) == [1]
     assert "it neither pulled nor pushed for 3 s" in result.lost[1]
@@ -123,9 +139,15 @@ def test_a_worker_that_hangs_is_started_again(monkeypatch):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     monkeypatch.setattr(supervise, "GRACE", 0.0)
     result = run(
-        stop_once, model(), SGD, Asynchronous(), workers=2, transport="zeromq", timeout=3.0,
+        stop_once,
+        model(),
+        SGD,
+        Asynchronous(),
+        workers=2,
+        transport="zeromq",
+        timeout=3.0,
         restarts=1,
-    )  # fmt: skip
+    )
     assert result.values == [5, 3]
     assert result.versions == [10]
 
@@ -155,7 +177,14 @@ def test_a_worker_may_start_processes_of_its_own():
 if __name__ == "__main__":
     TRANSPORT, METHOD, FOLDER = __import__("ast").literal_eval(sys.argv[1])
     run(
-        compute_for_long, model(), partial(Noted, folder=FOLDER), args=(FOLDER,), workers=2,
-        servers=2, transport=TRANSPORT, start_method=METHOD, progress=print,
+        compute_for_long,
+        model(),
+        partial(Noted, folder=FOLDER),
+        args=(FOLDER,),
+        workers=2,
+        servers=2,
+        transport=TRANSPORT,
+        start_method=METHOD,
+        progress=print,
         restarts=int(TRANSPORT == "zeromq"),
-    )  # fmt: skip
+    )

@@ -1,4 +1,4 @@
-"""Bulk-synchronous training is training in one process; a staleness bound holds in any order."""
+"""Bulk-synchronous training equals one process, and the staleness bound holds in any order."""
 
 import sys
 import threading
@@ -46,6 +46,60 @@ def test_bulk_synchronous_equals_one_process(servers, optimizer):
     assert [host.version for host in hosts] == [6] * servers
 
 
+def train_with(optimizer, servers, *, whole=False):
+    """Train two workers for five steps and return the parameters of the first one."""
+    parameters = trainable(model())
+    shards = partition(parameters, servers, whole=whole)
+    hosts = [Server(parameters, optimizer, workers=2, shard=shard) for shard in shards]
+    workers = [Worker(model(), hosts, rank=rank, whole=whole) for rank in range(2)]
+    in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
+    return dict(workers[0].module.named_parameters())
+
+
+ADAFACTOR = partial(torch.optim.Adafactor, lr=0.1)
+
+
+def test_an_optimizer_of_whole_tensors_is_refused_if_a_tensor_is_split():
+    with pytest.raises(ValueError, match=r"is split, got Adafactor; pass whole=True"):
+        train_with(ADAFACTOR, 3)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_optimizer_of_whole_tensors_equals_one_process_with_whole(servers):
+    parameters = train_with(ADAFACTOR, servers, whole=True)
+    assert_equal_parameters(parameters, train_alone(5, 2, ADAFACTOR))
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that torch does not know: it subtracts the sign of the gradient."""
+
+    elementwise = True
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad.sign(), alpha=0.01)
+
+
+def test_another_optimizer_can_declare_that_it_is_elementwise():
+    assert_equal_parameters(train_with(Lion, 3), train_alone(5, 2, Lion))
+
+
+class Overridden(torch.optim.SGD):
+    """A subclass whose `step` may do anything."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_subclass_with_its_own_step_is_not_assumed_to_be_elementwise():
+    with pytest.raises(ValueError, match=r"is split, got Overridden"):
+        train_with(partial(Overridden, lr=0.1), 3)
+
+
 def test_bulk_synchronous_is_the_same_in_every_run_bit_for_bit():
     def once():
         server = Server(trainable(model()), SGD, workers=4)
@@ -69,7 +123,7 @@ def test_workers_may_have_unequal_numbers_of_batches():
 
 
 class Counting(nn.Module):
-    """Parameter i counts the gradients of worker i: each push adds one to its own."""
+    """Element i counts the gradients of worker i."""
 
     def __init__(self, workers):
         super().__init__()
@@ -87,11 +141,11 @@ class Counting(nn.Module):
     order=st.lists(st.integers(0, 3), min_size=20, max_size=60),
 )
 def test_a_reader_misses_at_most_the_bound_in_any_order(bound, workers, order):
-    # A step is a pull and a push; `order` says whose turn it is. With no time to wait, a pull that
-    # has to wait fails at once, and it has to exactly when the reader would be too far ahead.
+    # A step is a pull and a push by the next worker of `order`. The timeout is 0, so a pull that
+    # must wait fails at once. This must happen if and only if the reader is too far ahead.
     parameters = {"counts": torch.zeros(workers)}
-    one = partial(torch.optim.SGD, lr=1.0)
-    server = Server(parameters, one, StaleSynchronous(bound), workers=workers, timeout=0.0)
+    unit_sgd = partial(torch.optim.SGD, lr=1.0)
+    server = Server(parameters, unit_sgd, StaleSynchronous(bound), workers=workers, timeout=0.0)
     group = [Worker(Counting(workers), [server], rank=rank) for rank in range(workers)]
     clocks = [0] * workers
     for turn in order:
@@ -138,7 +192,7 @@ def test_the_bound_holds_between_threads(consistency):
 
 
 def test_a_version_is_read_whole():
-    # Every update adds one to all elements: a reader that saw half an update would see two values.
+    # Every update adds one to all elements, so half an update would show two values.
     size = 300_000
     server = Server(
         {"x": torch.zeros(size)}, partial(torch.optim.SGD, lr=1.0), Asynchronous(), workers=2
@@ -172,11 +226,11 @@ def test_a_server_goes_on_from_its_state():
             worker.module(torch.full((2, 5), float(step), dtype=torch.float64)).sum().backward()
             worker.push()
         saved = server.state_dict()
-        kept = saved["parameters"].clone()
+        copied = saved["parameters"].clone()
         worker.pull()
         worker.module[0].bias.grad = torch.ones(7, dtype=torch.float64)
-        worker.push()  # a saved state does not change any more
-        assert torch.equal(saved["parameters"], kept)
+        worker.push()  # must not change the saved state
+        assert torch.equal(saved["parameters"], copied)
         assert saved["optimizer"]["state"][0]["step"] == saved["version"]
         return saved
 

@@ -1,4 +1,4 @@
-"""Parameters are read where the server has them, gradients are checked while they are written."""
+"""Parameters are read in place, and gradients are checked while they are written."""
 
 import time
 from functools import partial
@@ -24,14 +24,19 @@ class Vector(nn.Module):
 
 @pytest.fixture
 def group():
-    """A server and two workers that read its parameters where they are."""
+    """Return a server and two workers that read its parameters in place."""
     parameters = dict(Vector().named_parameters())
     nbytes = partition(parameters, 1)[0].buffer_bytes
     ends = channel_pairs(["worker 0", "worker 1"], "server", nbytes)
     server = Server(
-        parameters, partial(torch.optim.SGD, lr=1.0), Asynchronous(), workers=2, timeout=20.0,
-        on_worker_loss="continue", memory=ends[0][1].home,
-    )  # fmt: skip
+        parameters,
+        partial(torch.optim.SGD, lr=1.0),
+        Asynchronous(),
+        workers=2,
+        timeout=20.0,
+        on_worker_loss="continue",
+        memory=ends[0][1].home,
+    )
     threads = serve(server, {w: pair[1] for w, pair in enumerate(ends)})
     workers = [
         Worker(Vector(), [RemoteConnection(pair[0], 20.0)], rank=w) for w, pair in enumerate(ends)
@@ -77,8 +82,10 @@ def test_who_has_read_costs_an_update_nothing_and_who_dies_reading_holds_up_nobo
     arena = reader._connections[0].parameters
     reader.pull()
     push(writer, -1.0)
-    assert not arena.any()  # nothing was kept for it
-    reader._run_requests(reader._session.pull())  # it is promised version 1, and never reads it
+    assert not arena.any()  # no copy was made for it
+    reader._run_requests(
+        reader._session.pull()
+    )  # version 1 is reserved for it, and it does not read it
     push(writer, -1.0)
     push(writer, -1.0)
     assert writer.pull() == server.version == 3
@@ -89,30 +96,30 @@ def test_who_has_read_costs_an_update_nothing_and_who_dies_reading_holds_up_nobo
 @pytest.mark.parametrize("at", [0, PIECE // 4 - 1, PIECE // 4, PIECE // 2 + 7, ELEMENTS - 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_element_in_any_piece_is_refused_before_anything_is_applied(group, at, bad):
-    _, (one, other) = group
-    one.module.x.grad = torch.ones(ELEMENTS)
-    one.module.x.grad[at] = bad
+    _, (first, second) = group
+    first.module.x.grad = torch.ones(ELEMENTS)
+    first.module.x.grad[at] = bad
     with pytest.raises(ValueError, match="x is not finite in 1 of"):
-        one.push()
-    assert other.pull() == 0
-    assert not other.module.x.any()
-    one.module.x.grad[at] = 1.0
-    one.push()
-    assert other.pull() == 1
-    assert torch.equal(other.module.x, -torch.ones(ELEMENTS))
+        first.push()
+    assert second.pull() == 0
+    assert not second.module.x.any()
+    first.module.x.grad[at] = 1.0
+    first.push()
+    assert second.pull() == 1
+    assert torch.equal(second.module.x, -torch.ones(ELEMENTS))
 
 
 def test_a_sum_that_overflows_is_no_reason_to_refuse(group):
-    _, (one, other) = group
-    push(one, 3e38)
-    other.pull()
-    assert torch.equal(other.module.x, torch.full((ELEMENTS,), -3e38))
+    _, (first, second) = group
+    push(first, 3e38)
+    second.pull()
+    assert torch.equal(second.module.x, torch.full((ELEMENTS,), -3e38))
 
 
 def test_a_worker_that_fails_while_it_writes_is_lost_by_name_and_nothing_is_applied(
     group, monkeypatch
 ):
-    server, (fails, other) = group
+    server, (fails, second) = group
 
     def half_written(*_):
         yield PIECE
@@ -125,8 +132,8 @@ def test_a_worker_that_fails_while_it_writes_is_lost_by_name_and_nothing_is_appl
     while not server.core.lost and time.monotonic() < until:
         time.sleep(0.01)
     assert "MemoryError: no room" in server.core.lost[0]
-    assert other.pull() == 0
-    push(other, 1.0)
+    assert second.pull() == 0
+    push(second, 1.0)
     assert server.version == 1
 
 
@@ -142,6 +149,6 @@ def test_sums_know_what_is_finite(dtypes):
             shard.views(data)[-1][bad] = float("nan")
         finite = FiniteCheck(shard, data)
         for stop in (64, 64, 1000, len(data)):
-            assert not finite.is_certain()  # not before all is seen
+            assert not finite.is_certain()  # only after the last piece
             finite.update(stop)
         assert finite.is_certain() == (bad is None and len(dtypes) == 1)

@@ -1,4 +1,4 @@
-"""The protocol keeps its promises on a network and a clock that keep none."""
+"""The guarantees of the protocol hold on an unreliable simulated network."""
 
 import sys
 from pathlib import Path
@@ -27,13 +27,18 @@ WORLDS = {
 }
 
 TWO = {
-    "servers": 2, "workers": 2, "joiners": 1, "loss": 0.3, "steps": 3, "faults": 40.0,
+    "servers": 2,
+    "workers": 2,
+    "joiners": 1,
+    "loss": 0.3,
+    "steps": 3,
+    "faults": 40.0,
     "drop_after": None,
-}  # fmt: skip
+}
 
 
-# A snapshot that went on changing with its server; a worker that joins between two servers' last
-# answers to one that has finished.
+# Found defects: a snapshot that changed with its server, and a worker that joined between the last
+# answers of two servers to a finished worker.
 @example(seed=2, consistency=BulkSynchronous(), **TWO)
 @example(seed=290, consistency=StaleSynchronous(0), **TWO)
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
@@ -43,7 +48,7 @@ def test_whatever_happens_every_accepted_push_is_applied_once_and_versions_are_w
 
 
 class Unlucky(World):
-    """Who learns that the others go on without it hangs at once, before it can begin again."""
+    """A world in which a worker that is lost hangs before it can rejoin."""
 
     def after(self, seconds, call, *args):
         super().after(seconds, call, *args)
@@ -53,9 +58,7 @@ class Unlucky(World):
 
 def test_who_hangs_between_two_lives_comes_back():
     world = {"servers": 2, "workers": 4, "joiners": 0, "loss": 0.3, "faults": 15.0}
-    simulate(
-        10, Unlucky, consistency=Asynchronous(), steps=2, drop_after=4.0, **world
-    )  # fmt: skip
+    simulate(10, Unlucky, consistency=Asynchronous(), steps=2, drop_after=4.0, **world)
 
 
 @pytest.mark.exhaustive

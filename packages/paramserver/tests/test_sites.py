@@ -1,4 +1,4 @@
-"""Many ranks may be one worker: DDP or FSDP inside a site, DiLoCo between sites."""
+"""Several ranks are one worker: DDP or FSDP inside a site, DiLoCo between sites."""
 
 import sys
 from functools import partial
@@ -22,7 +22,7 @@ OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def sites_of_two(rank):
-    """The group of this rank's site, and of the first ranks of both."""
+    """Return the group of this rank's site and the group of the first ranks of both sites."""
     sites = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return sites[rank // 2], dist.new_group([0, 2])
 
@@ -36,7 +36,9 @@ def train_in_sites(policy, steps):
     with join(module, INNER, policy, group=firsts, site=site) as worker:
         for step in range(steps):
             worker.pull()
-            inputs, targets = batch(step, worker.rank)  # of the site; each rank takes its half
+            inputs, targets = batch(
+                step, worker.rank
+            )  # the batch of the site, half of which is for each rank
             half = slice(2 * (rank % 2), 2 * (rank % 2) + 2)
             F.mse_loss(inside(inputs[half]), targets[half]).backward()
             worker.push()
@@ -53,13 +55,15 @@ def train_in_sites(policy, steps):
     ids=["diloco", "streaming"],
 )
 def test_a_site_of_ddp_is_one_worker(policy):
-    from test_local_steps import streaming_diloco_in_plain_lines
+    from test_local_steps import StreamingDiloco
 
-    expected = streaming_diloco_in_plain_lines(2, 8, policy, 1)
+    expected = StreamingDiloco(2, policy, 1).train(8)
     for rank, (parameters, seen) in enumerate(run_ranks(train_in_sites, 4, policy, 8)):
         assert_equal_parameters(parameters, expected)
         assert seen[0] == rank // 2
-        assert seen[1] in ((8 - policy.interval, 8) if policy.overlap else (8,))  # one travels
+        assert seen[1] in (
+            (8 - policy.interval, 8) if policy.overlap else (8,)
+        )  # one exchange is in flight
 
 
 def test_bulk_synchronous_sites_equal_one_process():
@@ -74,7 +78,7 @@ def train_in_shards(policy, steps):
     module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     module.load_state_dict(even_model().state_dict())
     fully_shard(module, mesh=mesh["shard"])
-    # Whoever holds the same shard in the other site.
+    # The ranks with the same shard in both sites.
     with join(module, INNER, policy, group=mesh["site"].get_group()) as worker:
         for step in range(steps):
             worker.pull()
@@ -108,7 +112,7 @@ def test_sites_of_fsdp_exchange_shard_by_shard(monkeypatch):
     monkeypatch.setattr(test_local_steps, "model", even_model)
     monkeypatch.setattr(test_local_steps, "loss_of_step", loss_of_step)
     policy = LocalSteps(4, OUTER)
-    expected = test_local_steps.streaming_diloco_in_plain_lines(2, 8, policy, 1)
+    expected = test_local_steps.StreamingDiloco(2, policy, 1).train(8)
     for parameters in run_ranks(train_in_shards, 4, policy, 8):
         assert_equal_parameters(parameters, expected)
 

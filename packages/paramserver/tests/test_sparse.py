@@ -1,4 +1,4 @@
-"""Gradients of embeddings cost the rows that they touch, and train like dense ones."""
+"""Sparse gradients are sent as rows and train like dense gradients."""
 
 import copy
 import threading
@@ -16,7 +16,7 @@ SGD = partial(torch.optim.SGD, lr=0.05)
 
 
 class Words(nn.Module):
-    """An embedding, its projection, and a parameter that no loss reaches."""
+    """An embedding, its projection, and an unused parameter."""
 
     def __init__(self, *, sparse):
         super().__init__()
@@ -27,7 +27,7 @@ class Words(nn.Module):
 
     def loss(self, step, worker):
         generator = torch.Generator().manual_seed(10 * step + worker)
-        words = torch.randint(200, (5,), generator=generator)  # some of them twice
+        words = torch.randint(200, (5,), generator=generator)  # with repetitions
         return self.head(self.embed(words)).square().sum()
 
 
@@ -66,7 +66,7 @@ def train(optimizer, servers, steps, workers, policy=None):
     return group, hosts
 
 
-@pytest.mark.parametrize("servers", [1, 3])  # cut in the middle of a row
+@pytest.mark.parametrize("servers", [1, 3])  # the split is inside a row
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -89,7 +89,7 @@ def test_sparse_pushes_train_like_dense_ones_in_fewer_bytes(optimizer, servers):
 
 
 class Tables(nn.Module):
-    """Parameters of these shapes, all zero."""
+    """A module with zero parameters of these shapes."""
 
     def __init__(self, shapes):
         super().__init__()
@@ -97,15 +97,15 @@ class Tables(nn.Module):
 
 
 def rows_of(shape, rows):
-    """A gradient of a table in which these rows are touched, perhaps twice; [n], [n, d], ..."""
+    """Return a sparse gradient of a table [n], [n, d], ... with these rows, perhaps twice."""
     values = torch.randint(-9, 9, (*shape[:0:-1], len(rows))).double()
-    values = values.permute(*reversed(range(values.dim())))  # not in the order of memory
+    values = values.permute(*reversed(range(values.dim())))  # not contiguous
     indices = torch.tensor([rows], dtype=torch.int64)
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
 
 
 def added_up(gradients, shape):
-    """The mean of gradients, by assignment to elements alone."""
+    """Return the mean of gradients, computed element by element."""
     total = torch.zeros(shape).double()
     for gradient in gradients:
         for row, value in zip(gradient._indices()[0], gradient._values(), strict=True):
@@ -118,18 +118,24 @@ def test_rows_are_added_where_they_belong_wherever_tables_are_cut(data, servers,
     shape = st.lists(st.integers(1, 6), max_size=2)
     shapes = [(data.draw(st.integers(1, 30)), *data.draw(shape)) for _ in range(2)]
     hosts = [
-        Server(dict(Tables(shapes).named_parameters()), partial(torch.optim.SGD, lr=1.0),
-               workers=workers, shard=shard)
+        Server(
+            dict(Tables(shapes).named_parameters()),
+            partial(torch.optim.SGD, lr=1.0),
+            workers=workers,
+            shard=shard,
+        )
         for shard in partition(dict(Tables(shapes).named_parameters()), servers)
-    ]  # fmt: skip
+    ]
     group = [Worker(Tables(shapes), hosts, rank=rank) for rank in range(workers)]
     pushed = []
     for worker in group:
         worker.pull()
-        pushed.append([
-            rows_of(shape, data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=4)))
-            for shape in shapes
-        ])  # fmt: skip
+        pushed.append(
+            [
+                rows_of(shape, data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=4)))
+                for shape in shapes
+            ]
+        )
     for worker, gradients in zip(group, pushed, strict=True):
         for table, gradient in zip(worker.module.tables, gradients, strict=True):
             table.grad = gradient
@@ -149,22 +155,22 @@ def test_a_server_of_sgd_never_makes_them_dense(monkeypatch):
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("looked_up", [3, 29], ids=["a few rows", "so many that they go as dense"])
 def test_sparse_adam_has_what_it_needs(looked_up, servers):
-    made = partial(torch.optim.SparseAdam, lr=0.1)
+    make_adam = partial(torch.optim.SparseAdam, lr=0.1)
     reference = nn.Embedding(30, 5, sparse=True)
     start = dict(copy.deepcopy(reference).named_parameters())
     hosts = [
-        Server(start, made, BulkSynchronous(), workers=2, shard=shard)
+        Server(start, make_adam, BulkSynchronous(), workers=2, shard=shard)
         for shard in partition(start, servers)
     ]
     group = [Worker(copy.deepcopy(reference), hosts, rank=rank) for rank in range(2)]
-    optimizer = made(reference.parameters())
+    optimizer = make_adam(reference.parameters())
     for step in range(3):
         words = (torch.arange(looked_up) + 2 * step) % 30, torch.tensor([step, 7, step + 1])
-        for worker, each in zip(group, words, strict=True):
+        for worker, rows in zip(group, words, strict=True):
             worker.pull()
-            worker.module(each).square().sum().backward()
+            worker.module(rows).square().sum().backward()
             worker.push()
-        (sum(reference(each).square().sum() for each in words) / 2).backward()
+        (sum(reference(rows).square().sum() for rows in words) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
     for worker in group:
@@ -182,9 +188,9 @@ def test_what_is_packed_is_unpacked(rows, servers):
     for shard in partition(parameters, servers):
         buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
         if size := pack(shard, gradients, buffer):
-            for piece, found in zip(shard.pieces, unpack(shard, buffer[:size]), strict=True):
+            for piece, unpacked in zip(shard.pieces, unpack(shard, buffer[:size]), strict=True):
                 expected = whole[piece.name].view(-1)[piece.start : piece.stop]
-                assert torch.equal(found.to_dense().view(-1), expected)
+                assert torch.equal(unpacked.to_dense().view(-1), expected)
 
 
 @given(data=st.binary(max_size=200))

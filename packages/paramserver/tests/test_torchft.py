@@ -1,4 +1,4 @@
-"""torchft's DiLoCo, with its lighthouse and managers, arrives where ours does."""
+"""DiLoCo of torchft, with its lighthouse and managers, gives the same parameters."""
 
 import sys
 import threading
@@ -23,7 +23,9 @@ local_sgd = pytest.importorskip("torchft.local_sgd")
 
 INNER = partial(torch.optim.AdamW, lr=0.01)
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-WORKERS, STEPS, LOCAL = 2, 12, 4
+WORKERS = 2
+STEPS = 12
+LOCAL = 4
 
 
 def train_with_torchft(number, module, lighthouse, trained):
@@ -31,12 +33,21 @@ def train_with_torchft(number, module, lighthouse, trained):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     inner, outer = INNER(module.parameters()), OUTER(module.parameters())
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=wait), min_replica_size=WORKERS,
-        load_state_dict=module.load_state_dict, state_dict=module.state_dict,
-        use_async_quorum=False, init_sync=False, replica_id=f"site{number}", timeout=wait,
-        store_addr="localhost", store_port=store.port, rank=0, world_size=1,
-        lighthouse_addr=lighthouse, hostname="localhost",
-    )  # fmt: skip
+        pg=torchft.ProcessGroupGloo(timeout=wait),
+        min_replica_size=WORKERS,
+        load_state_dict=module.load_state_dict,
+        state_dict=module.state_dict,
+        use_async_quorum=False,
+        init_sync=False,
+        replica_id=f"site{number}",
+        timeout=wait,
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        hostname="localhost",
+    )
     try:
         with local_sgd.DiLoCo(manager, [module], inner, outer, sync_every=LOCAL, pin_memory=False):
             for step in range(STEPS):
@@ -52,7 +63,7 @@ def train_with_torchft(number, module, lighthouse, trained):
 def test_torchfts_diloco_is_ours():
     lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=WORKERS)
     trained = {}
-    # Made before the threads, which share the generator of random numbers.
+    # Created before the threads, which share a random number generator.
     threads = [
         threading.Thread(target=train_with_torchft, args=(w, module, lighthouse.address(), trained))
         for w, module in enumerate([model() for _ in range(WORKERS)])

@@ -1,4 +1,4 @@
-"""The same training over every transport, and in a process group that exists already."""
+"""Training is the same over every transport and in an existing process group."""
 
 import sys
 import time
@@ -26,12 +26,12 @@ def test_run_equals_one_process(transport):
 
 
 def keep_own_parameters(worker):
-    """Whether what one worker writes into its module stays there while others write theirs."""
+    """Return True if the worker's module is not changed by the writes of other workers."""
     with torch.no_grad():
         worker.module[0].bias.fill_(worker.rank)
     worker.pull()
     worker.push()
-    worker.pull()  # bulk-synchronous: by now all have written
+    worker.pull()  # bulk-synchronous: all workers have written
     with torch.no_grad():
         worker.module[0].bias.fill_(worker.rank)
     worker.push()
@@ -53,11 +53,11 @@ def test_every_gradient_is_an_update_when_not_bulk_synchronous(consistency):
 def join_and_train(steps, servers, optimizer):
     module = model()
     if dist.get_rank() not in servers:
-        for parameter in module.parameters():  # the first pull must bring the servers' own
+        for parameter in module.parameters():  # the first pull must replace these
             parameter.data.zero_()
     with join(module, optimizer, servers=servers) as worker:
         train(worker, steps)
-        dist.barrier()  # the caller's own traffic in the same group
+        dist.barrier()  # other traffic in the same group
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
@@ -75,7 +75,9 @@ def join_part_of_a_group(steps):
     module = model()
     with join(module, ADAMW, group=part) as worker:
         train(worker, steps)
-        assert worker.finish() == worker.finish() == steps  # and once more by itself
+        assert (
+            worker.finish() == worker.finish() == steps
+        )  # the end of the block calls it once more
         for late in (worker.push, worker.pull):
             with pytest.raises(RuntimeError, match="has finished; it can neither pull nor push"):
                 late()

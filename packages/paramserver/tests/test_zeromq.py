@@ -1,4 +1,4 @@
-"""Processes that are killed at any moment cost a pause: nothing is lost, nothing is doubled."""
+"""Killed processes are restarted, and no push is lost or applied twice."""
 
 import multiprocessing
 import os
@@ -9,12 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
@@ -30,13 +34,22 @@ from paramserver import (
 )
 from paramserver.running import supervise
 from paramserver.running.supervise import join_servers, open_server, read_final_state
+from paramserver.transport import zeromq as transport
 from paramserver.transport.zeromq import Keys
-from paramserver_training import SGD, assert_equal_parameters, fail, model, train, train_alone
+from paramserver_training import (
+    SGD,
+    assert_equal_parameters,
+    batch,
+    fail,
+    model,
+    train,
+    train_alone,
+)
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
 
-ONE = partial(torch.optim.SGD, lr=1.0)
+UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 
 
 class Vector(nn.Module):
@@ -48,7 +61,7 @@ class Vector(nn.Module):
 
 
 def count(worker, steps, seconds):
-    """Push until this rank has been accepted `steps` times, in however many lives."""
+    """Push until `steps` pushes of this rank are accepted, including those before restarts."""
     while worker.pushes < steps:
         worker.pull()
         rows = worker.module.x
@@ -69,8 +82,10 @@ def test_run_equals_one_process(servers):
 
 
 def run_and_kill(consistency, kills, seed, steps=60, servers=2):
-    """The result of a run during which processes are killed, and how many were."""
-    chance, killed, done = random.Random(seed), [], threading.Event()
+    """Return the result of a run during which processes are killed, and their names."""
+    chance = random.Random(seed)
+    killed = []
+    done = threading.Event()
 
     def killer():
         while len(killed) < kills and not done.wait(chance.uniform(0.05, 1.2)):
@@ -86,16 +101,28 @@ def run_and_kill(consistency, kills, seed, steps=60, servers=2):
     thread.start()
     try:
         result = run(
-            count, Vector(), ONE, consistency, args=(steps, 0.02), workers=3, servers=servers,
-            transport="zeromq", restarts=kills + 1, timeout=120.0,
-        )  # fmt: skip
+            count,
+            Vector(),
+            UNIT_SGD,
+            consistency,
+            args=(steps, 0.02),
+            workers=3,
+            servers=servers,
+            transport="zeromq",
+            restarts=kills + 1,
+            timeout=120.0,
+        )
     finally:
         done.set()
         thread.join()
     return result, killed
 
 
-@pytest.mark.parametrize("consistency", [Asynchronous(), StaleSynchronous(2)], ids=repr)
+@pytest.mark.parametrize(
+    "consistency",
+    [pytest.param(Asynchronous(), marks=pytest.mark.exhaustive), StaleSynchronous(2)],
+    ids=repr,
+)
 def test_nothing_is_lost_or_doubled_when_processes_are_killed(consistency):
     result, killed = run_and_kill(consistency, 4, seed=1)
     assert killed
@@ -108,23 +135,159 @@ def test_bulk_synchronous_training_survives_a_kill():
     result, killed = run_and_kill(BulkSynchronous(), 3, seed=2)
     assert killed
     assert result.values == [60, 60, 60]
+    assert result.versions == [60, 60]  # no step was applied without a worker
     x = result.parameters["x"]
     assert (x == x[0]).all()
-    assert x[0].sum() == pytest.approx(result.versions[0])  # each update is a mean of ones
+    torch.testing.assert_close(x[0], torch.full((3,), 20.0, dtype=torch.float64))
+
+
+def train_from_position(worker, steps, marker=None):
+    """Train this rank up to step `steps`; worker 1 kills itself once, when it creates `marker`."""
+    for step in range(worker.position, steps):
+        worker.pull()
+        inputs, targets = batch(step, worker.rank)
+        F.mse_loss(worker.module(inputs), targets).backward()
+        if worker.rank == 1 and step == 3 and marker and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        worker.push()
+    return worker.pushes
+
+
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_bulk_synchronous_steps_wait_for_a_restarted_worker(servers, tmp_path):
+    result = run(
+        train_from_position,
+        model(),
+        SGD,
+        args=(6, tmp_path / "marker"),
+        workers=3,
+        servers=servers,
+        transport="zeromq",
+        restarts=1,
+    )
+    assert (tmp_path / "marker").exists()
+    assert_equal_parameters(result.parameters, train_alone(6, 3, SGD))
+    assert result.versions == [6] * servers
+    assert result.values == [6, 6, 6]
+
+
+def test_a_continued_run_equals_an_undisturbed_one(tmp_path):
+    for steps in (3, 6):
+        result = run(
+            train_from_position,
+            model(),
+            SGD,
+            args=(steps,),
+            workers=3,
+            servers=2,
+            transport="zeromq",
+            journal=tmp_path,
+        )
+        assert_equal_parameters(result.parameters, train_alone(steps, 3, SGD))
+        assert result.versions == [steps] * 2
+
+
+def test_a_continued_run_waits_for_additional_workers(tmp_path):
+    """Worker 2 is new in the second run, in which all three contribute to each of its two steps."""
+    options = {"transport": "zeromq", "journal": tmp_path}
+    run(count, Vector(), UNIT_SGD, args=(3, 0.0), workers=2, **options)
+    result = run(count_more, Vector(), UNIT_SGD, args=(2,), workers=3, **options)
+    assert result.versions == [5]
+    expected = torch.tensor([3 / 2 + 2 / 3, 3 / 2 + 2 / 3, 2 / 3], dtype=torch.float64)
+    torch.testing.assert_close(result.parameters["x"][0], expected)
+
+
+def count_more(worker, steps):
+    return count(worker, worker.pushes + steps, 0.0)
+
+
+def test_a_step_is_not_completed_without_a_lost_worker(served):
+    job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=0.5)
+    server = served(job)
+    with ExitStack() as stack:
+        first = stack.enter_context(join_servers(job, 0, [server.address]))
+        second = stack.enter_context(join_servers(job, 1, [server.address]))
+        count(first, 1, 0.0)
+        second.abort("its machine is gone")
+        for connection in second._connections:
+            connection.close()
+        with pytest.raises(TimeoutError, match=r"waited 0.5 s at clock 1 for worker 1 at clock 0"):
+            first.pull()
+        assert server.core.replica.version == 0
+        with join_servers(job, 1, [server.address]) as restarted:
+            count(restarted, 1, 0.0)
+            first.pull()
+            assert first.module.x[0].tolist() == [0.5, 0.5]
+            first.leave()
+        for worker in (first, second):
+            worker.finish = lambda: None
+
+
+def test_a_suspended_process_requests_again_before_it_gives_up(served, monkeypatch):
+    """The clock of worker and server jumps by an hour while a request waits for its answer."""
+    job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=5.0)
+    jumps = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
+    monkeypatch.setattr(transport, "time", clock)
+    server = served(job)
+    with ExitStack() as stack:
+        first = stack.enter_context(join_servers(job, 0, [server.address]))
+        second = stack.enter_context(join_servers(job, 1, [server.address]))
+        count(first, 1, 0.0)
+        pulls = threading.Thread(target=first.pull)
+        pulls.start()
+        while 0 not in server.core._waiting:
+            time.sleep(0.01)
+        jumps[0] = 3600.0
+        pulls.join(0.5)
+        assert pulls.is_alive()
+        count(second, 1, 0.0)
+        pulls.join()
+        assert first.version == 1
+        second.leave()
+        second.finish = lambda: None
+
+
+def test_a_suspended_worker_requests_again_although_no_message_arrived(served, monkeypatch):
+    """The clock jumps by an hour while the server is down; it answers when it is back."""
+    jumps = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
+    monkeypatch.setattr(transport, "time", clock)
+    monkeypatch.setattr(transport, "_RETRY", 0.1)
+    server = served(job_of())
+    with join_servers(job_of(), 0, [server.address]) as worker:
+        server.stop()
+        server.threads[-1].join()
+        with ThreadPoolExecutor(1) as pool:
+            version = pool.submit(worker.pull)
+            jumps[0] = 3600.0
+            with pytest.raises(TimeoutError):
+                version.result(0.5)  # it has polled at least once after the jump
+            server.serve_again()
+            assert version.result() == 0
 
 
 @pytest.mark.parametrize("name", ["server 0", "server 1"])
 def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeypatch, name):
-    def kill_and_ask(*asked):
+    def kill_and_read(*arguments):
         (victim,) = (p for p in multiprocessing.active_children() if p.name == name)
         os.kill(victim.pid, signal.SIGKILL)
-        return read_final_state(*asked)
+        return read_final_state(*arguments)
 
-    monkeypatch.setattr(supervise, "read_final_state", kill_and_ask)
+    monkeypatch.setattr(supervise, "read_final_state", kill_and_read)
     result = run(
-        count, Vector(2), ONE, Asynchronous(), args=(3, 0.0), workers=2, servers=2,
-        transport="zeromq", restarts=1, timeout=30.0,
-    )  # fmt: skip
+        count,
+        Vector(2),
+        UNIT_SGD,
+        Asynchronous(),
+        args=(3, 0.0),
+        workers=2,
+        servers=2,
+        transport="zeromq",
+        restarts=1,
+        timeout=30.0,
+    )
     assert result.versions == [6, 6]
     assert result.parameters["x"].unique().tolist() == [3.0]
 
@@ -133,7 +296,7 @@ def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeyp
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(
     "policy",
-    [Asynchronous(), StaleSynchronous(1), BulkSynchronous(), LocalSteps(2, ONE)],
+    [Asynchronous(), StaleSynchronous(1), BulkSynchronous(), LocalSteps(2, UNIT_SGD)],
     ids=["asynchronous", "stale", "bulk", "local"],
 )
 def test_two_hundred_kills(policy, seed):
@@ -142,9 +305,10 @@ def test_two_hundred_kills(policy, seed):
     assert result.values == [80, 80, 80]
     x = result.parameters["x"]
     assert (x == x[0]).all()
-    if policy.averages:  # a mean of those who took part: what each has added is in the sum
+    if policy.averages:  # each update is the mean of all three workers
         added = policy.steps if isinstance(policy, LocalSteps) else 1
-        assert x[0].sum() == pytest.approx(added * result.versions[0])
+        assert result.versions == [80, 80]
+        torch.testing.assert_close(x[0], torch.full((3,), added * 80 / 3, dtype=torch.float64))
     else:
         assert x.unique().tolist() == [80.0]
 
@@ -166,32 +330,38 @@ def test_only_zeromq_starts_anybody_again():
 
 @pytest.fixture
 def served():
-    """A job with one server in a thread; and a way to serve it with keys."""
+    """Return a function that serves a job with one server in a thread."""
     open_servers = []
 
     def serve(job, keys=None, address="tcp://127.0.0.1:*"):
         server = open_server(job, 0, address, journal=None, keys=keys)
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        open_servers.append((server, thread))
+        server.threads = []
+        server.serve_again = partial(serve_again, server)
+        server.serve_again()
+        open_servers.append(server)
         return server
 
+    def serve_again(server):
+        server._stopped.clear()
+        server.threads.append(threading.Thread(target=server.serve))
+        server.threads[-1].start()
+
     yield serve
-    for server, thread in open_servers:
+    for server in open_servers:
         server.stop()
-        thread.join()
+        server.threads[-1].join()
         server.close()
 
 
 def job_of(**options):
-    return Job(count, Vector(), ONE, Asynchronous(), workers=0, timeout=5.0, **options)
+    return Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0, timeout=5.0, **options)
 
 
 def test_garbage_and_half_messages_disturb_nobody(served):
     server = served(job_of())
     port = int(server.address.rsplit(":", 1)[1])
     slow = socket.create_connection(("127.0.0.1", port))
-    slow.sendall(b"\xff\x00")  # the beginning of a greeting, and nothing more
+    slow.sendall(b"\xff\x00")  # the start of a greeting
     chance = random.Random(0)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)) as raw:
@@ -241,7 +411,7 @@ def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
                 stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
                 stranger.sendall(b"\xff")
             assert count(worker, 50, 0.0) == 50  # no file can be opened for a snapshot
-            patient = Job(count, Vector(), ONE, Asynchronous(), workers=0, timeout=60.0)
+            patient = Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0, timeout=60.0)
             with join_servers(patient, 1, [address]) as late:
                 assert count(late, 50, 0.0) == 50
                 late.leave()
@@ -254,26 +424,61 @@ def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
         server.stdout.close()
 
 
-def test_only_those_whose_keys_are_known_may_come(served):
+def test_only_those_whose_keys_are_known_may_come(served, monkeypatch):
+    monkeypatch.setattr(transport, "_RETRY", 0.2)
     (server_public, server_secret), (ours, our_secret), (theirs, their_secret) = (
         tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
     )
-    server = served(job_of(), Keys(server_public, server_secret, (ours,)))
-    known = Keys(ours, our_secret, (server_public,))
+    server = served(job_of(), Keys(server_public, server_secret, workers={0: ours, 1: ours}))
+    known = Keys(ours, our_secret, server_public)
     with join_servers(job_of(), 0, [server.address], keys=known) as worker:
         assert count(worker, 3, 0.0) == 3
-    stranger = Keys(theirs, their_secret, (server_public,))
+    stranger = Keys(theirs, their_secret, server_public)
+    impatient = replace(job_of(), timeout=1.0)
     for keys in (stranger, None):
         with (
-            pytest.raises(PeerLost, match=r"was silent for 5 s.*check that it knows this key"),
-            join_servers(job_of(), 1, [server.address], keys=keys),
+            pytest.raises(PeerLost, match=r"was silent for 1 s.*check that it knows this key"),
+            join_servers(impatient, 1, [server.address], keys=keys),
         ):
             pass
 
 
+def test_a_key_may_act_only_as_its_ranks(served):
+    (server_public, server_secret), (first, first_secret), (second, second_secret) = (
+        tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
+    )
+    server = served(job_of(), Keys(server_public, server_secret, workers={0: first, 1: second}))
+    of_first = Keys(first, first_secret, server_public)
+    of_second = Keys(second, second_secret, server_public)
+    with join_servers(job_of(), 0, [server.address], keys=of_first) as worker:
+        count(worker, 2, 0.0)
+        for rank in (0, 2):  # the rank of another worker, and a rank without a key
+            with (
+                pytest.raises(ValueError, match=f"a rank of this key, got one of worker {rank}"),
+                join_servers(job_of(), rank, [server.address], keys=of_second),
+            ):
+                pass
+        abort_as(0, server.address, of_second)  # has no effect
+        with join_servers(job_of(), 1, [server.address], keys=of_second) as other:
+            count(other, 2, 0.0)
+            other.leave()
+            other.finish = lambda: None
+        count(worker, 4, 0.0)
+        assert read_final_state(job_of(), [server.address], of_second)[0].version == 6
+    assert server.core.ledger.members.keys() == {0, 1}
+    assert server.core.ledger.members[0].epoch == 1
+
+
+def abort_as(rank, address, keys):
+    """Report that the worker `rank` has failed, with the keys of another worker."""
+    connection = transport.ZeroMQConnection(address, rank, 0, life=1, keys=keys)
+    connection.abort("an attack")
+    connection.close()
+
+
 def test_a_worker_that_comes_back_goes_on_at_its_place_in_the_data(served):
     policy = LocalSteps(6, fragments=2)
-    job = Job(local_steps, nn.Linear(2, 2), ONE, policy, workers=0, timeout=5.0)
+    job = Job(local_steps, nn.Linear(2, 2), UNIT_SGD, policy, workers=0, timeout=5.0)
     server = served(job)
     with join_servers(job, 3, [server.address]) as worker:
         local_steps(worker, 7)  # two exchanges of three steps, and one step that is lost
@@ -295,14 +500,20 @@ def local_steps(worker, steps):
 def test_progress_shows_members_version_staleness_bytes_and_loss():
     lines = []
     run(
-        count, Vector(2), ONE, Asynchronous(), args=(30, 0.1), workers=2, transport="zeromq",
-        progress=lambda said: lines.append((said, str(said))),
-    )  # fmt: skip
-    said, line = lines[-1]
-    assert said.version > 0
+        count,
+        Vector(2),
+        UNIT_SGD,
+        Asynchronous(),
+        args=(30, 0.1),
+        workers=2,
+        transport="zeromq",
+        progress=lambda progress: lines.append((progress, str(progress))),
+    )
+    progress, line = lines[-1]
+    assert progress.version > 0
     assert {0, 1} in [set(some.members) for some, _ in lines]
-    assert said.pushed_bytes > 0
-    assert said.loss == pytest.approx(7)
+    assert progress.pushed_bytes > 0
+    assert progress.loss == pytest.approx(7)
     for word in ("version", "workers", "staleness", "MB pushed", "loss 7"):
         assert word in line
 
@@ -329,14 +540,14 @@ def test_workers_join_and_leave_while_others_train(served):
             second.leave()
             second.finish = lambda: None
         count(first, 6, 0.0)
-    with join_servers(job_of(), 1, [server.address]) as again:
-        assert again.pushes == 4  # where it was in its data
+    with join_servers(job_of(), 1, [server.address]) as rejoined:
+        assert rejoined.pushes == 4  # its position in the data
     assert read_final_state(job_of(), [server.address])[0].version == 10
 
 
 def test_a_server_that_begins_at_random_goes_on_with_what_it_began_with(tmp_path):
-    def opened():  # as `serve` does it: each time the job is made anew
-        job = Job(count, nn.Linear(3, 3), ONE, Asynchronous(), workers=0)
+    def opened():  # as in `serve`, the job is rebuilt each time
+        job = Job(count, nn.Linear(3, 3), UNIT_SGD, Asynchronous(), workers=0)
         server = open_server(job, 0, f"ipc://{tmp_path}/x", journal=tmp_path / "state")
         server.close()
         return server.core.replica.state_dict()["parameters"]
@@ -351,24 +562,41 @@ def test_serve_and_join_by_hand(tmp_path):
     for name in ("server", "worker"):
         subprocess.run([*command, "keys", str(tmp_path / name)], check=True, cwd=tmp_path)
     (tmp_path / "by_hand.py").write_text(
-        "from test_zeromq import Vector, count, ONE\nfrom paramserver import *\n"
+        "from test_zeromq import Vector, count, UNIT_SGD\nfrom paramserver import *\n"
         "def job():\n"
-        "    return Job(count, Vector(), ONE, Asynchronous(), args=(4, 0.0), workers=0)\n"
+        "    return Job(count, Vector(), UNIT_SGD, Asynchronous(), args=(4, 0.0), workers=0)\n"
     )
     serve = [
-        *command, "serve", "by_hand:job", "--address", "tcp://127.0.0.1:*", "--journal", "state",
-        "--keys", "server", "--peer", "worker.public",
-    ]  # fmt: skip
-    for ranks in ("01", "2"):  # the second one goes on from the first one's journal
+        *command,
+        "serve",
+        "by_hand:job",
+        "--address",
+        "tcp://127.0.0.1:*",
+        "--journal",
+        "state",
+        "--keys",
+        "server",
+        *(f"--peer={rank}=worker.public" for rank in range(3)),
+    ]
+    for ranks in ("01", "2"):  # the second server continues from the journal of the first one
         server = subprocess.Popen(
             serve, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
         )
         address = server.stdout.readline().split()[-1]
         for rank in ranks:
             join = [
-                *command, "join", "by_hand:job", "--address", address, "--rank", rank,
-                "--keys", "worker", "--peer", "server.public",
-            ]  # fmt: skip
+                *command,
+                "join",
+                "by_hand:job",
+                "--address",
+                address,
+                "--rank",
+                rank,
+                "--keys",
+                "worker",
+                "--peer",
+                "server.public",
+            ]
             done = subprocess.run(
                 join, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120
             )
@@ -377,8 +605,10 @@ def test_serve_and_join_by_hand(tmp_path):
         assert server.wait(30) == 0
         server.stdout.close()
     restored = open_server(
-        Job(count, Vector(), ONE, Asynchronous(), workers=0), 0, f"ipc://{tmp_path}/x",
+        Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0),
+        0,
+        f"ipc://{tmp_path}/x",
         journal=tmp_path / "state",
-    )  # fmt: skip
+    )
     assert restored.core.replica.version == 12
     restored.close()

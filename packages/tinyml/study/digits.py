@@ -46,6 +46,7 @@ from tinyml.pruning.sensitivity import Sensitivity
 from torch import Tensor, nn
 
 STUDY_FOLDER = Path(__file__).parent
+PICTURES = STUDY_FOLDER / "pictures"
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 AMOUNTS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -151,8 +152,8 @@ class Trial:
     rows: list[Row]
 
 
-def trial(images: Tensor, labels: Tensor, epochs: int, seed: int) -> Trial:
-    """Train the model of one seed and compress it in every way."""
+def trial(images: Tensor, labels: Tensor, epochs: int, folder: Path, seed: int) -> Trial:
+    """Train the model of one seed and compress it in every way; draw its weights in `folder`."""
     torch.set_num_threads(1)
     task = Task(images, labels, seed, epochs)
     model = task.model()
@@ -163,16 +164,21 @@ def trial(images: Tensor, labels: Tensor, epochs: int, seed: int) -> Trial:
         times = _times({name: models[name][0] for name in _TIMED}, images[task.test])
         for name, (ms, faster) in times.items():
             rows.append({"case": "latency", "model": name, "time_ms": ms, "times_faster": faster})
-        (STUDY_FOLDER / "pictures").mkdir(exist_ok=True)
-        save(plot_weights(model), STUDY_FOLDER / "pictures" / "weights.svg")
+        folder.mkdir(exist_ok=True)
+        save(plot_weights(model), folder / "weights.svg")
     right = {name: task.right(small) for name, (small, _) in models.items()}
     print(f"seed {seed} done", flush=True)
     return Trial(right, {name: size for name, (_, size) in models.items()}, rows)
 
 
-def study(images: Tensor, labels: Tensor, seeds: int, epochs: int, processes: int = 1) -> list[Row]:
-    """Return the rows of every method over seeds, and the layers and times of the first seed."""
-    run_trial = partial(trial, images, labels, epochs)
+def study(
+    images: Tensor, labels: Tensor, folder: Path, seeds: int, epochs: int, processes: int = 1
+) -> list[Row]:
+    """Return the rows of every method over seeds, and the layers and times of the first seed.
+
+    The weights of the first seed's model are drawn in `folder`.
+    """
+    run_trial = partial(trial, images, labels, epochs, folder)
     if processes == 1:
         trials = [run_trial(seed) for seed in range(seeds)]
     else:
@@ -322,10 +328,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.draw:
         images, labels = cifar(arguments.cifar) if arguments.cifar else digits()
-        rows = study(images, labels, arguments.seeds, arguments.epochs, arguments.processes)
+        rows = study(
+            images, labels, PICTURES, arguments.seeds, arguments.epochs, arguments.processes
+        )
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, picture in pictures(json.loads(arguments.json.read_text())).items():
-        save(picture, STUDY_FOLDER / "pictures" / f"{name}.svg")
+        save(picture, PICTURES / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# Instruction sets as oneDNN and torch's own kernels are told to pretend, each in a process of its
-# own: the second has no dot products of int8, as about every second machine.
+# Instruction sets to which oneDNN and torch's kernels are limited, in a separate process each. AVX2
+# has no int8 dot products, like many machines.
 PROCESSORS = {
     "as it is": {},
     "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -37,7 +37,7 @@ for bits, tokens, inputs, outputs in {cases}:
 
 @pytest.fixture
 def run_on():
-    """What a program prints, line by line, on one of the processors."""
+    """Return a function that runs a program as on a processor and returns the printed lines."""
 
     def run(processor, program):
         run = subprocess.run(

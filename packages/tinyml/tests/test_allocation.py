@@ -1,4 +1,4 @@
-"""What each layer is stored as, so that the whole fits: the best choice there is, and it fits."""
+"""The allocation of bits and sparsity is optimal and fits the budget."""
 
 import itertools
 
@@ -33,9 +33,9 @@ def scans(model, seed=0):
 def test_no_other_choice_that_fits_loses_less(seed, budget):
     model = network()
     bits, sparsity = scans(model, seed)
-    found = allocate(model, budget, bits=bits, sparsity=sparsity)
-    small = found.apply(model)
-    assert size_of(small).sparse_bytes == found.bytes <= budget
+    allocation = allocate(model, budget, bits=bits, sparsity=sparsity)
+    small = allocation.apply(model)
+    assert size_of(small).sparse_bytes == allocation.bytes <= budget
     options = [("", 0), *(("bits", b) for b in BITS), *(("sparsity", s) for s in SHARES)]
     for choice in itertools.product(options, repeat=3):
         named = dict(zip(("0", "3", "5"), choice, strict=True))
@@ -44,10 +44,10 @@ def test_no_other_choice_that_fits_loses_less(seed, budget):
             for name, (kind, amount) in named.items()
             if kind
         )
-        if lost < found.loss - 1e-9:
-            one = {n: a for n, (kind, a) in named.items() if kind == "bits"}
+        if lost < allocation.loss - 1e-9:
+            bits_by_name = {n: a for n, (kind, a) in named.items() if kind == "bits"}
             two = {n: a for n, (kind, a) in named.items() if kind == "sparsity"}
-            other = type(found)(one, two, 0, 0.0).apply(model)
+            other = type(allocation)(bits_by_name, two, 0, 0.0).apply(model)
             # Bytes are rounded up to 1 in 4,096 of the budget for each layer.
             assert size_of(other).sparse_bytes > budget * (1 - 3 / 4096)
 
@@ -56,13 +56,13 @@ def test_a_scan_over_bits_is_what_quantize_does():
     model, inputs = network(), torch.randn(8, 1, 6, 6)
     target = torch.randint(5, (8,))
     metric = nn.functional.cross_entropy
-    found = sensitivity(model, [(inputs, target)], metric, amounts=BITS, compress=round_weight)
+    allocation = sensitivity(model, [(inputs, target)], metric, amounts=BITS, compress=round_weight)
     for bits in BITS:
         small = quantize(model, {"3": bits})
-        assert found.values["3"][bits] == pytest.approx(
+        assert allocation.values["3"][bits] == pytest.approx(
             float(metric(small(inputs), target).detach())
         )
-    chosen = allocate(model, 3000, bits=found, larger_is_better=False)
+    chosen = allocate(model, 3000, bits=allocation, larger_is_better=False)
     assert size_of(chosen.apply(model)).sparse_bytes <= 3000
     assert not chosen.sparsity
 

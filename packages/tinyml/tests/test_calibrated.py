@@ -37,11 +37,14 @@ def test_awq_is_closer_than_rounding_to_the_nearest(group_size, least):
 
 def test_awq_of_one_step_is_rounding_to_the_nearest():
     model, batches = uneven()
-    one, plain = awq(model, batches, 4, steps=1, group_size=16), quantize(model, 4, group_size=16)
+    model_a, plain = (
+        awq(model, batches, 4, steps=1, group_size=16),
+        quantize(model, 4, group_size=16),
+    )
     # The embedding kinds that `quantize` also takes are not here: both have the two linear layers.
-    for a, b in zip(one.parameters(), plain.parameters(), strict=True):
+    for a, b in zip(model_a.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert torch.equal(one[0].weight, plain[0].weight)
+    assert torch.equal(model_a[0].weight, plain[0].weight)
 
 
 def test_awq_takes_the_share_with_the_least_change_of_the_outputs():
@@ -79,14 +82,14 @@ def test_smoothing_is_the_formula_of_the_paper():
     torch.testing.assert_close(ours[0].weight, model[0].weight.detach(), rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("way", [gptq, awq, smoothquant])
-def test_no_batches_and_bad_numbers_are_refused_and_the_model_is_as_it_was(way):
+@pytest.mark.parametrize("calibrate", [gptq, awq, smoothquant])
+def test_no_batches_and_bad_numbers_are_refused_and_the_model_is_as_it_was(calibrate):
     model, batches = uneven()
     before = copy.deepcopy(model.state_dict())
     for wrong, match in (
-        (lambda: way(model, []), "at least one batch"),
-        (lambda: way(model, [batches[0] * float("nan")]), "nan"),
-        (lambda: way(model, batches, protect=["3"]), "no layer has a name like '3'"),
+        (lambda: calibrate(model, []), "at least one batch"),
+        (lambda: calibrate(model, [batches[0] * float("nan")]), "nan"),
+        (lambda: calibrate(model, batches, protect=["3"]), "no layer has a name like '3'"),
     ):
         with pytest.raises(ValueError, match=match):
             wrong()
@@ -94,15 +97,16 @@ def test_no_batches_and_bad_numbers_are_refused_and_the_model_is_as_it_was(way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("way", ["awq", "smoothquant"])
-def test_what_is_rounded_is_the_paper_s_w_s_and_nothing_is_rounded_twice(way, dtype):
+@pytest.mark.parametrize("calibrate", ["awq", "smoothquant"])
+def test_what_is_rounded_is_the_paper_s_w_s_and_nothing_is_rounded_twice(calibrate, dtype):
     model, batches = uneven()
     layer, batches = nn.Sequential(model[0]).to(dtype), [batch.to(dtype) for batch in batches]
     weight, tokens = layer[0].weight.detach(), batches[0]
-    if way == "smoothquant":
+    if calibrate == "smoothquant":
         small = smoothquant(layer, batches)[0]
-        codes, scale, s = small.weight_codes.float(), small.scale[:, None], small.divide
-        stored = codes * scale
+        scale = small.scale[:, None]
+        stored = small.weight_codes.float() * scale
+        s = small.divide
     else:
         small = awq(layer, batches, 4)[0]
         grid = small.parametrizations.weight[0]
@@ -133,6 +137,18 @@ def test_smoothed_inputs_of_16_bits_are_rounded_to_int8_alone():
     assert torch.equal(small(tokens), outputs)
 
 
+@pytest.mark.parametrize("alpha", [0.25, 0.5, 0.75])
+def test_inputs_that_are_zero_in_calibration_are_right_when_they_are_not(alpha):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 12))
+    tokens = torch.randn(64, 16)
+    calibration = tokens.clone()
+    calibration[:, [3, 7]] = 0
+    assert error(model, smoothquant(model, [calibration], alpha=alpha), [tokens]) < 0.02
+    assert error(model, awq(model, [calibration], 8), [tokens]) < 0.01
+    assert error(model, awq(model, [0 * tokens], 8), [tokens]) < 0.01
+
+
 @pytest.mark.parametrize("weight", [1e-6, 1e4])
 def test_smoothing_stays_in_the_range_of_half(weight):
     torch.manual_seed(0)
@@ -148,17 +164,17 @@ def test_smoothing_stays_in_the_range_of_half(weight):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_state_dict_goes_from_one_awq_model_into_another(symmetric):
-    (one, batches), (other, elsewhere) = uneven(0), uneven(1)
+    (model_a, batches), (other, elsewhere) = uneven(0), uneven(1)
     even = [torch.randn(50, 64)]  # rounding to the nearest is best for some of its layers
-    first = [awq(m, b, 3, symmetric=symmetric) for m, b in ((one, batches), (other, even))]
-    again = [awq(m, b, 3, symmetric=symmetric) for m, b in ((other, even), (one, elsewhere))]
+    first = [awq(m, b, 3, symmetric=symmetric) for m, b in ((model_a, batches), (other, even))]
+    targets = [awq(m, b, 3, symmetric=symmetric) for m, b in ((other, even), (model_a, elsewhere))]
     plain = quantize(other, 3, symmetric=symmetric)  # has no s at all
     for saved in (*first, plain):
-        for target in (*copy.deepcopy(again), copy.deepcopy(plain)):
+        for target in (*copy.deepcopy(targets), copy.deepcopy(plain)):
             target.load_state_dict(saved.state_dict())
             assert torch.equal(target(batches[0]), saved(batches[0]))
             assert target.state_dict().keys() == saved.state_dict().keys()
-    smooth = smoothquant(one, batches), quantize(other, activations="dynamic")
+    smooth = smoothquant(model_a, batches), quantize(other, activations="dynamic")
     for saved, target in (smooth, smooth[::-1]):
         target = copy.deepcopy(target)
         target.load_state_dict(saved.state_dict())

@@ -98,6 +98,26 @@ def test_the_wrong_model_or_file_says_so(tmp_path):
         save(prepare_qat(model(), 4), path)
 
 
+@pytest.mark.parametrize("name", ["plain", "pruned", "palette", "4 bits", "int8"])
+def test_any_flipped_bit_and_any_lost_byte_is_refused(name, tmp_path):
+    torch.manual_seed(0)
+    small = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    path = tmp_path / "model.safetensors"
+    save(COMPRESSIONS[name](small), path)
+    content = path.read_bytes()
+    load(small, path)
+    for index in range(len(content)):
+        damaged = bytearray(content)
+        damaged[index] ^= 1 << index % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"the file is damaged|written by tinyml\.save"):
+            load(small, path)
+    for damaged in (b"", content[:5], content[:200], content[:-1], content + b"0"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"the file is damaged|written by tinyml\.save"):
+            load(small, path)
+
+
 ALONE = {
     "4 bits": lambda m: quantize(m, 4),
     "palette": lambda m: kmeans_quantize(m, 2),

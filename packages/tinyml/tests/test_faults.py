@@ -1,6 +1,6 @@
-"""What every compressing function refuses, whatever it does: models and numbers it cannot serve.
+"""Models and numbers that all compressing functions refuse.
 
-The refusals of one idea alone stand beside it, in its own test file.
+Refusals of a single function are tested in the file of that function.
 """
 
 import pytest
@@ -133,9 +133,9 @@ def test_a_model_whose_layers_were_replaced_is_compressed_again(name, activation
     inputs = torch.randn(5, 16)
     once = quantize(chain, activations=activations)
     compress = FINITE_ONLY | {"gptq": lambda m: gptq(m, [inputs], 4)}
-    again = compress[name](once)
-    again = again.model if name == "prune" else again
-    assert (again(inputs) - once(inputs)).norm() < 0.6 * once(inputs).norm()
+    recompressed = compress[name](once)
+    recompressed = recompressed.model if name == "prune" else recompressed
+    assert (recompressed(inputs) - once(inputs)).norm() < 0.6 * once(inputs).norm()
     tied = compress["kmeans_quantize"](quantize(model, activations="dynamic"))
     assert tied["head"].weight.shape == model["head"].weight.shape
 
@@ -151,12 +151,12 @@ FORMATS = {
 def test_a_state_dict_of_another_format_is_refused(name):
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].weight.data.copy_(torch.linspace(-127, 127, 16).view(4, 4))
-    one, other = (make(model) for make in FORMATS[name])
+    saved, other = (make(model) for make in FORMATS[name])
     with pytest.raises(RuntimeError):
-        other.load_state_dict(one.state_dict())
-    again = FORMATS[name][0](model)
-    again.load_state_dict(one.state_dict())
-    assert torch.equal(again[0].weight, one[0].weight)
+        other.load_state_dict(saved.state_dict())
+    recompressed = FORMATS[name][0](model)
+    recompressed.load_state_dict(saved.state_dict())
+    assert torch.equal(recompressed[0].weight, saved[0].weight)
 
 
 @pytest.mark.parametrize(
@@ -209,20 +209,28 @@ def _gains(monkeypatch):
 
 
 @pytest.mark.usefixtures("_gains")
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("wrapped", "strict"),
+    [
+        (True, False),
+        *(
+            pytest.param(wrapped, strict, marks=pytest.mark.exhaustive)
+            for wrapped, strict in ((False, False), (False, True), (True, True))
+        ),
+    ],
+)
 @pytest.mark.parametrize("into", STORED)
 def test_the_state_of_what_is_compressed_otherwise_is_refused_by_name(into, wrapped, strict):
-    def made(how, seed):
+    def build(how, seed):
         model = two_layers(seed) if how == "float" else STORED[how](two_layers(seed))
         return nn.ModuleDict({"body": model}) if wrapped else model
 
-    model, inputs = made(into, 0), torch.randn(3, 32)
+    model, inputs = build(into, 0), torch.randn(3, 32)
     run = model["body"] if wrapped else model
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     expected = run(inputs)
     for how in ("float", *STORED):
-        state = made(how, 1).state_dict()
+        state = build(how, 1).state_dict()
         if how == into:
             continue
         if {how, into} == {"adapter", "grid of 4 bits"}:  # the same weights beside other names
@@ -232,7 +240,7 @@ def test_the_state_of_what_is_compressed_otherwise_is_refused_by_name(into, wrap
             model.load_state_dict(state, strict=strict)
         assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
         assert torch.equal(run(inputs), expected)
-    saved = made(into, 1)
+    saved = build(into, 1)
     model.load_state_dict(saved.state_dict(), strict=strict)
     assert torch.equal(run(inputs), (saved["body"] if wrapped else saved)(inputs))
 
@@ -244,8 +252,8 @@ def test_a_float_model_names_the_layers_of_a_compressed_state(how):
     weights = [parameter.clone() for parameter in model.parameters() if parameter.dim() > 1]
     with pytest.raises(RuntimeError, match=r"(?s)0\.weight.*2\.0\.weight"):
         model.load_state_dict(STORED[how](two_layers(1)).state_dict())
-    kept = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    assert all(map(torch.equal, kept, weights))
+    weights_after = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    assert all(map(torch.equal, weights_after, weights))
 
 
 def test_an_integer_network_takes_no_float_numbers():

@@ -20,17 +20,17 @@ def problem(outputs=6, inputs=20, samples=60, seed=0):
 
 
 def brute_force(weight, hessian, grid):
-    """Quantize in order; after each step, move what is left by the formula of OBQ.
+    """Quantize in order; after each step, update the remaining weights by the formula of OBQ.
 
     Everything is from an explicit inverse of the hessian of the weights that are left.
     """
     weight, codes = weight.clone(), torch.zeros_like(weight, dtype=torch.int32)
     for row in range(len(weight)):
-        own = Grid(grid.scale[row], grid.zero[row], grid.low, grid.high)
+        row_grid = Grid(grid.scale[row], grid.zero[row], grid.low, grid.high)
         for i in range(weight.shape[1]):
             inverse = torch.linalg.inv(hessian[i:, i:])
-            codes[row, i] = own.quantize(weight[row, i : i + 1])[0]
-            error = weight[row, i] - own.dequantize(codes[row, i : i + 1])[0]
+            codes[row, i] = row_grid.quantize(weight[row, i : i + 1])[0]
+            error = weight[row, i] - row_grid.dequantize(codes[row, i : i + 1])[0]
             weight[row, i:] -= error / inverse[0, 0] * inverse[:, 0]
     return codes
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinyml import quantize, size_of
+from tinyml import add_lora, merge_and_unload, quantize, size_of, smoothquant
 from tinyml.quantization.grid import as_rows, grid_of
+from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from torch import nn
 
@@ -115,6 +116,76 @@ def test_dynamic_replaces_the_linears_and_nothing_else():
     assert isinstance(model[1], nn.Linear)
     assert size_of(quantized).bytes == 9 * 16 * 4 + 9 * 16 + 9 * 4 + 9 * 4
     assert quantized(torch.arange(4)).shape == (4, 9)
+
+
+def int8(model):
+    """Return the model with integer products."""
+    return quantize(model, activations="dynamic")
+
+
+def int8_divided(model):
+    """Return the model with integer products of smoothed inputs."""
+    return smoothquant(model, [torch.randn(9, 16)])
+
+
+def int4(model):
+    """Return the model with 4-bit weights."""
+    stored = quantize(model[0], 4, group_size=16).parametrizations.weight[0]
+    return nn.Sequential(Int4Linear(stored, model[0].bias))
+
+
+@pytest.mark.parametrize("replace", [int8, int8_divided, int4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_pass_through_replaced_layers_as_through_their_dense_weight(replace, dtype):
+    torch.manual_seed(0)
+    replaced = replace(nn.Sequential(nn.Linear(16, 12)))
+    inputs = torch.randn(2, 3, 16, dtype=dtype, requires_grad=True)
+    outputs = replaced(inputs)
+    grad = torch.randn_like(outputs)
+    expected = grad @ replaced[0].weight.to(dtype)
+    assert torch.equal(torch.autograd.grad(outputs, inputs, grad)[0], expected)
+    with torch.no_grad():
+        assert torch.equal(replaced(inputs), outputs)
+
+
+def test_adapters_in_front_of_a_replaced_layer_are_trained():
+    torch.manual_seed(0)
+    first = add_lora(nn.Sequential(nn.Linear(16, 16)), 2)
+    model = nn.Sequential(first, quantize(nn.Linear(16, 4), activations="dynamic"))
+    model(torch.randn(5, 16)).square().sum().backward()
+    assert model[0][0].lora_B.grad.abs().sum() > 0
+
+
+def patch_forward(layer):
+    """Replace the layer's forward, as libraries that offload weights do."""
+    forward = layer.forward
+    layer.forward = lambda inputs: 3 * forward(inputs)
+
+
+HOOKS = {
+    "forward": lambda layer: layer.register_forward_hook(lambda _, inputs, outputs: 3 * outputs),
+    "pre": lambda layer: layer.register_forward_pre_hook(lambda _, inputs: 3 * inputs[0]),
+    "backward": lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    "patched": patch_forward,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_of_a_replaced_layer_are_never_dropped(hook):
+    model = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4))
+    HOOKS[hook](model[2])
+    for replace in (int8, int8_divided):
+        with pytest.raises(ValueError, match=r"without hooks.* on 2"):
+            replace(model)
+    quantized = quantize(model, activations="dynamic", protect=["2"])
+    HOOKS[hook](quantized[0])
+    with pytest.raises(ValueError, match=r"without hooks.* on 0"):
+        quantize(quantized)
+    adapted = add_lora(nn.Sequential(nn.Linear(16, 4)), 2)
+    HOOKS[hook](adapted[0])
+    with pytest.raises(ValueError, match=r"without hooks.* on 0"):
+        merge_and_unload(adapted)
+    assert not adapted[0].merged
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,11 @@ def test_targets_and_the_adapters_state():
     add_lora(model, 2, targets=["q_proj", "mlp.2"])
     state = lora_state_dict(model)
     assert set(state) == {
-        "q_proj.lora_A", "q_proj.lora_B", "mlp.2.lora_A", "mlp.2.lora_B",
-    }  # fmt: skip
+        "q_proj.lora_A",
+        "q_proj.lora_B",
+        "mlp.2.lora_A",
+        "mlp.2.lora_B",
+    }
     assert sum(t.numel() for t in state.values()) == 2 * (8 + 8 + 32 + 16)
     assert isinstance(model["mlp"][0], nn.Linear)
     assert size_of(model).parameters > 0
@@ -157,10 +160,12 @@ def test_a_state_dict_applies_the_update_once(saved_merged, loaded_merged):
 
 
 def test_adapters_alone_may_be_loaded_into_a_merged_model():
-    saved, other, inputs = adapted(), merge(adapted(seed=1)), torch.randn(7, 48)
-    for own, base in ((other[0], saved[0]), (other[2], saved[2])):
+    saved = adapted()
+    other = merge(adapted(seed=1))
+    inputs = torch.randn(7, 48)
+    for adapter, base in ((other[0], saved[0]), (other[2], saved[2])):
         unmerge(other)
-        own.base.load_state_dict(base.base.state_dict())
+        adapter.base.load_state_dict(base.base.state_dict())
     merge(other)
     other.load_state_dict(lora_state_dict(saved), strict=False)
     torch.testing.assert_close(other(inputs), saved(inputs), rtol=1e-5, atol=1e-5)
@@ -254,8 +259,8 @@ def test_merging_into_a_quantized_base_reports_what_would_be_lost(symmetric):
     whole = model[0].base.weight + model[0].update
     stored = nn.Sequential(nn.Linear(32, 16, bias=False))
     stored[0].weight.data = whole.detach()
-    again = quantize(stored, 4, group_size=8, symmetric=symmetric)[0].weight
-    lost = float(((again - whole).norm() / model[0].update.norm()).detach())
+    requantized = quantize(stored, 4, group_size=8, symmetric=symmetric)[0].weight
+    lost = float(((requantized - whole).norm() / model[0].update.norm()).detach())
     with pytest.raises(RuntimeError, match=f"off by {100 * lost:.3g} % of the update"):
         merge(model)
     assert not model[0].merged

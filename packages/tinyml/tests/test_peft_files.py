@@ -41,8 +41,9 @@ def test_a_folder_gives_the_adapters_back(tmp_path):
     back = load_lora(Model(), tmp_path).eval()
     assert torch.equal(back(TOKENS), saved(TOKENS))
     assert {p.name for p in tmp_path.iterdir()} == {
-        "adapter_model.safetensors", "adapter_config.json",
-    }  # fmt: skip
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
     assert not any(p.requires_grad for n, p in back.named_parameters() if "lora_" not in n)
     expected = saved(TOKENS)
     save_lora(merge(saved), tmp_path)  # merged or not, the factors are the same
@@ -61,7 +62,7 @@ def test_ranks_and_alphas_of_their_own(tmp_path):
 
 
 def nested():
-    """Layers whose names are the ends of others', with ranks and alphas of their own."""
+    """Return a model in which names of layers end with other names, with different ranks."""
     torch.manual_seed(0)
     sizes = {"v": (2, 6.0), "block.v": (4, 10.0), "a.block.v": (3, 6.0)}
     model = nn.ModuleDict({"v": nn.Linear(8, 8), "block": nn.ModuleDict({"v": nn.Linear(8, 8)})})
@@ -156,9 +157,13 @@ def test_peft_reads_and_writes_the_same_function(rslora, tmp_path):
     theirs = peft.PeftModel.from_pretrained(Model(), tmp_path / "ours").eval()
     assert torch.equal(theirs(TOKENS), ours(TOKENS))
     config = peft.LoraConfig(
-        r=3, lora_alpha=7, target_modules=["embed", "v_proj", "head.0"], use_rslora=rslora,
-        rank_pattern={"v_proj": 2}, alpha_pattern={"head.0": 5},
-    )  # fmt: skip
+        r=3,
+        lora_alpha=7,
+        target_modules=["embed", "v_proj", "head.0"],
+        use_rslora=rslora,
+        rank_pattern={"v_proj": 2},
+        alpha_pattern={"head.0": 5},
+    )
     theirs = peft.get_peft_model(copy.deepcopy(Model()), config).eval()
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:

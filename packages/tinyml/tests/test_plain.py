@@ -1,4 +1,4 @@
-"""The plain file is the specification: the package computes what it says."""
+"""The minimal implementation is the specification: the package computes the same numbers."""
 
 import ast
 from pathlib import Path
@@ -75,9 +75,14 @@ def test_an_integer_layer():
     without = layer.bias.long() + layer.before.zero * layer.weight.long().sum(1)
     for n in range(6):
         expected = plain.integer_linear(
-            codes, layer.weight[n : n + 1], without[n], layer.before.zero,
-            int(layer.multiplier[n]), int(layer.shift[n]), layer.after.zero,
-        )  # fmt: skip
+            codes,
+            layer.weight[n : n + 1],
+            without[n],
+            layer.before.zero,
+            int(layer.multiplier[n]),
+            int(layer.shift[n]),
+            layer.after.zero,
+        )
         assert torch.equal(ours[:, n].long(), expected[:, 0])
 
 

@@ -17,8 +17,8 @@ def test_weights_are_counted(tmp_path):
     pictures = [tmp_path / name for name in ("once.svg", "again.svg")]
     for path in pictures:
         save(plot_weights(model, nonzero=True), path)
-    once, again = (path.read_bytes() for path in pictures)
-    assert once == again
+    once, redrawn = (path.read_bytes() for path in pictures)
+    assert once == redrawn
 
 
 def test_sensitivity_is_drawn():

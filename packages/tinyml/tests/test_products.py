@@ -1,11 +1,13 @@
 """Products of int8: the same integers by every way, and by the fastest one here."""
 
+import contextlib
+import io
 import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinyml import quantize
 from tinyml.quantization import fastest_linear, products
@@ -25,6 +27,7 @@ def codes(rows, columns, seed):
     return torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
 
 
+@settings(max_examples=25)
 @given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), seed=st.integers(0, 99))
 def test_the_product_is_exact(m, k, n, seed):
     a, b = codes(m, k, seed), codes(n, k, seed + 1)
@@ -116,23 +119,27 @@ print(digest)
 
 @pytest.mark.parametrize("processor", ["AVX2", pytest.param("plain", marks=pytest.mark.exhaustive)])
 def test_the_bits_are_the_same_on_every_processor(processor, run_on):
-    printed = [run_on(each, PROGRAM) for each in ("as it is", processor)]
+    threads = torch.get_num_threads()
+    with contextlib.redirect_stdout(io.StringIO()) as printed_here:
+        exec(PROGRAM, {})
+    torch.set_num_threads(threads)
+    printed = [printed_here.getvalue().splitlines(), run_on(processor, PROGRAM)]
     assert all(lines[0].startswith("#") for lines in printed)
     assert printed[0][-1] == printed[1][-1]
 
 
 def test_loaded_weights_are_the_ones_that_multiply():
     torch.manual_seed(0)
-    one, other = (Int8Linear(nn.Linear(64, 32), may_stay_float=f) for f in (False, True))
+    saved, other = (Int8Linear(nn.Linear(64, 32), may_stay_float=f) for f in (False, True))
     inputs = torch.randn(5, 64)
-    expected = one(inputs)
-    other(inputs)  # whatever it keeps for speed is of the old weights
-    other.load_state_dict(one.state_dict())
+    expected = saved(inputs)
+    other(inputs)  # its prepared weights are those of the old codes
+    other.load_state_dict(saved.state_dict())
     other.always = "int8"
     assert torch.equal(other(inputs), expected)
     with torch.no_grad():
-        one.weight_codes.zero_()
-    assert torch.equal(one(inputs), one.bias.expand(5, -1))
+        saved.weight_codes.zero_()
+    assert torch.equal(saved(inputs), saved.bias.expand(5, -1))
 
 
 @pytest.mark.parametrize("wins", ["int8", "float"])
@@ -190,7 +197,7 @@ def test_int8_instructions_are_three_times_as_fast_as_float(times_of_float):
 
 @pytest.mark.timing
 def test_without_them_an_exact_product_is_about_a_float_one(times_of_float):
-    # What is faster by much, as torchao's product there, has clipped sums (test_torchao.py).
+    # A much faster product, such as torchao's here, clips its sums (test_torchao.py).
     ratios = times_of_float("AVX2", LARGE, activations="dynamic")
     assert all(0.4 < ratio < 3 for ratio in ratios), ratios
 

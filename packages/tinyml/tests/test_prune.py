@@ -1,4 +1,4 @@
-"""Exactly what was asked for goes, and it is what matters least."""
+"""Exactly the requested number of weights is removed, the least important first."""
 
 import pytest
 import torch
@@ -49,13 +49,13 @@ def test_global_pruning_ranks_all_layers_together():
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
-def test_a_pattern_keeps_the_largest_of_every_group(rows, groups, kept):
+def test_a_pattern_keeps_the_largest_of_every_group(rows, groups, remaining):
     score = torch.rand(rows, groups * 4)
-    mask = pattern_mask(score, f"{kept}:4").view(-1, 4)
-    assert (mask.sum(1) == kept).all()
+    mask = pattern_mask(score, f"{remaining}:4").view(-1, 4)
+    assert (mask.sum(1) == remaining).all()
     for mask_row, score_row in zip(mask, score.view(-1, 4), strict=True):
         assert set(mask_row.nonzero().flatten().tolist()) == set(
-            score_row.topk(kept).indices.tolist()
+            score_row.topk(remaining).indices.tolist()
         )
 
 
@@ -90,6 +90,8 @@ def test_wanda_weighs_by_the_norm_of_the_inputs():
         ({"sparsity": {"9": 0.5}}, r"no such layer: \['9'\]"),
         ({"sparsity": 0.5, "pattern": "2of4"}, "a pattern n:m"),
         ({"sparsity": 0.5, "pattern": "2:5"}, "does not fit rows of 12"),
+        ({"sparsity": 0.9, "pattern": "2:4"}, "sparsity of 0.5.*got 0.9"),
+        ({"sparsity": {"0": 0.5, "2": 0.25}, "pattern": "2:4"}, "sparsity of 0.5.*got 0.25"),
         ({"sparsity": 0.5, "scope": "world"}, "'layer' or 'global'"),
         ({"sparsity": {"0": 0.5}, "scope": "global"}, "one sparsity for all"),
     ],

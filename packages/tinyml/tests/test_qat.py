@@ -74,13 +74,13 @@ def loss_ratio(bits, learn_scale, seed):
 
 
 def test_training_recovers_most_of_what_rounding_afterwards_loses():
-    ratios = [loss_ratio(2, learn_scale=True, seed=seed) for seed in range(5)]
+    ratios = [loss_ratio(2, learn_scale=True, seed=seed) for seed in range(3)]
     assert statistics.mean(ratios) < 0.4, ratios  # over 20 seeds 0.19 with a deviation of 0.08
 
 
 def test_training_with_the_scale_of_the_largest_weight_recovers_a_part():
     # Without a decay the weights keep moving between two codes, and the loss may grow.
-    ratios = [loss_ratio(3, learn_scale=False, seed=seed) for seed in range(8)]
+    ratios = [loss_ratio(3, learn_scale=False, seed=seed) for seed in range(4)]
     assert statistics.mean(ratios) < 0.92, ratios  # over 20 seeds 0.72, with a deviation of 0.08
 
 
@@ -184,10 +184,13 @@ def test_the_gradient_passes_a_value_and_stops_at_the_ends_of_its_range():
     assert values.grad.tolist() == [0, 1, 1, 0]
 
 
-def test_few_bits_are_right_more_often_after_training():
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(5), marks=pytest.mark.exhaustive)], ids=["few", "many"]
+)
+def test_few_bits_are_right_more_often_after_training(seeds):
     wrong = {"float": 0.0, "afterwards": 0.0, "trained": 0.0}
     few = {"bits": 2, "activation_bits": 4}
-    for seed in range(5):
+    for seed in seeds:
         images, targets = labeled(seed=seed)
         model = fit(Graph(seed), images, targets, 60).eval()
         networks = {"float": model, "afterwards": IntegerModel(model, [images], **few)}
@@ -195,7 +198,8 @@ def test_few_bits_are_right_more_often_after_training():
         networks["trained"] = convert(fit(training, images, targets, 40))
         for name, network in networks.items():
             with torch.no_grad():
-                wrong[name] += float((network(images).argmax(1) != targets).float().mean()) / 5
+                wrong[name] += float((network(images).argmax(1) != targets).float().mean())
+    wrong = {name: total / len(seeds) for name, total in wrong.items()}
     # Over 20 seeds, in groups of 5: 0.13 to 0.18 wrong afterwards, 0.03 to 0.06 after training.
     assert wrong["float"] < 0.05
     assert wrong["afterwards"] > 0.08
@@ -204,12 +208,12 @@ def test_few_bits_are_right_more_often_after_training():
 
 def test_a_network_in_training_keeps_what_a_state_dict_holds():
     images, targets = labeled(32)
-    one = prepare_qat(Graph().eval(), 4, batches=[images], learn_scale=True)
-    fit(one, images, targets, 2)
+    saved = prepare_qat(Graph().eval(), 4, batches=[images], learn_scale=True)
+    fit(saved, images, targets, 2)
     other = prepare_qat(Graph().eval(), 4, batches=[3 * images + 1], learn_scale=True)
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(other(images), one(images))
-    assert torch.equal(convert(other)(images), convert(one)(images))
+    other.load_state_dict(saved.state_dict())
+    assert torch.equal(other(images), saved(images))
+    assert torch.equal(convert(other)(images), convert(saved)(images))
 
 
 def test_what_cannot_be_trained_as_integers_says_so():

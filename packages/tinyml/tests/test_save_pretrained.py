@@ -1,4 +1,4 @@
-"""What `save_pretrained` writes is what `from_pretrained` gives back, or it is refused."""
+"""`from_pretrained` restores the files of `save_pretrained`; other models are refused."""
 
 import copy
 
@@ -28,9 +28,13 @@ def llama(tied=False):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
-        num_attention_heads=6, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        tie_word_embeddings=tied,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -47,9 +51,14 @@ def t5():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=97, d_model=48, d_kv=8, d_ff=80, num_layers=2, num_heads=6,
+        vocab_size=97,
+        d_model=48,
+        d_kv=8,
+        d_ff=80,
+        num_layers=2,
+        num_heads=6,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
@@ -164,9 +173,9 @@ COMPRESSED = {
 }
 
 
-@pytest.mark.parametrize("way", COMPRESSED)
-def test_saving_a_compressed_model_is_refused(way, tmp_path):
-    small = COMPRESSED[way](llama(tied=True))
+@pytest.mark.parametrize("method", COMPRESSED)
+def test_saving_a_compressed_model_is_refused(method, tmp_path):
+    small = COMPRESSED[method](llama(tied=True))
     with pytest.raises(ValueError, match=r"tinyml\.save"):
         small.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))

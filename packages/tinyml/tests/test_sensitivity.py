@@ -50,7 +50,9 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, 5)
+        self.a = nn.Linear(36, 36)
+        self.b = nn.Linear(36, 36)
+        self.c = nn.Linear(36, 5)
 
     def forward(self, x):
         x = self.a(x.flatten(1))
@@ -68,9 +70,9 @@ def accuracy(outputs, targets):
 
 
 def whole(model, batches, metric, amounts):
-    """The scan without a shortcut: every trial runs the model from its start."""
+    """Return the scan without a shortcut: every trial runs the model from its start."""
     layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    samples, found = sum(len(y) for _, y in batches), {}
+    samples, values = sum(len(y) for _, y in batches), {}
     for name in ["", *layers]:
         for amount in amounts:
             trial = copy.deepcopy(model).eval()
@@ -78,9 +80,9 @@ def whole(model, batches, metric, amounts):
                 weight = trial.get_submodule(name).weight
                 weight.data = prune_weight(weight.data, amount)
             with torch.no_grad():
-                each = [float(metric(trial(x), y)) * len(y) for x, y in batches]
-            found.setdefault(name, {})[amount] = sum(each) / samples
-    return found.pop("")[amounts[0]], found
+                scores = [float(metric(trial(x), y)) * len(y) for x, y in batches]
+            values.setdefault(name, {})[amount] = sum(scores) / samples
+    return values.pop("")[amounts[0]], values
 
 
 @pytest.mark.parametrize("metric", [accuracy, nn.functional.cross_entropy])
@@ -108,7 +110,7 @@ def test_what_is_compressed_is_scanned():
 
 def test_the_model_is_as_it_was():
     model = Residual().train()
-    model.norm.eval()  # a mode of its own
+    model.norm.eval()  # not the mode of the model
     before = {name: t.clone() for name, t in model.state_dict().items()}
     sensitivity(model, batches(), accuracy)
     assert model.training

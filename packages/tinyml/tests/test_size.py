@@ -1,5 +1,6 @@
 """Sizes sum to their total, count shared tensors once, and see zeros."""
 
+import pytest
 import torch
 from tinyml import IntegerModel, prune, quantize, size_of
 from torch import nn
@@ -42,3 +43,23 @@ def test_multiplications_are_as_many_however_they_are_computed():
         assert size.macs == macs
         assert size.parameters == sum(p.numel() for p in model.parameters())
         assert f"{macs:,}  multiplications" in str(size)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shapes", "macs"),
+    [
+        (
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+            [(3, 5, 16)],
+            3 * 5 * (4 * 16 * 16 + 2 * 16 * 32 + 2 * 5 * 16),
+        ),
+        (nn.LSTM(8, 6, num_layers=2), [(3, 2, 8)], 3 * 2 * 24 * (8 + 6 + 6 + 6)),
+        (nn.GRU(8, 6, bidirectional=True), [(3, 2, 8)], 2 * 3 * 2 * 18 * (8 + 6)),
+        (nn.Bilinear(3, 4, 5), [(2, 3), (2, 4)], 2 * 5 * 3 * 4),
+        (nn.Linear(4, 1), [(4,)], 4),
+        (nn.ConvTranspose2d(4, 8, 3), [(1, 4, 9, 9)], 9 * 9 * 4 * 8 * 9),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_multiplications_inside_fused_operators_are_counted(layer, shapes, macs):
+    assert size_of(layer, *[torch.randn(shape) for shape in shapes]).macs == macs

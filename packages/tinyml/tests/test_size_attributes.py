@@ -131,7 +131,9 @@ class AsManyAsWide(Attention):
     def __init__(self):
         super().__init__()
         self.head_dim = self.other = self.num_heads = 4
-        self.q, self.k, self.v = nn.Linear(32, 64), nn.Linear(32, 16), nn.Linear(32, 16)
+        self.q = nn.Linear(32, 64)
+        self.k = nn.Linear(32, 16)
+        self.v = nn.Linear(32, 16)
         self.out = nn.Linear(64, 7)
         with torch.no_grad():
             self.out.weight.view(7, 4, 16)[:, 1::2] *= 0.01
@@ -160,11 +162,25 @@ def without_small_heads(model):
     return zeroed
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("example", [TOKENS, TOKENS[:1], LONG])
+EXAMPLES = {"batch": TOKENS, "single": TOKENS[:1], "long": LONG, "one token": TOKENS[:1, :1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "example"),
+    [
+        *((kind, "batch") for kind in MODELS),
+        (Window, "single"),
+        (Blocks, "long"),
+        *(
+            pytest.param(kind, example, marks=pytest.mark.exhaustive)
+            for kind in MODELS
+            for example in ("single", "long")
+        ),
+    ],
+)
 def test_other_numbers_that_equal_the_number_of_heads_stay(kind, example):
     model = kind()
-    small = prune_channels(model, 0.5, example)
+    small = prune_channels(model, 0.5, EXAMPLES[example])
     assert (small.num_heads, small.other, small.head_dim) == (2, HEADS, model.head_dim)
     assert small.k.out_features == 2 * model.head_dim
     exact = without_small_heads(model)
@@ -206,11 +222,14 @@ class HeadBlocks(Blocks):
         (Configured, "a size written into its forward"),
     ],
 )
-@pytest.mark.parametrize("example", [TOKENS, TOKENS[:1, :1], LONG])
+@pytest.mark.parametrize(
+    "example",
+    ["one token", *(pytest.param(e, marks=pytest.mark.exhaustive) for e in ("batch", "long"))],
+)
 def test_an_ambiguous_or_unknown_size_is_refused(kind, message, example):
     model = kind()
     with pytest.raises(ValueError, match=message):
-        prune_channels(model, 0.5, example)
+        prune_channels(model, 0.5, EXAMPLES[example])
     assert model.num_heads == HEADS
 
 
@@ -231,9 +250,14 @@ def test_layer_numbers_and_the_cache_of_transformers_stay():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=97, n_embd=48, n_layer=6, n_head=4, n_positions=64, bos_token_id=0,
+        vocab_size=97,
+        n_embd=48,
+        n_layer=6,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=0,
         eos_token_id=0,
-    )  # fmt: skip
+    )
     model = transformers.GPT2LMHeadModel(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:

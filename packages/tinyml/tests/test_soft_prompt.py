@@ -78,7 +78,9 @@ def test_a_cached_prefix_gives_the_same_outputs():
 
 
 def test_the_embeddings_of_a_text_are_a_prompt():
-    model, text, tokens = decoder(), torch.tensor([3, 1, 4]), torch.randint(11, (2, 5))
+    model = decoder()
+    text = torch.tensor([3, 1, 4])
+    tokens = torch.randint(11, (2, 5))
     prompt = SoftPrompt(3, 8, init=model.embed(text)).double()
     both = torch.cat([text.expand(2, -1), tokens], dim=1)
     torch.testing.assert_close(model(prompt(model.embed(tokens)))[0], model(model.embed(both))[0])
@@ -90,12 +92,12 @@ def quadratic(matrix, target):
 
 def tasks():
     generator = torch.Generator().manual_seed(0)
-    made = []
+    tasks = []
     for _ in range(4):
         matrix = torch.randn(6, 6, generator=generator, dtype=torch.float64) / 2
         target = torch.randn(3, 6, generator=generator, dtype=torch.float64) + 2
-        made.append((quadratic(matrix, target), quadratic(matrix * 1.5, target)))
-    return made
+        tasks.append((quadratic(matrix, target), quadratic(matrix * 1.5, target)))
+    return tasks
 
 
 def test_the_meta_gradient_goes_through_the_steps():
@@ -158,8 +160,8 @@ class Extending(Decoder):
     def forward(self, embeddings, past=None):
         past = Cache() if past is None else past
         earlier = past.layers[0] if past.layers else None
-        logits, made = super().forward(embeddings, earlier)
-        past.layers[:] = [made]
+        logits, cached = super().forward(embeddings, earlier)
+        past.layers[:] = [cached]
         past.seen += embeddings.shape[1]
         return logits, past
 
@@ -182,9 +184,9 @@ def test_a_cache_that_the_model_extends_serves_again(batch):
 def test_writing_into_what_was_expanded_does_not_reach_the_cache():
     past = {"k": [torch.ones(1, 2, 3)], "count": torch.tensor(4)}
     cache = PrefixCache(past, 2)
-    one = cache.expand(1)
-    one["k"][0].zero_()
-    one["count"].add_(1)
+    single = cache.expand(1)
+    single["k"][0].zero_()
+    single["count"].add_(1)
     assert past["k"][0].all()
     assert past["count"] == 4
     with pytest.raises(RuntimeError, match="single memory location"):

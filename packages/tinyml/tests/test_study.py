@@ -18,22 +18,22 @@ def study():
     for peer in ("sklearn", "matplotlib"):
         pytest.importorskip(peer, reason=f"{peer} is not installed")
     spec = importlib.util.spec_from_file_location("digits_study", PACKAGE / "study" / "digits.py")
-    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
-def measured(study):
-    return study.study(*study.digits(), seeds=3, epochs=9)
+def measured(study, tmp_path_factory):
+    return study.study(*study.digits(), tmp_path_factory.mktemp("pictures"), seeds=3, epochs=9)
 
 
 @pytest.fixture(scope="module")
 def committed():
-    kept = sorted(PACKAGE.parents[1].glob("docs/results/*/tinyml-measured.json"))
-    if not kept:
+    paths = sorted(PACKAGE.parents[1].glob("docs/results/*/tinyml-measured.json"))
+    if not paths:
         pytest.skip("no rows lie beside this package")
-    return json.loads(kept[-1].read_text())["rows"]
+    return json.loads(paths[-1].read_text())["rows"]
 
 
 ROWS = ["committed", pytest.param("measured", marks=pytest.mark.exhaustive)]
@@ -62,6 +62,20 @@ def test_every_picture_is_drawn(rows, request, study, tmp_path):
     for name, picture in study.pictures(request.getfixturevalue(rows)).items():
         study.save(picture, tmp_path / name)
         ElementTree.parse(tmp_path / name)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_trial_draws_into_its_folder_and_nowhere_else(study, seed, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "ways", lambda task, model: {"float32": (model, 1)})
+    monkeypatch.setattr(study, "_layers", lambda task, model: [])
+    monkeypatch.setattr(study, "_times", lambda models, images: {})
+    monkeypatch.setattr(study, "_TIMED", ())
+    before = {path: path.stat().st_mtime_ns for path in study.PICTURES.iterdir()}
+    images, labels = study.digits()
+    study.trial(images[:50], labels[:50], 1, tmp_path / "pictures", seed)
+    drawn = [path.name for path in tmp_path.rglob("*.svg")]
+    assert drawn == (["weights.svg"] if seed == 0 else [])
+    assert {path: path.stat().st_mtime_ns for path in study.PICTURES.iterdir()} == before
 
 
 def test_records_of_cifar_are_read(study, tmp_path):

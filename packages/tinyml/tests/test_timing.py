@@ -1,4 +1,4 @@
-"""What is fastest is believed where it is clear, whatever the machine's mood."""
+"""An implementation replaces another only if it is clearly faster, also on a noisy machine."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ def other(): ...
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock of our own: what each call takes, in the cache and out of it."""
+    """Replace the clock: return a function that sets the time of each call."""
 
     def install(took):
         def milliseconds(call, before=None):
@@ -28,23 +28,23 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("inside", "outside", "way"),
+    ("inside", "outside", "fastest"),
     [
         (0.5, 0.5, "other"),
         (0.95, 0.5, "plain"),  # a tie
-        (0.75, 0.75, "plain"),  # so much does one product on two copies of a weight differ
+        (0.75, 0.75, "plain"),  # one product on two copies of a weight differs by this factor
         (2.0, 0.5, "plain"),  # as 4 bits without AVX512: only out of the cache is it faster
         (0.5, 2.0, "plain"),
         (5.0, 0.1, "plain"),
     ],
 )
 def test_another_way_is_taken_only_where_it_wins_in_the_cache_and_out_of_it(
-    clock, inside, outside, way
+    clock, inside, outside, fastest
 ):
     ours = {"in": inside, "out": 4 * outside}
     its = {"in": 1.0, "out": 4.0}
     result = clock(lambda name, where: (ours if name == "other" else its)[where])
-    assert result.fastest == way
+    assert result.fastest == fastest
     assert not result.disagree
     if inside < 3:
         assert result.milliseconds == {"plain": 1.0, "other": inside}

@@ -46,33 +46,50 @@ def gpt2():
 def llama(tied=False):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
 def qwen():
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
     return transformers.Qwen2ForCausalLM(config).eval()
 
 
 def phi():
-    """Which turns as many numbers of a head as it has heads."""
+    """Return a model that rotates as many dimensions of a head as it has heads."""
     torch.manual_seed(0)
     config = transformers.PhiConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, partial_rotary_factor=0.5,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        partial_rotary_factor=0.5,
+    )
     return transformers.PhiForCausalLM(config).eval()
 
 
 MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen, "phi": phi}
-EACH = ["gpt2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "qwen"))]
+DECODERS = [
+    "gpt2",
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "qwen")),
+]
 # The least share of the dense bytes that each way has to save on a model of this size.
 SMALLER = {
     "palettes": (lambda m: kmeans_quantize(m, 4), 6.5),
@@ -81,15 +98,15 @@ SMALLER = {
     "gptq": (lambda m: gptq(m, [TOKENS], 4), 2.2),
     "trained": (lambda m: convert(prepare_qat(m, 4)), 5.0),
     "half": (lambda m: prune(m, 0.5).model, 1.5),
-    "2:4": (lambda m: prune(m, 0, pattern="2:4").model, 1.5),
+    "2:4": (lambda m: prune(m, 0.5, pattern="2:4").model, 1.5),
 }
 
 
-@pytest.mark.parametrize("model", EACH)
-@pytest.mark.parametrize("way", SMALLER)
-def test_every_way_reaches_every_weight(model, way):
+@pytest.mark.parametrize("model", DECODERS)
+@pytest.mark.parametrize("method", SMALLER)
+def test_every_way_reaches_every_weight(model, method):
     dense = MODELS[model]()
-    compress, least = SMALLER[way]
+    compress, least = SMALLER[method]
     small = compress(dense)
     assert size_of(dense).bytes > least * size_of(small).sparse_bytes
     with torch.no_grad():
@@ -97,16 +114,18 @@ def test_every_way_reaches_every_weight(model, way):
     assert (ours - exact).norm() < 0.6 * exact.norm()
 
 
-@pytest.mark.parametrize("way", [way for way in SMALLER if way not in ("gptq", "half", "2:4")])
-@pytest.mark.parametrize("model", [EACH[0], EACH[2]])
-def test_a_tied_head_stays_tied(model, way, tmp_path):
+@pytest.mark.parametrize(
+    "method", [method for method in SMALLER if method not in ("gptq", "half", "2:4")]
+)
+@pytest.mark.parametrize("model", [DECODERS[0], DECODERS[2]])
+def test_a_tied_head_stays_tied(model, method, tmp_path):
     dense = MODELS[model]()
-    small = SMALLER[way][0](dense)
+    small = SMALLER[method][0](dense)
     embedding, head = small.get_input_embeddings(), small.get_output_embeddings()
     assert torch.equal(embedding.weight, head.weight)
     untied = copy.deepcopy(dense)
     untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.detach().clone())
-    assert size_of(small).bytes < size_of(SMALLER[way][0](untied)).bytes
+    assert size_of(small).bytes < size_of(SMALLER[method][0](untied)).bytes
     save(small, tmp_path / "small.safetensors")
     back = load(MODELS[model](), tmp_path / "small.safetensors")
     with torch.no_grad():
@@ -123,14 +142,14 @@ def test_scales_belong_to_outputs_whichever_way_a_weight_is_stored(symmetric):
     inputs = torch.randn(5, 16)
 
     def both(compress):
-        one, other = (compress(nn.Sequential(layer)) for layer in (linear, conv))
-        torch.testing.assert_close(one(inputs), other(inputs))
-        assert torch.equal(one[0].weight, other[0].weight.t()) or "Int8" in str(one)
+        linear_copy, other = (compress(nn.Sequential(layer)) for layer in (linear, conv))
+        torch.testing.assert_close(linear_copy(inputs), other(inputs))
+        assert torch.equal(linear_copy[0].weight, other[0].weight.t()) or "Int8" in str(linear_copy)
 
     both(lambda m: quantize(m, 3, symmetric=symmetric))
     both(lambda m: quantize(m, 3, symmetric=symmetric, group_size=8))
     both(lambda m: quantize(m, activations="dynamic"))
-    both(lambda m: prune(m, 0, pattern="1:4").model)
+    both(lambda m: prune(m, 0.75, pattern="1:4").model)
     both(lambda m: prune(m, 0.5, input_norms=input_norms(m, [inputs])).model)
     both(lambda m: gptq(m, [torch.randn(64, 16, generator=torch.Generator().manual_seed(1))], 3))
     both(lambda m: convert(prepare_qat(m, 3, learn_scale=True)))
@@ -148,7 +167,7 @@ def test_adapters_on_conv1d_merge_and_come_out():
     assert torch.equal(model.transformer.h[0].attn.c_attn.base.weight, before)
 
 
-@pytest.mark.parametrize("model", EACH)
+@pytest.mark.parametrize("model", DECODERS)
 def test_gptq_runs_the_model_once_for_each_batch(model):
     dense, calls = MODELS[model](), []
     blocks = ("GPT2Block", "LlamaDecoderLayer", "Qwen2DecoderLayer")
@@ -199,26 +218,29 @@ UNITS = {
 
 
 @pytest.mark.parametrize(
-    "model", [*EACH, pytest.param("phi", marks=pytest.mark.exhaustive), "decoder"]
+    "model", [*DECODERS, pytest.param("phi", marks=pytest.mark.exhaustive), "decoder"]
 )
 def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
     dense = (MODELS | {"decoder": decoder})[model]()
-    heads, place, parts = UNITS[model]
+    heads, position, parts = UNITS[model]
     groups = channel_groups(dense, TOKENS)
-    attentions = [g for g in groups if ".attn" in g.writers[0] or "attention" in g.writers[0]
-                  or "self_attn" in g.writers[0]]  # fmt: skip
+    attentions = [
+        g
+        for g in groups
+        if ".attn" in g.writers[0] or "attention" in g.writers[0] or "self_attn" in g.writers[0]
+    ]
     assert len(groups) == 4
     assert [g.writers for g in attentions] == [
-        [f"{place.format(layer)}.{part}" for part in parts] for layer in range(2)
+        [f"{position.format(layer)}.{part}" for part in parts] for layer in range(2)
     ]
     assert {g.size for g in attentions} == {heads}
     small, zeroed = prune_channels(dense, 0.5, TOKENS), copy.deepcopy(dense)
     with torch.no_grad():
         for group in groups:
-            for each in [each for each in group.slices if each.role == "reader"]:
+            for part in [part for part in group.slices if part.role == "reader"]:
                 for unit in group.order[group.size // 2 :].tolist():
-                    weight = zeroed.get_parameter(each.tensor)
-                    weight.narrow(each.axis, unit * each.width, each.width).zero_()
+                    weight = zeroed.get_parameter(part.tensor)
+                    weight.narrow(part.axis, unit * part.width, part.width).zero_()
         ours, exact = small(TOKENS + 1), zeroed(TOKENS + 1)
         if model != "decoder":
             ours, exact = ours.logits, exact.logits
@@ -235,53 +257,55 @@ def test_the_heads_of_one_layer_can_be_named():
     assert small.model.layers[1].mlp.up_proj.weight.shape == (64, 32)
 
 
-@pytest.mark.parametrize("way", [way for way in SMALLER if way != "int8"])
-def test_what_is_protected_stays_as_it_is(way):
+@pytest.mark.parametrize("method", [method for method in SMALLER if method != "int8"])
+def test_what_is_protected_stays_as_it_is(method):
     protected = {
         "palettes": lambda m, p: kmeans_quantize(m, 4, protect=p),
         "4 bits": lambda m, p: quantize(m, 4, protect=p),
         "gptq": lambda m, p: gptq(m, [TOKENS], 4, protect=p),
         "trained": lambda m, p: convert(prepare_qat(m, 4, protect=p)),
         "half": lambda m, p: prune(m, 0.5, protect=p).model,
-        "2:4": lambda m, p: prune(m, 0, pattern="2:4", protect=p).model,
-    }[way]
+        "2:4": lambda m, p: prune(m, 0.5, pattern="2:4", protect=p).model,
+    }[method]
     dense = gpt2()
     small = protected(dense, ["lm_head", "h.0.attn"])
     for name, parameter in dense.named_parameters():
-        kept = "wte" in name or "h.0.attn" in name or "ln" in name or "bias" in name
+        is_protected = "wte" in name or "h.0.attn" in name or "ln" in name or "bias" in name
         if "wpe" not in name:
             layer, _, key = name.rpartition(".")
             now = getattr(small.get_submodule(layer), key)
-            assert torch.equal(now, parameter) == kept, name
+            assert torch.equal(now, parameter) == is_protected, name
     with pytest.raises(ValueError, match="'lm_head' may be meant"):
         protected(dense, ["lm_haed"])
 
 
-@pytest.mark.parametrize("way", [awq, smoothquant])
-@pytest.mark.parametrize("model", EACH)
-def test_transformers_are_calibrated_whole_and_saved(model, way, tmp_path):
+@pytest.mark.parametrize("method", [awq, smoothquant])
+@pytest.mark.parametrize("model", DECODERS)
+def test_transformers_are_calibrated_whole_and_saved(model, method, tmp_path):
     dense = MODELS[model]()
-    small = way(dense, [TOKENS])
+    small = method(dense, [TOKENS])
     assert size_of(small).bytes < size_of(dense).bytes / 2
     with torch.no_grad():
         exact, ours = dense(TOKENS).logits, small(TOKENS).logits
-    assert (ours - exact).norm() < (0.02 if way is smoothquant else 0.25) * exact.norm()
+    assert (ours - exact).norm() < (0.02 if method is smoothquant else 0.25) * exact.norm()
     save(small, tmp_path / "small.safetensors")
     back = load(MODELS[model](), tmp_path / "small.safetensors")
     with torch.no_grad():
         assert torch.equal(back(TOKENS).logits, ours)
 
 
-@pytest.mark.parametrize("way", [gptq, awq, smoothquant])
-def test_layers_that_are_called_by_keyword_are_seen(way):
+@pytest.mark.parametrize("method", [gptq, awq, smoothquant])
+def test_layers_that_are_called_by_keyword_are_seen(method):
     class Named(nn.Sequential):
         def forward(self, x):
             return self[1](input=torch.relu(self[0](input=x)))
 
     torch.manual_seed(0)
     named, batch = Named(nn.Linear(32, 32), nn.Linear(32, 16)), torch.randn(40, 32)
-    assert torch.equal(way(named, [batch])(batch), way(nn.Sequential(
-        named[0], nn.ReLU(), named[1]), [batch])(batch))  # fmt: skip
+    assert torch.equal(
+        method(named, [batch])(batch),
+        method(nn.Sequential(named[0], nn.ReLU(), named[1]), [batch])(batch),
+    )
 
 
 def test_an_error_in_the_model_ends_every_batch():
@@ -301,10 +325,10 @@ def test_what_is_compressed_can_be_compressed_again():
     model = gpt2()
     once = quantize(model, 8)
     before = once.transformer.h[0].mlp.c_fc.weight.clone()
-    again = kmeans_quantize(once, {"transformer.h.0.mlp.c_fc": 2})
-    assert len(again.transformer.h[0].mlp.c_fc.weight.unique()) == 4
+    recompressed = kmeans_quantize(once, {"transformer.h.0.mlp.c_fc": 2})
+    assert len(recompressed.transformer.h[0].mlp.c_fc.weight.unique()) == 4
     assert torch.equal(
-        again.transformer.h[1].mlp.c_fc.weight, once.transformer.h[1].mlp.c_fc.weight
+        recompressed.transformer.h[1].mlp.c_fc.weight, once.transformer.h[1].mlp.c_fc.weight
     )
     assert torch.equal(once.transformer.h[0].mlp.c_fc.weight, before)
     for compress, _ in SMALLER.values():

@@ -158,6 +158,86 @@ def test_gradients_changed_by_any_means_step_as_in_one_process(stage, world):
     assert all(run_ranks(edit, world, stage, timeout=DEADLINE))
 
 
+def weight_norms(parameters):
+    for parameter in parameters:
+        norm, average = parameter.detach().norm(), parameter.detach().mean()
+        parameter.grad.mul_((norm / (1 + parameter.grad.norm())).clamp(max=1.5) + average)
+
+
+def rescale(parameters):
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(1.5 / (1 + parameter.norm(1) + parameter.data.abs().max()))
+
+
+def assign(parameters):
+    for parameter in parameters:
+        parameter.data = parameter.data * 0.9
+
+
+def penalties(parameters):
+    total = sum(p.norm() + p.abs().mean() + (1 + p.pow(2).sum()).sqrt() for p in parameters)
+    return 0.1 * (total + sum(p.exp().amax() for p in parameters))
+
+
+PARAMETER_READS = {
+    "norms": (weight_norms, None),
+    "rescale": (None, rescale),
+    "data": (None, assign),
+}
+
+
+def read_parameters(stage):
+    """Read parameters between steps and in the loss: norms are those of all elements."""
+    for name, (before, after) in {**PARAMETER_READS, "loss": (None, None)}.items():
+        model, ours, twin, theirs = pair(stage)
+        for step in range(3):
+            backward(model, twin, step)
+            if name == "loss":
+                for module in (model, twin):
+                    penalties(list(module.parameters())).backward()
+            for module, optimizer in ((model, ours), (twin, theirs)):
+                if before is not None:
+                    before(list(module.parameters()))
+                optimizer.step()
+                if after is not None:
+                    after(list(module.parameters()))
+                optimizer.zero_grad()
+        assert assert_alike(model, twin), name
+    return True
+
+
+def test_parameters_read_outside_forward_count_all_elements():
+    assert all(run_ranks(read_parameters, 3, 3, timeout=DEADLINE))
+
+
+def read_whole_shapes():
+    model, _, twin, _ = pair(3)
+    weight, whole = next(iter(model.parameters())), next(iter(twin.parameters()))
+    refused = {
+        "product": lambda p: p.t() @ p,
+        "row": lambda p: p[1],
+        "row norms": lambda p: p.norm(dim=1),
+        "assignment": lambda p: p.data.__setitem__(1, 0.0),
+        "random": lambda p: nn.init.uniform_(p),
+        "flat": nn.utils.parameters_to_vector,
+        "deviation": lambda p: p.std(),
+    }
+    for name, read in refused.items():
+        with pytest.raises(RuntimeError, match="full_tensor"):
+            read(weight if name != "flat" else [weight])
+    full = weight.full_tensor()
+    torch.testing.assert_close(full, whole)
+    for values in (full, whole):
+        (values.t() @ values).square().sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), whole.grad)
+    return True
+
+
+def test_reads_of_parameters_that_need_other_ranks_elements_are_refused_or_gathered():
+    assert all(run_ranks(read_whole_shapes, 2, timeout=DEADLINE))
+
+
 def norms(stage):
     model, ours, twin, _ = pair(stage)
     assert ours.param_groups

@@ -298,6 +298,34 @@ def write_in_forward(stage):
     return True
 
 
+def write_data(stage, assign, first_step):
+    """Write different values through `.data` on rank 0 only, as a load of a checkpoint may."""
+    model = nn.Linear(4, 3)
+    ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
+    for number in range(first_step + 1):
+        if number == first_step and dist.get_rank() == 0:
+            if assign:
+                model.weight.data = torch.ones(3, 4)
+            else:
+                model.weight.data.copy_(torch.ones(3, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        if number == first_step:
+            with pytest.raises(RuntimeError, match=r"of shape \(3, 4\) was written"):
+                ours.step()
+        else:
+            ours.step()
+        ours.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_data_that_one_rank_writes_is_refused(stage):
+    # Replaced data is noticed at every step, data written in place at steps 1, 2, 4, and so on.
+    assert all(run_ranks(write_data, 2, stage, True, 2, timeout=DEADLINE))
+    for first_step in (0, 3):
+        assert all(run_ranks(write_data, 2, stage, False, first_step, timeout=DEADLINE))
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_values_that_ranks_write_differently_in_forward_are_refused(stage):
     assert all(run_ranks(write_in_forward, 2, stage, timeout=DEADLINE))

@@ -24,6 +24,7 @@ from ddp.consistency.model_agreement import (
     check_same_descriptions,
     check_same_model,
     check_same_weights,
+    checksum,
     describe_model,
 )
 from ddp.consistency.tracked_parameters import TrackedParameters
@@ -83,7 +84,11 @@ class Replica:
         self._process_group = process_group
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
+        #: Checksum of the buffers before the first forward pass since the last step; 0 if unknown.
+        self._buffer_checksum = 0
         self._is_finish_queued = False
+        #: True after the warning about buffers that were changed between two steps.
+        self._has_warned_of_buffers = False
         #: True after the warning about `no_sync` around one of two passes.
         self._has_warned = False
         #: Parameters with hooks that connect this replica.
@@ -227,6 +232,10 @@ class Replica:
         if self._ddp.require_backward_grad_sync:
             self.unused.refuse(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
+        # Dynamo cannot trace the checksum, and a compiled wrapper must not break the graph.
+        is_checked = self.options.broadcast_buffers and not torch.compiler.is_compiling()
+        if is_checked and self._buffer_checksum == 0:
+            self._buffer_checksum = checksum(self.tracked.named_buffers().values())
 
     def _adopt_changed_parameters(self) -> None:
         if self._ddp._join_config.enable:
@@ -366,4 +375,21 @@ class Replica:
         source = 0
         if self._ddp._join_config.enable:
             source = highest_rank(self.group, self.device, is_candidate=is_participating)
-        broadcast_buffers(buffers, self.group, self.failures, source)
+        before_forward = torch.tensor(self._buffer_checksum, device=buffers[0].device)
+        broadcast_buffers([*buffers, before_forward], self.group, self.failures, source)
+        self._warn_of_changed_buffers(int(before_forward))
+        self._buffer_checksum = 0
+
+    def _warn_of_changed_buffers(self, source_checksum: int) -> None:
+        """Warn if the forward pass used other buffers on this rank than on the source rank."""
+        if self._has_warned_of_buffers or 0 in (self._buffer_checksum, source_checksum):
+            return
+        if self._buffer_checksum != source_checksum:
+            self._has_warned_of_buffers = True
+            warnings.warn(
+                f"rank {self.group.rank}: before the forward pass of this step, the buffers "
+                "differed from those of rank 0, because a rank changed them after the previous "
+                "step. torch's DDP would have copied those of rank 0 before the forward pass; "
+                "change buffers on every rank in the same way, or broadcast them after the change",
+                stacklevel=2,
+            )

@@ -1,8 +1,8 @@
-"""What a whole run measures, in rows: ways of training, of attending, of compressing, side by side.
+"""Rows of a whole run: variants of training, attention and compression side by side.
 
     python -m llmsys_suite.bench --quick
 
-Ratios are of times taken in turns: of training to torch's DDP, of attention to torch's SDPA.
+Ratios are taken between interleaved timings: training relative to torch's DDP, attention to SDPA.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CASES = ("train", "attention", "compress")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Run these stages and those that they read from, in a folder that does not stay."""
+    """Run these stages and their dependencies in a temporary folder."""
     with tempfile.TemporaryDirectory() as scratch:
         config = resolve(
             [*CASES, "audit"],

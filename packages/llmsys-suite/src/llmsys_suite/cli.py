@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,46 +37,61 @@ def main() -> None:
 @app.command()
 def run(
     stages: Annotated[
-        list[str] | None, typer.Argument(help="Stages to run, and what they need; default: all.")
+        list[str] | None,
+        typer.Argument(help="Stages to run, with their dependencies; default: all."),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="cpu or gpu; default: what is there.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="cpu or gpu; default: gpu if there is one.")
+    ] = None,
     size: Annotated[str | None, typer.Option(help="A size of `llmsys list`.")] = None,
     world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, gloo or nccl.")] = "auto",
+    backend: Annotated[str | None, typer.Option(help="auto, gloo or nccl; default: auto.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Measured steps a variant; scale's budgets follow them.")
+        int | None,
+        typer.Option(help="Measured steps per variant; the budgets of scale are proportional."),
     ] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps before those.")] = None,
     epochs: Annotated[
-        int | None, typer.Option(help="DDP and FSDP read all text so often, in place of --steps.")
+        int | None, typer.Option(help="Epochs over the whole text, instead of --steps.")
     ] = None,
-    learn: Annotated[int | None, typer.Option(help="Steps of the fastest way, for real.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Learn on from RUN/checkpoint.")] = None,
-    seed: Annotated[int, typer.Option(help="Weights and batches follow from it.")] = 0,
+    learn: Annotated[int | None, typer.Option(help="Steps of the stage learn.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the training of RUN/checkpoint.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
     data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
+    ] = None,
 ) -> None:
-    """Take a model through its life: plan, train, extrapolate, inspect, compress, audit."""
+    """Plan, train, extrapolate, inspect, compress and audit one model."""
     from llmsys_suite.start import execute
 
     first = os.environ.get("RANK", "0") == "0"
     if first:
         print("llmsys: looking at this machine", file=sys.stderr, flush=True)
-    config = resolve(
-        stages or [],
-        preset=preset,
-        size=size,
-        world=world,
-        backend=backend,
-        steps=steps,
-        warmup=warmup,
-        epochs=epochs,
-        learn=learn,
-        resume=resume,
-        seed=seed,
-        data=data,
-        out=out,
-    )
+    options: dict[str, Any] = {
+        "preset": preset,
+        "size": size,
+        "world": world,
+        "backend": backend,
+        "steps": steps,
+        "warmup": warmup,
+        "epochs": epochs,
+        "learn": learn,
+        "resume": resume,
+        "seed": seed,
+        "data": data,
+        "out": out,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if config_file is not None:
+        from llmsys_suite.config_file import read_toml
+
+        options = read_toml(config_file) | options
+    in_file = options.pop("stages", [])
+    config = resolve(stages or in_file, **options)
     status, out = execute(config)
     if first and (out / "report.md").exists():
         from llmsys_suite.report.page import headline
@@ -86,30 +101,51 @@ def run(
 
 
 @app.command()
+def config(
+    preset: Annotated[str | None, typer.Option(help="cpu or gpu; default: gpu if any.")] = None,
+) -> None:
+    """Print a file for `llmsys run --config` with every field, its meaning and its default."""
+    from llmsys_suite.config_file import to_toml
+
+    print(to_toml(resolve([], preset=preset)), end="")
+
+
+@app.command()
 def step(
     sizes: Annotated[str, typer.Option(help="Sizes of `llmsys list`: A,B or all.")] = "tiny",
     contexts: Annotated[str, typer.Option(help="Tokens a row: 128,512.")] = "128",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or several.")] = "fp32",
-    compile_: Annotated[bool, typer.Option("--compile", help="Compiled beside eager.")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="Measure torch.compile too.")] = False,
     checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Blocks that run again beside blocks that do not.")
+        bool, typer.Option("--checkpoint", help="Measure activation checkpointing too.")
     ] = False,
     rows: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
-    lr: Annotated[float, typer.Option(help="AdamW's.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
     time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
-    profile: Annotated[bool, typer.Option("--profile", help="The operators of a step.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Print the operators of a step.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="A new folder: tables as CSV, rows as JSON, traces.")
     ] = None,
 ) -> None:
-    """Time one training step by size, context and precision, each in a process of its own."""
+    """Time one training step by size, context and precision, each in a separate process."""
     from llmsys_suite.step.report import benchmark
 
     for line in benchmark(
-        sizes=sizes, contexts=contexts, dtypes=dtype, compiled=compile_, checkpointed=checkpoint,
-        rows=rows, lr=lr, limit=time_limit, profile=profile, device=device, out=out,
-    ):  # fmt: skip
+        sizes=sizes,
+        contexts=contexts,
+        dtypes=dtype,
+        compiled=compile_,
+        checkpointed=checkpoint,
+        rows=rows,
+        lr=lr,
+        limit=time_limit,
+        profile=profile,
+        device=device,
+        out=out,
+    ):
         print(line, flush=True)
 
 
@@ -117,54 +153,20 @@ def step(
 def report(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
-    """Write report.md and report.html of a run anew, and print the first."""
+    """Rewrite report.md and report.html of a run, and print the first."""
     from llmsys_suite.report.page import write_report
 
-    found = _run_folder(folder)
-    print(write_report(found))
-    if not found.complete:
+    run_folder = _run_folder(folder)
+    print(write_report(run_folder))
+    if not run_folder.complete:
         print(f"llmsys: {folder} is an incomplete run; this is of what it has", file=sys.stderr)
 
 
 @app.command()
 def audit(
-    folder: Annotated[Path | None, typer.Argument(help="A run folder.")] = None,
-    mutate: Annotated[
-        bool, typer.Option("--mutate", help="Plant defects, and say which check finds which.")
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Plant those whose names hold this.")
-    ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Name the defects.")] = False,
-    write: Annotated[
-        Path | None, typer.Option(help="Write the table between the markers of this file.")
-    ] = None,
+    folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
-    """Check a run's records once more, or check the checks with injected faults."""
-    if write is not None and (only or not write.is_file()):
-        raise UsageError(f"--write takes a file with markers and all defects, not {write}")
-    if mutate or list_:
-        from llmsys_suite.audit.mutations import DEFECTS
-
-        names = [d.label for d in DEFECTS if not only or any(word in d.label for word in only)]
-        if not names:
-            raise UsageError(f"no defect's name holds {' or '.join(map(repr, only or []))}")
-        if list_:
-            print("\n".join(names))
-            return
-        from llmsys_suite.audit.mutate import mutate as plant
-        from llmsys_suite.audit.mutate import table
-
-        outcomes = plant(names)
-        print(table(outcomes))
-        if write is not None:
-            before, _, rest = write.read_text().partition("<!-- injected -->\n")
-            _, _, after = rest.partition("<!-- /injected -->")
-            marked = f"<!-- injected -->\n{table(outcomes)}\n<!-- /injected -->"
-            write.write_text(before + marked + after)
-        raise typer.Exit(0 if all(outcome.killed for outcome in outcomes) else 1)
-    if folder is None:
-        raise UsageError("give a run folder, or --mutate")
+    """Check the records of a run once more."""
     from llmsys_suite.audit.records import check_again
 
     checks = check_again(_run_folder(folder))
@@ -186,25 +188,27 @@ def compare(
             "1 if one is slower, 3 if the samples cannot tell."
         ),
     ] = None,
-    resolve: Annotated[str, typer.Option(help="The difference that is to be found.")] = "5%",
+    margin: Annotated[
+        str, typer.Option(help="Differences below this fraction count as none.")
+    ] = "5%",
     assert_equal: Annotated[
         bool, typer.Option("--assert-equal", help="Exit 1 where losses or counts differ.")
     ] = False,
 ) -> None:
-    """Say which variants became faster or slower, and whether the samples can tell."""
+    """Print which variants became faster or slower, and whether the samples can tell."""
     from llmsys_suite.config import percentage
     from llmsys_suite.report.compare import compare_runs, differences, warnings
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
     old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
-    rows = [] if assert_equal else compare_runs(old, new, resolve=percentage(resolve, "--resolve"))
-    found = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]
-    for doubt in dict.fromkeys(line for f in (*old[1:], *new) for line in warnings(old[0], f)):
-        print(f"llmsys: {doubt}", file=sys.stderr)
+    rows = [] if assert_equal else compare_runs(old, new, margin=percentage(margin, "--margin"))
+    unequal = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]
+    for warning in dict.fromkeys(line for f in (*old[1:], *new) for line in warnings(old[0], f)):
+        print(f"llmsys: {warning}", file=sys.stderr)
     if assert_equal:
-        print("\n".join(found) if found else "losses and counts are equal")
-        raise typer.Exit(1 if found else 0)
+        print("\n".join(unequal) if unequal else "losses and counts are equal")
+        raise typer.Exit(1 if unequal else 0)
     for row in rows:
         print(row)
     if fail_above is not None:
@@ -234,21 +238,26 @@ def _status_above(rows: list[Comparison], percent: float) -> int:
 @app.command()
 def sample(
     folder: Annotated[Path, typer.Argument(help="A run folder, of a run with the stage learn.")],
-    prompt: Annotated[str, typer.Option(help="What the model goes on from.")] = "The ",
-    letters: Annotated[int, typer.Option(help="How many bytes it writes.")] = 240,
-    warmth: Annotated[float, typer.Option(help="Near 0 the likeliest, above 1 bolder.")] = 0.7,
-    seed: Annotated[int, typer.Option(help="Draws follow from it.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Text that the model continues.")] = "The ",
+    max_bytes: Annotated[int, typer.Option(help="Number of bytes to generate.")] = 240,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="Sampling temperature: near 0 the most likely byte, above 1 more random."
+        ),
+    ] = 0.7,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
 ) -> None:
-    """Let the model that a run has trained write."""
-    from llmsys_suite.report.writing import model_of, written_after
+    """Generate text with the model that a run has trained."""
+    from llmsys_suite.report.generation import generate_text, model_of
 
     model = model_of(_run_folder(folder))
-    print(prompt + written_after(model, prompt, letters, warmth=warmth, seed=seed))
+    print(prompt + generate_text(model, prompt, max_bytes, temperature=temperature, seed=seed))
 
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine offers a run, and what to do about what it lacks."""
+    """Print the facts of this machine that matter to a run, and remedies."""
     from llmsys_suite.environment import diagnosis
 
     for fact, value, remedy in diagnosis():

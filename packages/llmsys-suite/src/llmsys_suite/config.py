@@ -1,4 +1,4 @@
-"""What a run is asked to do, checked against what this machine can do before anything starts."""
+"""Configuration of a run, checked against this machine before anything starts."""
 
 from __future__ import annotations
 
@@ -46,9 +46,20 @@ SIZES = {
     "2.7B": Size(2560, 10240, 32, 32),
     "10B": Size(4608, 12288, 50, 36),
 }
-#: `memory` draws half of the context, too, and a head takes two positions to look back.
+#: `memory` also draws half of the context, and a head needs two positions to look back.
 LEAST_CONTEXT = 8
-#: A step's batch is drawn by a million times as much, which 64 bits must hold.
+#: Smallest value of each number of a configuration.
+LEAST = {
+    "world": 1,
+    "steps": 1,
+    "warmup": 0,
+    "epochs": 0,
+    "learn": 1,
+    "seed": 0,
+    "rows": 1,
+    "context": LEAST_CONTEXT,
+}
+#: Largest seed: a batch is drawn with a million times the seed, which must fit 64 bits.
 MOST_SEED = 10**12
 # In the order of a run.  Each stage names the stages whose results it reads.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -70,7 +81,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 
 
 class UsageError(ValueError):
-    """The run cannot be done as asked: one clear line, exit status 2."""
+    """A run that is not possible: reported in one line, with exit status 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +89,7 @@ class RunConfig:
     """One run.
 
     `rows` is the global batch in sequences and `context` their length in tokens, so that one
-    step reads rows x context tokens whatever the world size.
+    step reads rows x context tokens for any world size.
     """
 
     stages: tuple[str, ...] = tuple(STAGES)
@@ -91,7 +102,7 @@ class RunConfig:
     context: int = 128
     steps: int = 20
     warmup: int = 5
-    #: How often the ways of training read the whole text; 0: windows at random, in `steps`.
+    #: Epochs over the whole text for each variant; 0 draws random windows for `steps` steps.
     epochs: int = 0
     #: Steps of the stage `learn`; None takes those of the checkpoint, or 500.
     learn: int | None = None
@@ -105,14 +116,14 @@ class RunConfig:
 
     @property
     def parts(self) -> int:
-        """In how many parts one process takes the global batch.
+        """Number of parts in which one process handles the global batch.
 
-        On a GPU as many as there are ranks, so that it needs the memory of one rank, not of all.
+        On a GPU it equals the world size, so that one process needs the memory of one rank.
         """
         return self.world if self.device == "cuda" else 1
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for config.json."""
+        """Return plain values for config.json."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
 
     @classmethod
@@ -129,11 +140,12 @@ def resolve(
     world: int | None = None,
     backend: str = "auto",
     out: Path | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> RunConfig:
-    """Fill in what was left open, or is None in `asked`, from what this machine has.
+    """Return a configuration whose missing options are chosen for this machine.
 
-    Raises UsageError where the machine, the names or the numbers do not allow the run.
+    Raises:
+        UsageError: the machine, the names or the numbers do not allow the run.
     """
     gpus = count_gpus()
     preset = preset or ("gpu" if gpus else "cpu")
@@ -141,11 +153,11 @@ def resolve(
         raise UsageError(f"preset {preset!r} is unknown; choose cpu or gpu")
     if preset == "gpu" and not gpus:
         raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if asked.get("epochs") == 0:
+    options = {name: value for name, value in options.items() if value is not None}
+    if options.get("epochs") == 0:
         raise UsageError("--epochs 0 is below 1, the least that makes sense")
-    if asked.keys() >= {"steps", "epochs"}:
-        both = f"--steps {asked['steps']} and --epochs {asked['epochs']}"
+    if options.keys() >= {"steps", "epochs"}:
+        both = f"--steps {options['steps']} and --epochs {options['epochs']}"
         raise UsageError(f"{both} contradict each other; give one")
     launched = "RANK" in os.environ
     if launched and world not in (None, int(os.environ["WORLD_SIZE"])):
@@ -168,13 +180,13 @@ def resolve(
         config = replace(config, size="small", rows=16 * world, context=1024, learning_rate=3e-4)
     else:
         config = replace(config, rows=4 * world)
-    config = replace(config, **asked)
+    config = replace(config, **options)
     check(config)
     return config
 
 
 def with_dependencies(stages: list[str]) -> tuple[str, ...]:
-    """`stages` and all they read from, in the order of a run."""
+    """Return `stages` and their dependencies in the order of a run."""
     wanted: set[str] = set()
 
     def want(stage: str) -> None:
@@ -191,7 +203,7 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
 
 
 def restarts() -> int:
-    """How often torchrun has started this run anew."""
+    """Return how often torchrun has started this run anew."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -208,12 +220,11 @@ def count_gpus() -> int:
 
 
 def percentage(text: str, option: str) -> float:
-    """`5%`, `5` or `0.05` as 0.05; UsageError for what is none, or not between 0 and 100 %."""
+    """Return `5%` or `5` as 0.05; raise UsageError unless it is between 0 and 100 %."""
     try:
-        value = float(text.rstrip("%"))
+        value = float(text.removesuffix("%")) / 100
     except ValueError:
-        raise UsageError(f"{option} {text!r} is no percentage; give one such as 5%") from None
-    value = value / 100 if text.endswith("%") or value >= 1 else value
+        raise UsageError(f"{option} {text!r} is not a percentage; give one such as 5%") from None
     if not 0 < value < 1:
         raise UsageError(f"{option} {text} is not between 0% and 100%")
     return value
@@ -234,7 +245,19 @@ def _backend(backend: str, preset: str, gpus: int, world: int, launched: bool) -
 
 
 def check(config: RunConfig) -> None:
-    """Raise UsageError where the names, the numbers or the paths allow no run."""
+    """Raise UsageError if the names, the numbers or the paths do not allow the run."""
+    _check_names(config)
+    _check_numbers(config)
+    if config.data is not None and not os.path.exists(config.data):
+        raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
+    if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
+        raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
+    if config.resume is not None and "learn" not in config.stages:
+        raise UsageError(f"--resume {config.resume} needs the stage learn; add it to the stages")
+    _check_out(config.out)
+
+
+def _check_names(config: RunConfig) -> None:
     if config.stages != with_dependencies(list(config.stages)):
         needed = ", ".join(with_dependencies(list(config.stages)))
         raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
@@ -246,22 +269,19 @@ def check(config: RunConfig) -> None:
         raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
     if (config.backend, config.device) not in (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda")):
         raise UsageError(f"backend {config.backend!r} does not move tensors of {config.device}")
-    for name, value, least in (
-        ("world", config.world, 1),
-        ("steps", config.steps, 1),
-        ("warmup", config.warmup, 0),
-        ("epochs", config.epochs, 0),
-        *((("learn", config.learn, 1),) if config.learn is not None else ()),
-        ("seed", config.seed, 0),
-        ("rows", config.rows, 1),
-        ("context", config.context, LEAST_CONTEXT),
-    ):
+
+
+def _check_numbers(config: RunConfig) -> None:
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        if name == "learn" and value is None:
+            continue
         if type(value) is not int:
-            raise UsageError(f"{name} {value!r} is no whole number")
+            raise UsageError(f"{name} {value!r} is not a whole number")
         if value < least:
             raise UsageError(f"--{name} {value} is below {least}, the least that makes sense")
     if config.seed > MOST_SEED:
-        raise UsageError(f"--seed {config.seed} is above {MOST_SEED}: a batch's has no room in it")
+        raise UsageError(f"--seed {config.seed} is above {MOST_SEED}, the largest seed")
     if config.rows % config.world:
         raise UsageError(
             f"{config.rows} rows do not split over {config.world} ranks: the mean of the ranks' "
@@ -269,13 +289,6 @@ def check(config: RunConfig) -> None:
         )
     if not 0 < config.learning_rate < math.inf:
         raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
-    if config.data is not None and not os.path.exists(config.data):
-        raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
-    if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
-        raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
-    if config.resume is not None and "learn" not in config.stages:
-        raise UsageError(f"--resume {config.resume} goes on with the stage learn; ask for that")
-    _check_out(config.out)
 
 
 def _check_out(out: Path | None) -> None:

@@ -1,14 +1,15 @@
-"""Real text as tokens, one a byte, and batches of them.
+"""Real text as tokens, one per byte, and batches of them.
 
-The text is this interpreter's own standard library, a file or a folder. A batch is a function of
-(seed, step) alone, and each rank takes its rows of it: every way of training the same model sees
-the same tokens in the same order, at any world size.
+The text is the standard library of this interpreter, a file or a folder. A batch is a function of
+(seed, step), and each rank takes its rows of it: every variant reads the same tokens in the same
+order, at any world size.
 
-Notable: reading needs no torch, so that a run without enough to read is refused at once.
+Reading needs no torch, so that a run with too little text is refused at once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on, and the last tenth, held out."""
+    """The training bytes and the held-out bytes, which are the last tenth."""
 
     train: bytes
     heldout: bytes
@@ -32,19 +33,27 @@ class Text:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on, and those held out."""
+    """The training tokens and the held-out tokens."""
 
     train: Tensor
     heldout: Tensor
 
     def batch(
-        self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1,
+        self,
+        *,
+        rows: int,
+        context: int,
+        seed: int,
+        step: int,
+        rank: int = 0,
+        world: int = 1,
         epochs: bool = False,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's rows, each of shape (rows / world, context).
 
-        They begin anywhere; with `epochs` each window of the text comes once in `epoch_steps`.
-        ValueError where the ranks' shares would differ: a mean of their means is no mean of rows.
+        Rows start anywhere; with `epochs` each window of the text occurs once per `epoch_steps`.
+        Raises ValueError if ranks would get different numbers of rows, because then the mean of
+        their means is not the mean of the rows.
         """
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks")
@@ -62,7 +71,7 @@ class Corpus:
 def read_text(path: Path | None = None) -> Text:
     """Return the bytes of `path` (a file, or all files below a folder), or the standard library's.
 
-    Raises UsageError where there is nothing to read.
+    Raises UsageError if there is nothing to read.
     """
     if path is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -84,7 +93,7 @@ def read_text(path: Path | None = None) -> Text:
 
 
 def require_text(text: Text, *, context: int) -> None:
-    """Raise UsageError where the text is too short for a row to train on and eight held out."""
+    """Raise UsageError if the text is too short for one training row and eight held-out rows."""
     needed = 10 * 8 * (context + 1)
     if len(text.train) + len(text.heldout) < needed:
         raise UsageError(
@@ -100,7 +109,7 @@ def epoch_steps(length: int, rows: int, context: int) -> int:
 
 
 def in_epochs(config: RunConfig, text: Text) -> RunConfig:
-    """With as many steps as its epochs take, where it has any; UsageError where those are none."""
+    """Return the config with the steps of its epochs; raise UsageError if no step remains."""
     if not config.epochs:
         return config
     steps = config.epochs * epoch_steps(len(text.train), config.rows, config.context)
@@ -122,8 +131,18 @@ def load_corpus(path: Path | None = None) -> Corpus:
     )
 
 
+def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
+    """Return twelve hexadecimal digits of the digest of each row."""
+    import torch
+
+    rows = (part.to(torch.uint8).cpu().numpy().tobytes() for part in (*tokens, *targets))
+    parts = list(rows)
+    pairs = zip(parts[: len(tokens)], parts[len(tokens) :], strict=True)
+    return [hashlib.sha256(x + b"\0" + y).hexdigest()[:12] for x, y in pairs]
+
+
 def _shifted(text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and the same moved on by one: both contiguous, as pipelines expect."""
+    """Return tokens and the tokens after them, both contiguous, as pipelines expect."""
     import torch
 
     window = torch.stack([text[start : start + context + 1] for start in starts]).long()
@@ -147,7 +166,7 @@ def _starts_in_epochs(length: int, rows: int, context: int, seed: int, step: int
 
 @lru_cache(maxsize=2)
 def _order(windows: int, seed: int) -> list[int]:
-    """Another for each epoch: by a number that is drawn for each window."""
+    """Return the order of the windows in an epoch, sorted by a random number per window."""
     import torch
 
     drawn = torch.randint(2**24, (windows,), generator=torch.Generator().manual_seed(seed))

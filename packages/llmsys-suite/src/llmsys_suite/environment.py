@@ -1,4 +1,4 @@
-"""What a number depends on besides the code: versions, processor, memory, how busy it all is."""
+"""Facts about the machine and the software that measurements depend on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
 
 
 def available_memory_bytes(device: str) -> int:
-    """Bytes that a new process could take: on one GPU, or of the host's memory."""
+    """Return the bytes that a new process can allocate on one GPU or in host memory."""
     if device == "cuda":
         import torch
 
@@ -52,7 +52,7 @@ def available_memory_bytes(device: str) -> int:
 def peak_memory_bytes() -> int:
     """Return the peak memory of this process in bytes, since the last `forget_peak_memory`.
 
-    Not what getrusage says where it can be helped: that begins with what the parent held.
+    getrusage is the fallback only, because its value starts at the memory of the parent.
     """
     for line in _lines("/proc/self/status"):
         if line.startswith("VmHWM:"):
@@ -61,7 +61,7 @@ def peak_memory_bytes() -> int:
 
 
 def forget_peak_memory() -> None:
-    """Begin again, where the kernel can."""
+    """Reset the peak memory of this process if the kernel supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -110,7 +110,7 @@ def _cpuinfo(field: str) -> str:
 
 
 def _flags() -> list[str]:
-    """Those that decide how fast a product of matrices is; two of one name may differ 30-fold."""
+    """Return the CPU flags that decide the speed of matrix products, up to a factor of 30."""
     flags = _cpuinfo("flags").split() or _cpuinfo("Features").split()
     kinds = ("avx", "amx", "fma", "sse4", "asimd", "sve", "i8mm", "bf16", "f16c")
     return sorted(flag for flag in flags if flag.startswith(kinds))

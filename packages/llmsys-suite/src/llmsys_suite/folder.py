@@ -1,10 +1,9 @@
-"""The run folder: everything that was measured, raw, and everything that was made of it.
+"""The run folder: raw measurements and everything that is derived from them.
 
-Notable:
-- files are written beside themselves and renamed, so none is ever half there; samples are appended
-  a line at a time, so what was measured before an interruption stays;
-- a finished folder is sealed: manifest.json holds every file's digest and the format's number, and
-  whatever reads the folder later says so if it was edited, cut off, or written otherwise.
+- Files are written under another name and renamed, so that no file is ever incomplete. Samples are
+  appended line by line, so that measurements before an interruption are kept.
+- A finished folder is sealed: manifest.json contains the digest of every file and the format. Every
+  reader of the folder reports edited, truncated or differently formatted files.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.stages.results import from_json, to_json
 
 Sample = dict[str, Any]
-#: Raised when what the files hold changes.
-FORMAT = 4
+#: Increased whenever the content of the files changes.
+FORMAT = 5
 MANIFEST = "manifest.json"
-#: What every run writes.
+#: Files that every run writes.
 ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
 
 
@@ -59,23 +58,23 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """Return the folder of a run; raise `UsageError` unless it is as the run left it."""
         if not (path / "summary.json").exists():
-            raise UsageError(f"{path} is no run folder: it holds no summary.json")
+            raise UsageError(f"{path} is not a run folder: it has no summary.json")
         folder = cls(path)
         folder.require_whole()
         return folder
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write one JSON file whole."""
+        """Write one JSON file atomically."""
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write one text file whole."""
+        """Write one text file atomically."""
         beside = self.path / f".{name}.part"
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, self.path / name)
 
     def write_csv(self, name: str, rows: Iterable[Sample]) -> None:
-        """Write one table whole; its columns are those of any row."""
+        """Write one table atomically; its columns are the keys of all rows."""
         rows, text = list(rows), io.StringIO()
         writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
@@ -83,7 +82,7 @@ class RunFolder:
         self.write_text(name, text.getvalue())
 
     def read_json(self, name: str) -> Any:
-        """One JSON file; UsageError where it is not there or not JSON."""
+        """Return one JSON file; raise UsageError if it is missing or not JSON."""
         try:
             return json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -91,7 +90,7 @@ class RunFolder:
 
     @property
     def config(self) -> RunConfig:
-        """What the run was asked to do."""
+        """The configuration of the run."""
         try:
             return RunConfig.from_json(self.read_json("config.json"))
         except (KeyError, TypeError) as error:
@@ -99,7 +98,7 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Status, and each finished stage's results."""
+        """The status and the results of each finished stage as plain values."""
         summary = self.read_json("summary.json")
         if not isinstance(summary, dict) or not summary.keys() >= {"status", "stages"}:
             raise UsageError(f"{self.path / 'summary.json'} is not what a run writes")
@@ -107,18 +106,18 @@ class RunFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether the run got to its end."""
+        """True if the run reached its end."""
         return bool(self.summary["status"] == "complete")
 
     @property
     def results(self) -> dict[str, Any]:
-        """What each finished stage handed on, as it did."""
+        """The results of each finished stage."""
         return from_json(self.summary["stages"])
 
     def add_stage(
         self, stage: str, result: Any, seconds: float = 0.0, peak_mib: float = 0.0
     ) -> None:
-        """Keep what one stage handed on, how long it took, and the most that a process held."""
+        """Store the results of one stage, its duration and the peak memory of a process."""
         summary, spent = self.summary, {"stage_seconds": seconds, "peak_process_mib": peak_mib}
         summary["stages"][stage] = to_json(result) | spent
         self.write_json("summary.json", summary)
@@ -137,17 +136,17 @@ class RunFolder:
         return summary["failed_stage"], summary["reason"]
 
     def finish(self) -> None:
-        """Mark the run complete, and seal it."""
+        """Mark the run complete and seal it."""
         self.write_json("summary.json", self.summary | {"status": "complete"})
         self.seal()
 
     def seal(self) -> None:
-        """Write down every file's digest."""
+        """Write the digest of every file."""
         digests = {name: _digest(self.path / name) for name in self._files()}
         self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
 
     def require_whole(self) -> None:
-        """UsageError where a finished run's files are not those that it wrote."""
+        """Raise UsageError if the files of a finished run have changed."""
         if not (self.path / MANIFEST).exists():
             if self.complete:
                 raise UsageError(f"{self.path} holds no {MANIFEST}: another version wrote it")
@@ -156,9 +155,9 @@ class RunFolder:
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise UsageError(f"{self.path / MANIFEST} is not what a run writes")
         if manifest.get("format") != FORMAT:
-            found = manifest.get("format")
+            version = manifest.get("format")
             raise UsageError(
-                f"{self.path} is of format {found} and this version reads {FORMAT}; "
+                f"{self.path} is of format {version} and this version reads {FORMAT}; "
                 "make the run again, or read it with the version that wrote it"
             )
         if missing := [name for name in ALWAYS if name not in manifest["files"]]:
@@ -171,16 +170,16 @@ class RunFolder:
                 raise UsageError(f"{path} was changed since its run wrote it")
 
     def append_samples(self, samples: Iterable[Sample]) -> None:
-        """Add raw measurements, a line each."""
+        """Append raw measurements, one line per sample."""
         with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(sample) + "\n" for sample in samples))
 
     def samples(self) -> list[Sample]:
-        """All raw measurements; a last line cut short by a kill is left out."""
+        """Return all raw measurements, without a last line that a kill has truncated."""
         lines = (self.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
         rows: list[Sample] = []
         try:
-            # At once: an epoch has half a million lines, and each line's keys would be its own.
+            # Parse all lines at once, so that samples share their keys: epochs have many lines.
             rows = json.loads(f"[{','.join(lines)}]")
         except json.JSONDecodeError:
             for line in lines:

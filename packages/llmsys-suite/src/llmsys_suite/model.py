@@ -184,8 +184,8 @@ def rotary_frequencies(head_dim: int, base: float = 10_000.0) -> Tensor:
 
 def rotary_table(head_dim: int, context: int) -> Tensor:
     """Cosines and sines (2, context, head_dim / 2)."""
-    place = torch.arange(context, dtype=torch.float64)
-    angle = place[:, None] * rotary_frequencies(head_dim).to(place.device)
+    position = torch.arange(context, dtype=torch.float64)
+    angle = position[:, None] * rotary_frequencies(head_dim).to(position.device)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 

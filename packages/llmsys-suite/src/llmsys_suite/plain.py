@@ -1,9 +1,6 @@
-"""The whole idea in one file: one process trains a decoder on bytes, measures and checks itself.
+"""The idea of the suite in one file: train a decoder on bytes in one process, measure and check.
 
-Everything is its formula; torch multiplies and differentiates, no more. In float64 it is what the
-audit holds a run against.
-
-Shape suffixes: B batch, T tokens, D d_model, H heads, K head_dim, V vocabulary.
+Torch only multiplies and differentiates. In float64 this file is the reference of the audit.
 """
 
 import math
@@ -33,8 +30,8 @@ def logits(w: Weights, tokens_BT: Tensor, heads: int, seen: list[Tensor] | None 
         qkv = (y_BTD @ w[f"{block}attention.{part}.weight"].T for part in "qkv")
         q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv)
         scores_BHTT = rotate(q) @ rotate(k).transpose(-2, -1) / math.sqrt(q.shape[-1])
-        place = torch.arange(x_BTD.shape[1], device=q.device)
-        pattern_BHTT = softmax(scores_BHTT.where(place[:, None] >= place, -math.inf))
+        position = torch.arange(x_BTD.shape[1], device=q.device)
+        pattern_BHTT = softmax(scores_BHTT.where(position[:, None] >= position, -math.inf))
         if seen is not None:
             seen.append(pattern_BHTT)
         mixed_BTD = (pattern_BHTT @ v).transpose(1, 2).flatten(2)
@@ -67,8 +64,8 @@ def softmax(x: Tensor) -> Tensor:
 def rotate(x_BHTK: Tensor) -> Tensor:
     """Pair (i, i + K/2) turned by position x 10,000^(-2i/K) (Su et al. 2021, section 3.2)."""
     half = x_BHTK.shape[-1] // 2
-    place, i = (torch.arange(n, dtype=torch.float64) for n in (x_BHTK.shape[2], half))
-    angle = (place[:, None] * 10_000.0 ** (-i / half)).to(x_BHTK.device)
+    position, i = (torch.arange(n, dtype=torch.float64) for n in (x_BHTK.shape[2], half))
+    angle = (position[:, None] * 10_000.0 ** (-i / half)).to(x_BHTK.device)
     cos, sin = angle.cos().to(x_BHTK), angle.sin().to(x_BHTK)
     first, second = x_BHTK.split(half, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -78,15 +75,17 @@ def gradients(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> tuple[
     """Return the loss and its gradient with respect to every weight."""
     leaves = {name: x.detach().requires_grad_() for name, x in w.items()}
     value = loss(leaves, tokens, targets, heads)
-    found = torch.autograd.grad(value, list(leaves.values()))
-    return float(value.detach()), dict(zip(leaves, found, strict=True))
+    slopes = torch.autograd.grad(value, list(leaves.values()))
+    return float(value.detach()), dict(zip(leaves, slopes, strict=True))
 
 
 class AdamW:
     """Loshchilov and Hutter 2019, algorithm 2, with torch's default constants."""
 
     def __init__(self, w: Weights, rate: float, decay: float = 0.01) -> None:
-        self.rate, self.decay, self.t = rate, decay, 0
+        self.rate = rate
+        self.decay = decay
+        self.t = 0
         self.m, self.v = ({n: torch.zeros_like(x) for n, x in w.items()} for _ in range(2))
 
     def step(self, w: Weights, gradients: Weights) -> Weights:
@@ -100,20 +99,21 @@ class AdamW:
         return w
 
 
-def train(w: Weights, text: bytes, heads: int, steps: int, rate: float, shape: tuple[int, int]
-          ) -> tuple[Weights, list[tuple[float, float]]]:  # fmt: skip
+def train(
+    w: Weights, text: bytes, heads: int, steps: int, rate: float, shape: tuple[int, int]
+) -> tuple[Weights, list[tuple[float, float]]]:
     """Train for `steps` of `shape` (rows, context); return weights, and loss and time per step."""
     optimizer, measured = AdamW(w, rate), []
     for step in range(steps):
         begin = time.perf_counter()
-        value, found = gradients(w, *batch(text, *shape, 0, step), heads)
-        w = optimizer.step(w, found)
+        value, slopes = gradients(w, *batch(text, *shape, 0, step), heads)
+        w = optimizer.step(w, slopes)
         measured.append((value, time.perf_counter() - begin))
     return w, measured
 
 
 def check(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> float:
-    """How far the gradient's slope lies from the loss's own, (L(w + g) - L(w - g)) / 2."""
+    """Return how far the gradient's slope differs from (L(w + g) - L(w - g)) / 2."""
     _, g = gradients(w, tokens, targets, heads)
     up, down = ({n: w[n] + sign * 1e-4 * g[n] for n in w} for sign in (1, -1))
     rise = float(loss(up, tokens, targets, heads) - loss(down, tokens, targets, heads))

@@ -41,9 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("job", help="module:function")
         command.add_argument("--address", action="append", required=True)
         command.add_argument("--keys", type=Path, help="key pair of this process, from `keys`")
-        command.add_argument(
-            "--peer", type=Path, action="append", default=[], help="FILE.public of a peer"
-        )
+    serve.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="RANK=FILE",
+        help="public key of the worker that may join as RANK",
+    )
+    join.add_argument("--peer", type=Path, metavar="FILE", help="public key of the server")
     keys = commands.add_parser("keys", help="write a pair of CURVE keys: FILE and FILE.public")
     keys.add_argument("file", type=Path)
     keys.set_defaults(call=_keys)
@@ -64,7 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: argparse.Namespace) -> None:
     job = _load_job(arguments.job)
-    keys = _read_keys(arguments)
+    public, secret = _read_key_pair(arguments.keys)
+    workers = dict(map(_read_worker_key, arguments.peer))
+    if bool(secret) != bool(workers):
+        raise ValueError("expected --keys and --peer together, got only one of them")
+    keys = Keys(public, secret, workers=workers) if secret else None
     address = arguments.address[0]
     server = open_server(job, arguments.server, address, journal=arguments.journal, keys=keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -80,7 +89,10 @@ def _join(arguments: argparse.Namespace) -> None:
     if arguments.site:  # started by torchrun, for example
         dist.init_process_group()
         site = dist.group.WORLD
-    keys = _read_keys(arguments)
+    public, secret = _read_key_pair(arguments.keys)
+    if bool(secret) != bool(arguments.peer):
+        raise ValueError("expected --keys and --peer together, got only one of them")
+    keys = Keys(public, secret, arguments.peer.read_text().strip()) if secret else None
     with join_servers(job, arguments.rank, arguments.address, keys=keys, site=site) as worker:
         print(job.train(worker, *job.args), flush=True)
 
@@ -103,11 +115,20 @@ def _recover(arguments: argparse.Namespace) -> None:
         print(line)
 
 
-def _read_keys(arguments: argparse.Namespace) -> Keys | None:
-    if arguments.keys is None:
-        return None
-    public, secret = arguments.keys.read_text().split()
-    return Keys(public, secret, tuple(path.read_text().strip() for path in arguments.peer))
+def _read_key_pair(path: Path | None) -> tuple[str, str]:
+    """Return the public and the secret key of a file, or two empty texts without a file."""
+    if path is None:
+        return "", ""
+    public, secret = path.read_text().split()
+    return public, secret
+
+
+def _read_worker_key(peer: str) -> tuple[int, str]:
+    """Return the rank and the public key of a `--peer RANK=FILE` of `serve`."""
+    rank, separator, path = peer.partition("=")
+    if not separator or not rank.isdecimal():
+        raise ValueError(f"expected --peer RANK=FILE, such as 0=worker.public, got {peer!r}")
+    return int(rank), Path(path).read_text().strip()
 
 
 def _load_job(name: str) -> Job:

@@ -42,7 +42,9 @@ class Server:
             neither pulled nor pushed in that time and does not wait itself.
         on_worker_loss: "stop" raises an error in all other workers, which names the lost worker;
             "continue" trains without it.
-        elastic: whether other workers may join, with any rank, and lost workers may rejoin.
+        elastic: whether other workers may join, with any rank, and lost workers may rejoin. A
+            policy that averages then waits for a lost worker with "stop", up to `timeout`, and
+            applies means without it with "continue". Other policies always continue.
         drop_after: seconds of waiting after which a slow worker counts as lost; None waits without
             a limit.
         memory: buffer for the parameters; None allocates one.
@@ -69,15 +71,16 @@ class Server:
             raise ValueError(
                 f"expected on_worker_loss 'stop' or 'continue', got {on_worker_loss!r}"
             )
+        self.consistency: Consistency = consistency or BulkSynchronous()
+        waits = elastic and on_worker_loss == "stop" and self.consistency.averages
         survives = elastic or on_worker_loss == "continue"
-        if drop_after is not None and not survives:
+        if drop_after is not None and (waits or not survives):
             raise ValueError(
                 "drop_after continues without a worker: pass on_worker_loss='continue' with it"
             )
         if drop_after is not None and not 0 < drop_after < math.inf:
             raise ValueError(f"expected drop_after in seconds > 0, or None, got {drop_after!r}")
         self.shard = shard or partition(parameters, 1)[0]
-        self.consistency: Consistency = consistency or BulkSynchronous()
         self.core = Core(
             Replica(self.shard, parameters, optimizer, self.consistency, memory),
             self.consistency,
@@ -85,6 +88,7 @@ class Server:
             timeout=timeout,
             survives=survives,
             elastic=elastic,
+            waits=waits,
             drop_after=drop_after,
         )
         self._changed = threading.Condition()

@@ -19,6 +19,8 @@ from tinyml.layers import is_instance_of, layers_of, weight_identity, weight_of
 from tinyml.state_dict_check import check_before_loading
 from tinyml.validation import check_finite
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def compress_weights(
     model: nn.Module,
@@ -94,6 +96,7 @@ def dense_copy(model: nn.Module, kinds: Sequence[type[nn.Module]] = (nn.Module,)
 
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
     """Replace modules of `model` in place; return the model, or its replacement."""
+    check_hooks(model, replacements)
     if model in replacements:
         return replacements[model]
     for parent in list(model.modules()):
@@ -101,6 +104,20 @@ def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) 
             if child in replacements:
                 setattr(parent, name, replacements[child])
     return model
+
+
+def check_hooks(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
+    """Raise `ValueError` if a replaced module has hooks or a patched `forward`."""
+    for name, module in model.named_modules():
+        replacement = replacements.get(module)
+        if replacement is None or any(inner is module for inner in replacement.modules()):
+            continue
+        if "forward" in vars(module) or any(vars(module)[hooks] for hooks in _HOOKS):
+            raise ValueError(
+                f"expected layers without hooks, got a hook or a patched forward on "
+                f"{name or 'the model'}, which the layer that replaces it would not run; "
+                "remove it, or exclude the layer with protect"
+            )
 
 
 def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:

@@ -27,6 +27,14 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
+#: Functional operators that `run_decompositions({})` leaves as they are. It takes most of the time
+#: of an export and is skipped for graphs that contain no other operators.
+UNCHANGED = ELEMENTWISE | {
+    "add", "sub", "mul", "div", "mean", "view", "permute", "transpose", "cat", "softmax", "matmul",
+    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "unsqueeze", "slice", "linear", "conv2d",
+    "conv_transpose2d", "layer_norm", "group_norm", "rms_norm", "prelu", "expand",
+    "scaled_dot_product_attention", "embedding",
+}  # fmt: skip
 
 
 class Exported:
@@ -62,7 +70,10 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
     try:
         with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(wrapped, inputs).run_decompositions({})
+            program = torch.export.export(wrapped, inputs)
+            calls = [node for node in program.graph.nodes if node.op == "call_function"]
+            if not all(operator_name(node) in UNCHANGED for node in calls):
+                program = program.run_decompositions({})
     except Exception as error:  # it runs the model's own code, which may raise anything
         raise ValueError(
             f"{type(model).__name__} cannot be exported ({error}); "

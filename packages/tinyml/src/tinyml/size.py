@@ -11,6 +11,7 @@ import copy
 import statistics
 import time
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -121,6 +122,19 @@ def _milliseconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
     return statistics.median(times[1:])
 
 
+def _recurrent_flops(inputs: Any, from_input: Any, from_state: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(inputs[:-1]) * (prod(from_input) + prod(from_state))
+
+
+#: Operators that torch's counter counts as zero.
+_FLOPS = {
+    torch.ops.aten.dot: lambda left, *_, **__: 2 * prod(left),
+    torch.ops.aten.mv: lambda matrix, *_, **__: 2 * prod(matrix),
+    torch.ops.aten._trilinear: lambda left, weight, *_, **__: 2 * left[0] * prod(weight),
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
+}
+
+
 def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -140,6 +154,11 @@ def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
 
     for layer in [m for m in model.modules() if isinstance(m, IntegerProduct)]:
         layer.register_forward_hook(count)
-    with FlopCounterMode(display=False) as counter:
-        model(*inputs)
+    fused_attention = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)  # one operator that nothing counts
+        with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
+            model(*inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused_attention)
     return total or int(counter.get_total_flops()) // 2

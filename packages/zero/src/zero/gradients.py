@@ -11,6 +11,10 @@ Therefore:
 - GradScaler's check for infinities is reduced too, so that either all ranks step or no rank does;
 - any other operation raises, and names `full_tensor()` as the remedy.
 
+Between steps stage 3's parameters are shards too, and a loss may read them: the same rules hold for
+them (`shard_function`). Reductions of tensors that need a gradient are computed on `full_tensor()`,
+whose backward returns the average of the ranks' gradients.
+
 Note [Two classes of sharded gradients]
 At stages 1 and 2 parameters are whole, so `.grad` must have the parameter's shape, although this
 rank's elements of it are somewhere in buckets. `AveragedGradient` is a wrapper subclass without
@@ -61,6 +65,8 @@ ELEMENTWISE_FUNCTIONS = {
     "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
     "true_divide", "square", "clamp", "masked_fill",
 }  # fmt: skip
+#: Attributes that are other views of all elements.
+VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
 #: Methods that end with an underscore and do not change elements.
 NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
 #: Methods that return values of elements as Python or NumPy objects, or assign to elements.
@@ -76,7 +82,7 @@ OPERATOR_NAMES = {
 
 REMEDY = (
     "element-wise operations, norms, sums, means, maxima and minima work; p.grad.full_tensor(), "
-    "called by every rank, gathers the gradient"
+    "or p.full_tensor() at stage 3, called by every rank, gathers the elements"
 )
 
 
@@ -416,8 +422,8 @@ class ShardGradient(Tensor):
 
     def full_tensor(self) -> Tensor:
         """Return the whole average on every rank; every rank must call it."""
-        runs = [(self.elements.start, self.elements.stop, plain(self))]
-        return _gather_runs(runs, self.elements.shape, self.communicator)
+        full: Tensor = _FullTensor.apply(plain(self), self.elements, self.communicator)
+        return full
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -433,8 +439,33 @@ class ShardGradient(Tensor):
                 _check_is_local(name, _is_elementwise(name.removeprefix("_foreach_")), ())
                 return _wrap_results(func(*args, **kwargs), args[0])
             if _reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
+                if torch.is_grad_enabled() and args[0].requires_grad:
+                    return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return _reduce(name, args, kwargs)
             return _apply_to_shards(func, name, args, kwargs)
+
+
+class _FullTensor(torch.autograd.Function):
+    """The whole tensor, of which each rank has a shard."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, elements: ElementRange, communicator: Communicator
+    ) -> Tensor:
+        ctx.elements = elements
+        ctx.communicator = communicator
+        ctx.shape = values.shape
+        runs = [(elements.start, elements.stop, values)]
+        return _gather_runs(runs, elements.shape, communicator)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # The loss of a training step is the average of the ranks' losses.
+        average = gradient.to(ctx.communicator.device).contiguous().clone()
+        ctx.communicator.all_reduce(average).wait()
+        average /= ctx.communicator.world
+        part = average.reshape(-1)[ctx.elements.start : ctx.elements.stop]
+        return part.to(gradient.device).view(ctx.shape), None, None
 
 
 def shard_gradient(
@@ -450,6 +481,28 @@ def shard_gradient(
 def plain(tensor: Tensor) -> Tensor:
     """Return a ShardGradient's elements as a plain tensor."""
     return tensor.as_subclass(Tensor) if isinstance(tensor, ShardGradient) else tensor
+
+
+def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
+    """Run a function of torch on shards of parameters by the rules for their gradients.
+
+    as_gradient: returns a shard as a ShardGradient, and any other value as it is.
+    """
+    name = _python_name(func)
+    is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+    with torch._C.DisableTorchFunctionSubclass():
+        is_of_object = name in NOT_IN_PLACE or name.startswith(("register_", "__reduce"))
+        if ShardGradient.is_stepping or is_of_object:
+            return func(*args, **kwargs)
+        if is_access and (func.__name__ != "__get__" or name not in VIEWS):
+            if name == "data":
+                args = args[0], *[plain(arg) for arg in args[1:]]
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        local_args, local_kwargs = tree_unflatten([as_gradient(leaf) for leaf in leaves], spec)
+    result = ShardGradient.__torch_function__(func, (), local_args, local_kwargs)
+    is_in_place = bool(args) and bool(local_args) and result is local_args[0]
+    return args[0] if is_in_place else result
 
 
 def _python_name(func: Any) -> str:
@@ -491,8 +544,8 @@ def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
         or any(gradient.elements != gradients[0].elements for gradient in gradients)
     ):
         raise RuntimeError(
-            f"{name} needs elements of a gradient that other ranks have, or combines a gradient "
-            f"with a tensor of other elements: {REMEDY}"
+            f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
+            f"this rank's elements with a tensor of other elements: {REMEDY}"
         )
 
 

@@ -18,7 +18,6 @@ from accounting.model.shape import Shape
 _ABOUT = ("like", "fields", "let", "refuse", "heads_known", "classes", "extra", "more")
 # Multimodal configurations nest that of their language model, which is described here.
 _NESTED = ("text_config", "llm_config", "language_config")
-_INHERITED = ("tie_word_embeddings", "_name_or_path")
 _ATTENTION = ("attention", "full_attention", "indexed_attention", "*")
 _KINDS = (
     *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
@@ -45,9 +44,12 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
         for field in _NESTED:
             inner = content.get(field)
             if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
-                shared = {key: content[key] for key in _INHERITED if key in content}
-                whole = shared | {"model_type": f"{family}_text"} | dict(inner)
-                return transformer_arguments(whole)
+                language_model = {"model_type": f"{family}_text"} | dict(inner)
+                arguments = transformer_arguments(language_model | _tied(content, inner))
+                name = (
+                    f"{arguments['name']}, the language model of {family} without its other parts"
+                )
+                return arguments | {"name": content.get("_name_or_path") or name}
     if family is None:
         raise ValueError("expected a config.json with model_type, got one without it")
     why = REFUSED.get(family.removesuffix("_text"))
@@ -69,6 +71,27 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
             raise ValueError(message.format_map(config))
     return {"name": content.get("_name_or_path") or family} | config.arguments(
         table | _head(table, content, family)
+    )
+
+
+def _tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
+    """Return the `tie_word_embeddings` by which a multimodal class ties its language model."""
+    field = "tie_word_embeddings"
+    family, outer_value, inner_value = (
+        content.get("model_type"),
+        content.get(field),
+        inner.get(field),
+    )
+    if family in _MULTIMODAL["by_language_model"] or inner_value == outer_value is not None:
+        return {}
+    if family in _MULTIMODAL["by_either"]:
+        return {field: bool(outer_value or inner_value)}
+    if family in _MULTIMODAL["tied_by_default"] or family in _MULTIMODAL["untied_by_default"]:
+        default = family in _MULTIMODAL["tied_by_default"]
+        return {field: default if outer_value is None else outer_value}
+    raise ValueError(
+        f"expected {field} of {family!r} and of its language model to be given and equal, got "
+        f"{outer_value!r} and {inner_value!r}; pass the configuration of the language model"
     )
 
 
@@ -375,6 +398,7 @@ _FILES = {
 _BASE: Table = {
     name: table for file in _FILES.values() for name, table in file.pop("base", {}).items()
 }
+_MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
 #: Reasons why some families are refused.
 REFUSED: dict[str, str] = {
     name: why for file in _FILES.values() for name, why in file.pop("refused", {}).items()

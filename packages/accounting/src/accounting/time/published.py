@@ -1,17 +1,18 @@
 """Published training runs (published.toml), and the prediction errors on them.
 
-A prediction is the modeled time of a step times one factor, the geometric mean of measured over
-modeled time of the runs. Its interval is measured on sources that are held out whole: the runs of
-one publication are predicted with the factor of all other publications, and without the constants
-that were fitted to this publication alone.
+A prediction is the modeled time of a step times the factor of its group: the geometric mean of
+measured over modeled time, with equal weight per source. Its interval is measured on sources that
+are held out whole: the runs of one publication are predicted with the factor of all other
+publications, and without the constants that were fitted to this publication alone.
 """
 
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from accounting import checks
@@ -43,8 +44,8 @@ class Published:
     overlap: Mapping[str, float] = field(default_factory=lambda: OVERLAP)
     #: Information that the publication omits, and the assumption made for it.
     assumed: str = ""
-    #: True if nothing was learned from this run.
-    held_out: bool = False
+    #: True if constants of the model were fitted to this source.
+    fitted: bool = False
 
 
 def _read() -> tuple[Published, ...]:
@@ -57,7 +58,28 @@ def _read() -> tuple[Published, ...]:
         both = {k: above[k] | entry[k] for k in ("model", "plan") if k in above and k in entry}
         return above | entry | both
 
-    return tuple(_published(whole(entry)) for entry in tables["run"])
+    runs = [_published(whole(entry)) for entry in tables["run"]]
+    for table in tables["table"]:
+        about = whole(table)
+        for row in table["rows"]:
+            runs.append(_tabulated(about, dict(zip(table["columns"], row, strict=True)), tables))
+    return tuple(runs)
+
+
+def _tabulated(about: dict[str, Any], row: dict[str, Any], tables: dict[str, Any]) -> Published:
+    """Return the run of a row, whose columns are sizes, fields of the plan, and the rate."""
+    plan = about["plan"] | {key: row[key] for key in Plan.__dataclass_fields__ if key in row}
+    ranks = plan.get("tensor", 1) * plan.get("context", 1)
+    plan["data"] = row["devices"] // ranks
+    plan["microbatches"] = row["batch"] // plan["data"] // row["microbatch"]
+    plan["sequence_parallel"] = plan.get("tensor", 1) > 1
+    seq = row.get("seq", about.get("seq"))
+    model = about.get("model", {}) | tables["size"][row["size"]]
+    if "MPT" in row["size"]:
+        model["positions"] = seq
+    seconds = row["batch"] * seq / (row["devices"] * row["rate"])
+    about = about | {"seq": seq, "batch": row["batch"], "seconds": seconds}
+    return _published(about | {"name": row["size"], "model": model, "plan": plan})
 
 
 def _published(entry: dict[str, Any]) -> Published:
@@ -83,9 +105,7 @@ def _published(entry: dict[str, Any]) -> Published:
     return Published(**known | about)
 
 
-_ALL = _read()
-RUNS: tuple[Published, ...] = tuple(run for run in _ALL if not run.held_out)
-HELD_OUT: tuple[Published, ...] = tuple(run for run in _ALL if run.held_out)
+RUNS: tuple[Published, ...] = _read()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +134,13 @@ class Interval:
         return f"{self.middle:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 
-#: Device, precision, and `dense` or `MoE`.
+#: Device, dtype of the matrix products, and `dense` or `MoE`.
 Group = tuple[str, str, str]
-#: Fraction of sources that an interval should contain.
-COVERAGE_GOAL = 0.8
+#: Quantile of the errors of known sources that is the half-width of an interval. A further source
+#: has larger errors than few known sources show, so about 80 % of its runs are expected inside.
+ERROR_QUANTILE = 0.9
+#: Number of sources below which a group uses the widest known interval.
+LEAST_SOURCES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +150,8 @@ class Ratio:
     source: str
     group: Group
     usual: float
-    #: Modeled without the constants that were fitted to this run's source alone.
+    #: Modeled without the constants that were fitted to the source of the run.
     held_out: float
-    learned_from: bool
 
 
 @lru_cache
@@ -141,15 +163,14 @@ def ratios() -> tuple[Ratio, ...]:
             group=group_of(run.model, run.hardware, run.precision),
             usual=math.log(run.seconds / float(modeled(run).total)),
             held_out=math.log(run.seconds / float(modeled(run, held_out=True).total)),
-            learned_from=not run.held_out,
         )
-        for run in _ALL
+        for run in RUNS
     )
 
 
-def group_of(model: Shape, hardware: str, precision: str) -> Group:
-    """Return the properties on which errors may depend: device, precision, and dense or MoE."""
-    return hardware, precision, "MoE" if model.experts else "dense"
+def group_of(model: Shape, hardware: str, precision: str | Precision) -> Group:
+    """Return the properties on which errors may depend: device, dtype, and dense or MoE."""
+    return hardware, recipe(precision).compute, "MoE" if model.experts else "dense"
 
 
 def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
@@ -160,13 +181,13 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
     """
     work = Workload(batch=run.batch, seq=run.seq, precision=run.precision, flash=run.flash)
     device = find(run.hardware)
-    if not held_out:
+    if not held_out or not run.fitted:
         return step_time(run.model, run.plan, work, hardware=device, overlap=run.overlap)
     return step_time(run.model, run.plan, work, hardware=_without_constants(device))
 
 
 def _without_constants(device: Hardware) -> Hardware:
-    """Return a device without fitted constants; no other source has an H100, an H800 or fp8."""
+    """Return a device without fitted constants; the power factor, the overlap, the fp8 fraction."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
         # This replaces the known fp8 fraction by the usual bf16 fraction.
@@ -176,62 +197,67 @@ def _without_constants(device: Hardware) -> Hardware:
 
 
 def mean_log_ratio(seen: Iterable[Ratio]) -> float:
-    """Return the logarithm of the learned factor: the mean over the runs that are learned from."""
-    logs = [ratio.usual for ratio in seen if ratio.learned_from]
-    return sum(logs) / len(logs)
-
-
-def errors_by_source(seen: Sequence[Ratio]) -> dict[str, float]:
-    """Return the largest error per source when it is predicted from all other sources."""
-    errors: dict[str, float] = {}
+    """Return the logarithm of the learned factor, with equal weight per source."""
+    by_source: dict[str, list[float]] = {}
     for ratio in seen:
-        middle = mean_log_ratio(other for other in seen if other.source != ratio.source)
-        error = abs(ratio.held_out - middle)
-        errors[ratio.source] = max(error, errors.get(ratio.source, 0.0))
+        by_source.setdefault(ratio.source, []).append(ratio.usual)
+    return fmean(fmean(logs) for logs in by_source.values())
+
+
+def errors_by_source(seen: Sequence[Ratio]) -> dict[str, list[float]]:
+    """Return the errors of the runs of each source when predicted from all other sources."""
+    errors: dict[str, list[float]] = {}
+    for source in dict.fromkeys(ratio.source for ratio in seen):
+        others = [ratio for ratio in seen if ratio.source != source]
+        middle = mean_log_ratio(others) if others else 0.0
+        errors[source] = [abs(r.held_out - middle) for r in seen if r.source == source]
     return errors
 
 
-def half_width(known: Iterable[float]) -> float | None:
-    """Return the error that `COVERAGE_GOAL` of the sources stay below, or None for too few sources.
-
-    This is the conformal quantile, ceil(.8 (n + 1)) of n errors, which needs four sources.
-    """
-    listed = sorted(known)
-    index = math.ceil(COVERAGE_GOAL * (len(listed) + 1))
-    return listed[index - 1] if index <= len(listed) else None
+def half_width(errors: Mapping[str, Sequence[float]]) -> float:
+    """Return the `ERROR_QUANTILE` of the errors of all runs, with equal weight per source."""
+    weighted = sorted((e, 1 / len(listed)) for listed in errors.values() for e in listed)
+    goal, reached = ERROR_QUANTILE * len(errors), 0.0
+    for error, weight in weighted:
+        reached += weight
+        if reached >= goal - 1e-9:
+            return error
+    raise ValueError("expected errors of at least one source, got none")
 
 
 def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
     """Return the factor learned from runs, with the interval for a group.
 
-    The width is that of the group if it has at least four sources, and otherwise the largest error
-    of all sources.
+    Both are those of the group if it has at least `LEAST_SOURCES` sources. Otherwise they are those
+    of all runs, and the interval is that of the source with the widest errors.
     """
-    by_source = errors_by_source(seen)
-    sources = {r.source for r in seen if r.group == group}
-    half = half_width(by_source[source] for source in sources)
-    half = max(by_source.values()) if half is None else half
-    middle = mean_log_ratio(seen)
+    of_group = [ratio for ratio in seen if ratio.group == group]
+    if len({ratio.source for ratio in of_group}) >= LEAST_SOURCES:
+        middle, half = mean_log_ratio(of_group), half_width(errors_by_source(of_group))
+    else:
+        middle = mean_log_ratio(seen)
+        half = max(half_width({s: e}) for s, e in errors_by_source(seen).items())
     low, high = math.exp(middle - half), math.exp(middle + half)
     return Interval(low=low, middle=math.exp(middle), high=high)
 
 
 @lru_cache
-def coverage() -> tuple[int, int, int, int]:
-    """Return how many sources and runs are covered when their source is held out.
+def coverage(group: Group | None = None) -> tuple[int, int, int]:
+    """Return covered runs, all runs and sources of a group, or of all groups.
 
-    The four numbers are covered sources, all sources, covered runs and all runs. A source is
-    covered if the interval learned from the other sources contains all of its runs.
+    A run is covered if the interval learned from all other sources contains it.
     """
     seen = ratios()
-    covered: dict[str, list[bool]] = {}
-    for ratio in seen:
-        others = tuple(other for other in seen if other.source != ratio.source)
-        interval = learned(others, ratio.group)
-        inside = interval.low <= math.exp(ratio.held_out) <= interval.high
-        covered.setdefault(ratio.source, []).append(inside)
-    runs = [inside for of_source in covered.values() for inside in of_source]
-    return sum(map(all, covered.values())), len(covered), sum(runs), len(runs)
+    members = [ratio for ratio in seen if group in (None, ratio.group)]
+    covered = 0
+    for source in {ratio.source for ratio in members}:
+        others = tuple(ratio for ratio in seen if ratio.source != source)
+        intervals = {r.group: learned(others, r.group) for r in members if r.source == source}
+        for ratio in members:
+            if ratio.source == source:
+                interval = intervals[ratio.group]
+                covered += interval.low <= math.exp(ratio.held_out) <= interval.high
+    return covered, len(members), len({ratio.source for ratio in members})
 
 
 @checks.entry()
@@ -244,50 +270,34 @@ def predicted(
 ) -> Interval:
     """Return the predicted seconds: modeled seconds times the factor learned from published runs.
 
-    The interval is that of runs with this device, this precision, and dense or MoE. Without these
+    The interval is that of runs with this device, this dtype, and dense or MoE. Without these
     arguments, or with too few sources, it is the widest known interval. `basis` says which interval
-    was used and how many held-out sources such intervals contained.
+    was used and how many runs of held-out sources such intervals contained.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:
-        group = group_of(model, find(hardware).name, recipe(precision).name)
+        group = group_of(model, find(hardware).name, precision)
     return replace(learned(ratios(), group).scaled(seconds), basis=_basis(group))
 
 
 def _basis(group: Group | None) -> str:
-    sources, all_sources, runs, all_runs = coverage()
-    coverage_text = (
-        f"{sources} of {all_sources} published sources ({runs} of {all_runs} runs) lie in the "
-        "interval of the others when held out whole"
-    )
     if group is None:
-        return f"{coverage_text}; without device, precision and model this is the widest known"
-    seen = ratios()
-    by_source, group_ratios = errors_by_source(seen), [r for r in seen if r.group == group]
-    where = f"{group[0]} in {group[1]}, {group[2]}"
-    names = {r.source for r in group_ratios}
-    if not names:
         return (
-            f"{coverage_text}; nothing is published here for {where}, so this is the widest known"
+            f"{_coverage_text(None)}; without device, precision and model this is the widest known"
         )
-    widest = math.exp(max(by_source[name] for name in names)) - 1
-    known = f"{_count(names, 'source')} ({_count(group_ratios, 'run')}) within {widest:.0%}"
-    if half_width(by_source[name] for name in names) is None:
-        return f"{coverage_text}; for {where}: {known}, too few, so this is the widest known"
-    return f"{coverage_text}; for {where}: {known}"
+    where = f"{group[0]} in {group[1]}, {group[2]}"
+    names = {ratio.source for ratio in ratios() if ratio.group == group}
+    if len(names) >= LEAST_SOURCES:
+        return f"for {where}: {_coverage_text(group)}"
+    known = f"{len(names)} of {LEAST_SOURCES} necessary sources" if names else "nothing"
+    return (
+        f"{_coverage_text(None)}; {known} published here for {where}, so this is the widest known"
+    )
 
 
-def _count(items: Sized, name: str) -> str:
-    return f"{len(items)} {name}" if len(items) == 1 else f"{len(items)} {name}s"
-
-
-def left_out() -> list[tuple[Published, float]]:
-    """Return each run that was learned from, with the seconds predicted from all other runs."""
-    seen = [ratio for ratio in ratios() if ratio.learned_from]
-    return [
-        (
-            run,
-            run.seconds * math.exp(mean_log_ratio(r for r in seen if r is not ratio) - ratio.usual),
-        )
-        for run, ratio in zip(RUNS, seen, strict=True)
-    ]
+def _coverage_text(group: Group | None) -> str:
+    covered, runs, sources = coverage(group)
+    return (
+        f"{covered} of {runs} runs of {sources} published sources lie in the interval of the other "
+        "sources when their source is held out whole"
+    )

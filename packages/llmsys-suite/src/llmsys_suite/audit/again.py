@@ -1,4 +1,4 @@
-"""What the checks of several stages share: the run's models made again, its turns and clocks."""
+"""Helpers that several audit modules share: models with the run's weights, batches and clocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, closest
 from llmsys_suite.config import RunConfig
-from llmsys_suite.measure.turns import Turns
+from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 
@@ -19,24 +19,29 @@ from llmsys_suite.ranks.rank import Run
 SUMS = 1e-6
 
 
-def clock_checks(turns: Turns, medians_ms: dict[str, float]) -> Iterator[Check]:
-    """All turns together by another clock, and what is reported of each contender's."""
-    rounds, clocked = turns.seconds, turns.clocked_s
+def clock_checks(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[Check]:
+    """Compare the sum of all timings with another clock, and reported medians with the timings."""
+    rounds, clocked = interleaved.seconds, interleaved.clocked_s
     total = sum(map(sum, rounds.values()))
     yield Check(
-        "time of all turns", "their sum", "another clock", clocked, total,
-        0.8 * clocked, 1.001 * clocked,
-    )  # fmt: skip
+        "time of all rounds",
+        "their sum",
+        "another clock",
+        clocked,
+        total,
+        0.8 * clocked,
+        1.001 * clocked,
+    )
     pairs = [(1e3 * float(np.median(rounds[n])), ms, n) for n, ms in medians_ms.items()]
     if pairs:
         yield closest("reported times", "medians in ms", "numpy's, of the rounds", pairs, 1e-9)
 
 
 def ratio_checks(
-    turns: Turns, peer: str, reported: dict[str, float], *, inverted: bool
+    interleaved: Interleaved, peer: str, reported: dict[str, float], *, inverted: bool
 ) -> Iterator[Check]:
-    """Medians of ratios to `peer` in the same round; `inverted`, of the peer's to these."""
-    rounds, pairs = turns.seconds, []
+    """Recompute the median ratio to `peer` per round; with `inverted`, the peer's to each."""
+    rounds, pairs = interleaved.seconds, []
     for name, value in reported.items():
         over = np.array(rounds[name]) / np.array(rounds[peer])
         pairs.append((float(np.median(1 / over if inverted else over)), value, name))
@@ -44,7 +49,7 @@ def ratio_checks(
 
 
 def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, there."""
+    """Return tokens and targets on the device of the run."""
     return batch[0].to(run.device), batch[1].to(run.device)
 
 
@@ -66,13 +71,13 @@ def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Ten
 
 
 def weights_of(model: Decoder) -> dict[str, Tensor]:
-    """By name, in float64."""
+    """Return the parameters by name, in float64."""
     return {name: p.detach().double() for name, p in model.named_parameters()}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats a token, in float64."""
+    """Return nats per token, computed in float64."""
     z = logits.double()
-    own = z.gather(-1, targets[..., None])[..., 0]
-    mean: Tensor = (torch.logsumexp(z, -1) - own).mean()
+    target_logits = z.gather(-1, targets[..., None])[..., 0]
+    mean: Tensor = (torch.logsumexp(z, -1) - target_logits).mean()
     return mean

@@ -1,4 +1,4 @@
-"""One check: two numbers from two named sources, and how far apart they may be."""
+"""One check: two numbers from two named sources and the largest allowed difference."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Check:
-    """`actual` (from `source`) must lie within [low, high], which `against` says.
+    """A check that `actual`, from `source`, lies within [low, high], derived from `against`.
 
-    `where` names the variant, rank or parameter that is furthest off.
+    `where` names the variant, rank or parameter with the largest difference.
     """
 
     name: str
@@ -26,18 +26,18 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the two sources agree; NaN never does."""
-        # A plain bool: of numpy's numbers it would be numpy's, which no JSON holds.
+        """True if the two sources agree; NaN never agrees with anything."""
+        # A comparison of numpy numbers returns a numpy bool, which cannot be written as JSON.
         return math.isfinite(self.actual) and bool(self.low <= self.actual <= self.high)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for checks.json."""
+        """Return plain values for checks.json."""
         return asdict(self) | {"passed": self.passed}
 
     def __str__(self) -> str:
-        place = f" at {self.where}" if self.where else ""
+        location = f" at {self.where}" if self.where else ""
         return (
-            f"{self.name}: {self.source} says {self.actual:.9g}{place}, "
+            f"{self.name}: {self.source} says {self.actual:.9g}{location}, "
             f"{self.against} {self.expected:.9g}"
         )
 
@@ -51,16 +51,21 @@ def equal(
     tolerance: float = 0.0,
     where: str = "",
 ) -> Check:
-    """`actual` is `expected`, to a relative tolerance."""
+    """Return a check that `actual` equals `expected` within a relative tolerance."""
     room = tolerance * abs(expected)
     return Check(name, source, against, expected, actual, expected - room, expected + room, where)
 
 
 def within(
-    name: str, source: str, against: str, expected: float, actual: float, band: float,
+    name: str,
+    source: str,
+    against: str,
+    expected: float,
+    actual: float,
+    band: float,
     where: str = "",
-) -> Check:  # fmt: skip
-    """`actual` is `expected`, to a factor of `band` either way."""
+) -> Check:
+    """Return a check that `actual` differs from `expected` by at most the factor `band`."""
     low, high = expected / band, expected * band
     return Check(name, source, against, expected, actual, low, high, where)
 
@@ -73,21 +78,21 @@ def near(
 
 
 def none(name: str, source: str, against: str, wrong: Iterable[str]) -> Check:
-    """Nothing is `wrong`; the first few that are get named."""
-    found = list(wrong)
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return Check(name, source, against, 0, len(found), 0, 0, ", ".join(found[:3]) + more)
+    """Return a check that `wrong` is empty; its message names the first three entries."""
+    names = list(wrong)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return Check(name, source, against, 0, len(names), 0, 0, ", ".join(names[:3]) + more)
 
 
 def furthest(
-    name: str, source: str, against: str, found: Iterable[tuple[float, str]], tolerance: float
+    name: str, source: str, against: str, distances: Iterable[tuple[float, str]], tolerance: float
 ) -> Check:
-    """`near` for the largest of many distances; that there is none is a failure."""
+    """Return `near` for the largest of many distances; an empty list fails."""
 
     def order(pair: tuple[float, str]) -> float:
         return math.inf if math.isnan(pair[0]) else pair[0]
 
-    distance, where = max(found, key=order, default=(math.nan, "nothing recorded"))
+    distance, where = max(distances, key=order, default=(math.nan, "nothing recorded"))
     return near(name, source, against, distance, tolerance, where)
 
 
@@ -98,7 +103,7 @@ def closest(
     pairs: Iterable[tuple[float, float, str]],
     tolerance: float,
 ) -> Check:
-    """`equal` for the worst of many (expected, actual, where)."""
+    """Return `equal` for the worst of many (expected, actual, where)."""
 
     def order(pair: tuple[float, float, str]) -> float:
         expected, actual, _ = pair

@@ -1,4 +1,4 @@
-"""What the checks of `plan` and `train` need besides the run's own records."""
+"""Evidence for the checks of `plan` and `train` that the run's own records do not contain."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import initial_weights
+from llmsys_suite.audit.peers import data_parallel_ratio
 from llmsys_suite.audit.probe import probe
+from llmsys_suite.audit.text import read_parts, split_evidence
 from llmsys_suite.audit.training import text_evidence
-from llmsys_suite.data import read_text
-from llmsys_suite.measure import network, yardstick
+from llmsys_suite.measure import network, reference_matmul
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:
-    """Probes, counts, clocks and digests; every rank takes part."""
+    """Collect probes, counts, clocks and digests on all ranks."""
     return {
         "probe": probe(run),
-        "text": text_evidence(run.config, read_text(run.config.data).train),
+        "text": text_evidence(run.config, read_parts(run.config.data)[0]),
+        "split": split_evidence(run),
+        "peer_ratio": data_parallel_ratio(run) if run.world > 1 else 1.0,
         "counted": counted(run),
-        "product_in_yardsticks": _product_in_yardsticks(run),
+        "product_over_reference": _product_over_reference(run),
         "kept_bytes": _kept_bytes(run) if run.rank == 0 else 0,
         "one_host": len(set(run.gather(platform.node()))) == 1,
         "stage_clocks": stage_clocks(run),
@@ -36,7 +39,7 @@ def gather_evidence(run: Run) -> dict[str, Any]:
 
 
 def counted(run: Run) -> dict[str, int]:
-    """Parameters and FLOPs of the reference, as torch counts them on the meta device.
+    """Count the parameters and FLOPs of the reference with torch on the meta device.
 
     A causal mask leaves T (T + 1) / 2 of T^2 pairs to attention's products, the batched ones.
     """
@@ -60,34 +63,34 @@ def counted(run: Run) -> dict[str, int]:
 
 
 def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
-    """(stage, rank, seconds by that rank's clock, seconds by the launcher's)."""
-    own = run.gather(run.seconds)
+    """Return (stage, rank, seconds by the clock of the rank, seconds by that of the launcher)."""
+    stage_seconds = run.gather(run.seconds)
     stamps = run.stamps()
     return [
         (stage, rank, seconds, stamps[rank, f"{stage} ends"] - stamps[rank, f"{stage} begins"])
-        for rank, results in enumerate(own)
+        for rank, results in enumerate(stage_seconds)
         for stage, seconds in results.items()
         if (rank, f"{stage} ends") in stamps
     ]
 
 
-def _product_in_yardsticks(run: Run) -> float:
+def _product_over_reference(run: Run) -> float:
     """Return the ranks' median of a product's rate over the reference matmul's rate."""
     run.barrier()
     n = 512 if run.device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=run.device) for _ in range(2))
     product = beside = math.inf
     for _ in range(20):
-        begin = yardstick.clock(run.device)
+        begin = reference_matmul.clock(run.device)
         torch.mm(a, b)
-        product = min(product, yardstick.clock(run.device) - begin)
-        beside = min(beside, yardstick.core_seconds(run.device))
-    mine = 2 * n**3 / product / (yardstick.flops(run.device) / beside)
+        product = min(product, reference_matmul.clock(run.device) - begin)
+        beside = min(beside, reference_matmul.core_seconds(run.device))
+    mine = 2 * n**3 / product / (reference_matmul.flops(run.device) / beside)
     return float(statistics.median(run.gather(mine)))
 
 
 def _kept_bytes(run: Run) -> int:
-    """Weights, and what a real optimizer holds from its first step on; nothing is allocated."""
+    """Return the bytes of weights and AdamW moments, measured on the meta device."""
     with torch.device("meta"):
         model = Decoder(run.model)
     optimizer = torch.optim.AdamW(model.parameters())

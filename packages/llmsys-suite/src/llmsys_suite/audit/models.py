@@ -1,6 +1,6 @@
-"""The checks of the stages that train, look into and compress models of their own.
+"""Checks of the stages that train, analyze and compress a model.
 
-Every rank calls them; what they yield counts on rank 0.
+Every rank calls these functions; the checks that rank 0 yields count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import tinyml
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from llmsys_suite.audit import reference
@@ -29,42 +28,25 @@ from llmsys_suite.audit.again import (
     seeded,
     weights_of,
 )
-from llmsys_suite.audit.check import Check, closest, equal, furthest, near
+from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS
-from llmsys_suite.data import read_text
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
-from llmsys_suite.stages import learn as learn_stage
 from llmsys_suite.stages import results
 from llmsys_suite.stages import scale as scale_stage
 
 
-def learn(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Check the losses of the saved model and of the first batch in float64."""
-    if run.folder is None:
-        return
-    config, text, heads = run.config, read_text(run.config.data), run.model.num_heads
-    held = reference.spread(text.heldout, learn_stage.HELDOUT_ROWS, config.context)
-    stored = load_file(run.folder.path / "model.safetensors")
-    weights = {name: w.to(run.device).double() for name, w in stored.items()}
-    yield equal("held-out loss", "reported", "the file's weights in float64",
-                reference.mean_loss(weights, *on_device(run, held), heads),
-                result.heldout[-1][1], REPLAYED_LOSS)  # fmt: skip
-    if result.begun_at == 0:
-        first = reference.batch(text.train, config.rows, config.context, config.seed + 1, 0)
-        start = weights_of(seeded(run, run.model))
-        exact = reference.mean_loss(start, *on_device(run, first), heads)
-        yield equal("first loss", "reported", "float64", exact, result.losses[0], REPLAYED_LOSS)
-
-
 def scale(run: Run, result: results.Scale) -> Iterator[Check]:
-    """Each run's size, tokens and FLOPs; its loss once more in float64; the fit once more."""
+    """Recompute sizes, tokens and FLOPs, retrain the shortest run in float64 and repeat the fit."""
     if run.rank:
         return
     batch = scale_stage.ROWS * scale_stage.CONTEXT
-    sizes, tokens, flops = [], [], []
+    sizes = []
+    tokens = []
+    flops = []
     for row in result.runs:
         width = row["width"]
         by_hand = 2 * (4 * width**2 + 3 * width * 3 * width + 2 * width) + width + 256 * width
@@ -72,7 +54,7 @@ def scale(run: Run, result: results.Scale) -> Iterator[Check]:
         sizes.append((by_hand, row["parameters"], where))
         tokens.append((batch * row["steps"], row["tokens"], where))
         spent = 6 * row["parameters"] * row["tokens"] / row["compute_flops"]
-        # Steps are whole: half of one either way.
+        # The number of steps is rounded, so the budget may be missed by half a step.
         room = 0.5 / row["steps"] * spent + 1e-9
         flops.append((max(0.0, abs(spent - 1) - room), where))
     yield closest("parameters of every run", "reported", "by hand", sizes, 0.0)
@@ -80,9 +62,15 @@ def scale(run: Run, result: results.Scale) -> Iterator[Check]:
     yield furthest("FLOPs of every run", "6 N D", "its budget", flops, 0.0)
     shortest = min(result.runs, key=lambda row: row["steps"])
     loss = _trained_again(run, shortest)
-    yield equal(f"held-out loss of {shortest['steps']} steps", "reported", "float64, trained again",
-                loss, shortest["loss"], LOSS * shortest["steps"])  # fmt: skip
-    # A short run may have no valley to fit: the same fit of valleys that are known, then.
+    yield equal(
+        f"held-out loss of {shortest['steps']} steps",
+        "reported",
+        "float64, trained again",
+        loss,
+        shortest["loss"],
+        LOSS * shortest["steps"],
+    )
+    # A short run may have no valley to fit, so known valleys are fitted as well.
     for what, rows, fitted in (
         ("the runs", result.runs, result),
         ("known valleys", KNOWN_VALLEYS, scale_stage.fit(KNOWN_VALLEYS)),
@@ -90,15 +78,16 @@ def scale(run: Run, result: results.Scale) -> Iterator[Check]:
         if fitted.law:
             scale_, exponent = _parabolas(rows)
             at, against = fitted.extrapolated, "polynomials by numpy"
-            yield equal(f"exponent of {what}", "scaling", against, exponent,
-                        fitted.law["exponent"], 1e-6)  # fmt: skip
+            yield equal(
+                f"exponent of {what}", "scaling", against, exponent, fitted.law["exponent"], 1e-6
+            )
             size = scale_ * at["compute_flops"] ** exponent
             name = f"extrapolated size of {what}"
             yield equal(name, "scaling", against, size, at["parameters"], 1e-5)
 
 
 def _valleys() -> list[dict[str, float]]:
-    """Four budgets whose best sizes lie about C^0.4, each a parabola in log N."""
+    """Return runs of four budgets with parabolas in log N and best sizes near C^0.4."""
     rows = []
     for i, compute in enumerate((1e10, 3e10, 1e11, 3e11)):
         best = 0.4 * math.log(compute) + 0.1 * (i % 2)
@@ -114,23 +103,25 @@ KNOWN_VALLEYS = _valleys()
 
 
 def _trained_again(run: Run, row: dict[str, Any]) -> float:
-    width, steps, seed = int(row["width"]), int(row["steps"]), int(row["seed"])
+    width = int(row["width"])
+    steps = int(row["steps"])
+    seed = int(row["seed"])
     heads = scale_stage.HEADS
     shape = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=heads, context=scale_stage.CONTEXT
     )
     weights = weights_of(seeded(run, shape, seed))
-    text = read_text(run.config.data)
+    train, held_out = read_parts(run.config.data)
     peak = 6e-3 * (64 / width) ** 0.5
     optimizer = reference.AdamW(weights, peak, decay=0.0)
     for step in range(steps):
         turn = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         optimizer.rate = peak * min(1.0, (step + 1) / 10) * turn
-        batch = reference.batch(text.train, scale_stage.ROWS, scale_stage.CONTEXT, seed, step)
+        batch = reference.batch(train, scale_stage.ROWS, scale_stage.CONTEXT, seed, step)
         _, gradients = reference.gradients(weights, *on_device(run, batch), heads)
         weights = optimizer.step(weights, gradients)
-    held = reference.spread(text.heldout, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
-    return reference.mean_loss(weights, *on_device(run, held), heads)
+    heldout = reference.spread(held_out, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
+    return reference.mean_loss(weights, *on_device(run, heldout), heads)
 
 
 def _parabolas(rows: list[dict[str, Any]]) -> tuple[float, float]:
@@ -153,21 +144,26 @@ def _parabolas(rows: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
-    """Patterns, lens, attribution and ablation against the weights in float64."""
+    """Compare patterns, lens, attribution and ablation with the weights in float64."""
     if run.rank or not isinstance(run.trained, Decoder):
         return
     model, heads = run.trained, run.trained.config.num_heads
     weights, context = weights_of(model), min(64, model.config.context)
-    held = reference.spread(read_text(run.config.data).heldout, 4, context)
-    tokens, targets = (t.to(run.device) for t in held)
+    heldout = reference.spread(read_parts(run.config.data)[1], 4, context)
+    tokens, targets = (t.to(run.device) for t in heldout)
     exact = reference.patterns(weights, tokens, heads)
     with torch.no_grad():
-        found = inspect_stage.attention_patterns(model, tokens)
-    yield near("rows of the patterns", "their sums", "one",
-               max(float((p.double().sum(-1) - 1).abs().max()) for p in found), SUMS)  # fmt: skip
+        patterns = inspect_stage.attention_patterns(model, tokens)
+    yield near(
+        "rows of the patterns",
+        "their sums",
+        "one",
+        max(float((p.double().sum(-1) - 1).abs().max()) for p in patterns),
+        SUMS,
+    )
     off = [
         (reference.distance(ours, theirs), f"layer {i}")
-        for i, (ours, theirs) in enumerate(zip(found, exact, strict=True))
+        for i, (ours, theirs) in enumerate(zip(patterns, exact, strict=True))
     ]
     yield furthest("patterns", "inspect", "float64", off, GRADIENT)
     loss = reference.mean_loss(weights, tokens, targets, heads)
@@ -189,8 +185,13 @@ def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
         if head["kind"] == "previous":
             by_hand = float(pattern.diagonal(-1, 1, 2).mean())
             off_scores.append((by_hand, head["score"], "previous"))
-    yield closest("score of the head for the token before", "interp", "its pattern's diagonal",
-                  off_scores, 1e-4)  # fmt: skip
+    yield closest(
+        "score of the head for the token before",
+        "interp",
+        "its pattern's diagonal",
+        off_scores,
+        1e-4,
+    )
     ablation = result.ablation
     cut = dict(weights)
     name = f"blocks.{ablation['layer']}.attention.v.weight"
@@ -198,37 +199,61 @@ def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
     cut[name] = cut[name].clone()
     cut[name][ablation["head"] * width : (ablation["head"] + 1) * width] = 0
     without = reference.mean_loss(cut, tokens, targets, heads)
-    yield equal("loss without a head", "interp", "its values set to zero in float64", without,
-                ablation["loss"], REPLAYED_LOSS)  # fmt: skip
-    yield Check("the ablation moves the loss", "interp", "the loss with the head",
-                loss, abs(ablation["loss"] / loss - 1), 1e-6, math.inf)  # fmt: skip
+    yield equal(
+        "loss without a head",
+        "interp",
+        "its values set to zero in float64",
+        without,
+        ablation["loss"],
+        REPLAYED_LOSS,
+    )
+    yield Check(
+        "the ablation moves the loss",
+        "interp",
+        "the loss with the head",
+        loss,
+        abs(ablation["loss"] / loss - 1),
+        1e-6,
+        math.inf,
+    )
 
 
 def compress(run: Run, result: results.Compress) -> Iterator[Check]:
-    """Each way's bytes on disk, and the loss of what is read back from there."""
+    """Check each method's bytes on disk and the loss of the model that is read back."""
     if run.rank or not isinstance(run.trained, Decoder):
         return
     tokens, targets = compress_stage.heldout(run)
-    text = read_text(run.config.data).heldout
-    held = reference.spread(text, compress_stage.HELDOUT_ROWS, run.trained.config.context)
+    _, text = read_parts(run.config.data)
+    heldout = reference.spread(text, compress_stage.HELDOUT_ROWS, run.trained.config.context)
     weights, heads = weights_of(run.trained), run.trained.config.num_heads
-    exact = reference.mean_loss(weights, *on_device(run, held), heads)
+    exact = reference.mean_loss(weights, *on_device(run, heldout), heads)
     rows = {row["method"]: row for row in result.rows}
-    yield equal("held-out loss, uncompressed", "reported", "float64", exact,
-                rows[compress_stage.BASELINE]["heldout_loss"], REPLAYED_LOSS)  # fmt: skip
-    sizes, losses, errors = [], [], []
+    yield equal(
+        "held-out loss, uncompressed",
+        "reported",
+        "float64",
+        exact,
+        rows[compress_stage.BASELINE]["heldout_loss"],
+        REPLAYED_LOSS,
+    )
+    sizes = []
+    losses = []
+    errors = []
+    structure: list[str] = []
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for method, model in compress_stage.compressed(run).items():
             path = Path(folder, "model")
             tinyml.save(model, path)
             sizes.append((_data_bytes(path), rows[method]["size_bytes"], method))
-            again = tinyml.load(run.trained, path)
-            loss = float(cross_entropy(again(tokens), targets))
+            loaded = tinyml.load(run.trained, path)
+            loss = float(cross_entropy(loaded(tokens), targets))
             losses.append((loss, rows[method]["heldout_loss"], method))
+            structure += _structure(method, loaded)
             if method in BITS:
-                errors.append((_grid_error(run.trained, again, BITS[method]), method))
+                errors.append((_grid_error(run.trained, loaded, BITS[method]), method))
     yield closest("bytes", "size_of", "tensors in the file", sizes, 0.0)
     yield closest("held-out loss", "reported", "read back from the file", losses, REPLAYED_LOSS)
+    yield none("sparsity and codebooks", "weights in the file", "the method", structure)
     yield furthest(
         "rounding of linear grids",
         "every weight, in steps",
@@ -241,13 +266,33 @@ def compress(run: Run, result: results.Compress) -> Iterator[Check]:
         for method, row in rows.items()
     ]
     yield closest("times smaller", "reported", "the quotient of the bytes", smaller, 1e-9)
-    yield from clock_checks(result.turns, {})
+    yield from clock_checks(result.interleaved, {})
     speeds = {method: row["speedup_p50"] for method, row in rows.items()}
-    yield from ratio_checks(result.turns, compress_stage.BASELINE, speeds, inverted=True)
+    yield from ratio_checks(result.interleaved, compress_stage.BASELINE, speeds, inverted=True)
 
 
-#: Methods that round to a grid of so many bits.
+#: The methods that round to a linear grid, and the bits of the grid.
 BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
+
+
+#: Largest number of distinct values per row of a weight, by method.
+CODEBOOKS = {"k-means, 4 bits": 16, "k-means, 2 bits": 4}
+
+
+def _structure(method: str, model: torch.nn.Module) -> list[str]:
+    """Return the linear weights that are not as sparse or as coarse as their method requires."""
+    wrong = []
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or "embedding" in name:
+            continue
+        if method in CODEBOOKS:
+            values = max(len(row.unique()) for row in weight.detach())
+            if values > CODEBOOKS[method]:
+                wrong.append(f"{method}, {name}: {values} values")
+        if method == "half pruned" and float((weight == 0).float().mean()) < 0.45:
+            wrong.append(f"{method}, {name}: {float((weight == 0).float().mean()):.0%} zeros")
+    return wrong
 
 
 def _grid_error(model: Decoder, small: torch.nn.Module, bits: int) -> float:

@@ -1,8 +1,9 @@
-"""One step of every variant, per parameter and per rank, beside one process in float64.
+"""One step of every variant compared with one process in float64, per parameter and rank.
 
-A probe takes one plain SGD step, since Adam divides a gradient by its own size and so hides a wrong
-scale: what has left the weights is the gradient that the optimizer was given, whatever way it went.
-A second step counts what the kernel's sockets received, and what was announced in shared memory.
+A probe takes one plain SGD step. Adam would hide a wrong scale, because it divides a gradient by
+its own magnitude. The change of the weights is the gradient that the optimizer received, however
+it was communicated. A second step counts the bytes that the sockets of the kernel received and the
+bytes that were announced in shared memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import global_batch, initial_weights, on_device
-from llmsys_suite.data import read_text
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import LOCAL
 from llmsys_suite.ranks.rank import Run
@@ -25,37 +26,39 @@ from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant
 
-#: So large that rounding the weights hides nothing of the gradient.
+#: Learning rate of the probe, large enough that rounding of the weights hides no gradient.
 RATE = 16.0
-#: How many steps of the run are trained once more in float64.
+#: Number of steps of the run that are repeated in float64.
 REPLAYED = 3
-#: Of DiLoCo: rounds, and local steps in each.
+#: Rounds of the DiLoCo probe, and local steps per round.
 ROUNDS, LOCAL_STEPS = 2, 2
 
 Weights = dict[str, Tensor]
 
 
 def probe(run: Run) -> dict[str, Any]:
-    """Every variant's probe, on every rank; the evidence, on rank 0."""
+    """Probe every variant on all ranks and return the evidence."""
     start = {name: w.double() for name, w in initial_weights(run).items()}
-    # A row for each rank is enough: a wrong sum is as wrong on one row as on a hundred.
+    # One row per rank is enough, because a wrong sum is wrong for any number of rows.
     batch = reference.batch(
-        read_text(run.config.data).train, run.world, run.config.context, run.config.seed, 0
+        read_parts(run.config.data)[0], run.world, run.config.context, run.config.seed, 0
     )
     exact_loss, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
-    found = {}
+    variants = {}
     for name in variants_here(run.device, run.config.epochs):
         mine = _probe_one(run, name, start, exact)
         shares = run.gather(mine)
-        taken = [share for share in shares if share is not None]
-        found[name] = {
-            key: [share[key] for share in taken] for key in taken[0] if taken[0][key] is not None
+        taken = [evidence for evidence in shares if evidence is not None]
+        variants[name] = {
+            key: [evidence[key] for evidence in taken]
+            for key in taken[0]
+            if taken[0][key] is not None
         }
-    rounds = probe_rounds(run, start) if LOCAL in found else []
+    rounds = probe_rounds(run, start) if LOCAL in variants else []
     losses = replay(run, start) if run.rank == 0 else []
-    run.meet()
+    run.wait_for_ranks()
     return {
-        "exact_loss": exact_loss, "variants": found, "rounds": rounds, "replayed_losses": losses,
+        "exact_loss": exact_loss, "variants": variants, "rounds": rounds, "replayed_losses": losses,
     }  # fmt: skip
 
 
@@ -63,15 +66,15 @@ def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str,
     make = partial(torch.optim.SGD, lr=RATE)
     variant = VARIANTS[name](run, run.model, make)
     run.barrier()
-    found = None
+    evidence = None
     if not (variant.alone and run.rank):
         batch = run.batch(0, rows=run.world, shared=not variant.alone)
-        found = _observe(run, variant, start, exact, *batch)
+        evidence = _observe(run, variant, start, exact, *batch)
     variant.close()
-    # The recorder timed phases of no step.
+    # Discard the phases that the recorder timed outside of any step.
     run.recorder.take()
     run.barrier()
-    return found
+    return evidence
 
 
 def _observe(
@@ -106,9 +109,9 @@ def _observe(
 
 
 def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
-    """How far what DiLoCo's rounds moved lies from float64's, on every rank; a row for each.
+    """Return the distance of DiLoCo's weight changes from float64, per rank.
 
-    Whole and unrounded: four bits of a change are not the change.
+    The probe exchanges whole, uncompressed changes, which can be compared exactly.
     """
     policy = replace(DiLoCo.policy, steps=LOCAL_STEPS, fragments=1, compression=None)
     variant, config = DiLoCo(run, run.model, policy=policy), run.config
@@ -117,23 +120,27 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
     after = {name: w.double() - start[name] for name, w in variant.weights().items()}
     variant.close()
     run.recorder.take()
-    text = read_text(config.data).train
+    text, _ = read_parts(config.data)
     batches = [
         on_device(run, reference.batch(text, run.world, config.context, config.seed, step))
         for step in range(ROUNDS * LOCAL_STEPS)
     ]
-    each = [
+    batches_by_rank = [
         [(tokens[rank : rank + 1], targets[rank : rank + 1]) for tokens, targets in batches]
         for rank in range(run.world)
     ]
-    exact = reference.diloco(start, each, run.model.num_heads, config.learning_rate, LOCAL_STEPS)
+    exact = reference.diloco(
+        start, batches_by_rank, run.model.num_heads, config.learning_rate, LOCAL_STEPS
+    )
     moved = {name: w - start[name] for name, w in exact.items()}
     return run.gather(reference.furthest(after, moved))
 
 
 def replay(run: Run, weights: Weights) -> list[float]:
     """Return the losses of the first steps, trained in float64 with an explicit AdamW."""
-    config, losses, text = run.config, [], read_text(run.config.data).train
+    config = run.config
+    losses = []
+    text, _ = read_parts(config.data)
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(REPLAYED, config.warmup + config.steps)):
         batch = global_batch(text, config, step)
@@ -144,16 +151,16 @@ def replay(run: Run, weights: Weights) -> list[float]:
 
 
 def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
-    """Which parameters differ between ranks in any bit, and how far they lie from one process's."""
+    """Return the parameters that differ between ranks, and the distance from one process's."""
     run.barrier()
     alone = variant.alone
     after = variant.weights() if not (alone and run.rank) else {}
     bits = {name: _bits(w) for name, w in after.items()}
-    everyone = [found for found in run.gather(bits) if found]
+    everyone = [digests for digests in run.gather(bits) if digests]
     differ = [
         f"rank {rank} {name}"
-        for rank, found in enumerate(everyone)
-        for name, value in found.items()
+        for rank, digests in enumerate(everyone)
+        for name, value in digests.items()
         if value != everyone[0].get(name)
     ]
     if run.trained is None and not alone:

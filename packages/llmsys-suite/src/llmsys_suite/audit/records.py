@@ -1,4 +1,4 @@
-"""A finished run's checks once more, from its folder alone."""
+"""Recompute the checks of a finished run from its folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from llmsys_suite.folder import RunFolder
 
 
 def check_again(folder: RunFolder) -> list[Check]:
-    """Those of plan and train from the records, the others as the run made them.
+    """Return the checks of a folder; those of `plan` and `train` are recomputed from its records.
 
-    UsageError where the run is incomplete or was not audited.
+    Raises:
+        UsageError: the run is incomplete or was not audited.
     """
     if not folder.complete:
         raise UsageError(f"{folder.path} is an incomplete run: its audit would be half of one")
@@ -25,10 +26,10 @@ def check_again(folder: RunFolder) -> list[Check]:
         Check(**{key: value for key, value in row.items() if key in names})
         for row in folder.read_json("checks.json")
     ]
-    again: dict[str, Check] = {}
+    recomputed: dict[str, Check] = {}
     if evidence := folder.read_json("evidence.json"):
         checks = training.checks(
             folder.config, results["plan"], results["train"], folder.samples(), evidence
         )
-        again = {check.name: check for check in checks}
-    return [again.get(check.name, check) for check in stored]
+        recomputed = {check.name: check for check in checks}
+    return [recomputed.get(check.name, check) for check in stored]

@@ -1,8 +1,8 @@
-"""What the audit holds a run against: the plain file in float64, and how far off a run is.
+"""The independent reference of the audit: `plain.py` in float64, and distances from it.
 
-Notable: nothing here is shared with what it checks. Attention, normalization, rotation and loss are
-their formulas; the sampler draws its Mersenne twister from numpy and cuts its rows from the bytes;
-the optimizer is the paper's. Torch differentiates and multiplies, no more.
+Nothing here is shared with the code under test. Attention, normalization, rotation and loss are
+written as formulas; the sampler draws numpy's Mersenne twister and cuts rows from bytes; the
+optimizer follows its paper. Torch only differentiates and multiplies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, softmax
 
 __all__ = ["AdamW", "batch", "logits", "loss", "softmax"]
 
-#: A batch goes through in so many rows at a time that a layer's scores stay below this.
+#: Largest size of one layer's attention scores; a batch is split into parts below it.
 SCORE_BYTES = 2**24
 
 
@@ -30,11 +30,11 @@ def gradients(
 ) -> tuple[float, Weights]:
     """Return the loss and its gradient, computed for a few rows at a time."""
     total, summed = 0.0, {name: torch.zeros_like(w) for name, w in weights.items()}
-    for share, tokens, targets in _a_few_rows(tokens_BT, targets_BT, heads):
-        value, found = plain.gradients(weights, tokens, targets, heads)
-        total += share * value
-        for name, g in found.items():
-            summed[name] += share * g
+    for fraction, tokens, targets in _a_few_rows(tokens_BT, targets_BT, heads):
+        value, part = plain.gradients(weights, tokens, targets, heads)
+        total += fraction * value
+        for name, g in part.items():
+            summed[name] += fraction * g
     return total, summed
 
 
@@ -42,13 +42,13 @@ def gradients(
 def mean_loss(weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> float:
     """Return the loss, computed for a few rows at a time."""
     parts = _a_few_rows(tokens_BT, targets_BT, heads)
-    return sum(share * float(loss(weights, x, y, heads)) for share, x, y in parts)
+    return sum(fraction * float(loss(weights, x, y, heads)) for fraction, x, y in parts)
 
 
 def _a_few_rows(
     tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
-    """Tokens and targets of some of the rows, and which share of all those are."""
+    """Yield parts of the batch: the fraction of all rows, tokens and targets."""
     rows, context = tokens_BT.shape
     some = max(1, SCORE_BYTES // (8 * heads * context**2))
     for tokens, targets in zip(tokens_BT.split(some), targets_BT.split(some), strict=True):
@@ -62,28 +62,28 @@ def diloco(
     rate: float,
     steps: int,
 ) -> Weights:
-    """Douillard et al. 2023, algorithm 1: worker by worker, after all `batches` of each.
+    """Return the weights after DiLoCo (Douillard et al. 2023, algorithm 1) on all `batches`.
 
-    After `steps` of AdamW the mean of what they changed is a gradient for Nesterov's momentum.
+    After `steps` of AdamW the mean change of the workers is a gradient for Nesterov momentum.
     """
     inner = [AdamW(weights, rate) for _ in batches]
     velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
     for begin in range(0, len(batches[0]), steps):
         ended = []
         for optimizer, rows in zip(inner, batches, strict=True):
-            own = weights
+            local = weights
             for some in rows[begin : begin + steps]:
-                own = optimizer.step(own, gradients(own, *some, heads)[1])
-            ended.append(own)
+                local = optimizer.step(local, gradients(local, *some, heads)[1])
+            ended.append(local)
         for name, w in weights.items():
-            change = sum(w - own[name] for own in ended) / len(ended)
+            change = sum(w - local[name] for local in ended) / len(ended)
             velocity[name] = 0.9 * velocity[name] + change
             weights = weights | {name: w - 0.7 * (change + 0.9 * velocity[name])}
     return weights
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v over positions not after the query's; (B, H, T, K)."""
+    """Return causal softmax(q k^T / sqrt(K)) v, of shape (B, H, T, K)."""
     rows = []
     for t in range(q.shape[2]):
         scores = (k[:, :, : t + 1] * q[:, :, t : t + 1]).sum(-1) / math.sqrt(q.shape[-1])
@@ -92,14 +92,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
-    """Each layer's attention (B, H, T, T)."""
-    kept: list[Tensor] = []
-    logits(weights, tokens_BT, heads, kept)
-    return kept
+    """Return the attention weights of each layer, of shape (B, H, T, T)."""
+    attention: list[Tensor] = []
+    logits(weights, tokens_BT, heads, attention)
+    return attention
 
 
 def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of rows that lie evenly over a text."""
+    """Return tokens and targets of rows at equal distances in a text."""
     stride = (len(text) - context - 1) // rows
     windows = torch.tensor([list(text[i * stride : i * stride + context + 1]) for i in range(rows)])
     return windows[:, :-1], windows[:, 1:]
@@ -108,7 +108,7 @@ def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
 def epoch_batch(
     text: bytes, rows: int, context: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """As `batch`, of windows that lie one after the other, each of them once in an epoch."""
+    """Return a batch of consecutive windows, each of which occurs once per epoch."""
     steps = (len(text) - 1) // context // rows
     epoch, at = divmod(step, steps)
     order = _shuffled(steps * rows, (seed * 1_000_003 + epoch) % 2**32)
@@ -131,25 +131,27 @@ def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:
 
 
 def digest(tokens: bytes, targets: bytes) -> str:
-    """One row, in twelve letters."""
+    """Return twelve hexadecimal digits of the digest of one row."""
     return hashlib.sha256(tokens + b"\0" + targets).hexdigest()[:12]
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| over |expected|, in the 2-norm; infinite where a shape differs."""
+    """Return |actual - expected| / |expected| in the 2-norm, or infinity if shapes differ."""
     if actual.shape != expected.shape:
         return math.inf
     expected = expected.double()
     away = (actual.detach().to(expected) - expected).norm()
     whole = expected.norm()
-    return float(away / whole) if whole > 0 else (0.0 if away == 0 else math.inf)
+    if whole > 0:
+        return float(away / whole)
+    return 0.0 if away == 0 else math.inf
 
 
 def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return the largest distance over all names, and where: "name: |actual| beside |expected|"."""
     if missing := expected.keys() ^ actual.keys():
         return math.inf, f"{min(missing)}: on one side only"
-    found = {name: distance(actual[name], expected[name]) for name in expected}
-    name = max(found, key=lambda n: math.inf if math.isnan(found[n]) else found[n])
+    distances = {name: distance(actual[name], expected[name]) for name in expected}
+    name = max(distances, key=lambda n: math.inf if math.isnan(distances[n]) else distances[n])
     norms = (float(side[name].detach().double().norm()) for side in (actual, expected))
-    return found[name], "{}: norm {:.9g} beside {:.9g}".format(name, *norms)
+    return distances[name], "{}: norm {:.9g} beside {:.9g}".format(name, *norms)

@@ -15,7 +15,7 @@ from llmsys_suite.stages.results import Audit
 
 
 def run(run: Run) -> Audit | None:
-    """Write evidence.json and checks.json; a failed check fails the run."""
+    """Write evidence.json and checks.json; a failed check makes the run fail."""
     evidence, checks = audit_run(run)
     if run.folder is None:
         return None
@@ -36,17 +36,17 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
             samples = run.folder.samples()
             checks += training.checks(run.config, plan, train, samples, evidence)
     for stage, check in STAGES.items():
-        run.meet()
+        run.wait_for_ranks()
         if stage in ran:
-            found = list(_guarded(stage, check(run, run.results[stage])))
-            checks += [replace(c, name=f"{stage}: {c.name}") for c in found]
+            stage_checks = list(_guarded(stage, check(run, run.results[stage])))
+            checks += [replace(c, name=f"{stage}: {c.name}") for c in stage_checks]
     return evidence, checks if run.rank == 0 else []
 
 
-def _guarded(stage: str, found: Iterator[Check]) -> Iterator[Check]:
+def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
     """Yield the checks of a stage; an exception becomes a failed check if one rank checks alone."""
     try:
-        yield from found
+        yield from stage_checks
     except Exception as error:
         if stage in COLLECTIVE:
             raise

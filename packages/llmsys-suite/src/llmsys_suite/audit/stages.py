@@ -1,7 +1,7 @@
-"""The checks of what a stage times and counts, each by a second way; and of every stage, the list.
+"""Checks of the stages that time and count, each by a second method, and the table of all stages.
 
-Every rank calls them, since some are collective; what they yield counts on rank 0. `plan` and
-`train` have a file of their own.
+Every rank calls these functions, because some use collectives; the checks that rank 0 yields
+count. `plan` and `train` are checked in `training.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite import splits
-from llmsys_suite.audit import models, reference
+from llmsys_suite.audit import learning, models, peers, reference
 from llmsys_suite.audit.again import (
     SUMS,
     clock_checks,
@@ -28,9 +28,9 @@ from llmsys_suite.audit.again import (
     weights_of,
 )
 from llmsys_suite.audit.check import Check, closest, equal, furthest, none
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
 from llmsys_suite.config import SIZES
-from llmsys_suite.data import read_text
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import TRAINED
 from llmsys_suite.stages import attention as attention_stage
@@ -39,11 +39,11 @@ from llmsys_suite.stages import results
 from llmsys_suite.step.case import PHASES
 
 MIB = 2**20
-#: Attention in float32: 4e-7 at the most, its gradients 1e-6. Times five.
+#: Largest honest error of attention in float32, 1e-6 for its gradients, times five.
 ATTENTION = 5e-6
-#: A forward pass whose products are rounded to eight bits: 1e-3. Times ten.
+#: Honest error of a forward pass with bfloat16 products, 1e-3, times ten.
 BFLOAT16_LOSS = 1e-2
-#: Two ways of counting live bytes without running anything.
+#: Allowed difference between two methods of counting live bytes.
 PEAK_BYTES = 0.10
 
 
@@ -60,10 +60,19 @@ def links(run: Run, result: results.Links) -> Iterator[Check]:
     worst = run.gather(off)
     if run.rank:
         return
-    yield furthest("all-reduce", "every algorithm, every rank", "float64",
-                   [pair for share in worst for pair in share], SUMS)  # fmt: skip
-    yield none("elements in error", "the bench's own count", "none",
-               [f"{r['case']} {r['algorithm']}" for r in rows if r["wrong"]])  # fmt: skip
+    yield furthest(
+        "all-reduce",
+        "every algorithm, every rank",
+        "float64",
+        [pair for pairs in worst for pair in pairs],
+        SUMS,
+    )
+    yield none(
+        "elements in error",
+        "the bench's own count",
+        "none",
+        [f"{r['case']} {r['algorithm']}" for r in rows if r["wrong"]],
+    )
     pairs = []
     for r in rows:
         factor = (2 if r["case"] == "all_reduce" else 1) * (run.world - 1) / run.world
@@ -101,7 +110,7 @@ def _all_reduce_error(run: Run, algorithm: str, count: int) -> float:
 
 
 def attention(run: Run, result: results.Attention) -> Iterator[Check]:
-    """Each kernel's output and gradients against the formula in float64, row by row."""
+    """Compare the output and gradients of each kernel with the formula in float64."""
     if run.rank:
         return
     q, k, v = attention_stage.inputs(run)
@@ -111,33 +120,36 @@ def attention(run: Run, result: results.Attention) -> Iterator[Check]:
     off, reported = [], []
     for row in result.rows:
         kernel = attention_stage.KERNELS[row["kernel"]]
-        found = attention_stage.forward_backward(kernel, q, k, v)
-        for what, ours, theirs in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
+        computed = attention_stage.forward_backward(kernel, q, k, v)
+        for what, ours, theirs in zip(("out", "dq", "dk", "dv"), computed, exact, strict=True):
             off.append((reference.distance(ours, theirs), f"{row['kernel']} {what}"))
-        error = float((found[0] - exact[0]).abs().max())
+        error = float((computed[0] - exact[0]).abs().max())
         reported.append((error, row["max_error"], row["kernel"]))
     yield furthest("outputs and gradients", "every kernel", "float64", off, ATTENTION)
     yield closest("largest error", "reported", "the audit's own", reported, 0.5)
     yield from clock_checks(
-        result.turns, {r["kernel"]: r["forward_backward_ms"] for r in result.rows}
+        result.interleaved, {r["kernel"]: r["forward_backward_ms"] for r in result.rows}
     )
     ratios = {row["kernel"]: row["ratio_to_sdpa_p50"] for row in result.rows}
-    yield from ratio_checks(result.turns, attention_stage.PEER, ratios, inverted=False)
+    yield from ratio_checks(result.interleaved, attention_stage.PEER, ratios, inverted=False)
+    yield peers.attention_check(run)
 
 
 def parallel(run: Run, result: results.Parallel) -> Iterator[Check]:
-    """Gradients and trained weights of both splits against one process in float64; the clock."""
+    """Compare gradients and trained weights of the splits with one process in float64."""
     rows = None if isinstance(result, results.Skipped) else result.rows
     if rows is None:
         return
     heads, total = run.model.num_heads, TRAINED
-    text, config = read_text(run.config.data).train, run.config
+    config = run.config
+    text, _ = read_parts(config.data)
     batches = [
         on_device(run, reference.batch(text, config.rows, config.context, config.seed, step))
         for step in range(total)
     ]
     start = trained = weights_of(seeded(run, run.model))
-    optimizer, losses, slopes = reference.AdamW(start, config.learning_rate), [], []
+    optimizer = reference.AdamW(start, config.learning_rate)
+    losses, slopes = [], []
     for tokens, targets in batches:
         loss, slope = reference.gradients(trained, tokens, targets, heads)
         trained = optimizer.step(trained, slope)
@@ -150,33 +162,56 @@ def parallel(run: Run, result: results.Parallel) -> Iterator[Check]:
         first = reference.furthest(split.gradients(), slopes[0])
         split.train(run)
         after = {name: w.double() - start[name] for name, w in split.weights().items()}
-        found = run.gather((first, reference.furthest(after, moved)))
+        distances = run.gather((first, reference.furthest(after, moved)))
         if run.rank:
             continue
         for what, side, tolerance in (
-            ("gradients", 0, GRADIENT), ("what training moved", 1, MOVED * math.sqrt(total)),
-        ):  # fmt: skip
+            ("gradients", 0, GRADIENT),
+            ("what training moved", 1, MOVED * math.sqrt(total)),
+        ):
             ranks = [
-                (pair[side][0], f"rank {rank} {pair[side][1]}") for rank, pair in enumerate(found)
+                (pair[side][0], f"rank {rank} {pair[side][1]}")
+                for rank, pair in enumerate(distances)
             ]
             yield furthest(f"{name}: {what}", "every rank", "float64", ranks, tolerance)
         for what, value in (("loss", losses[0]), ("single_loss", losses[0])):
             yield equal(f"{name}: {what}", "reported", "float64", value, row[what], REPLAYED_LOSS)
-        yield equal(f"{name}: trained_loss", "reported", "float64 and AdamW written out",
-                    losses[-1], row["trained_loss"], LOSS * math.sqrt(total))  # fmt: skip
-        yield equal(f"{name}: bubble", "reported", "slots of a schedule written out",
-                    _bubble(split, run.world), row["bubble"], 1e-9)  # fmt: skip
-        share = row["total_s"] / row["clocked_s"]
-        yield Check(f"{name}: time", "iterations", "another clock around them", 1, share, 0.6, 1.02)
-        # Half of all take the median or longer, so it is at most twice the mean; how far below the
-        # mean it lies is for the slowest iteration to say, which may wait for another program.
+        yield equal(
+            f"{name}: trained_loss",
+            "reported",
+            "float64 and AdamW written out",
+            losses[-1],
+            row["trained_loss"],
+            LOSS * math.sqrt(total),
+        )
+        yield equal(
+            f"{name}: bubble",
+            "reported",
+            "slots of a schedule written out",
+            _bubble(split, run.world),
+            row["bubble"],
+            1e-9,
+        )
+        fraction = row["total_s"] / row["clocked_s"]
+        yield Check(
+            f"{name}: time", "iterations", "another clock around them", 1, fraction, 0.6, 1.02
+        )
+        # Half of all iterations take at least the median, so it is at most twice the mean. One slow
+        # iteration, which waits for another program, can put the mean far above the median.
         whole, median = row["total_s"], row["iteration_ms"] / 1e3 * row["iterations"]
-        yield Check(f"{name}: median iteration", "reported", "the mean of all", whole, median,
-                    whole / 200, 2 * whole)  # fmt: skip
+        yield Check(
+            f"{name}: median iteration",
+            "reported",
+            "the mean of all",
+            whole,
+            median,
+            whole / 200,
+            2 * whole,
+        )
 
 
 def _bubble(split: splits.Split, ranks: int) -> float:
-    """Idle slots over all: each rank begins one after the last, and ends one after the last."""
+    """Return the fraction of idle slots if each rank starts one slot after the one before it."""
     if not isinstance(split, splits.PipelineModel):
         return 0.0
     work = split.microbatches * split.stages_a_rank
@@ -191,13 +226,13 @@ def ten_steps(row: dict[str, Any]) -> Iterator[Check]:
     means = 1e3 * steps.mean(axis=0)
     pairs = [(mean, row[f"{p}_mean_ms"], p) for mean, p in zip(means, PHASES, strict=True)]
     yield closest(f"{name}: means", "reported", "numpy's, of the steps", pairs, 1e-9)
-    # The median of the shares: between two parts another program may hold the core for long.
-    share = float(np.median(steps.sum(axis=1) / row["clocked_s"]))
-    yield Check(f"{name}: a step", "its parts", "another clock around them", 1, share, 0.9, 1.01)
+    # The median of the fractions, because another program may use the core between two parts.
+    fraction = float(np.median(steps.sum(axis=1) / row["clocked_s"]))
+    yield Check(f"{name}: a step", "its parts", "another clock around them", 1, fraction, 0.9, 1.01)
 
 
 def profile(run: Run, result: results.Profile) -> Iterator[Check]:
-    """Operators against a timer, steps against another clock, FLOPs against torch's counter."""
+    """Compare operators with a timer, steps with another clock and FLOPs with torch's counter."""
     if run.rank:
         return
     for row in result.operators:
@@ -226,24 +261,44 @@ def profile(run: Run, result: results.Profile) -> Iterator[Check]:
             seconds = row["step_p50_ms"] / 1e3
             reached = seconds * row["product_rate"]
             length = rows * config.context
-            yield equal(f"{name}: MFU", "reported", "torch's counter", useful / reached,
-                        row["mfu"], 1e-9)  # fmt: skip
-            yield equal(f"{name}: HFU", "reported", "torch's counter", executed / reached,
-                        row["hfu"], 1e-9)  # fmt: skip
-            yield equal(f"{name}: tokens a second", "reported", "the run's rows and context",
-                        length / seconds, row["tokens_per_s"], 1e-9)  # fmt: skip
+            yield equal(
+                f"{name}: MFU", "reported", "torch's counter", useful / reached, row["mfu"], 1e-9
+            )
+            yield equal(
+                f"{name}: HFU", "reported", "torch's counter", executed / reached, row["hfu"], 1e-9
+            )
+            yield equal(
+                f"{name}: tokens a second",
+                "reported",
+                "the run's rows and context",
+                length / seconds,
+                row["tokens_per_s"],
+                1e-9,
+            )
             peak = run.results["plan"].peak
-            yield Check(f"{name}: a product's rate", "its process", "the stage plan", peak,
-                        row["product_rate"], peak / 2.5, peak * 2.5)  # fmt: skip
+            yield Check(
+                f"{name}: a product's rate",
+                "its process",
+                "the stage plan",
+                peak,
+                row["product_rate"],
+                peak / 2.5,
+                peak * 2.5,
+            )
     row = result.operators[0]
-    yield equal("FLOPs of attention's products", "profile", "torch's counter", counted,
-                row["attention_product_flops"])  # fmt: skip
+    yield equal(
+        "FLOPs of attention's products",
+        "profile",
+        "torch's counter",
+        counted,
+        row["attention_product_flops"],
+    )
     scores = counted / (4 * config.d_model // config.num_heads)
     yield equal("FLOPs of softmax", "profile", "five a score", 5 * scores, row["softmax_flops"])
 
 
 def precision(run: Run, result: results.Precision) -> Iterator[Check]:
-    """Known sums, what autocast documents, losses in float64."""
+    """Check known sums, the dtypes that autocast documents, and losses in float64."""
     if run.rank:
         return
     for row in result.accumulation:
@@ -255,18 +310,18 @@ def precision(run: Run, result: results.Precision) -> Iterator[Check]:
     documented = {
         "parameters": "float32",
         "linear output": "bfloat16",
-        # The list of what stays in float32 is longer for GPUs.
+        # Autocast keeps more operators in float32 on GPUs.
         "norm output": "float32" if run.device.type == "cuda" else "bfloat16",
         "logits": "bfloat16",
         "loss": "float32",
         "gradients": "float32",
     }
-    found = result.autocast_dtypes
-    wrong = [f"{p}: {found.get(p)}" for p in documented if found.get(p) != documented[p]]
+    dtypes = result.autocast_dtypes
+    wrong = [f"{p}: {dtypes.get(p)}" for p in documented if dtypes.get(p) != documented[p]]
     yield none("dtypes under autocast", "torch", "its documentation", wrong)
     config = run.model
     rows = max(1, run.config.rows // run.world)
-    text = read_text(run.config.data).train
+    text, _ = read_parts(run.config.data)
     batch = reference.batch(text, rows, config.context, run.config.seed, 0)
     weights = weights_of(seeded(run, config))
     exact = reference.mean_loss(weights, *on_device(run, batch), config.num_heads)
@@ -278,9 +333,9 @@ def precision(run: Run, result: results.Precision) -> Iterator[Check]:
         "bfloat16 rounds", "its loss over float32's", "one", 0.0, apart, 1e-7, BFLOAT16_LOSS
     )
     times = {row["dtype"]: row["forward_backward_ms"] for row in result.timing}
-    yield from clock_checks(result.turns, times)
+    yield from clock_checks(result.interleaved, times)
     speeds = {row["dtype"]: row["speedup_p50"] for row in result.timing}
-    yield from ratio_checks(result.turns, "float32", speeds, inverted=True)
+    yield from ratio_checks(result.interleaved, "float32", speeds, inverted=True)
 
 
 def memory(run: Run, result: results.Memory) -> Iterator[Check]:
@@ -294,16 +349,28 @@ def memory(run: Run, result: results.Memory) -> Iterator[Check]:
         for peaks in model["peaks"]:
             for key, checkpointed in (("training", False), ("checkpointed", True)):
                 predicted = accounting.peak_memory(
-                    described, batch=memory_stage.ROWS, seq=peaks["context"], flash=False,
-                    fused_norm=False, foreach=False, checkpointed=checkpointed,
-                ).total  # fmt: skip
+                    described,
+                    batch=memory_stage.ROWS,
+                    seq=peaks["context"],
+                    flash=False,
+                    fused_norm=False,
+                    foreach=False,
+                    checkpointed=checkpointed,
+                ).total
                 where = f"{size}, {peaks['context']} tokens, {key}"
                 off.append((predicted / MIB, peaks[f"{key}_peak_mib"], where))
         parameters = 4 * accounting.parameters(described).total / MIB
         inference = [peaks["inference_peak_mib"] for peaks in model["peaks"]]
         trained = [peaks["training_peak_mib"] for peaks in model["peaks"]]
-        yield Check(f"{size}: peak of inference", "counted", "parameters to training's peak",
-                    parameters, min(inference), parameters, min(trained))  # fmt: skip
+        yield Check(
+            f"{size}: peak of inference",
+            "counted",
+            "parameters to training's peak",
+            parameters,
+            min(inference),
+            parameters,
+            min(trained),
+        )
         stream = [
             (
                 memory_stage.ROWS * p["context"] * shape.d_model * 4 / MIB,
@@ -314,7 +381,7 @@ def memory(run: Run, result: results.Memory) -> Iterator[Check]:
         ]
         yield closest(f"{size}: residual stream", "reported", "4 bytes a number", stream, 1e-9)
         drawn = max(mib for _, mib in model["training_timeline"])
-        # Of three contexts the second is drawn.
+        # The page draws the second of three contexts.
         context, peak = (model["peaks"][1][key] for key in ("context", "training_peak_mib"))
         # Scores of each head and values as the product reads them; gate, up, silu and product.
         numbers = {
@@ -322,14 +389,15 @@ def memory(run: Run, result: results.Memory) -> Iterator[Check]:
             "F.silu": 4 * shape.d_ff,
         }
         tokens = memory_stage.ROWS * context * shape.num_layers
-        held = [
-            (4 * tokens * each / MIB, row["total_mib"], row["line"])
-            for code, each in numbers.items()
-            for row in model["held"]
+        saved = [
+            (4 * tokens * numbers_per_token / MIB, row["total_mib"], row["line"])
+            for code, numbers_per_token in numbers.items()
+            for row in model["saved"]
             if code in row["line"]
         ]
-        yield closest(f"{size}: held for the backward pass", "counted by line",
-                      "numbers by hand", held, 1e-9)  # fmt: skip
+        yield closest(
+            f"{size}: held for the backward pass", "counted by line", "numbers by hand", saved, 1e-9
+        )
         yield equal(f"{size}: height of the timeline", "drawn", "the peak", peak, drawn, 1e-9)
     yield closest("peaks of training", "counted", "accounting", off, PEAK_BYTES)
 
@@ -342,7 +410,7 @@ def _sum_rounded(sum_in: str, term_in: str, terms: int, term: float) -> float:
 
 
 def _to_bfloat16(x: float) -> float:
-    """To the nearest of those with eight bits of significand, ties to even."""
+    """Round to eight bits of significand, ties to even."""
     if x == 0:
         return 0.0
     fraction, exponent = math.frexp(x)
@@ -358,7 +426,7 @@ ROUND: dict[str, Callable[[float], float]] = {
 
 STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
     "links": links,
-    "learn": models.learn,
+    "learn": learning.checks,
     "attention": attention,
     "parallel": parallel,
     "profile": profile,
@@ -368,5 +436,5 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
     "inspect": models.inspect,
     "compress": models.compress,
 }
-#: Those in which every rank takes part.
+#: Stages whose checks use collectives.
 COLLECTIVE = ("links", "parallel")

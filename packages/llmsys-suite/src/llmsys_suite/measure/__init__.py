@@ -1,1 +1,1 @@
-"""What is measured: steps and their phases, turns, and a yardstick beside them."""
+"""Measurement: steps and their phases, interleaved timings and a reference matmul."""

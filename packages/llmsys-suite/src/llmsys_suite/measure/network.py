@@ -43,17 +43,17 @@ def available() -> bool:
 @contextmanager
 def announced() -> Iterator[list[int]]:
     """Collect the bytes of each sum that is announced in shared memory in the block."""
-    found: list[int] = []
+    sums: list[int] = []
     announce = Arena.announce
 
-    def heard(arena: Arena, call: bytes, note: bytes = b"") -> None:
-        said = Call.unpack(call)
-        if said.kind == "all_reduce":
-            found.append(math.prod(said.shape) * said.dtype.itemsize)
+    def record(arena: Arena, call: bytes, note: bytes = b"") -> None:
+        announced_call = Call.unpack(call)
+        if announced_call.kind == "all_reduce":
+            sums.append(math.prod(announced_call.shape) * announced_call.dtype.itemsize)
         announce(arena, call, note)
 
-    with mock.patch.object(Arena, "announce", heard):
-        yield found
+    with mock.patch.object(Arena, "announce", record):
+        yield sums
 
 
 def _by_connection() -> dict[int, int]:

@@ -1,7 +1,7 @@
-"""What other programs take of the cores while the ranks train.
+"""Use of the cores by other programs while the ranks train.
 
-A rank that waits for a core may wait for one of its own run's threads: gloo's, autograd's, the
-other rank's. Only what the kernel counts for the whole machine tells those from a neighbor.
+A rank that waits for a core may wait for a thread of its run: gloo's, autograd's or another
+rank's. Only the kernel's counters for the whole machine distinguish these from other programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmsys_suite.folder import Sample
 
 
 def clocks() -> dict[str, float]:
-    """Core seconds until now, of this process and of the whole machine; nothing where unknown."""
+    """Return the core seconds of this process and of the machine, or {} if unknown."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _idle, _iowait, *interrupts = map(int, file.readline().split()[1:9])
@@ -26,20 +26,20 @@ def clocks() -> dict[str, float]:
 
 
 def shares(samples: list[Sample]) -> dict[int, float]:
-    """Step -> the share of the machine's work, since the step before, that no rank did.
+    """Return the fraction of the machine's work since the step before that no rank did, by step.
 
-    `samples` are whole steps of one variant that all ranks train, on one machine.
+    `samples` are whole steps of one variant on one machine.
     """
     ends: dict[int, dict[int, Sample]] = defaultdict(dict)
     for s in samples:
         if "machine_s" in s:
             ends[s["step"]][s["rank"]] = s
-    found = {}
+    fractions = {}
     for (_, begin), (step, end) in pairwise(sorted(ends.items())):
         ours = sum(s["process_s"] - begin[rank]["process_s"] for rank, s in end.items())
         machine = _machine(end) - _machine(begin)
-        found[step] = 1 - ours / machine if machine > 0 else 0.0
-    return found
+        fractions[step] = 1 - ours / machine if machine > 0 else 0.0
+    return fractions
 
 
 def _machine(ranks: dict[int, Sample]) -> float:

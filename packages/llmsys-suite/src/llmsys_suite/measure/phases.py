@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure import yardstick
+from llmsys_suite.measure import reference_matmul
 from llmsys_suite.measure.samples import WHOLE_STEP
 
 
@@ -32,18 +32,18 @@ class Recorder:
         """Time one whole step; what is put into the yielded dict, later too, is kept with it."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
-        begin, core = self._now(), yardstick.clock(self.device)
+        begin, core = self._now(), reference_matmul.clock(self.device)
         yield extra
-        extra["core_s"] = yardstick.clock(self.device) - core
+        extra["core_s"] = reference_matmul.clock(self.device) - core
         self._keep(WHOLE_STEP, self._now() - begin, extra)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time one part of the step that is under way."""
         with named_range(name, self.device):
-            begin, core = self._now(), yardstick.clock(self.device)
+            begin, core = self._now(), reference_matmul.clock(self.device)
             yield
-            core_s = yardstick.clock(self.device) - core
+            core_s = reference_matmul.clock(self.device) - core
             self._keep(name, self._now() - begin, {"core_s": core_s})
 
     def take(self) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""What the raw samples of training say: times of steps, ratios, losses, shares of the phases."""
+"""Statistics of the raw training samples: step times, ratios, losses and phases."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ WHOLE_STEP = "step"
 PHASES = ("forward", "backward", "communication", "optimizer")
 # Rank 0 alone, on every row.
 SINGLE = "single process"
-# What the others are compared with, step by step.
+# The peer with which the other variants are compared, step by step.
 PEER = "torch DDP"
 SERVER = "parameter server"
 SHARED = "ddp shared memory"
-# Whose ranks train apart from one another, and agree now and then.
+# The variant whose ranks train separately and synchronize every few steps.
 LOCAL = "DiLoCo"
-# In the order of their turns; `variants.VARIANTS` says what each does.
+# In the order in which they run; `variants.VARIANTS` describes each.
 VARIANT_NAMES = (
     SINGLE,
     PEER,
@@ -34,7 +34,7 @@ VARIANT_NAMES = (
     SERVER,
     LOCAL,
 )
-#: Bits a second of a link between hosts that are far apart.
+#: Bits per second of a link between distant hosts.
 LINK_RATE = 100e6
 
 
@@ -56,7 +56,7 @@ def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
 
 
 def ranks_of(variant: str, world: int) -> int:
-    """How many ranks train it."""
+    """Return the number of ranks that train a variant."""
     return 1 if variant == SINGLE else world
 
 
@@ -68,7 +68,7 @@ def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> f
 def wire_bytes(samples: list[Sample], variant: str) -> float | None:
     """Return the bytes that a rank's sockets received in a step, the largest of all ranks.
 
-    None where no sockets are counted. A server's own rank may get a push after its step.
+    None if sockets are not counted. The rank of a server may receive a push after its step.
     """
     by_rank: dict[int, list[int]] = defaultdict(list)
     for s in samples:
@@ -80,19 +80,19 @@ def wire_bytes(samples: list[Sample], variant: str) -> float | None:
 def over_link(row: dict[str, Any], received: float | None) -> dict[str, float]:
     """Return the time that a link of LINK_RATE adds to a step, and the fraction spent computing.
 
-    Bytes over the rate: both directions at once, and nothing of it hidden behind computing. Who is
-    alone has no link, and memory is not shared over one.
+    The time is bytes over the rate, for both directions at once, with no overlap with computing.
+    One process has no link, and shared memory does not extend over one.
     """
     if received is None or row["variant"] in (SINGLE, SHARED):
         return {}
     computing = row["step_ms"] * (1 - row["communication_share"])
     waiting = 8e3 * received / LINK_RATE
-    share = computing / (computing + waiting)
-    return {"wire_bytes": received, "link_ms": waiting, "link_computing_share": share}
+    fraction = computing / (computing + waiting)
+    return {"wire_bytes": received, "link_ms": waiting, "link_computing_share": fraction}
 
 
 def step_seconds(samples: list[Sample], *, warmup: bool = False) -> dict[str, dict[int, float]]:
-    """Variant -> step -> seconds of its slowest rank, warm-up left out unless asked for."""
+    """Return the seconds of the slowest rank by variant and step, optionally with warm-up."""
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for s in samples:
         if s["phase"] == WHOLE_STEP and warmup >= s["warmup"]:
@@ -102,7 +102,7 @@ def step_seconds(samples: list[Sample], *, warmup: bool = False) -> dict[str, di
 
 
 def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
-    """Variant -> the loss of each step over the global batch, warm-up steps included."""
+    """Return the losses over the global batch by variant, warm-up steps included."""
     parts: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for s in samples:
         if s["phase"] == WHOLE_STEP:
@@ -114,7 +114,7 @@ def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
 
 
 def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
-    """Time over torch DDP's in the same round: median, p10 and p90 of the pairs."""
+    """Return median, p10 and p90 of the time over torch DDP's in the same round."""
     ratios = sorted(steps[step] / peer[step] for step in steps if step in peer)
     if not ratios:
         return {}

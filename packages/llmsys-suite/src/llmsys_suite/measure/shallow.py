@@ -1,7 +1,7 @@
-"""A training step of a model of few layers, from which a deeper one's is foretold.
+"""A training step of a model with few layers, which predicts the step of the full model.
 
-Notable: it slows down as the deeper one does where a neighbor fills caches and memory, which a lone
-product of matrices does not; so what is said of their ratio holds on a busy machine too.
+Contention for caches and memory slows both models alike, but not a single matrix product.
+Therefore their ratio is valid on a busy machine too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from flashattn2 import flash_attention
 from torch import Tensor
 
-from llmsys_suite.measure import yardstick
+from llmsys_suite.measure import reference_matmul
 from llmsys_suite.model import Decoder
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Shallow:
-    """The run's model with so many layers, and its optimizer."""
+    """The model of the run with `layers` layers, and its optimizer."""
 
     def __init__(self, run: Run, layers: int) -> None:
         self.device, self.parts = run.device, run.config.parts
@@ -29,10 +29,10 @@ class Shallow:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def seconds(self, tokens: Tensor, targets: Tensor) -> float:
-        """One step on these rows, by the yardstick's clock."""
-        begin = yardstick.clock(self.device)
+        """One step on these rows, by the reference matmul's clock."""
+        begin = reference_matmul.clock(self.device)
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
             self.model.loss(some, theirs).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return yardstick.clock(self.device) - begin
+        return reference_matmul.clock(self.device) - begin

@@ -1,4 +1,4 @@
-"""How a failure on one rank ends the run on every rank.
+"""Failure handling: a failure on one rank ends the run on every rank.
 
 Note [Failure of a rank]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,7 +6,7 @@ A rank that fails must end the run. It cannot rely on collectives for that: the 
 in a collective of another process group, in a queue, or in a loop on the store, and closing this
 rank's connections reaches only some of them.
 
-Every rank therefore polls one key of the rendezvous store in a thread of its own (`FailureWatch`).
+Every rank therefore polls one key of the rendezvous store in a separate thread (`FailureWatch`).
 A rank that fails writes its message under that key (`report_failure`) and ends its process; the
 watch of every other rank reads the message and ends that process too, with exit status 1. A store
 that is lost counts as a failure, because the process that served it has ended.

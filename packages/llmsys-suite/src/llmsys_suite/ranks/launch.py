@@ -1,7 +1,7 @@
-"""Start the ranks of a run on this machine, and end them all whatever happens.
+"""Start the ranks of a run on this machine, and end all of them in any case.
 
-Under torchrun the ranks are there already; here the command line itself is no rank, so that it can
-outlive them: a killed worker or Ctrl-C leaves no process behind and the folder marked incomplete.
+Under torchrun the ranks already exist. Here the command line is not a rank, so it can outlive them:
+after a killed worker or Ctrl-C no process remains and the folder stays marked incomplete.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from llmsys_suite.config import RunConfig
 
 INTERRUPTED = 130
 STORE = "LLMSYS_STORE"
-# A pipe to the launcher, which stamps what comes out of it; and the file where the stamps are.
-WITNESS = "LLMSYS_WITNESS"
+# A pipe of events to the launcher, and the file with the time of each event.
+EVENTS = "LLMSYS_EVENTS"
 STAMPS = "LLMSYS_STAMPS"
 #: Time for the other ranks to end by themselves after one has failed.
 FAILURE_SECONDS = 5.0
@@ -34,47 +34,49 @@ def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
         previous = signal.signal(signal.SIGTERM, _as_interrupt)
-        events, told = os.pipe()
+        events, event_pipe = os.pipe()
         stamps = Path(rendezvous, "stamps")
-        witness = threading.Thread(target=_stamp, args=(events, stamps), daemon=True)
-        witness.start()
+        event_reader = threading.Thread(target=_stamp, args=(events, stamps), daemon=True)
+        event_reader.start()
         try:
             for rank in range(config.world):
-                ranks.append(_start(module, config, rank, Path(rendezvous), told))
+                ranks.append(_start(module, config, rank, Path(rendezvous), event_pipe))
             return _wait(ranks)
         except KeyboardInterrupt:
             print(f"interrupted; what was measured is in {config.out}", file=sys.stderr)
             return INTERRUPTED
         finally:
             _end(ranks)
-            os.close(told)
-            witness.join(5)
+            os.close(event_pipe)
+            event_reader.join(5)
             signal.signal(signal.SIGTERM, previous)
 
 
 def _start(
-    module: str, config: RunConfig, rank: int, rendezvous: Path, told: int
+    module: str, config: RunConfig, rank: int, rendezvous: Path, event_pipe: int
 ) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(config.world),
         STORE: str(rendezvous / "store"),
-        WITNESS: str(told),
+        EVENTS: str(event_pipe),
         STAMPS: str(rendezvous / "stamps"),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # The profiler writes its own diary to stderr otherwise.
+    # Otherwise the profiler writes its log to stderr.
     environment.setdefault("KINETO_LOG_LEVEL", "99")
-    # The address of a machine may not be its own to bind to; ranks of one machine need only this.
+    # Binding to the address of the host may fail; ranks of one machine need only the loopback.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     command = [sys.executable, "-m", module, json.dumps(config.to_json())]
-    # A session of its own: the terminal's Ctrl-C reaches this process alone, which ends the ranks.
-    return subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=(told,))
+    # In a separate session Ctrl-C reaches only this process, which ends the ranks.
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, pass_fds=(event_pipe,)
+    )
 
 
 def _stamp(events: int, stamps: Path) -> None:
-    """Write down when each event came through the pipe, by this process's clock."""
+    """Write the time at which each event is read from the pipe."""
     with open(events) as arriving, stamps.open("w") as file:
         for event in arriving:
             file.write(f"{time.monotonic()} {event}")

@@ -17,7 +17,7 @@ from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.ranks.launch import STAMPS, WITNESS
+from llmsys_suite.ranks.launch import EVENTS, STAMPS
 from llmsys_suite.report.progress import Progress
 
 
@@ -33,11 +33,11 @@ class Run:
     recorder: Recorder
     progress: Progress
     folder: RunFolder | None = None
-    #: What each stage handed on, see `stages.results`; None on ranks that had no part in it.
+    #: Results of each stage, see `stages.results`; None on ranks without a result.
     results: dict[str, Any] = field(default_factory=dict)
-    #: How long each stage took on this rank.
+    #: Seconds of each stage on this rank.
     seconds: dict[str, float] = field(default_factory=dict)
-    # The model that `train` leaves to the stages that look into it.
+    #: The model that `train` passes to the stages that analyze it.
     trained: torch.nn.Module | None = None
     #: The rendezvous store of this run; None where a run is built without one, as in tests.
     store: dist.Store | None = None
@@ -53,27 +53,32 @@ class Run:
 
     @property
     def model(self) -> ModelConfig:
-        """The shape that this run trains."""
+        """The shape of the model that this run trains."""
         return ModelConfig.named(self.config.size, context=self.config.context)
 
     def batch(
         self, step: int, *, rows: int | None = None, shared: bool = False, epochs: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of a step on this device: all rows, or `shared` this rank's."""
+        """Return tokens and targets of a step: all rows, or with `shared` those of this rank."""
         rank, world = (self.rank, self.world) if shared else (0, 1)
         pair = self.corpus.batch(
-            rows=rows or self.config.rows, context=self.config.context, seed=self.config.seed,
-            step=step, rank=rank, world=world, epochs=epochs,
-        )  # fmt: skip
+            rows=rows or self.config.rows,
+            context=self.config.context,
+            seed=self.config.seed,
+            step=step,
+            rank=rank,
+            world=world,
+            epochs=epochs,
+        )
         return pair[0].to(self.device), pair[1].to(self.device)
 
     def barrier(self) -> None:
-        """Wait for all ranks, as a collective does: for minutes at the most."""
+        """Wait for all ranks with a collective, which fails after some minutes."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
 
-    def meet(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Wait until every rank has called this method, without a time limit.
 
         A collective fails after its timeout, but a stage that works on one rank only may take an
@@ -90,26 +95,26 @@ class Run:
             pause = min(2 * pause, 0.1)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every rank's `mine`, on every rank, however long the slowest takes."""
-        self.meet()
+        """Return the `mine` of every rank on every rank, without a time limit."""
+        self.wait_for_ranks()
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, mine)
         return everyone
 
     def flush_samples(self) -> None:
-        """Bring all ranks' samples to rank 0 and append them to the folder."""
+        """Gather all samples on rank 0 and append them to the folder."""
         gathered: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(self.recorder.take(), gathered)
         if self.folder is not None and gathered is not None:
             self.folder.append_samples(sample for samples in gathered for sample in samples)
 
-    def witness(self, event: str) -> None:
-        """Tell the launcher, if there is one, that this happens now."""
-        if WITNESS in os.environ:
-            os.write(int(os.environ[WITNESS]), f"{self.rank} {event}\n".encode())
+    def report_event(self, event: str) -> None:
+        """Report an event to the launcher, if there is one."""
+        if EVENTS in os.environ:
+            os.write(int(os.environ[EVENTS]), f"{self.rank} {event}\n".encode())
 
     def stamps(self) -> dict[tuple[int, str], float]:
-        """(rank, event) -> when the launcher heard of it, by its clock; empty where it is none."""
+        """Return the launcher's time of each (rank, event), or {} without a launcher."""
         if STAMPS not in os.environ:
             return {}
         with open(os.environ[STAMPS]) as file:

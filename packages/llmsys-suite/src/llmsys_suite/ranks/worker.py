@@ -35,7 +35,7 @@ from llmsys_suite.ranks.launch import STORE
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
 
-#: Stages that are wings of their own.
+#: Stages that are implemented outside of `stages`.
 ELSEWHERE = {"audit": "llmsys_suite.audit.run", "report": "llmsys_suite.report.page"}
 TIMEOUT = timedelta(minutes=5)
 
@@ -127,7 +127,7 @@ def leave(run: Run, watch: FailureWatch | None) -> None:
 
     Rank 0 may serve the store, so it must not end before the last use of the store.
     """
-    run.meet()
+    run.wait_for_ranks()
     if watch is not None:
         watch.stop()
     dist.destroy_process_group()
@@ -180,7 +180,7 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
     if STORE in os.environ:
         return config
     while isinstance(store, dist.PrefixStore):
-        # torchrun puts each attempt's keys under a prefix of its own.
+        # torchrun stores the keys of each attempt under a separate prefix.
         store = store.underlying_store
     key = "llmsys folder"
     if rank == 0 and not (restarts() and store.check([key])):
@@ -190,10 +190,10 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
 
 
 def make_autograds_threads() -> None:
-    """Have autograd make them now: one for each device that there is.
+    """Create the threads of autograd now, one per device.
 
-    Later, once torch's FSDP2 has run an operator on pretended tensors, a CPU alone is taken for one
-    with eight GPUs, and their threads can abort the process when it ends.
+    After torch's FSDP2 has run an operator on fake tensors, autograd would create threads for eight
+    GPUs on a machine without any, and these threads can abort the process when it ends.
     """
     torch.ones(1, requires_grad=True).backward()
 
@@ -209,7 +209,7 @@ def make_group(run: Run) -> None:
         device_id=run.device if run.device.type == "cuda" else None,
     )
     # A rank that left before the others have connected would break the group for them.
-    run.meet()
+    run.wait_for_ranks()
 
 
 def _facts(config: RunConfig) -> dict[str, Any]:
@@ -230,14 +230,14 @@ def _store(rank: int, world: int) -> dist.Store:
 def run_stage(run: Run, stage: str) -> None:
     """Run one stage on this rank and store its result, in the run folder too on rank 0."""
     forget_peak_memory()
-    run.witness(f"{stage} begins")
+    run.report_event(f"{stage} begins")
     begin = time.perf_counter()
     module = importlib.import_module(ELSEWHERE.get(stage, f"llmsys_suite.stages.{stage}"))
     result = module.run(run)
     run.seconds[stage] = time.perf_counter() - begin
-    run.witness(f"{stage} ends")
-    # What follows are collectives, which wait minutes only; a stage of one rank may take longer.
-    run.meet()
+    run.report_event(f"{stage} ends")
+    # Collectives time out after minutes, but a stage that runs on one rank may take longer.
+    run.wait_for_ranks()
     peak_mib = _peak_process_mib(run)
     run.results[stage] = result
     run.flush_samples()
@@ -253,7 +253,7 @@ def _peak_process_mib(run: Run) -> float:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when the one that started it is gone, however it went."""
+    """End this process when its parent process has ended."""
 
     def watch() -> None:
         while os.getppid() == parent:

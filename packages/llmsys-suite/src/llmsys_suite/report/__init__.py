@@ -1,1 +1,1 @@
-"""What a person is shown: the page of a run, its plots, two runs side by side, progress."""
+"""Reports for readers: the page of a run, comparison of runs, and generated text."""

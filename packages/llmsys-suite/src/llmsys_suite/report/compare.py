@@ -1,27 +1,27 @@
-"""Runs side by side: which variants became faster or slower, and whether the samples can tell.
+"""Comparison of runs: which variants became faster or slower, and whether the samples can tell.
 
-Notable:
-- a figure is paired by round: a variant's time over the peer's on the same rank in the same round,
-  so that what slows a second slows both; runs are compared by these ratios, never by times;
-- rounds in which a rank waited for a core and other programs were at work are left out, because
-  such a wait does not cost all variants alike; where most are such, there is no verdict;
-- runs of the same code differ as a whole by where their memory happens to lie (`APART`), which no
-  number of rounds averages out: it is part of every interval, and several runs a side divide it;
-- "slower" is said only of a difference above half of what is to be resolved, and only where it
-  would be said of none of all variants by chance, 97 times in 100, however few the rounds are;
-- a slow second outlasts a round: rounds that resemble the ones before them count for fewer.
+- A figure is paired by round: the time of a variant divided by the peer's on the same rank in the
+  same round, so that a slow second affects both. Runs are compared by these ratios only.
+- Rounds in which a rank waited for a core while other programs were at work are left out, because
+  such a wait does not cost all variants alike. Most rounds must be undisturbed for a verdict.
+- The ratios of two runs of the same code differ as a whole by their memory layout (`APART`). No
+  number of rounds averages this out: it is part of every interval; several runs per side reduce it.
+- "slower" and "faster" need a difference above half of the margin and an interval, corrected for
+  the number of variants, that excludes 1. "same" needs an interval inside of the margin.
+- Slow seconds outlast a round, so correlated rounds count for fewer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from scipy.stats import t as student
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
@@ -33,19 +33,16 @@ Array = np.ndarray
 #: Variant -> log of its time over the peer's, round by round; how many rounds were disturbed.
 Ratios = dict[str, tuple[Array, int]]
 RESAMPLES = 400
-#: A step is disturbed if its rank was kept from a core for more than this share of it, while other
-#: programs did more than that share of the machine's work: a run's own threads are in no way odd.
+#: A step is disturbed if its rank waited for a core for more than this fraction of it, while other
+#: programs did more than CROWDED of the work of the machine.
 DISTURBED, CROWDED = 0.05, 0.1
-#: Rounds to be left for a verdict, and the share of all rounds.
+#: A verdict needs this number of undisturbed rounds, and this fraction of all rounds.
 LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
-#: By how much the ratios of runs of the same code were seen to differ as a whole.
+#: Observed standard deviation of the ratios between runs of the same code.
 APART = 0.007
-#: Of a verdict on any variant, where the code is the same; what is as large as asked is found
-#: with 1.64 standard errors to spare, 19 times in 20; a fifth more since errors are estimated.
+#: Probability of a wrong verdict on any variant if the code is the same.
 CHANCE = 0.03
-SPARE = 1.64
-MARGIN = 1.2
-#: Without these two runs do not compare; where the others differ, times may too.
+#: Runs that differ in these are not comparable; a difference in the others is a warning.
 MUST_AGREE = {
     "env.json": ("processor", "cores", "gpus"),
     "config.json": ("size", "world", "device", "backend", "rows", "context"),
@@ -54,94 +51,100 @@ SHOULD_AGREE = {
     "env.json": ("cpu_flags", "python", "torch", "platform", "driver", "governor", "text"),
     "config.json": ("seed", "steps", "epochs", "warmup", "learning_rate", "stages"),
 }
-#: A loss on another machine: the audit's tolerance for one process and many.
+#: Relative difference of losses between machines, as the audit allows between ranks.
 LOSS_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One variant: its time after over its time before, both in units of the peer's."""
+    """One variant: its time after over its time before, both relative to the peer's time."""
 
     variant: str
     ratio: float
     low: float
     high: float
-    #: In each run; how many runs a side; how many variants are compared.
+    #: Undisturbed and disturbed rounds per run.
     rounds: int
     disturbed: int
-    resolve: float
-    runs: int = 1
-    among: int = 1
-    #: The standard error that more rounds would lessen.
-    error: float = math.inf
-    #: How likely so large a ratio is by chance, in any of the variants that are compared.
-    chance: float = 1.0
+    margin: float
+    #: True if the interval that is corrected for the number of variants excludes 1.
+    differs: bool = False
 
     @property
     def verdict(self) -> str:
-        """Return "slower", "faster" or "cannot tell"."""
-        if not has_enough_rounds(self.rounds, self.disturbed) or self.chance > CHANCE:
+        """Return "slower", "faster", "same" or "cannot tell"."""
+        if not has_enough_rounds(self.rounds, self.disturbed):
             return "cannot tell"
-        if self.ratio > 1 + self.resolve / 2:
+        if self.differs and self.ratio > 1 + self.margin / 2:
             return "slower"
-        return "faster" if self.ratio < 1 / (1 + self.resolve / 2) else "cannot tell"
-
-    def needed(self, runs: int) -> float:
-        """Return the rounds per run that resolve the difference, with `runs` runs per side."""
-        errors = NormalDist().inv_cdf(1 - CHANCE / (2 * self.among)) + SPARE
-        room = (math.log1p(self.resolve) / errors) ** 2 - 2 * APART**2 / runs
-        error = MARGIN * self.error
-        return self.rounds * self.runs / runs * error**2 / room if room > 0 else math.inf
+        if self.differs and self.ratio < 1 / (1 + self.margin / 2):
+            return "faster"
+        is_inside = 1 / (1 + self.margin) < self.low and self.high < 1 + self.margin
+        return "same" if is_inside else "cannot tell"
 
     def __str__(self) -> str:
-        line = f"{self.variant:>20}  {self.ratio:6.3f}x  [{self.low:.3f}, {self.high:.3f}]  "
         total = self.rounds + self.disturbed
         if math.isnan(self.ratio):
-            line = f"{self.variant:>20}  {self.rounds} of {total} rounds to go by  "
-        line += self.verdict
+            line = f"{self.variant:>20}  {self.rounds} of {total} rounds usable  {self.verdict}"
+        else:
+            interval = f"{self.ratio:6.3f}x  [{self.low:.3f}, {self.high:.3f}]"
+            line = f"{self.variant:>20}  {interval}  {self.verdict}"
+        if self.verdict == "same":
+            return f"{line} within {self.margin:.3g}"
         if self.disturbed > total * (1 - LEAST_SHARE):
             return f"{line}: other programs had the cores in {self.disturbed} of {total} rounds"
-        if self.verdict == "cannot tell" and self.needed(self.runs) > self.rounds:
-            line += f": {self.resolve:.0%} needs about "
-            runs = self.runs
-            while math.isinf(self.needed(runs)):
-                runs += 1
-            ways = [f"--steps {math.ceil(self.needed(k))}" for k in (runs, runs + 1)]
-            many = "" if runs == 1 else f" in each of {runs} runs a side"
-            line += f"{ways[0]}{many}, or {ways[1]} in each of {runs + 1} runs a side"
         return line
 
 
 def compare_runs(
-    before: Sequence[RunFolder], after: Sequence[RunFolder], *, resolve: float = 0.05, seed: int = 0
+    before: Sequence[RunFolder], after: Sequence[RunFolder], *, margin: float = 0.05, seed: int = 0
 ) -> list[Comparison]:
-    """One row for each variant but the peer that all runs trained.
+    """Return one row per variant, without the peer, that all runs trained.
 
-    Raises UsageError where a run is incomplete, edited or of another version, or where machine or
-    model differ.
+    Raises:
+        UsageError: a run is incomplete, edited, of another version or given twice on one side, or
+            machine or model differ.
     """
+    for side in (before, after):
+        require_distinct(side)
     for folder in (*before, *after):
         require_comparable(before[0], folder)
     old, new = ([round_ratios(f.samples()) for f in side] for side in (before, after))
-    return compare_ratios(old, new, resolve=resolve, seed=seed)
+    return compare_ratios(old, new, margin=margin, seed=seed)
 
 
 def compare_ratios(
-    old: Sequence[Ratios], new: Sequence[Ratios], *, resolve: float = 0.05, seed: int = 0
+    old: Sequence[Ratios], new: Sequence[Ratios], *, margin: float = 0.05, seed: int = 0
 ) -> list[Comparison]:
-    """One row for each variant of all."""
+    """Return one row per variant that all runs have."""
     random = np.random.default_rng(seed)
     names = [name for name in old[0] if all(name in run for run in (*old, *new))]
     if not names:
         raise UsageError("no variant besides the peer was trained by all of these runs")
     return [
-        _compare(n, [r[n] for r in old], [r[n] for r in new], resolve, len(names), random)
+        _compare(n, [r[n] for r in old], [r[n] for r in new], margin, len(names), random)
         for n in names
     ]
 
 
+def require_distinct(side: Sequence[RunFolder]) -> None:
+    """Raise UsageError if one side contains the same measurements twice, also as a copy.
+
+    A run that counts twice would make the intervals narrower than its samples justify.
+    """
+    paths: dict[str, RunFolder] = {}
+    for folder in side:
+        digest = hashlib.sha256((folder.path / "samples.jsonl").read_bytes()).hexdigest()
+        if digest in paths:
+            raise UsageError(
+                f"{paths[digest].path} and {folder.path} contain the same samples; "
+                "expected different runs on one side"
+            )
+        paths[digest] = folder
+
+
 def has_enough_rounds(rounds: int, disturbed: int) -> bool:
-    """Return True if so few rounds were disturbed that the others allow a verdict."""
+    """Return True if enough rounds were undisturbed to allow a verdict."""
     return rounds >= max(LEAST_ROUNDS, LEAST_SHARE * (rounds + disturbed))
 
 
@@ -168,21 +171,18 @@ def undecided_at(rows: list[Comparison], percent: float) -> list[str]:
 
 
 def warnings(before: RunFolder, after: RunFolder) -> list[str]:
-    """Where the runs differ in what times, losses or both may depend on."""
-    found = []
+    """Return the differences between two runs that may affect times or losses."""
+    lines = []
     for file, keys in SHOULD_AGREE.items():
         old, new = before.read_json(file), after.read_json(file)
         for key in keys:
             if old.get(key) != new.get(key):
-                found.append(f"the runs differ in {key}: {_short(old.get(key), new.get(key))}")
-    return found
+                lines.append(f"the runs differ in {key}: {_short(old.get(key), new.get(key))}")
+    return lines
 
 
 def differences(before: RunFolder, after: RunFolder) -> Iterator[str]:
-    """For `--assert-equal`: every loss and every count in which the runs are not the same.
-
-    Those of another machine are the same, too.
-    """
+    """Yield every loss and count that differs between two runs, possibly of different machines."""
     require_comparable(before, after, times=False)
     for key in ("seed", "steps", "epochs", "warmup", "learning_rate"):
         old, new = (getattr(folder.config, key) for folder in (before, after))
@@ -208,7 +208,7 @@ def differences(before: RunFolder, after: RunFolder) -> Iterator[str]:
 
 
 def require_comparable(before: RunFolder, after: RunFolder, *, times: bool = True) -> None:
-    """UsageError where a folder is not whole, or the model differs; or the machine, of `times`."""
+    """Raise UsageError if a folder has changed, or the model or, with `times`, the machine."""
     for folder in (before, after):
         folder.require_whole()
         if not folder.complete:
@@ -230,14 +230,14 @@ def require_comparable(before: RunFolder, after: RunFolder, *, times: bool = Tru
 
 
 def round_ratios(samples: list[Sample]) -> Ratios:
-    """Variant -> log of its time over the peer's by round, the ranks' mean; disturbed rounds."""
+    """Return by variant the mean over ranks of log ratios per round, and the disturbed rounds."""
     steps: dict[str, dict[int, dict[int, Sample]]] = defaultdict(lambda: defaultdict(dict))
     for s in samples:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps[s["variant"]][s["step"]][s["rank"]] = s
-    # The peer's turns span whole rounds: what others did between two of its steps, they did in one.
+    # Two steps of the peer are one round apart, so others' work between them is that of a round.
     crowded = others.shares([s for ranks in steps[PEER].values() for s in ranks.values()])
-    found = {}
+    ratios_by_variant = {}
     for name, rounds in steps.items():
         if name == PEER:
             continue
@@ -251,38 +251,43 @@ def round_ratios(samples: list[Sample]) -> Ratios:
             elif pairs:
                 logs = [math.log(s["seconds"] / p["seconds"]) for s, p in pairs]
                 ratios.append(sum(logs) / len(logs))
-        found[name] = np.array(ratios), disturbed
-    return found
+        ratios_by_variant[name] = np.array(ratios), disturbed
+    return ratios_by_variant
 
 
 def _compare(
     name: str,
     before: list[tuple[Array, int]],
     after: list[tuple[Array, int]],
-    resolve: float,
+    margin: float,
     among: int,
     random: np.random.Generator,
 ) -> Comparison:
-    rounds, runs = (min(len(logs) for logs, _ in before + after), min(len(before), len(after)))
-    lost = max(lost for _, lost in before + after)
+    rounds = min(len(logs) for logs, _ in before + after)
+    disturbed = max(count for _, count in before + after)
     if rounds < 2:
-        return Comparison(name, math.nan, 0.0, math.inf, rounds, lost, resolve, runs, among)
-    away, within, between, frees = 0.0, 0.0, 0.0, []
+        return Comparison(name, math.nan, 0.0, math.inf, rounds, disturbed, margin)
+    log_ratio = 0.0
+    variance = 0.0
+    degrees = math.inf
     for sign, side in ((-1, before), (1, after)):
-        middles, n = [_middle(logs) for logs, _ in side], len(side)
-        errors, rounds_free = zip(*(_error(logs, random) for logs, _ in side), strict=True)
-        away += sign * sum(middles) / n
-        within += sum(e**2 for e in errors) / n**2
-        # What the runs of this side show, where it is far more than is usual: two tell little.
-        shown, usual = float(np.var(middles)) * n / max(n - 1, 1), APART**2
-        alone = sum(e**2 for e in errors) / n
-        between += (usual if shown < 4 * (usual + alone) else shown - alone) / n
-        frees.append(sum(rounds_free))
-    error, free = math.sqrt(within + between), min(frees)
-    half = _student(0.975, free) * error
-    chance = among * 2 * _beyond(abs(away) / error, free)
-    return Comparison(name, math.exp(away), math.exp(away - half), math.exp(away + half), rounds,
-                      lost, resolve, runs, among, math.sqrt(within), chance)  # fmt: skip
+        estimates = [_error(logs, random) for logs, _ in side]
+        log_ratio += sign * sum(_middle(logs) for logs, _ in side) / len(side)
+        variance += sum(error**2 for error, _ in estimates) / len(side) ** 2 + APART**2 / len(side)
+        degrees = min(degrees, sum(freedom for _, freedom in estimates))
+    error = math.sqrt(variance)
+    half = float(student.ppf(0.975, degrees)) * error
+    corrected = float(student.ppf(1 - CHANCE / (2 * among), degrees)) * error
+    return Comparison(
+        name,
+        math.exp(log_ratio),
+        math.exp(log_ratio - half),
+        math.exp(log_ratio + half),
+        rounds,
+        disturbed,
+        margin,
+        abs(log_ratio) > corrected,
+    )
 
 
 def _middle(logs: Array) -> float:
@@ -292,34 +297,23 @@ def _middle(logs: Array) -> float:
 
 
 def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
-    """Return the standard error of `_middle` and its degrees of freedom, by resampling rounds.
+    """Return the bootstrap standard error of `_middle` and its degrees of freedom.
 
-    What pulls the middle is each round cut to the quartiles; where that resembles the round's
-    before by a share r, n rounds tell as much as n (1 - r) / (1 + r).
+    The autocorrelation r of the rounds, clipped to the quartiles, reduces the effective number of
+    rounds to n (1 - r) / (1 + r).
     """
     n = len(logs)
     drawn = np.sort(logs[random.integers(0, n, (RESAMPLES, n))], axis=1)
     cut = n // 4
-    alone = float(drawn[:, cut : n - cut].mean(1).std())
-    pull = logs.clip(*np.quantile(logs, [0.25, 0.75]))
-    pull = pull - pull.mean()
-    found = float(pull[1:] @ pull[:-1] / max(pull @ pull, 1e-300))
-    # What a short series shows is too low, and uncertain by 1 / sqrt(n).
-    alike = min(max(found + (1 + 4 * max(found, 0.0)) / n + 0.5 / math.sqrt(n), 0.0), 0.9)
-    free = n * (1 - alike) / (1 + alike)
-    return alone * math.sqrt(n / free), max(free - 1, 1.0)
-
-
-def _student(share: float, free: float) -> float:
-    """Return a quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5)."""
-    z = NormalDist().inv_cdf(share)
-    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-
-
-def _beyond(errors: float, free: float) -> float:
-    """Return the probability that Student's t is larger (Abramowitz and Stegun 1964, 26.7.8)."""
-    z = errors * (1 - 1 / (4 * free)) / math.sqrt(1 + errors**2 / (2 * free))
-    return 1 - NormalDist().cdf(z)
+    error = float(drawn[:, cut : n - cut].mean(1).std())
+    clipped = logs.clip(*np.quantile(logs, [0.25, 0.75]))
+    clipped = clipped - clipped.mean()
+    correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))
+    # The estimate from a short series is too low, with an uncertainty of 1 / sqrt(n).
+    correlation += (1 + 4 * max(correlation, 0.0)) / n + 0.5 / math.sqrt(n)
+    correlation = min(max(correlation, 0.0), 0.9)
+    effective = n * (1 - correlation) / (1 + correlation)
+    return error * math.sqrt(n / effective), max(effective - 1, 1.0)
 
 
 def _disturbed(sample: Sample) -> bool:
@@ -327,7 +321,7 @@ def _disturbed(sample: Sample) -> bool:
 
 
 def _counts(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """Every integer of the stages' results by its place, but what is a matter of time."""
+    """Yield the integers in the results of the stages, with their paths, except measured ones."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _counts(inner, f"{path}.{key}" if path else str(key))
@@ -338,7 +332,7 @@ def _counts(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
         yield path, value
 
 
-#: Stages whose integers follow from the configuration, whatever machine they are counted on.
+#: Stages whose integers depend on the configuration only, not on the machine.
 COUNTED = ("plan.", "memory.", "scale.")
 
 

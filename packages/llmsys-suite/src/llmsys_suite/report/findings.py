@@ -1,4 +1,4 @@
-"""What each stage found: one sentence made from the numbers, one picture, one small table."""
+"""The finding of each stage: one sentence derived from its numbers, one picture, one table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER, SINGLE
-from llmsys_suite.measure.turns import Turns
 from llmsys_suite.report import plots
 from llmsys_suite.report.compare import has_enough_rounds, round_ratios
 from llmsys_suite.stages import results as of
@@ -23,19 +23,43 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Section:
-    """One stage: a finding, a picture (SVG), a table, and what is folded away."""
+    """One stage: a finding, a picture (SVG), a table and collapsed details."""
 
     title: str
     finding: str
     rows: Sequence[Row] = ()
     picture: str = ""
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
-    #: Rows to be seen in red.
+    #: Rows that are shown in red.
     failed: frozenset[int] = frozenset()
+
+    @property
+    def unaudited(self) -> str:
+        """Return a sentence on the figures that no check covers, or an empty string."""
+        figures = UNAUDITED.get(self.title, "")
+        return f"Reported, not audited: {figures}." if figures else ""
+
+
+#: Figures that no check of the audit compares with an independent source, by stage.
+UNAUDITED = {
+    "links": "times, and the sums of collectives other than all-reduce",
+    "attention": "times of kernels other than SDPA beyond their total",
+    "train": "shares of the phases, hidden and exposed communication, p10 and p90 of ratios, "
+    "peak memory of each variant",
+    "learn": "losses between the first, one random step and the last, and the text",
+    "parallel": "waiting, and the order of events in a schedule",
+    "profile": "deviations and percentiles, top operators and their shares, the roofline, "
+    "times of torch.compile",
+    "precision": "what autocast does to other operators than those listed",
+    "memory": "owners at the peak, the timeline of inference, mixed precision",
+    "scale": "losses of all runs but the shortest, the interval of the extrapolation",
+    "inspect": "the lens between layers, kinds of heads other than previous, the induction circuit",
+    "compress": "times beyond their total and ratios",
+}
 
 
 def sections(folder: RunFolder) -> Iterator[Section]:
-    """Those of the stages that ran, in the order of a run."""
+    """Yield the sections of the finished stages in their order."""
     results = folder.results
     for stage, result in results.items():
         if isinstance(result, of.Skipped):
@@ -45,10 +69,10 @@ def sections(folder: RunFolder) -> Iterator[Section]:
 
 
 def evidence_of(folder: RunFolder) -> Row:
-    """Return the evidence of the audit, or an empty dict if there was no audit."""
+    """Return the evidence of the audit, or {} without an audit."""
     there = isinstance(folder.results.get("audit"), of.Audit)
-    found: Row = folder.read_json("evidence.json") if there else {}
-    return found
+    evidence: Row = folder.read_json("evidence.json") if there else {}
+    return evidence
 
 
 def pick(rows: Sequence[Row], **columns: str) -> list[Row]:
@@ -59,8 +83,8 @@ def pick(rows: Sequence[Row], **columns: str) -> list[Row]:
 def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
     """Return the median and a 95 % interval from order statistics.
 
-    With `among`, that of the best of so many. Whatever the distribution, the number of values below
-    the true median is binomial.
+    The number of values below the true median is binomial for any distribution. `among` corrects
+    for the choice of the best among that number of variants.
     """
     ordered, n = sorted(values), len(values)
     total, cut = 0.0, 0
@@ -83,7 +107,7 @@ def against(name: str, peer: str, ratios: Sequence[float], among: int = 1) -> st
 
 
 def fastest(folder: RunFolder) -> str:
-    """Return a sentence on the fastest way of training, or an empty one if there is no choice.
+    """Return a sentence on the fastest variant, or an empty string if only one was trained.
 
     It uses the rounds that `llmsys compare` uses: those that other programs did not disturb.
     """
@@ -100,17 +124,17 @@ def fastest(folder: RunFolder) -> str:
     if not decided:
         used, disturbed = max(((len(logs), lost) for logs, lost in rounds.values()))
         return (
-            f"Cannot tell which way is the fastest: {used} of {used + disturbed} rounds were not "
-            "disturbed by other programs, which is too few."
+            f"Cannot tell which variant is the fastest: {used} of {used + disturbed} rounds were "
+            "not disturbed by other programs, which is too few."
         )
     ratios = {name: [math.exp(log) for log in logs] for name, (logs, _) in decided.items()}
     best = min(ratios, key=lambda name: statistics.median(ratios[name]))
     return against(best, PEER, ratios[best], len(ratios))
 
 
-def of_rounds(turns: Turns, name: str, peer: str) -> str:
-    """`against` for what took turns."""
-    pairs = zip(turns.seconds[name], turns.seconds[peer], strict=True)
+def of_rounds(interleaved: Interleaved, name: str, peer: str) -> str:
+    """Return `against` for two contenders of interleaved timings."""
+    pairs = zip(interleaved.seconds[name], interleaved.seconds[peer], strict=True)
     return against(name, peer, [a / b for a, b in pairs])
 
 
@@ -132,9 +156,9 @@ def planned(results: Results, evidence: Row) -> list[Row]:
          next((r["step_ms"] for r in rows if r["variant"] == SINGLE), None)),
     ]  # fmt: skip
     return [
-        {"figure": name, "planned": said, "measured": found, "ratio": found / said}
-        for name, said, found in pairs
-        if found
+        {"figure": name, "planned": predicted, "measured": measured, "ratio": measured / predicted}
+        for name, predicted, measured in pairs
+        if measured
     ]
 
 
@@ -156,8 +180,15 @@ def _links(links: of.Links, *_: Any) -> Section:
         f" {best['ratio_p50']:.3g} times its peer (80 % of rounds: {best['ratio_p10']:.3g} to "
         f"{best['ratio_p90']:.3g})."
     )
-    shown = pick(rows, algorithm="algorithm", size_bytes="bytes", time_us="time, µs",
-                 busbw_gbps="bus, GB/s", wire_bytes="wire bytes", wrong="wrong")  # fmt: skip
+    shown = pick(
+        rows,
+        algorithm="algorithm",
+        size_bytes="bytes",
+        time_us="time, µs",
+        busbw_gbps="bus, GB/s",
+        wire_bytes="wire bytes",
+        wrong="wrong",
+    )
     top = [row for row in shown if row["bytes"] == largest]
     return Section("links", finding, top, plots.links(rows), [("all sizes", shown)])
 
@@ -165,33 +196,58 @@ def _links(links: of.Links, *_: Any) -> Section:
 def _attention(attention: of.Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
-    shown = pick(rows, kernel="kernel", forward_backward_ms="time, ms",
-                 ratio_to_sdpa_p50="of SDPA's", max_error="largest error")  # fmt: skip
-    picture = plots.bars([r["kernel"] for r in rows], [r["forward_backward_ms"] for r in rows],
-                         "ms, forward and backward")  # fmt: skip
-    return Section("attention", of_rounds(attention.turns, ours["kernel"], "SDPA"), shown, picture,
-                   [("why this kernel", attention.explain)])  # fmt: skip
+    shown = pick(
+        rows,
+        kernel="kernel",
+        forward_backward_ms="time, ms",
+        ratio_to_sdpa_p50="of SDPA's",
+        max_error="largest error",
+    )
+    picture = plots.bars(
+        [r["kernel"] for r in rows],
+        [r["forward_backward_ms"] for r in rows],
+        "ms, forward and backward",
+    )
+    return Section(
+        "attention",
+        of_rounds(attention.interleaved, ours["kernel"], "SDPA"),
+        shown,
+        picture,
+        [("why this kernel", attention.explain)],
+    )
 
 
 def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
-    shown = pick(train.rows, variant="way", step_ms="step, ms", ratio_p50="of DDP's",
-                 ratio_p10="p10", ratio_p90="p90", exposed_ms="waiting, ms", mfu="MFU",
-                 final_loss="loss")  # fmt: skip
+    shown = pick(
+        train.rows,
+        variant="variant",
+        step_ms="step, ms",
+        ratio_p50="of DDP's",
+        ratio_p10="p10",
+        ratio_p90="p90",
+        exposed_ms="waiting, ms",
+        mfu="MFU",
+        final_loss="loss",
+    )
     how = "an epoch, s" if folder.config.epochs else "an epoch at the median step, s"
-    epochs = pick(train.rows, variant="way", epoch_s=how, final_loss="loss")
+    epochs = pick(train.rows, variant="variant", epoch_s=how, final_loss="loss")
     finding, folded = fastest(folder), [("time of an epoch", epochs)]
-    link = pick([row for row in train.rows if "link_ms" in row], variant="way",
-                wire_bytes="bytes received a step", link_ms="on the link, ms",
-                link_computing_share="computing")  # fmt: skip
+    link = pick(
+        [row for row in train.rows if "link_ms" in row],
+        variant="variant",
+        wire_bytes="bytes received a step",
+        link_ms="on the link, ms",
+        link_computing_share="computing",
+    )
     if link:
-        shares = {row["way"]: row["computing"] for row in link}
+        shares = {row["variant"]: row["computing"] for row in link}
         name = f"over {LINK_RATE / 1e6:.0f} Mbit/s"
         if LOCAL in shares and PEER in shares:
             finding += (
                 f" Between hosts {name}, by the bytes that sockets counted, {LOCAL} would compute "
                 f"{shares[LOCAL]:.1%} of its time, {PEER} {shares[PEER]:.1%}."
             )
-        folded += [(f"each way {name}: bytes over the rate, nothing hidden", link)]
+        folded += [(f"each variant {name}: bytes over the rate, nothing hidden", link)]
     return Section("train", finding, shown, plots.phases(train.rows), folded)
 
 
@@ -210,15 +266,23 @@ def _parallel(parallel: of.Parallel, *_: Any) -> Section:
     best, *others = sorted(rows, key=lambda row: row["iteration_ms"])
     finding = f"{best['split']} takes {best['iteration_ms']:.3g} ms an iteration"
     if others:
-        share = best["iteration_ms"] / others[0]["iteration_ms"]
-        finding += f", {share:.2f} of {others[0]['split']}'s time"
+        ratio = best["iteration_ms"] / others[0]["iteration_ms"]
+        finding += f", {ratio:.2f} of {others[0]['split']}'s time"
     off, far = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
     finding += f"; the loss furthest from one process's is off by {off:.1e} of it ({far})."
-    shown = pick(rows, split="split", iteration_ms="iteration, ms", bubble="bubble, planned",
-                 waiting="waiting", loss="loss", single_loss="one process's",
-                 trained_loss="trained")  # fmt: skip
-    picture = plots.bars([r["split"] for r in rows], [r["iteration_ms"] for r in rows],
-                         "ms an iteration")  # fmt: skip
+    shown = pick(
+        rows,
+        split="split",
+        iteration_ms="iteration, ms",
+        bubble="bubble, planned",
+        waiting="waiting",
+        loss="loss",
+        single_loss="one process's",
+        trained_loss="trained",
+    )
+    picture = plots.bars(
+        [r["split"] for r in rows], [r["iteration_ms"] for r in rows], "ms an iteration"
+    )
     return Section("parallel", finding, shown, picture)
 
 
@@ -230,11 +294,18 @@ def _profile(profile: of.Profile, results: Results, _: RunFolder) -> Section:
         f"profiler; products are {worst['product_share']:.0%} of its operators' time, softmax "
         f"{worst['softmax_share']:.1%}."
     )
-    shown = pick(operators, phase="phase", timer_ms="timer, ms", total_ms="operators, ms",
-                 top_operator="top", top_share="its share", product_share="products",
-                 softmax_share="softmax")  # fmt: skip
-    for row, said in zip(shown, operators, strict=True):
-        row["top"] = f"{said['top_operator'].removeprefix('aten::')} x {said['top_calls']}"
+    shown = pick(
+        operators,
+        phase="phase",
+        timer_ms="timer, ms",
+        total_ms="operators, ms",
+        top_operator="top",
+        top_share="its share",
+        product_share="products",
+        softmax_share="softmax",
+    )
+    for row, operator in zip(shown, operators, strict=True):
+        row["top"] = f"{operator['top_operator'].removeprefix('aten::')} x {operator['top_calls']}"
     plan, picture = results.get("plan"), ""
     if products and isinstance(plan, of.Plan):
         picture = plots.roofline(products, plan.peak)
@@ -246,14 +317,22 @@ def _profile(profile: of.Profile, results: Results, _: RunFolder) -> Section:
 
 def _precision(precision: of.Precision, *_: Any) -> Section:
     rows = precision.accumulation
-    shown = pick(rows, sum_in="sum in", term_in="terms in", sum="0.01 x 1000",
-                 relative_error="relative error")  # fmt: skip
-    picture = plots.bars([f"{r['term_in']} in {r['sum_in']}" for r in rows],
-                         [r["relative_error"] for r in rows], "relative error")  # fmt: skip
+    shown = pick(
+        rows,
+        sum_in="sum in",
+        term_in="terms in",
+        sum="0.01 x 1000",
+        relative_error="relative error",
+    )
+    picture = plots.bars(
+        [f"{r['term_in']} in {r['sum_in']}" for r in rows],
+        [r["relative_error"] for r in rows],
+        "relative error",
+    )
     dtypes = [{"part": part, "dtype": x} for part, x in precision.autocast_dtypes.items()]
     folded = [("dtypes under autocast", dtypes), ("times", precision.timing)]
     return Section(
-        "precision", of_rounds(precision.turns, "bfloat16", "float32"), shown, picture, folded
+        "precision", of_rounds(precision.interleaved, "bfloat16", "float32"), shown, picture, folded
     )
 
 
@@ -265,12 +344,18 @@ def _memory(memory: of.Memory, *_: Any) -> Section:
         f"{top['training_peak_mib'] / 1024:.3g} GiB, {top['checkpointed_peak_mib'] / 1024:.3g} with"
         f" blocks run twice; inference at {top['inference_peak_mib'] / 1024:.3g}."
     )
-    shown = pick(rows, model="model", context="tokens", inference_peak_mib="inference, MiB",
-                 training_peak_mib="training, MiB", checkpointed_peak_mib="checkpointed, MiB",
-                 residual_stream_mib="residual stream, MiB")  # fmt: skip
+    shown = pick(
+        rows,
+        model="model",
+        context="tokens",
+        inference_peak_mib="inference, MiB",
+        training_peak_mib="training, MiB",
+        checkpointed_peak_mib="checkpointed, MiB",
+        residual_stream_mib="residual stream, MiB",
+    )
     folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory.models.items()]
     folded += [
-        (f"held for the backward pass, {s}, by line of model.py", m["held"])
+        (f"held for the backward pass, {s}, by line of model.py", m["saved"])
         for s, m in memory.models.items()
     ]
     folded += [("held for the backward pass in mixed precision", memory.mixed)]
@@ -278,7 +363,7 @@ def _memory(memory: of.Memory, *_: Any) -> Section:
 
 
 def _scale(scale: of.Scale, *_: Any) -> Section:
-    at, finding = scale.extrapolated, f"No law: {'; '.join(scale.doubts)}."
+    at, finding = scale.extrapolated, f"No law: {'; '.join(scale.warnings)}."
     if at:
         apart = at["high"] / at["low"] if at["low"] else math.inf
         finding = (
@@ -287,10 +372,17 @@ def _scale(scale: of.Scale, *_: Any) -> Section:
             f"{at['high']:,.0f}, {apart:.1f}-fold)."
             + ("" if apart < 2 else " Cannot tell it closely.")
         )
-    shown = pick(scale.runs, compute_flops="FLOPs", width="width", parameters="parameters",
-                 tokens="tokens", steps="steps", loss="held out")  # fmt: skip
+    shown = pick(
+        scale.runs,
+        compute_flops="FLOPs",
+        width="width",
+        parameters="parameters",
+        tokens="tokens",
+        steps="steps",
+        loss="held out",
+    )
     folded: list[tuple[str, Any]] = [("every run", shown)]
-    folded += [("doubts", "\n".join(scale.doubts))] if scale.doubts else []
+    folded += [("warnings", "\n".join(scale.warnings))] if scale.warnings else []
     best = [min(runs, key=lambda run: run["held out"]) for runs in _by_budget(shown)]
     return Section("scale", finding, best, plots.isoflop(scale), folded)
 
@@ -323,15 +415,29 @@ def _compress(compress: of.Compress, *_: Any) -> Section:
         f"At most 1 % of loss is lost by {best['method']}: {best['smaller']:.2g} times smaller, "
         f"{best['heldout_loss'] - whole:+.4f} nats a byte."
     )
-    shown = pick(rows, method="method", size_bytes="bytes", smaller="smaller, x",
-                 heldout_loss="held out", speedup_p50="speed, x")  # fmt: skip
+    shown = pick(
+        rows,
+        method="method",
+        size_bytes="bytes",
+        smaller="smaller, x",
+        heldout_loss="held out",
+        speedup_p50="speed, x",
+    )
     return Section("compress", finding, shown, plots.compression(rows))
 
 
 def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
-    shown = pick(checks, name="check", source="source", actual="says", against="against",
-                 low="least", high="most", where="furthest off")  # fmt: skip
+    shown = pick(
+        checks,
+        name="check",
+        source="source",
+        actual="says",
+        against="against",
+        low="least",
+        high="most",
+        where="furthest off",
+    )
     failed = frozenset(i for i, check in enumerate(checks) if not check["passed"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
     red = [shown[i] for i in sorted(failed)]

@@ -52,13 +52,15 @@ def run(run: Run) -> None:
 
 def write_report(folder: RunFolder) -> str:
     """Write report.md, report.html and a CSV of each table; return the first."""
-    made = list(sections(folder))
-    markdown = "\n".join([f"# {title(folder)}", "", *opening(folder), "", *map(_markdown, made)])
+    stage_sections = list(sections(folder))
+    markdown = "\n".join(
+        [f"# {title(folder)}", "", *opening(folder), "", *map(_markdown, stage_sections)]
+    )
     folder.write_text("report.md", markdown)
-    for section in made:
+    for section in stage_sections:
         if section.rows:
             folder.write_csv(f"{section.title}.csv", section.rows)
-    folder.write_text("report.html", page(folder, made))
+    folder.write_text("report.html", page(folder, stage_sections))
     if folder.complete:
         folder.seal()
     return markdown
@@ -79,8 +81,10 @@ def title(folder: RunFolder) -> str:
 
 
 def opening(folder: RunFolder) -> Iterator[str]:
-    """Where, whether it holds, and what came of it: a line each."""
-    results, config, env = folder.results, folder.config, folder.read_json("env.json")
+    """Yield one line each on the machine, the audit and the results."""
+    results = folder.results
+    config = folder.config
+    env = folder.read_json("env.json")
     if lacks := {"gpus", "processor", "cores", "torch", "python", "date", "load_average"} - {*env}:
         raise UsageError(f"{folder.path / 'env.json'} is not what a run writes: no {min(lacks)}")
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
@@ -101,7 +105,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
     if isinstance(train := results.get("train"), of.Train):
         losses = train.losses[SINGLE]
         yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in one process's {_steps(len(losses))}"
-        yield fastest(folder) or "One way alone was trained: none is the fastest."
+        yield fastest(folder) or "Only one variant was trained."
     if isinstance(learn := results.get("learn"), of.Learn):
         steps, loss = learn.heldout[-1]
         yield f"held out: {loss:.3f} nats a byte after {_steps(steps)} of {learn.variant}"
@@ -111,7 +115,7 @@ def _steps(count: int) -> str:
     return f"{count} step{'s' * (count > 1)}"
 
 
-def page(folder: RunFolder, made: Sequence[Section]) -> str:
+def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
     """Return the HTML page."""
     results, heading = folder.results, html.escape(title(folder))
     lines = list(opening(folder))
@@ -126,17 +130,17 @@ def page(folder: RunFolder, made: Sequence[Section]) -> str:
         curve = f"<figure>{plots.learning(learn)}</figure>"
         samples = "".join(
             f"<figure><figcaption>{when} training, from held-out text</figcaption><pre><span "
-            f'class="soft">{html.escape(said["prompt"])}</span>{html.escape(said["written"])}'
+            f'class="soft">{html.escape(text_sample["prompt"])}</span>{html.escape(text_sample["written"])}'
             "</pre></figure>"
-            for when, said in (("before", learn.before), ("after", learn.after))
+            for when, text_sample in (("before", learn.before), ("after", learn.after))
         )
-    contents = "".join(f'<a href="#{s.title}">{s.title}</a>' for s in made)
+    contents = "".join(f'<a href="#{s.title}">{s.title}</a>' for s in stage_sections)
     files = "".join(f'<a href="{f}">{f}</a>' for f in FILES if (folder.path / f).exists())
     seconds = [
         {"stage": s, "seconds": r["stage_seconds"], "peak of a process, MiB": r["peak_process_mib"]}
         for s, r in folder.summary["stages"].items()
     ]
-    body = "\n".join(_section(section) for section in made)
+    body = "\n".join(_section(section) for section in stage_sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>{heading}</title>'
@@ -158,6 +162,8 @@ def _section(section: Section) -> str:
     parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="two">')
     parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
     parts.append(_table(section.rows, section.failed) + "</div>")
+    if section.unaudited:
+        parts.append(f'<p class="soft">{html.escape(section.unaudited)}</p>')
     for name, inside in section.folded:
         shown = f"<pre>{html.escape(inside)}</pre>" if isinstance(inside, str) else _table(inside)
         parts.append(f"<details><summary>{html.escape(name)}</summary>{shown}</details>")
@@ -185,6 +191,8 @@ def _markdown(section: Section) -> str:
         lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         for row in section.rows:
             lines.append("| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |")
+    if section.unaudited:
+        lines += ["", section.unaudited]
     return "\n".join([*lines, ""])
 
 

@@ -56,8 +56,8 @@ def learning(learn: Learn) -> str:
 
     def draw(axes: Axes) -> None:
         axes.plot(learn.losses, color=COLORS[0], linewidth=0.7, label="training")
-        steps, held = zip(*learn.heldout, strict=True)
-        axes.plot(steps, held, "o-", color=COLORS[1], markersize=3, label="held out")
+        steps, heldout = zip(*learn.heldout, strict=True)
+        axes.plot(steps, heldout, "o-", color=COLORS[1], markersize=3, label="held out")
         axes.set(xlabel="step", ylabel="nats a byte")
         axes.legend()
 
@@ -187,20 +187,20 @@ def bars(names: Sequence[str], values: Sequence[float], unit: str) -> str:
     return figure(draw, f"{unit}: {', '.join(names)}", height=0.9 + 0.28 * len(names))
 
 
-def patterns(found: dict[str, list[list[float]]]) -> str:
+def patterns(patterns_by_head: dict[str, list[list[float]]]) -> str:
     """Draw the attention of the strongest head per kind, from each token (down) to earlier ones."""
 
     def draw(axes: Axes) -> None:
-        side = len(next(iter(found.values())))
+        side = len(next(iter(patterns_by_head.values())))
         gap = [[None] * (side // 6)] * side
         wide = [
             [float("nan") if x is None else x for part in parts for x in part]
-            for parts in zip(*(p for m in found.values() for p in (m, gap)), strict=True)
+            for parts in zip(*(p for m in patterns_by_head.values() for p in (m, gap)), strict=True)
         ]
         axes.imshow(wide, cmap="viridis", vmin=0, vmax=100, interpolation="nearest")
         axes.set_xticks(
-            [side / 2 + i * (side + side // 6) for i in range(len(found))],
-            [name.replace(": ", "\n") for name in found],
+            [side / 2 + i * (side + side // 6) for i in range(len(patterns_by_head))],
+            [name.replace(": ", "\n") for name in patterns_by_head],
         )
         axes.set_yticks([])
         axes.grid(visible=False)

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, plain lines elsewhere; always on stderr."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere; always on stderr."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A part of each layer on every rank: heads and columns, tokens between blocks, rows over pairs.
+"""Layers split over ranks: heads and columns, tokens between blocks, rows over pairs of ranks.
 
-Through torch.distributed.tensor: Megatron's column and row split, its sequence parallelism, and
-from four ranks on a split over two of them inside data parallelism.
+Implemented with torch.distributed.tensor: Megatron's column and row split, its sequence
+parallelism, and from four ranks on a split over two of them within data parallelism.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TensorModel(Split):
     Shoeybi et al. 2019, section 3: first product split by columns, second by rows.
     """
 
-    #: How what stands between blocks lies on the ranks: whole on each.
+    #: Placement of activations between blocks: replicated on each rank.
     between: Any = Replicate()
 
     def __init__(self, run: Run, config: ModelConfig) -> None:
@@ -42,7 +42,7 @@ class TensorModel(Split):
         self.model = self.part = whole_model(run, config)
         for block in self.model.layers():
             parallelize_module(block, self.mesh, self.block_plan())
-            # Each rank holds whole heads, fewer of them.
+            # Each rank has a part of the heads.
             block.attention.num_heads //= self.mesh.size()
 
     @classmethod
@@ -54,7 +54,7 @@ class TensorModel(Split):
         return ""
 
     def ranks(self) -> DeviceMesh:
-        """Those that a layer is split over."""
+        """Return the mesh of ranks over which a layer is split."""
         return init_device_mesh(self.run.device.type, (self.run.world,))
 
     def block_plan(self) -> dict[str, ParallelStyle]:
@@ -84,13 +84,13 @@ class TensorModel(Split):
         return float(loss.detach())
 
     def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gathered; what is not split is this rank's own."""
-        found = mine.items()
-        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found}
+        """Return whole tensors: sharded ones are gathered, replicated ones are this rank's."""
+        named = mine.items()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named}
 
 
 class SequenceModel(TensorModel):
-    """And between blocks, where norms and sums are, each rank has a part of the tokens.
+    """Tensor parallelism whose norms and sums between blocks are split over tokens.
 
     Korthikanti et al. 2022, section 4.2: an all-reduce becomes a reduce-scatter and an all-gather.
     """

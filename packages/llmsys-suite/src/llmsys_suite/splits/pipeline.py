@@ -1,6 +1,6 @@
-"""Consecutive layers on each rank, and microbatches that flow through them: three schedules.
+"""Consecutive layers on each rank and microbatches that flow through them, in three schedules.
 
-Through torch.distributed.pipelining, which sends what crosses from a stage to the next and back.
+Implemented with torch.distributed.pipelining, which sends activations and gradients between stages.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class PipelineModel(Split):
     """Consecutive blocks on each rank; microbatches flow through them (Huang et al. 2019)."""
 
     schedule_class: Any = ScheduleGPipe
-    #: How many stages a rank has; each rank's are `world` stages apart.
+    #: Number of stages per rank; the stages of a rank are `world` stages apart.
     stages_a_rank = 1
 
     def __init__(self, run: Run, config: ModelConfig, microbatches: int | None = None) -> None:
         super().__init__(run, config)
         half = max(1, run.config.rows // 2)
-        # Of two rows, or where that leaves fewer than there are ranks, of one.
+        # Microbatches of two rows, or of one row if there would be fewer microbatches than ranks.
         self.microbatches = microbatches or (half if half >= run.world else run.config.rows)
         if run.config.rows % self.microbatches:
             raise UsageError(
@@ -88,30 +88,30 @@ class PipelineModel(Split):
         return float(mean)
 
     def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Every rank's layers."""
-        found: dict[str, Tensor] = {}
-        # Without the number of the stage among its rank's.
+        """Return the layers of all ranks."""
+        gathered: dict[str, Tensor] = {}
+        # Remove the index of the stage within its rank from the names.
         named = {name.partition(".")[2]: tensor.cpu() for name, tensor in mine.items()}
-        for share in self.run.gather(named):
-            found |= share
-        return {name: tensor.to(self.device) for name, tensor in found.items()}
+        for part in self.run.gather(named):
+            gathered |= part
+        return {name: tensor.to(self.device) for name, tensor in gathered.items()}
 
 
 class OneForwardOneBackward(PipelineModel):
-    """As soon as the last stage has a microbatch it goes back: fewer are held (PipeDream)."""
+    """Backward passes start as early as possible, so fewer activations are saved (PipeDream)."""
 
     schedule_class = Schedule1F1B
 
 
 class Interleaved(PipelineModel):
-    """Two shorter stages a rank: half the bubble, twice the sending (Narayanan et al. 2021)."""
+    """Two shorter stages per rank: half the bubble, twice the bytes (Narayanan et al. 2021)."""
 
     schedule_class = ScheduleInterleaved1F1B
     stages_a_rank = 2
 
 
 class LayerRange(nn.Module):
-    """One pipeline stage: its share of the blocks, and the model's ends where it holds them."""
+    """One pipeline stage: its blocks, and the embedding or head if it is the first or last."""
 
     rope: Tensor
 
@@ -119,7 +119,7 @@ class LayerRange(nn.Module):
         super().__init__()
         first, last = (len(model.blocks) * s // stages for s in (stage, stage + 1))
         self.embedding = model.embedding if stage == 0 else None
-        # By the numbers that they have in the whole model.
+        # Named by their index in the whole model.
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})
         self.norm = model.norm if stage == stages - 1 else None
         self.head = model.head if stage == stages - 1 else None

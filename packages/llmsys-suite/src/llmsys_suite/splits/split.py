@@ -1,4 +1,4 @@
-"""A model of which each rank has a part, and what every such model can be asked for."""
+"""The base of models that are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ class Split:
 
     def gradients(self) -> dict[str, Tensor]:
         """Every parameter's, whole; an empty one where there is none."""
-        found = {name: p.grad for name, p in self.part.named_parameters()}
-        return self.whole({n: torch.zeros(0) if g is None else g for n, g in found.items()})
+        gradients_by_name = {name: p.grad for name, p in self.part.named_parameters()}
+        return self.whole(
+            {n: torch.zeros(0) if g is None else g for n, g in gradients_by_name.items()}
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter, whole."""

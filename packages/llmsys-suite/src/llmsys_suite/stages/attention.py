@@ -1,4 +1,4 @@
-"""Which attention kernel suits this machine: ours, plain and SDPA at the model's own shapes."""
+"""Attention kernels at the shapes of the model: flashattn2, the formula and SDPA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmsys_suite.measure.turns import take_turns
+from llmsys_suite.measure.interleaved import time_interleaved
 from llmsys_suite.model import plain_attention
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Attention
@@ -27,12 +27,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def run(run: Run) -> Attention | None:
-    """Forward and backward of each kernel, taking turns, on rank 0; errors against float64."""
+    """Time forward and backward of each kernel, interleaved, on rank 0; compare with float64."""
     if run.rank != 0:
         return None
     q, k, v = inputs(run)
     exact = plain_attention(q.double(), k.double(), v.double(), is_causal=True)
-    turns = take_turns(
+    interleaved = time_interleaved(
         {name: partial(forward_backward, kernel, q, k, v) for name, kernel in KERNELS.items()},
         ROUNDS,
         run.device,
@@ -40,18 +40,18 @@ def run(run: Run) -> Attention | None:
     rows = [
         {
             "kernel": name,
-            "forward_backward_ms": turns.median_ms(name),
-            "ratio_to_sdpa_p50": turns.ratio_to(PEER, name),
+            "forward_backward_ms": interleaved.median_ms(name),
+            "ratio_to_sdpa_p50": interleaved.ratio_to(PEER, name),
             "max_error": float((kernel(q, k, v, is_causal=True) - exact).abs().max().detach()),
         }
         for name, kernel in KERNELS.items()
     ]
     why = str(flashattn2.explain(q, k, v, is_causal=True))
-    return Attention(list(q.shape), rows, why, turns)
+    return Attention(list(q.shape), rows, why, interleaved)
 
 
 def inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v at the shapes of one rank's rows."""
+    """Return q, k and v at the shapes of one rank's rows."""
     config = run.model
     rows = max(1, run.config.rows // run.world)
     shape = (rows, config.num_heads, config.context, config.d_model // config.num_heads)

@@ -1,4 +1,4 @@
-"""The trained model in fewer bytes: what each way costs in held-out loss and gains in time."""
+"""The trained model compressed by several methods: bytes, held-out loss and speed of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tinyml
 import torch
 from torch import nn
 
-from llmsys_suite.measure.turns import take_turns
+from llmsys_suite.measure.interleaved import time_interleaved
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Compress
@@ -30,19 +30,19 @@ METHODS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def run(run: Run) -> Compress | None:
-    """Bytes, held-out loss and forward time of each way, on rank 0."""
+    """Measure bytes, held-out loss and forward time of each method, on rank 0."""
     if run.trained is None:
         return None
     tokens, targets = heldout(run)
     with torch.no_grad():
         models = compressed(run)
         calls = {name: partial(model, tokens) for name, model in models.items()}
-        turns = take_turns(calls, ROUNDS, run.device)
+        interleaved = time_interleaved(calls, ROUNDS, run.device)
         rows = [_row(name, small, tokens, targets) for name, small in models.items()]
     for row in rows:
         row["smaller"] = rows[0]["size_bytes"] / row["size_bytes"]
-        row["speedup_p50"] = 1 / turns.ratio_to(BASELINE, row["method"])
-    return Compress(rows, turns)
+        row["speedup_p50"] = 1 / interleaved.ratio_to(BASELINE, row["method"])
+    return Compress(rows, interleaved)
 
 
 def compressed(run: Run) -> dict[str, nn.Module]:
@@ -64,11 +64,11 @@ def _row(
     name: str, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
 ) -> dict[str, Any]:
     logits = model(tokens)
-    sizes, kept = tinyml.size_of(model).sparse_by_name, model.state_dict()
+    sizes, state = tinyml.size_of(model).sparse_by_name, model.state_dict()
     return {
         "method": name,
-        # As a file of it takes: zeros left out where that is smaller, the rotation's table too.
-        "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in kept),
+        # Bytes of a file of it: zeros are left out if that is smaller, and buffers are not stored.
+        "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in state),
         "heldout_loss": float(
             nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         ),

@@ -23,9 +23,9 @@ def run(run: Run) -> Inspect | None:
 
     Text this short grows no induction: beside it another rank grows one on repeated tokens.
     """
-    found = induction() if run.rank == run.world - 1 else {}
-    grown = run.gather(found)[-1]
-    return look(run, grown) if run.trained is not None and run.folder is not None else None
+    mine = induction() if run.rank == run.world - 1 else {}
+    grown = run.gather(mine)[-1]
+    return examine(run, grown) if run.trained is not None and run.folder is not None else None
 
 
 def induction() -> dict[str, float]:
@@ -38,12 +38,15 @@ def induction() -> dict[str, float]:
         model, losses = circuits.train_induction(circuits.InductionTask(steps=INDUCTION_STEPS))
     task = circuits.InductionTask()
     tokens, copies = circuits.repeated_tokens(
-        64, task.length, task.vocabulary, periods=task.periods,
+        64,
+        task.length,
+        task.vocabulary,
+        periods=task.periods,
         generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
-    found = circuits.confirm_circuit(model, tokens, copies)
+    )
+    circuit = circuits.confirm_circuit(model, tokens, copies)
     heads = range(task.heads)
-    others = [head for head in heads if head != found.previous.head]
+    others = [head for head in heads if head != circuit.previous.head]
 
     def without(cut: list[int]) -> float:
         dropped = drop_heads(*cut, heads=task.heads)
@@ -53,14 +56,14 @@ def induction() -> dict[str, float]:
 
     return {
         "steps": len(losses),
-        "whole": found.accuracy,
-        "ablated": found.accuracy_without_previous,
+        "whole": circuit.accuracy,
+        "ablated": circuit.accuracy_without_previous,
         "all_cut": without([*heads]),
         "restored": without(others),
     }
 
 
-def look(run: Run, induction: dict[str, float]) -> Inspect:
+def examine(run: Run, induction: dict[str, float]) -> Inspect:
     """Return the heads, lens and attribution of the trained model."""
     assert run.folder is not None
     model = run.trained
@@ -81,8 +84,8 @@ def look(run: Run, induction: dict[str, float]) -> Inspect:
         targets,
         final=seen[sites[-1]],
     )
-    again = repeated(context, model.config.vocabulary).to(run.device)
-    heads = interp.detect_heads(attention_patterns(model, again), again)
+    repeated_tokens = repeated(context, model.config.vocabulary).to(run.device)
+    heads = interp.detect_heads(attention_patterns(model, repeated_tokens), repeated_tokens)
     assert lens.target_log_probability is not None
     page = interp.view(
         run.folder.path / "inspect.html",

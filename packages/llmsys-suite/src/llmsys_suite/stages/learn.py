@@ -1,15 +1,16 @@
-"""Train for real: the fastest way for about a minute, until the model writes text.
+"""A longer training with the fastest variant, until the model writes text.
 
-Notable:
-- a batch follows from (seed, step) alone and a checkpoint from zero fits any number of ranks, so
-  that a curve goes on elsewhere as if nothing had happened; SIGTERM saves one, and ends the run;
-- the mean loss of a step and whether any rank was told to stop travel in one small sum.
+- A batch is a function of (seed, step), and checkpoints of zero fit any number of ranks, so that a
+  training continues elsewhere as if it had not stopped. SIGTERM saves a checkpoint and then ends
+  the run.
+- One small all-reduce carries the mean loss of a step and whether any rank received SIGTERM.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import random
 import signal
 import warnings
 from collections.abc import Iterator
@@ -23,28 +24,32 @@ import zero
 from torch import Tensor
 
 from llmsys_suite.config import RunConfig, UsageError, restarts
-from llmsys_suite.data import load_corpus
+from llmsys_suite.data import load_corpus, row_digests
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.writing import MODEL, text, write
+from llmsys_suite.report.generation import MODEL, generate, text
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.variants import VARIANTS
+from llmsys_suite.variants.single import Variant
 
-#: Of the rate with which the variants are compared; reached after a share, then a cosine.
+#: Peak learning rate relative to that of `train`, and the fraction of steps of its warm-up.
 RATE, WARM = 2.0, 0.05
-#: How often the held-out text is looked at, how many rows of it, and how often a checkpoint is.
-LOOKS, HELDOUT_ROWS, SAVES = 8, 128, 4
-#: Those whose optimizer each rank can steer, and whose state a checkpoint of zero holds.
+#: Number of evaluations on the held-out text, and of checkpoints.
+EVALUATIONS, SAVES = 8, 4
+HELDOUT_ROWS = 128
+#: Variants whose optimizer state is on the ranks and fits a checkpoint of zero.
 LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
 CHECKPOINT = "checkpoint"
-#: Steps of a training that neither --learn nor a checkpoint decides.
+#: Checkpoints before and after the step that the audit repeats.
+PROBE = "probe"
+#: Number of steps if neither --learn nor a checkpoint decides.
 DEFAULT_STEPS = 500
-PROMPT, LETTERS = 64, 240
+PROMPT, SAMPLE_BYTES = 64, 240
 
 
 def run(run: Run) -> Learn | None:
-    """Train, from a checkpoint where there is one; losses, held-out losses, and two samples."""
+    """Train, from a checkpoint if there is one; return losses, held-out losses and two samples."""
     compared = run.results.get("train")
     name = fastest(compared.rows if compared else []) if run.rank == 0 else ""
     name = run.gather(name)[0] if run.world > 1 else SINGLE
@@ -54,37 +59,13 @@ def run(run: Run) -> Learn | None:
     if (source := resumed(run)) is not None:
         state = zero.load_checkpoint(source, variant.model, variant.optimizer)
         require_same(state, config, run.corpus.train, source)
-    total, begun_at = state["total"], state["step"]
-
-    def save() -> None:
-        path = run.out / CHECKPOINT
-        zero.save_checkpoint(path, variant.model, variant.optimizer, extra=dict(state))
-
+    begun_at = state["step"]
+    probed_step = draw_probed_step(run, begun_at, state["total"])
     if not state["heldout"]:
         state["heldout"].append((0, heldout_loss(run, variant.model)))
-    with told_to_stop() as told:
-        while state["step"] < total:
-            step = state["step"]
-            for group in variant.optimizer.param_groups:
-                group["lr"] = RATE * state["learning_rate"] * schedule(step / total)
-            tokens, targets = run.corpus.batch(
-                rows=state["rows"], context=config.context, seed=state["seed"] + 1, step=step,
-                rank=run.rank, world=run.world,
-            )  # fmt: skip
-            tokens, targets = tokens.to(run.device), targets.to(run.device)
-            with run.recorder.step(stage="learn", variant=name, step=step, warmup=False) as kept:
-                kept["loss"] = variant.step(tokens, targets)
-            both = torch.tensor([kept["loss"], float(bool(told))], device=run.device)
-            dist.all_reduce(both)
-            state["losses"].append(float(both[0]) / run.world)
-            state["step"] = step = step + 1
-            if step == total or step % max(1, total // LOOKS) == 0:
-                state["heldout"].append((step, heldout_loss(run, variant.model)))
-                run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
-            if both[1] or step % max(1, total // SAVES) == 0:
-                save()
-            if both[1]:
-                raise KeyboardInterrupt
+    with collect_stop_requests() as stop_requests:
+        while state["step"] < state["total"]:
+            train_step(run, name, variant, state, probed_step, stop_requests)
     weights = variant.weights()
     after = sample(run, weights)
     variant.close()
@@ -94,8 +75,74 @@ def run(run: Run) -> Learn | None:
 
     run.trained = decoder(run, weights)
     save_file(run.trained.state_dict(), run.folder.path / MODEL)
-    tokens_seen = total * state["rows"] * config.context
-    return Learn(name, begun_at, state["losses"], state["heldout"], tokens_seen, before, after)
+    return Learn(
+        variant=name,
+        begun_at=begun_at,
+        rows=state["rows"],
+        learning_rate=state["learning_rate"],
+        probed_step=probed_step,
+        losses=state["losses"],
+        heldout=state["heldout"],
+        tokens=state["total"] * state["rows"] * config.context,
+        before=before,
+        after=after,
+    )
+
+
+def train_step(
+    run: Run,
+    name: str,
+    variant: Variant,
+    state: dict[str, Any],
+    probed_step: int | None,
+    stop_requests: list[int],
+) -> None:
+    """Take one step; evaluate and save a checkpoint at intervals, and save one to stop."""
+    step, total = state["step"], state["total"]
+    for group in variant.optimizer.param_groups:
+        group["lr"] = RATE * state["learning_rate"] * schedule(step / total)
+    tokens, targets = run.corpus.batch(
+        rows=state["rows"],
+        context=run.config.context,
+        seed=state["seed"] + 1,
+        step=step,
+        rank=run.rank,
+        world=run.world,
+    )
+    digests = row_digests(tokens, targets)
+    tokens, targets = tokens.to(run.device), targets.to(run.device)
+    if step == probed_step:
+        save(run, variant, state, f"{PROBE}/before")
+    with run.recorder.step(stage="learn", variant=name, step=step, warmup=False) as record:
+        record["loss"] = variant.step(tokens, targets)
+    record["learning_rate"] = variant.optimizer.param_groups[0]["lr"]
+    record["row_digests"] = digests
+    if step == probed_step:
+        save(run, variant, state, f"{PROBE}/after")
+    both = torch.tensor([record["loss"], float(bool(stop_requests))], device=run.device)
+    dist.all_reduce(both)
+    state["losses"].append(float(both[0]) / run.world)
+    state["step"] = step = step + 1
+    if step == total or step % max(1, total // EVALUATIONS) == 0:
+        state["heldout"].append((step, heldout_loss(run, variant.model)))
+        run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
+    if both[1] or step == total or step % max(1, total // SAVES) == 0:
+        save(run, variant, state, CHECKPOINT)
+    if both[1]:
+        raise KeyboardInterrupt
+
+
+def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
+    """Save a checkpoint of the training in the run folder."""
+    zero.save_checkpoint(run.out / name, variant.model, variant.optimizer, extra=dict(state))
+
+
+def draw_probed_step(run: Run, first: int, total: int) -> int | None:
+    """Return a random step, the same on every rank, that the audit repeats; None without audit."""
+    if "audit" not in run.config.stages or first >= total:
+        return None
+    step: int = run.gather(random.SystemRandom().randrange(first, total))[0]
+    return step
 
 
 def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
@@ -109,11 +156,11 @@ def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
 
 
 def require_resumable(config: RunConfig, source: Path) -> None:
-    """UsageError where this run cannot go on from that checkpoint; asked before anything else."""
-    # What it was begun with needs no model, but zero reads in a group.
+    """Raise UsageError if this run cannot continue from a checkpoint, before anything starts."""
+    # The state of the training needs no model, but zero loads it in a process group.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with warnings.catch_warnings(action="ignore"):  # that all weights are left over
+        with warnings.catch_warnings(action="ignore"):  # that the weights are not used
             state = zero.load_checkpoint(source, torch.nn.Module(), strict=False)
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -128,18 +175,18 @@ def require_same(state: dict[str, Any], config: RunConfig, text: Tensor, source:
     The checkpoint decides the number of steps, the rows and the seed, so that the learning rate
     and the batches continue as planned; an option that contradicts it is refused, not ignored.
     """
-    asked = beginning(config, text)
-    if lacks := asked.keys() - state.keys():
+    expected = beginning(config, text)
+    if lacks := expected.keys() - state.keys():
         raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
-    if state["text"] != asked["text"]:
+    if state["text"] != expected["text"]:
         raise UsageError(f"{source} was begun on another text; give that one with --data")
-    if state["context"] != asked["context"]:
+    if state["context"] != expected["context"]:
         raise UsageError(
-            f"{source} was begun with rows of {state['context']} tokens, not {asked['context']}"
+            f"{source} was begun with rows of {state['context']} tokens, not {expected['context']}"
         )
-    if state["size"] != asked["size"]:
+    if state["size"] != expected["size"]:
         raise UsageError(
-            f"{source} holds a model of size {state['size']}, not {asked['size']}; "
+            f"{source} holds a model of size {state['size']}, not {expected['size']}; "
             f"pass --size {state['size']}"
         )
     if config.learn not in (None, state["total"]):
@@ -157,15 +204,15 @@ def require_same(state: dict[str, Any], config: RunConfig, text: Tensor, source:
 
 
 def fastest(rows: list[dict[str, Any]]) -> str:
-    """By the median ratio to torch's DDP in the same round."""
-    found = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
-    return min((name for name in LEARNERS if name in found), key=found.__getitem__, default=PEER)
+    """Return the variant with the smallest median ratio to torch DDP."""
+    ratios = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
+    return min((name for name in LEARNERS if name in ratios), key=ratios.__getitem__, default=PEER)
 
 
 def resumed(run: Run) -> Path | None:
     """Return the checkpoint to continue from: that of --resume, or this run's after a restart."""
-    own = run.out / CHECKPOINT
-    return own if restarts() and own.exists() else run.config.resume
+    restarted_from = run.out / CHECKPOINT
+    return restarted_from if restarts() and restarted_from.exists() else run.config.resume
 
 
 def schedule(progress: float) -> float:
@@ -175,7 +222,7 @@ def schedule(progress: float) -> float:
 
 @torch.no_grad()
 def heldout_loss(run: Run, model: torch.nn.Module) -> float:
-    """Nats a byte over all ranks' equal shares of the held-out rows."""
+    """Return the held-out loss in nats per byte, computed on equal parts of the rows per rank."""
     rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
     tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
     loss = torch.nn.functional.cross_entropy(
@@ -200,15 +247,15 @@ def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
     if run.rank:
         return {}
     model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
-    return {"prompt": text(prompt), "written": text(write(model, prompt, LETTERS))}
+    return {"prompt": text(prompt), "written": text(generate(model, prompt, SAMPLE_BYTES))}
 
 
 @contextmanager
-def told_to_stop() -> Iterator[list[int]]:
-    """SIGTERM fills the list for as long as this lasts, in place of ending the process."""
-    told: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+def collect_stop_requests() -> Iterator[list[int]]:
+    """Append SIGTERM to the returned list instead of ending the process, inside the block."""
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
-        yield told
+        yield signals
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""What the links between the ranks cost: all-reduce over sizes, and the model fitted to it."""
+"""The links between the ranks: times of all-reduces by algorithm and size."""
 
 from __future__ import annotations
 

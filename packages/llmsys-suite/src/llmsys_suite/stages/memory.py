@@ -1,9 +1,8 @@
-"""Where the bytes of a step go: live memory over an inference and a training step, and its peaks.
+"""Live memory over an inference and a training step, and its peaks.
 
-Each block is known by its operator, and by the line of the model's file that asked for it.
-Counted on the meta device, so that the run's own model and the 2.7B one are both drawn on any
-machine, and what mixed precision holds with fake tensors; on a GPU a snapshot for torch's own
-viewer is kept beside it.
+Each block is identified by its operator and by the line of model.py that requested it. Blocks are
+counted on the meta device, so that the run's model and the 2.7B model fit any machine, and with
+fake tensors for mixed precision. On a GPU a snapshot for torch's viewer is stored as well.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Memory
 
 ROWS = 4
-#: Drawn besides the run's own size, at the contexts that the course asks for.
+#: Sizes besides that of the run, and the contexts of the coursework.
 DRAWN_BESIDE = {"2.7B": (128, 256, 512)}
 MIB = 2**20
-#: Whose lines are named: the innermost of this file that is being executed.
+#: The file whose innermost executed line labels a block.
 MODEL = Decoder.forward.__code__.co_filename
 
 
 def run(run: Run) -> Memory | None:
-    """Timelines and peaks for this run's size and for 2.7B, the contexts shared among the ranks."""
+    """Return timelines and peaks of this run's size and of 2.7B; ranks share the contexts."""
     context = run.config.context
     wanted = {run.config.size: (context // 2, context, 2 * context)} | DRAWN_BESIDE
     cases = [(size, length) for size, lengths in wanted.items() for length in lengths]
@@ -41,10 +40,10 @@ def run(run: Run) -> Memory | None:
     gathered = run.gather(mine)
     if run.rank != 0:
         return None
-    found = {key: profile for share in gathered for key, profile in share.items()}
+    profiles = {key: profile for part in gathered for key, profile in part.items()}
     models = {
-        size: {"rows": ROWS, "peaks": [found[size, length]["peaks"] for length in lengths]}
-        | found[size, lengths[1]]["drawn"]
+        size: {"rows": ROWS, "peaks": [profiles[size, length]["peaks"] for length in lengths]}
+        | profiles[size, lengths[1]]["drawn"]
         for size, lengths in wanted.items()
     }
     size, lengths = list(wanted.items())[-1]
@@ -53,7 +52,7 @@ def run(run: Run) -> Memory | None:
             "model": size,
             "context": lengths[1],
             "autocast": "bf16" if autocast else "off",
-            "held_for_backward_mib": held_for_backward(size, lengths[1], autocast=autocast),
+            "saved_for_backward_mib": saved_for_backward(size, lengths[1], autocast=autocast),
         }
         for autocast in (False, True)
     ]
@@ -62,7 +61,7 @@ def run(run: Run) -> Memory | None:
 
 
 def profile(size: str, context: int) -> dict[str, Any]:
-    """Peaks, timelines and owners of one size at one context."""
+    """Return peaks, timelines and owners of one size at one context."""
     vocabulary = vocabulary_of(size)
     config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
     forward, step = inference(config), training(config)
@@ -79,19 +78,19 @@ def profile(size: str, context: int) -> dict[str, Any]:
             "inference_timeline": thin(forward.timeline),
             "training_timeline": thin(step.timeline),
             "largest": largest(step.at_peak),
-            "held": held_by_line(step.held),
+            "saved": saved_by_line(step.saved),
         },
     }
 
 
-def held_for_backward(size: str, context: int, *, autocast: bool) -> float:
-    """MiB where a step's backward pass begins, in float32 or under bf16 autocast.
+def saved_for_backward(size: str, context: int, *, autocast: bool) -> float:
+    """Return the live MiB at the start of the backward pass, in float32 or bf16 autocast.
 
-    On a GPU that is not there: fake tensors follow its rules. Autocast holds a half-precision copy
-    of each weight that a product read, besides smaller activations.
+    Fake tensors follow the rules of a GPU without one. Autocast saves a half-precision copy of each
+    weight that a product has read, besides smaller activations.
     """
     config = ModelConfig.named(size, vocabulary=vocabulary_of(size), context=context)
-    # Its initialization looks at values, which fake tensors do not have.
+    # The initialization reads values, which fake tensors do not have.
     with (
         FakeTensorMode(),
         torch.device("cuda"),
@@ -107,38 +106,38 @@ def held_for_backward(size: str, context: int, *, autocast: bool) -> float:
         try:
             with memory:
                 loss = model.loss(tokens, tokens)
-                held = memory.live_bytes
+                live_bytes = memory.live_bytes
         finally:
             torch.set_autocast_enabled("cuda", False)
             torch.clear_autocast_cache()
-        del loss  # the graph, and with it what was held
-    return held / MIB
+        del loss  # frees the graph and its saved tensors
+    return live_bytes / MIB
 
 
 def vocabulary_of(size: str) -> int:
-    """Bytes for the sizes that are trained here, a usual vocabulary for those that are drawn."""
+    """Return 256 for the sizes that are trained on bytes, and 10,000 for the others."""
     return 256 if size in ("mini", "tiny") else 10_000
 
 
 class LinesOfMemory(LiveMemory):
-    """Live memory whose blocks are labeled with the operator and the line that asked for it.
+    """Live memory whose blocks are labeled with the operator and the line that requested them.
 
-    What there is before is counted: parameters, buffers and what the optimizer keeps.
+    Parameters, buffers and the optimizer state are counted from the start.
     """
 
     def __init__(self, model: Decoder, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__()
-        #: What is alive when the backward pass begins.
-        self.held: list[Allocation] = []
+        #: Blocks that are alive at the start of the backward pass.
+        self.saved: list[Allocation] = []
         self.add(model.parameters(), "parameter")
         self.add(model.buffers(), "buffer")
         if optimizer is not None:
             leaves = tree_leaves(optimizer.state_dict())
             self.add((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), "optimizer state")
 
-    def hold(self) -> None:
-        """Remember what is alive now."""
-        self.held = list(self._alive.values())
+    def record_saved(self) -> None:
+        """Record the blocks that are alive now."""
+        self.saved = list(self._alive.values())
 
     def _count(self, tensor: torch.Tensor, operator: str) -> None:
         frame = sys._getframe(1)
@@ -171,7 +170,7 @@ def training(config: ModelConfig) -> LinesOfMemory:
     with memory:
         memory.phase = "forward"
         loss = model.loss(tokens, tokens)
-        memory.hold()
+        memory.record_saved()
         memory.phase = "backward"
         loss.backward()
         del loss
@@ -182,7 +181,7 @@ def training(config: ModelConfig) -> LinesOfMemory:
 
 
 def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
-    """At most `points` of the timeline, each the highest of its stretch, in MiB."""
+    """Return at most `points` of the timeline in MiB, each the maximum of an interval."""
     stride = max(1, -(-len(timeline) // points))
     stretches = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
     highest = (max(stretch, key=lambda point: point[1]) for stretch in stretches)
@@ -210,10 +209,10 @@ def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any
     ]
 
 
-def held_by_line(held: list[Allocation]) -> list[dict[str, Any]]:
+def saved_by_line(saved: list[Allocation]) -> list[dict[str, Any]]:
     """Return the bytes saved for the backward pass, by the line that allocated them."""
     totals: dict[str, list[int]] = defaultdict(list)
-    for block in held:
+    for block in saved:
         if block.phase == "forward":
             totals[source(block.operator)].append(block.nbytes)
     order = sorted(totals.items(), key=lambda item: -sum(item[1]))

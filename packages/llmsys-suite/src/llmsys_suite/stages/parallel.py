@@ -1,6 +1,6 @@
-"""The same model split other ways, on torch's own tools: by layers, inside layers, by tokens.
+"""The model split with torch's tools: by layers, inside layers and by tokens.
 
-All give the loss of one process, and train the same weights; each is timed.
+Every split computes the loss of one process and trains the same weights; each is timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ITERATIONS = 10
 
 
 def run(run: Run) -> Parallel | Skipped:
-    """Ten iterations of each, timed, with the loss of each beside one process's; a few trained."""
+    """Time ten iterations of each split, compare its loss with one process, and train it."""
     if run.world < 2:
         return Skipped("splitting a model needs at least two ranks")
     possible = {name: make for name, make in SPLITS.items() if not make.why_not(run, run.model)}

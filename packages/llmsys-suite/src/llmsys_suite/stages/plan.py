@@ -1,8 +1,8 @@
-"""What the run will cost, said before it runs: parameters, FLOPs, memory, bytes on the wire.
+"""Predicted cost of the run: parameters, FLOPs, memory and bytes on the wire.
 
-`predict` needs no torch and allocates nothing; it is also how a run that cannot fit is refused.
-`run` adds how long a step will take, from models of one and three layers, and what the audit holds
-the predictions against.
+`predict` needs no torch and allocates nothing; it also decides whether a run fits. `run` adds the
+time of a step, from models of one and three layers, and the measurements that the audit compares
+with the predictions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 # Python, torch and its libraries, per process.
 PROCESS_BYTES = 700 * 2**20
-# For the rate of a matrix product: so long, in turns with yardsticks.
+# Seconds to measure the rate of a product, interleaved with the reference matmul.
 PRODUCTS_SECONDS = 0.5
 TURNS = 25
-# Of one and of three layers, each so often.
+# Timed steps of the models with one and three layers.
 STEPS_TIMED = 5
 
 
@@ -36,7 +36,7 @@ def transformer(config: RunConfig) -> accounting.Transformer:
 
 
 def predict(config: RunConfig) -> Prediction:
-    """Without torch, and allocating nothing."""
+    """Return the figures that follow from the configuration, without torch."""
     model = transformer(config)
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
@@ -58,8 +58,8 @@ def predict(config: RunConfig) -> Prediction:
     static = 16 * int(parameters.total)
     transient = max(0, int(memory.total) - static)
     ranks_here = config.world if config.device == "cpu" else 1
-    one = ranks_here * PROCESS_BYTES * (config.device == "cpu") + static + transient
-    all_together = one + (len(VARIANT_NAMES) - 1) * static * ranks_here
+    single_bytes = ranks_here * PROCESS_BYTES * (config.device == "cpu") + static + transient
+    all_together = single_bytes + (len(VARIANT_NAMES) - 1) * static * ranks_here
     return Prediction(
         parameters=int(parameters.total),
         step_flops_full=int(step.total),
@@ -68,7 +68,7 @@ def predict(config: RunConfig) -> Prediction:
         training_bytes_by_part={part.name: int(part.total) for part in memory.parts},
         gradient_bytes=int(traffic.payload.total) or 4 * int(parameters.total),
         ddp_wire_bytes_per_rank=int(traffic.wire.total),
-        host_peak_bytes=one,
+        host_peak_bytes=single_bytes,
         all_variants_bytes=all_together,
         derivation=parameters.explain(),
     )
@@ -76,51 +76,53 @@ def predict(config: RunConfig) -> Prediction:
 
 def run(run: Run) -> Plan:
     """Return the predictions, with measurements of the real model and of this machine."""
-    from llmsys_suite.measure import yardstick
+    from llmsys_suite.measure import reference_matmul
 
     predicted = predict(run.config)
     fit = predicted.all_variants_bytes < 0.8 * available_memory_bytes(run.device.type)
     peak, beside = _agreed_rates(run)
-    one, further = layer_yardsticks(run) if run.rank == 0 else (0.0, 0.0)
-    yardsticks = step_yardsticks(one, further, run.model.num_layers)
-    one_s = yardstick.flops(run.device) / beside
+    first, further = layer_matmuls(run) if run.rank == 0 else (0.0, 0.0)
+    matmuls = step_matmuls(first, further, run.model.num_layers)
+    one_s = reference_matmul.flops(run.device) / beside
     return Plan(
         **vars(predicted),
         peak=peak,
-        yardstick_flops_per_second=beside,
+        reference_flops_per_second=beside,
         variants_fit_together=_agreed(run, fit),
-        layer_yardsticks=one,
-        step_yardsticks=yardsticks,
-        step_ms=1e3 * yardsticks * one_s,
+        layer_matmuls=first,
+        step_matmuls=matmuls,
+        step_ms=1e3 * matmuls * one_s,
         measured_peak_bytes=measured_peak_bytes(run) if run.rank == 0 else 0,
     )
 
 
-def layer_yardsticks(run: Run) -> list[float]:
+def layer_matmuls(run: Run) -> list[float]:
     """Return a one-layer step and each further layer's time, in times of the reference matmul.
 
-    Medians of a few; what two more layers add, of both steps of the same turn.
+    Both are medians; the time of a further layer is half of what two more layers add.
     """
-    from llmsys_suite.measure import yardstick
+    from llmsys_suite.measure import reference_matmul
     from llmsys_suite.measure.shallow import Shallow
 
     tokens, targets = run.batch(0)
     models = Shallow(run, 1), Shallow(run, 3)
-    cores, ones, further = [], [], []
+    cores: list[float] = []
+    ones: list[float] = []
+    further: list[float] = []
     for turn in range(1 + STEPS_TIMED):
-        core = yardstick.core_seconds(run.device)
-        one, three = (model.seconds(tokens, targets) for model in models)
-        # The first makes the optimizers' state.
+        core = reference_matmul.core_seconds(run.device)
+        first, three = (model.seconds(tokens, targets) for model in models)
+        # The first round creates the optimizer state.
         if turn:
             cores.append(core)
-            ones.append(one)
-            further.append((three - one) / 2)
+            ones.append(first)
+            further.append((three - first) / 2)
     return [statistics.median(times) / statistics.median(cores) for times in (ones, further)]
 
 
-def step_yardsticks(one: float, further: float, layers: int) -> float:
-    """One process's step: that of one layer, and so much more for each further one."""
-    return one + (layers - 1) * further
+def step_matmuls(first: float, further: float, layers: int) -> float:
+    """Return the time of a step: that of one layer, plus that of each further layer."""
+    return first + (layers - 1) * further
 
 
 def measured_peak_bytes(run: Run) -> int:
@@ -157,16 +159,16 @@ def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
     """Return the best rate of a float32 matrix product on this rank, with all ranks busy."""
     import torch
 
-    from llmsys_suite.measure import yardstick
+    from llmsys_suite.measure import reference_matmul
 
     n = 512 if run.device.type == "cpu" else 8192
     a = torch.randn(n, n, device=run.device)
     b = torch.randn(n, n, device=run.device)
     best, end = 0.0, time.perf_counter() + (seconds or PRODUCTS_SECONDS)
     while time.perf_counter() < end:
-        begin = yardstick.clock(run.device)
+        begin = reference_matmul.clock(run.device)
         a @ b
-        best = max(best, 2 * n**3 / (yardstick.clock(run.device) - begin))
+        best = max(best, 2 * n**3 / (reference_matmul.clock(run.device) - begin))
     return best
 
 
@@ -175,23 +177,23 @@ def _agreed_rates(run: Run) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from llmsys_suite.measure import yardstick
+    from llmsys_suite.measure import reference_matmul
 
     run.barrier()
     best = torch.zeros(2, dtype=torch.float64, device=run.device)
     for _ in range(TURNS):
         product = matmul_flops_per_second(run, PRODUCTS_SECONDS / TURNS)
-        beside = yardstick.flops(run.device) / yardstick.core_seconds(run.device)
+        beside = reference_matmul.flops(run.device) / reference_matmul.core_seconds(run.device)
         best = best.maximum(best.new_tensor([product, beside]))
     dist.all_reduce(best, dist.ReduceOp.MAX)
     rates: list[float] = best.tolist()
     return rates
 
 
-def _agreed(run: Run, here: bool) -> bool:
+def _agreed(run: Run, local: bool) -> bool:
     import torch
     import torch.distributed as dist
 
-    everywhere = torch.tensor(int(here), device=run.device)
+    everywhere = torch.tensor(int(local), device=run.device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     return bool(everywhere)

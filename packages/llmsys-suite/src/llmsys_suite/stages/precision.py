@@ -1,4 +1,4 @@
-"""What lower precision costs and saves: accumulation error, dtypes under autocast, time."""
+"""Low precision: accumulation error, dtypes under autocast, and time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmsys_suite.measure.turns import Turns, take_turns
+from llmsys_suite.measure.interleaved import Interleaved, time_interleaved
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Precision, Rows
@@ -17,14 +17,14 @@ ROUNDS = 7
 
 
 def run(run: Run) -> Precision | None:
-    """All three tables, on rank 0."""
+    """Return all three tables, on rank 0."""
     if run.rank != 0:
         return None
     return Precision(accumulation(), autocast_dtypes(run.device.type), *timing(run))
 
 
 def accumulation(terms: int = 1000, term: float = 0.01) -> list[dict[str, Any]]:
-    """Sum `term` `terms` times: the sum's dtype decides the error, the term's only its rounding."""
+    """Sum `term` `terms` times in several dtypes of sum and term."""
     rows = []
     for total_dtype, term_dtype in (
         (torch.float32, torch.float32),
@@ -76,8 +76,8 @@ def autocast_dtypes(device_type: str, dtype: torch.dtype = torch.bfloat16) -> di
     }
 
 
-def timing(run: Run) -> tuple[Rows, Turns]:
-    """Forward and backward of this run's model, float32 and bf16 autocast taking turns."""
+def timing(run: Run) -> tuple[Rows, Interleaved]:
+    """Time forward and backward of the model in float32 and bf16 autocast, interleaved."""
     torch.manual_seed(run.config.seed)
     model = Decoder(run.model).to(run.device)
     tokens, targets = run.batch(0, rows=run.config.rows // run.world)
@@ -91,17 +91,19 @@ def timing(run: Run) -> tuple[Rows, Turns]:
         model.zero_grad()
 
     dtypes = ("float32", "bfloat16")
-    turns = take_turns({name: partial(step, name) for name in dtypes}, ROUNDS, run.device)
+    interleaved = time_interleaved(
+        {name: partial(step, name) for name in dtypes}, ROUNDS, run.device
+    )
     rows_out = [
         {
             "dtype": name,
-            "forward_backward_ms": turns.median_ms(name),
+            "forward_backward_ms": interleaved.median_ms(name),
             "loss": losses[name],
-            "speedup_p50": 1 / turns.ratio_to("float32", name),
+            "speedup_p50": 1 / interleaved.ratio_to("float32", name),
         }
         for name in dtypes
     ]
-    return rows_out, turns
+    return rows_out, interleaved
 
 
 def _name(dtype: torch.dtype) -> str:

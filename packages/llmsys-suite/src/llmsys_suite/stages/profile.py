@@ -1,9 +1,9 @@
-"""How long a step takes, phase by phase, and which operators take it.
+"""Times of a training step by phase, and its operators.
 
-The protocol: forward, backward and optimizer of a process that has run nothing before, after 0, 1,
-2 and 5 warm-up steps, mean and standard deviation over ten; sizes that do not fit are rows that
-say so. `llmsys step` extrapolates them, and varies what this stage holds still. Then one profiled
-step, and where the products of matrices stand under the roof that memory and multipliers make.
+The protocol follows the coursework: forward, backward and optimizer in a fresh process after 0, 1,
+2 and 5 warm-up steps, with mean and standard deviation over ten steps. Sizes that do not fit have a
+row that says so. `llmsys step` extrapolates them and varies further options. One profiled step and
+a roofline of its matrix products follow.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.config import SIZES
-from llmsys_suite.measure.turns import now
+from llmsys_suite.measure.interleaved import now
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Profile, Rows
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step
 
-#: Besides the run's own; one that would take longer than so many seconds is left out.
+#: Sizes besides that of the run; a size that would take longer than SECONDS_A_SIZE is left out.
 SIZES_TIMED = tuple(size for size in SIZES if size != "mini")
 SECONDS_A_SIZE = 60.0
 
@@ -38,7 +38,7 @@ def run(run: Run) -> Profile | None:
 
 
 def case_of(run: Run) -> Case:
-    """One rank's share of the run's step."""
+    """Return the case of one rank's rows."""
     config = run.config
     rows = config.rows // run.world
     return Case(size=config.size, context=config.context, rows=rows, device=run.device.type)

@@ -1,6 +1,6 @@
-"""What each stage hands on to the others, to the audit and to the report: frozen, and in a folder.
+"""Results of the stages as frozen dataclasses, for other stages, the audit and the report.
 
-A table's rows stay flat dicts whose keys carry their unit, as every bench of the packages has them.
+The rows of a table are flat dicts whose keys contain their unit, as in the benches of the packages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from llmsys_suite.config import UsageError
-from llmsys_suite.measure.turns import Turns
+from llmsys_suite.measure.interleaved import Interleaved
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -18,14 +18,14 @@ Rows = list[Row]
 
 @dataclass(frozen=True)
 class Skipped:
-    """Why there was nothing for a stage to do."""
+    """The reason why a stage did not run."""
 
     skipped: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Every figure that follows from the configuration alone, and how they are derived."""
+    """Figures that follow from the configuration, and their derivation."""
 
     parameters: int
     step_flops_full: int
@@ -41,13 +41,13 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Prediction):
-    """And how long a step will take here; rates are in FLOPs a second."""
+    """A prediction with the time of a step on this machine; rates are in FLOPs per second."""
 
     variants_fit_together: bool
     peak: float
-    yardstick_flops_per_second: float
-    layer_yardsticks: float
-    step_yardsticks: float
+    reference_flops_per_second: float
+    layer_matmuls: float
+    step_matmuls: float
     step_ms: float
     measured_peak_bytes: int
 
@@ -61,17 +61,17 @@ class Links:
 
 @dataclass(frozen=True)
 class Attention:
-    """A row a kernel, which took turns at this shape; and why one of them is chosen."""
+    """One row per kernel, timed interleaved, and the reason for the choice of a kernel."""
 
     shape: list[int]
     rows: Rows
     explain: str
-    turns: Turns
+    interleaved: Interleaved
 
 
 @dataclass(frozen=True)
 class Train:
-    """A row a variant; each one's losses, bytes handed over, and how far its weights ended."""
+    """One row per variant, with losses, gradient bytes and a comparison of the final weights."""
 
     rows: Rows
     losses: dict[str, list[float]]
@@ -79,12 +79,18 @@ class Train:
     final_weights: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Learn:
-    """Losses of every step, held-out losses of some, and what the model wrote."""
+    """Losses of every step, held-out losses of some steps, and generated text."""
 
     variant: str
     begun_at: int
+    #: Rows of the global batch, which the checkpoint decides after a resume.
+    rows: int
+    #: Learning rate of `train`, from which the schedule follows.
+    learning_rate: float
+    #: The step that the audit repeats in float64, or None.
+    probed_step: int | None
     losses: list[float]
     heldout: list[tuple[int, float]]
     tokens: int
@@ -94,14 +100,14 @@ class Learn:
 
 @dataclass(frozen=True)
 class Parallel:
-    """A row a split."""
+    """One row per split."""
 
     rows: Rows
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps by size and warm-up, operators by phase, products by shape under a roof."""
+    """Steps by size and warm-up, operators by phase, matrix products by shape."""
 
     protocol: Rows
     operators: Rows
@@ -110,17 +116,17 @@ class Profile:
 
 @dataclass(frozen=True)
 class Precision:
-    """Sums, dtypes and times; the last took turns."""
+    """Sums, dtypes and interleaved times."""
 
     accumulation: Rows
     autocast_dtypes: dict[str, str]
     timing: Rows
-    turns: Turns
+    interleaved: Interleaved
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Peaks, timelines and owners of each model; what mixed precision holds; a snapshot's file."""
+    """Peaks, timelines and owners of each model, mixed precision, and the snapshot's file."""
 
     models: dict[str, Row]
     mixed: Rows
@@ -129,10 +135,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Scale:
-    """Runs, every doubt about their law, and the law through their valleys if there is one."""
+    """Runs, warnings of the fit, and the fitted law if there is one."""
 
     runs: Rows
-    doubts: list[str]
+    warnings: list[str]
     law: dict[str, float] = field(default_factory=dict)
     valleys: Rows = field(default_factory=list)
     extrapolated: dict[str, float] = field(default_factory=dict)
@@ -140,7 +146,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Inspect:
-    """What each layer would say, what each head does, who feeds whom; and a circuit grown."""
+    """Logit lens, kinds of heads, attribution, ablation and a trained induction circuit."""
 
     page: str
     patterns: dict[str, list[list[float]]]
@@ -153,49 +159,62 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Compress:
-    """A row a method, which took turns."""
+    """One row per method, timed interleaved."""
 
     rows: Rows
-    turns: Turns
+    interleaved: Interleaved
 
 
 @dataclass(frozen=True)
 class Audit:
-    """How many checks there are, and those that are red."""
+    """The number of checks, and the failed ones."""
 
     checks: int
     red: list[str]
 
     @property
     def passed(self) -> bool:
-        """Whether none is."""
+        """True if no check failed."""
         return not self.red
 
 
 KINDS: dict[str, type] = {
     kind.__name__.lower(): kind
-    for kind in (Plan, Links, Attention, Train, Learn, Parallel, Profile, Precision, Memory, Scale,
-                 Inspect, Compress, Audit)
-}  # fmt: skip
+    for kind in (
+        Plan,
+        Links,
+        Attention,
+        Train,
+        Learn,
+        Parallel,
+        Profile,
+        Precision,
+        Memory,
+        Scale,
+        Inspect,
+        Compress,
+        Audit,
+    )
+}
 
 
 def to_json(result: Any) -> Row:
-    """Plain values, for summary.json; none of a stage that hands on nothing."""
+    """Return plain values for summary.json; {} for a stage without results."""
     return {} if result is None else asdict(result)
 
 
 def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
     """Return the results that `to_json` wrote; raise `UsageError` for those of other versions."""
-    found = {}
+    loaded = {}
     for stage, values in stages.items():
         kind: Any = Skipped if "skipped" in values else KINDS.get(stage)
         if kind is None:
             continue
         try:
-            kept = {field.name: values[field.name] for field in fields(kind)}
-            if "turns" in kept:  # the only dataclass inside another
-                kept["turns"] = Turns(**kept["turns"])
-            found[stage] = kind(**kept)
+            arguments = {field.name: values[field.name] for field in fields(kind)}
+            if "interleaved" in arguments:  # the only nested dataclass
+                arguments["interleaved"] = Interleaved(**arguments["interleaved"])
+            loaded[stage] = kind(**arguments)
         except (KeyError, TypeError) as error:
             raise UsageError(f"stage {stage} is of another version: {error}") from None
-    return found
+    return loaded

@@ -1,7 +1,7 @@
-"""What a larger model would do: a handful of tiny runs, and the law fitted to them.
+"""Small runs and the scaling law fitted to them.
 
-The ranks share the runs out. Each is trained once over fresh text with C = 6 N D held to its
-budget, which grows with `--steps`; N counts the weights that multiply (all but the embedding).
+The ranks share the runs. Each is trained once over fresh text within its budget C = 6 N D, which
+grows with `--steps`; N counts all weights except the embedding.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Scale
 
-# FLOPs for each measured step of the run's variants, and widths on both sides of the best: a valley
-# whose bottom is at an edge tells nothing.
+# FLOPs per measured step of the variants, and widths on both sides of the best one: a valley whose
+# minimum is at an edge cannot be fitted.
 GRID = (
     (1.35e8, (4, 6, 10, 14)),
     (2.7e8, (4, 8, 12, 16)),
     (5.8e8, (6, 10, 14, 20)),
 )
-# Another seed takes a budget of its own: as many valleys more, and as many degrees of freedom; they
-# narrow the interval more than budgets further apart would in the same time.
+# Each seed has separate budgets, which adds valleys and degrees of freedom. This narrows the
+# interval more than budgets further apart would in the same time.
 SEEDS, APART = 3, 1.1
-# The fit is read at so many times the largest budget.
+# The law is evaluated at BEYOND times the largest budget.
 BEYOND = 3
 ROWS, CONTEXT = 16, 64
 # One, so that any even width will do.
@@ -34,8 +34,8 @@ HELDOUT_ROWS = 256
 
 
 def run(run: Run) -> Scale | None:
-    """Losses of all runs, the IsoFLOP fit through them, and what it says of larger budgets."""
-    # An epoch may be of any length.
+    """Return the losses of all runs, their IsoFLOP fit and its extrapolation."""
+    # With epochs the number of steps depends on the text.
     steps = RunConfig.steps if run.config.epochs else run.config.steps
     todo = [
         (steps * budget * APART**i, width, run.config.seed + i)
@@ -43,11 +43,11 @@ def run(run: Run) -> Scale | None:
         for budget, widths in GRID
         for width in widths
     ]
-    # Dealt in turn: a perfect split would save two ranks a tenth of the time.
-    mine = [train_one(run, *one) for one in todo[run.rank :: run.world]]
+    # Assigned round-robin; a perfect split would save two ranks a tenth of the time.
+    mine = [train_one(run, *arguments) for arguments in todo[run.rank :: run.world]]
     gathered = run.gather(mine)
     rows = sorted(
-        (row for share in gathered for row in share),
+        (row for part in gathered for row in part),
         key=lambda row: (row["compute_flops"], row["parameters"]),
     )
     if run.rank != 0:
@@ -56,7 +56,7 @@ def run(run: Run) -> Scale | None:
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:
-    """Train one width for one budget; its held-out loss in nats per byte."""
+    """Train one width for one budget; return its held-out loss in nats per byte."""
     config = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=HEADS, context=CONTEXT
     )
@@ -104,7 +104,7 @@ def fit(rows: list[dict[str, float]]) -> Scale:
     columns = ("parameters", "tokens", "compute_flops", "loss")
     table = {column.removesuffix("_flops"): [row[column] for row in rows] for column in columns}
     at = BEYOND * max(table["compute"])
-    with warnings.catch_warnings(record=True) as doubts:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             law = scaling.fit_isoflop(scaling.load_runs(table), nearest=4)
@@ -120,7 +120,7 @@ def fit(rows: list[dict[str, float]]) -> Scale:
     size = {"parameters": optimum.parameters, "low": ends.low, "high": ends.high}
     return Scale(
         rows,
-        [str(doubt.message) for doubt in doubts],
+        [str(warning.message) for warning in caught],
         {"scale": law.scale, "exponent": law.exponent},
         valleys,
         {"compute_flops": at} | size,

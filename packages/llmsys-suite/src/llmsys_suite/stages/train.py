@@ -1,7 +1,7 @@
-"""Train the model in every way the packages offer, the ways taking turns at each step.
+"""Train the model with every variant of the packages, interleaved step by step.
 
-Taking turns is what makes the ratios hold on a machine that others use too: a slow second slows
-every variant alike. Where they do not all fit in memory at once, they follow one another.
+Interleaving makes ratios reliable on a machine that others use: a slow second slows every variant
+alike. If the variants do not fit in memory together, they run one after another.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import os
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.audit.probe import final_weights
-from llmsys_suite.audit.reference import digest
-from llmsys_suite.data import epoch_steps
+from llmsys_suite.data import epoch_steps, row_digests
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure import network, others, yardstick
+from llmsys_suite.measure import network, others, reference_matmul
 from llmsys_suite.measure.samples import (
     SINGLE,
     loss_curves,
@@ -71,16 +69,16 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     shallow = Shallow(run, 1) if SINGLE in trained and run.rank == 0 else None
     for step in range(total):
         for name, variant in trained.items():
-            here = run.rank == 0 or not variant.alone
-            # Read between meetings of all ranks: what others send before this rank's step begins,
-            # or to its server after the step has ended, is of this step as well.
-            heard = counter(run)
+            takes_part = run.rank == 0 or not variant.alone
+            # Read between barriers: bytes that others send before this rank starts the step, or to
+            # its server after the step, belong to this step as well.
+            received = counter(run)
             run.barrier()
             batch = run.batch(step, shared=not variant.alone, epochs=run.config.epochs > 0)
-            sample = timed_step(run, name, variant, step, batch) if here else {}
+            sample = timed_step(run, name, variant, step, batch) if takes_part else {}
             run.barrier()
-            if heard:
-                sample["received"] = heard.bytes()
+            if received:
+                sample["received"] = received.bytes()
             if shallow and name == SINGLE:  # the plan says how many of these it takes
                 sample["one_layer_s"] = shallow.seconds(*batch)
         run.flush_samples()
@@ -92,21 +90,21 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
 def timed_step(
     run: Run, name: str, variant: Variant, step: int, batch: tuple[Tensor, Tensor]
 ) -> Sample:
-    """One step on this rank's rows, and what is kept of it.
+    """Take one step on this rank's rows and return its sample.
 
-    Besides the recorder's clock others are read, outside of it: the audit's second sources.
+    Other clocks are read outside of the recorder's, as independent references for the audit.
     """
     tokens, _ = batch
-    rows = _digests(*batch)
+    rows = row_digests(*batch)
     warmup = step < run.config.warmup
-    queued, core_began = yardstick.queued_seconds(), yardstick.clock(run.device)
+    queued, core_began = reference_matmul.queued_seconds(), reference_matmul.clock(run.device)
     began = time.time()
     with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
         sample["tokens"] = tokens.numel()
         sample["loss"] = variant.step(*batch)
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
-    sample["core_s"] = yardstick.clock(run.device) - core_began
-    sample["queued_s"] = yardstick.queued_seconds() - queued
+    sample["core_s"] = reference_matmul.clock(run.device) - core_began
+    sample["queued_s"] = reference_matmul.queued_seconds() - queued
     if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:
         sample |= others.clocks()
     return sample
@@ -125,8 +123,3 @@ def _epoch_seconds(run: Run, samples: list[Sample], row: dict[str, Any]) -> floa
         return sum(every.values()) / run.config.epochs
     steps = epoch_steps(len(run.corpus.train), run.config.rows, run.config.context)
     return float(row["step_ms"]) / 1e3 * steps
-
-
-def _digests(tokens: Tensor, targets: Tensor) -> list[str]:
-    rows = (part.to(torch.uint8).cpu().numpy() for part in (tokens, targets))
-    return [digest(x.tobytes(), y.tobytes()) for x, y in zip(*rows, strict=True)]

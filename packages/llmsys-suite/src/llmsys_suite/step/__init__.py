@@ -1,1 +1,1 @@
-"""One model's training step, timed in processes of its own: by size, context, precision and way."""
+"""One training step of one model, timed in separate processes by size, context and precision."""

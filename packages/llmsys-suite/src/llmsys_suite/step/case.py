@@ -1,4 +1,4 @@
-"""What is timed: one model, trained in one way, and what that will cost before it starts."""
+"""The case that is timed: one model, its options, and its predicted cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "bf16", "fp16")
 PHASES = ("forward", "backward", "optimizer")
-#: Steps before those that count, and how many count.
+#: Numbers of warm-up steps, and the number of measured steps after them.
 WARMUPS, STEPS = (0, 1, 2, 5), 10
 
 
@@ -21,8 +21,8 @@ WARMUPS, STEPS = (0, 1, 2, 5), 10
 class Case:
     """AdamW on one device: `rows` sequences of `context` tokens, attention by its formula.
 
-    `dtype` is autocast's, the weights are float32; `layers` may be fewer than the size has.
-    UsageError for what cannot be.
+    `dtype` is that of autocast, the weights are float32; `layers` may be fewer than the size has.
+    Raises UsageError for invalid values.
     """
 
     size: str = "tiny"
@@ -45,13 +45,13 @@ class Case:
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
-                raise UsageError(f"{name} {value!r} is no whole number from {low} on")
+                raise UsageError(f"{name} {value!r} is not a whole number from {low} on")
         if not 0 < self.lr < math.inf:
             raise UsageError(f"lr {self.lr} is not a positive number")
 
     @property
     def model(self) -> ModelConfig:
-        """Its shape, over bytes."""
+        """The shape of the model, with a vocabulary of bytes."""
         config = ModelConfig.named(self.size, context=self.context)
         return replace(
             config, num_layers=self.layers or config.num_layers, checkpoint=self.checkpoint
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """In a step."""
+        """The number of tokens per step."""
         return self.rows * self.context
 
     def peak_bytes(self) -> int:
@@ -77,11 +77,11 @@ class Case:
         )
 
     def useful_flops(self) -> int:
-        """Of a step: the causal half of attention, nothing twice. What MFU counts."""
+        """Return the FLOPs per step that MFU counts: causal attention, no recomputation."""
         return int(accounting.flops(self._shape(), batch=self.rows, seq=self.context).total)
 
     def executed_flops(self) -> int:
-        """Of a step: all of attention's scores, blocks that run again twice. What HFU counts."""
+        """Return the FLOPs per step that HFU counts: all scores, and recomputed blocks twice."""
         model = self.model
         total = accounting.flops(
             self._shape(),
@@ -97,8 +97,8 @@ class Case:
 
     def labels(self) -> dict[str, Any]:
         """Return the columns that identify the case in a table."""
-        found = asdict(self) | {"layers": self.model.num_layers}
-        return {key: found[key] for key in LABELS}
+        values = asdict(self) | {"layers": self.model.num_layers}
+        return {key: values[key] for key in LABELS}
 
     def _shape(self) -> accounting.Transformer:
         return SIZES[self.size].described(layers=self.layers)

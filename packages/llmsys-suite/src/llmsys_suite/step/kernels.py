@@ -1,4 +1,4 @@
-"""Which operators take a step's time: one profiled step, beside what it takes unprofiled."""
+"""Operators of one profiled step and their times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from llmsys_suite.measure.turns import now
+from llmsys_suite.measure.interleaved import now
 from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step
 
@@ -42,33 +42,33 @@ def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
 def summarize(events: Any, device_type: str) -> dict[str, Any]:
     """Return the operators with the largest self time, and the time per kind.
 
-    Products of attention are those of batches of matrices, which nothing else here multiplies.
+    The products of attention are batched products, which no other part of the model uses.
     """
-    found = {event.key: event for event in events}
+    by_key = {event.key: event for event in events}
     if device_type == "cuda":
-        own = {key: event.self_device_time_total for key, event in found.items()}
+        self_us = {key: event.self_device_time_total for key, event in by_key.items()}
     else:
-        # Ranges such as "Optimizer.step" are no operators.
-        own = {k: e.self_cpu_time_total for k, e in found.items() if k.startswith("aten::")}
-    total = sum(own.values()) or 1.0
-    order = sorted((key for key in own if own[key]), key=lambda key: -own[key])[:SHOWN]
-    softmax = sum(us for key, us in own.items() if "softmax" in key.lower())
-    attention = sum(us for key, us in own.items() if "bmm" in key)
-    products = sum(us for key, us in own.items() if key in PRODUCTS or "gemm" in key)
+        # Ranges such as "Optimizer.step" are not operators.
+        self_us = {k: e.self_cpu_time_total for k, e in by_key.items() if k.startswith("aten::")}
+    total = sum(self_us.values()) or 1.0
+    order = sorted((key for key in self_us if self_us[key]), key=lambda key: -self_us[key])[:SHOWN]
+    softmax = sum(us for key, us in self_us.items() if "softmax" in key.lower())
+    attention = sum(us for key, us in self_us.items() if "bmm" in key)
+    products = sum(us for key, us in self_us.items() if key in PRODUCTS or "gemm" in key)
     return {
         "total_ms": total / 1e3,
         "top_operator": order[0],
-        "top_calls": found[order[0]].count,
-        "top_share": own[order[0]] / total,
+        "top_calls": by_key[order[0]].count,
+        "top_share": self_us[order[0]] / total,
         "product_share": products / total,
         "attention_product_share": attention / total,
         "softmax_share": softmax / total,
         "top": [
             {
                 "operator": key.removeprefix("aten::"),
-                "calls": found[key].count,
-                "ms": own[key] / 1e3,
-                "share": own[key] / total,
+                "calls": by_key[key].count,
+                "ms": self_us[key] / 1e3,
+                "share": self_us[key] / total,
             }
             for key in order
         ],

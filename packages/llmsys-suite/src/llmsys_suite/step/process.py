@@ -1,8 +1,8 @@
-"""One case in a process that has run nothing before, so that a cold start is cold.
+"""Run one case in a fresh process, so that the first step is cold.
 
     python -m llmsys_suite.step.process '{"size": "small", "rows": 1}'
 
-prints every step's seconds as JSON. This is the command to put behind `nsys profile`.
+prints the seconds of every step as JSON. This is the command to run under `nsys profile`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmsys_suite.step.training import AUTOCAST, Step, product_rate
 
 
 def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> dict[str, Any]:
-    """Seconds of each part of each step from the first on, and another clock between the steps."""
+    """Return the seconds of each part of each step, and another clock between the steps."""
     step = Step(case)
     seconds, clock = [], [time.time()]
     for _ in range(max(WARMUPS) + STEPS):
@@ -43,11 +43,11 @@ def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> 
 
 def main() -> None:
     """Measure the case of the first argument, which also contains `profile` and `trace`."""
-    asked = json.loads(sys.argv[1])
-    trace = asked.pop("trace", None)
-    profile = asked.pop("profile", False)
-    found = measure(Case(**asked), profile=profile, trace=Path(trace) if trace else None)
-    print(json.dumps(found))
+    options = json.loads(sys.argv[1])
+    trace = options.pop("trace", None)
+    profile = options.pop("profile", False)
+    result = measure(Case(**options), profile=profile, trace=Path(trace) if trace else None)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

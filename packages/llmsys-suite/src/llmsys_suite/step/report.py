@@ -1,4 +1,4 @@
-"""`llmsys step`: the cases that were asked for, their rows as tables, and what they add up to."""
+"""`llmsys step`: the requested cases, their rows as tables, and sentences about them."""
 
 from __future__ import annotations
 
@@ -33,59 +33,80 @@ def benchmark(
     device: str,
     out: Path | None,
 ) -> Iterator[str]:
-    """Markdown, line by line as it is measured; the same and more in `out`, if that is given."""
+    """Yield lines of Markdown as they are measured; write tables to `out` if it is given."""
     if not 0 < limit < math.inf:
-        raise UsageError(f"--time-limit {limit} is no number of seconds")
+        raise UsageError(f"--time-limit {limit} is not a number of seconds")
     if device == "cuda" and not count_gpus():
         raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
-    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty; name another folder with --out")
     cases = [
-        Case(size=size, context=context, rows=rows, dtype=dtype, compile=made, checkpoint=again,
-             lr=lr, device=device)
-        for size, context, dtype, made, again in product(
-            SIZES if sizes == "all" else _names(sizes), _numbers(contexts), _names(dtypes),
-            (False, True) if compiled else (False,), (False, True) if checkpointed else (False,),
+        Case(
+            size=size,
+            context=context,
+            rows=rows,
+            dtype=dtype,
+            compile=is_compiled,
+            checkpoint=is_checkpointed,
+            lr=lr,
+            device=device,
         )
-    ]  # fmt: skip
+        for size, context, dtype, is_compiled, is_checkpointed in product(
+            SIZES if sizes == "all" else _names(sizes),
+            _numbers(contexts),
+            _names(dtypes),
+            (False, True) if compiled else (False,),
+            (False, True) if checkpointed else (False,),
+        )
+    ]
     if not cases:
-        raise UsageError("no case is asked for; name sizes, contexts and dtypes as A,B")
+        raise UsageError("no case is requested; name sizes, contexts and dtypes as A,B")
     if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot write to {out}: {error.strerror}") from None
-    yield _line(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
-    yield "|---" * 8 + "|"
-    found = []
-    traces = out / "traces" if out is not None and profile else None
-    for row in sweep.measure(cases, limit=limit, profile=profile, traces=traces):
-        found.append(row)
-        if out is not None:  # at once: what was measured before an interruption stays
-            _write(out, cases, found)
-        yield _line(_cells(row))
-    yield from sentences(found)
-    if profile:
-        yield from _kernels(found)
-    if out is not None:
-        yield f"\n{out}: rows.json, steps.csv" + (", kernels.csv, traces" if profile else "")
+        _make_folder(out)
+    yield from _measured_lines(cases, limit, profile, out)
     if device == "cuda":
         case = json.dumps(asdict(cases[0]))
         yield f"\nnsys profile -t cuda,nvtx -o step python -m llmsys_suite.step.process '{case}'"
 
 
+def _make_folder(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty; name another folder with --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {out}: {error.strerror}") from None
+
+
+def _measured_lines(
+    cases: Sequence[Case], limit: float, profile: bool, out: Path | None
+) -> Iterator[str]:
+    yield _line(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
+    yield "|---" * 8 + "|"
+    measured = []
+    traces = out / "traces" if out is not None and profile else None
+    for row in sweep.measure(cases, limit=limit, profile=profile, traces=traces):
+        measured.append(row)
+        if out is not None:  # after every row, in case of an interruption
+            _write(out, cases, measured)
+        yield _line(_cells(row))
+    yield from sentences(measured)
+    if profile:
+        yield from _kernels(measured)
+    if out is not None:
+        yield f"\n{out}: rows.json, steps.csv" + (", kernels.csv, traces" if profile else "")
+
+
 def sentences(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the effects of compiling and of checkpointing, if both variants were measured."""
     last = [r for r in rows if r.get("warmup") == max(WARMUPS) and "first_step_ms" in r]
-    for one in last:
-        for key, said in (("compile", _compiled), ("checkpoint", _checkpointed)):
-            same = [r for r in last if r[key] and _without(r, key) == _without(one, key)]
-            if not one[key] and same:
-                yield "\n" + said(one, same[0])
+    for base in last:
+        for key, sentence in (("compile", _compiled), ("checkpoint", _checkpointed)):
+            same = [r for r in last if r[key] and _without(r, key) == _without(base, key)]
+            if not base[key] and same:
+                yield "\n" + sentence(base, same[0])
 
 
-def _compiled(plain: Row, made: Row) -> str:
-    paid = sweep.pays_after([plain, made])
+def _compiled(plain: Row, compiled: Row) -> str:
+    paid = sweep.pays_after([plain, compiled])
     after = f"pays after {paid['steps']:.0f} steps" if paid["steps"] < math.inf else "never pays"
     return (
         f"{_name(plain)}: compiling takes {paid['compile_s']:.1f} s and makes a step "
@@ -93,11 +114,11 @@ def _compiled(plain: Row, made: Row) -> str:
     )
 
 
-def _checkpointed(kept: Row, again: Row) -> str:
+def _checkpointed(eager: Row, checkpointed: Row) -> str:
     return (
-        f"{_name(kept)}: running blocks again takes "
-        f"{again['step_p50_ms'] / kept['step_p50_ms']:.2f} of the time and "
-        f"{again['peak_gib'] / kept['peak_gib']:.2f} of the process's peak memory."
+        f"{_name(eager)}: running blocks again takes "
+        f"{checkpointed['step_p50_ms'] / eager['step_p50_ms']:.2f} of the time and "
+        f"{checkpointed['peak_gib'] / eager['peak_gib']:.2f} of the process's peak memory."
     )
 
 
@@ -107,14 +128,31 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
         if row.get("warmup") != max(WARMUPS) or not row.get("operators"):
             continue
         yield f"\n{_name(row)}\n"
-        yield _line(["phase", "timer, ms", "operators, ms", "products", "attention's", "softmax",
-                     "most time in"])  # fmt: skip
+        yield _line(
+            [
+                "phase",
+                "timer, ms",
+                "operators, ms",
+                "products",
+                "attention's",
+                "softmax",
+                "most time in",
+            ]
+        )
         yield "|---" * 7 + "|"
         for phase in row["operators"]:
             top = ", ".join(f"{o['operator']} x {o['calls']}" for o in phase["top"][:3])
-            yield _line([phase["phase"], f"{phase['timer_ms']:.3g}", f"{phase['total_ms']:.3g}",
-                         f"{phase['product_share']:.1%}", f"{phase['attention_product_share']:.1%}",
-                         f"{phase['softmax_share']:.1%}", top])  # fmt: skip
+            yield _line(
+                [
+                    phase["phase"],
+                    f"{phase['timer_ms']:.3g}",
+                    f"{phase['total_ms']:.3g}",
+                    f"{phase['product_share']:.1%}",
+                    f"{phase['attention_product_share']:.1%}",
+                    f"{phase['softmax_share']:.1%}",
+                    top,
+                ]
+            )
         first = row["operators"][0]
         if first["softmax_share"] and first["attention_product_share"]:  # compiled, they are one
             yield (
@@ -155,7 +193,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _short(value: float, digits: int) -> str:
-    """So many digits, or all of a number that has more before its point."""
+    """Return `digits` significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 

@@ -1,7 +1,8 @@
-"""The table of a benchmark by size: what fits is timed, the rest extrapolated from fewer layers.
+"""The table of a benchmark by size: cases that fit are timed, others extrapolated.
 
-A step is a number of equal layers and what stands around them, so its time is a line in their
-number: two models of few layers give it. The line is held against the largest case that fits.
+A step consists of a number of equal layers and a constant part, so its time is linear in the number
+of layers. Two models with few layers determine the line, which is compared with the largest case
+that fits.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 Row = dict[str, Any]
 #: Layers of the two models that the line goes through.
 FEW = (2, 4)
-#: What a step of a whole model reaches of the rate of a product, at the least.
+#: Least fraction of the rate of a product that a step of a whole model reaches.
 USUAL = 1 / 3
-#: Of the memory that is free; plain attention holds some more than accounting says.
+#: Usable fraction of free memory, because plain attention needs more than accounting predicts.
 FILLED = 0.8
 
 
 class LeftOut(Exception):
-    """Why a case was not timed."""
+    """The reason why a case was not timed."""
 
 
 class TooLarge(LeftOut):
-    """It takes more memory than there is, compiled or not."""
+    """The case needs more memory than there is, compiled or not."""
 
 
 def measure(
@@ -45,21 +46,21 @@ def measure(
     profile: bool = False,
     traces: Path | None = None,
 ) -> Iterator[Row]:
-    """Rows of each case in turn: one for each number of warm-up steps, or one that says why not.
+    """Yield the rows of each case: one per number of warm-up steps, or one with a reason.
 
-    `limit` is in seconds, for a case. With `extrapolate`, the row of a case that does not fit has
-    the times that fewer layers foretell, and the largest that fits has one too, to be held against.
-    A row's `operators` are there with `profile`; Chrome's traces go into the folder `traces`.
+    `limit` is in seconds per case. With `extrapolate`, a case that does not fit has times predicted
+    from fewer layers, and the largest case that fits is predicted too, for comparison. With
+    `profile` rows have `operators`; Chrome traces are written to the folder `traces`.
     """
     largest: tuple[int, Case, float] | None = None
     rates: dict[str, float] = {}
     too_large: set[Case] = set()
     for case in cases:
         if case.compile and replace(case, compile=False) in too_large:
-            continue  # one row says so for both
+            continue  # its row covers both
         try:
             require_fit(case, limit, rates.get(case.dtype, 0.0))
-            found = in_a_process(case, limit, profile=profile, traces=traces)
+            measured = in_a_process(case, limit, profile=profile, traces=traces)
         except LeftOut as reason:
             fewer = extrapolate and case.model.num_layers > max(FEW)
             line = extrapolated(case, limit) if fewer else case.labels() | {"note": ""}
@@ -67,21 +68,21 @@ def measure(
             if isinstance(reason, TooLarge) and "step_p50_ms" not in line:
                 too_large.add(case)
             continue
-        rates[case.dtype] = found["product_rate"]
-        rows = [row(case, found, skipped) for skipped in WARMUPS]
+        rates[case.dtype] = measured["product_rate"]
+        rows = [row(case, measured, skipped) for skipped in WARMUPS]
         yield from rows
         if (work := case.executed_flops()) > (largest[0] if largest else 0):
             largest = work, case, rows[-1]["step_p50_ms"]
     if extrapolate and largest and largest[1].model.num_layers > max(FEW):
-        _, case, measured = largest
+        _, case, largest_ms = largest
         line = extrapolated(case, limit)
         if "step_p50_ms" in line:
-            line["note"] += f": {line['step_p50_ms'] / measured:.2f} of what it takes"
+            line["note"] += f": {line['step_p50_ms'] / largest_ms:.2f} of what it takes"
         yield line
 
 
 def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
-    """LeftOut where memory, or at a product's `rate` the time, does not allow a case."""
+    """Raise LeftOut if the memory, or the time at a product's `rate`, does not allow a case."""
     needed, free = case.peak_bytes(), available_memory_bytes(case.device)
     if needed > FILLED * free:
         raise TooLarge(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
@@ -95,36 +96,36 @@ def in_a_process(
     case: Case, limit: float, *, profile: bool = False, traces: Path | None = None
 ) -> dict[str, Any]:
     """Return the output of `step.process`; raise `LeftOut` if it fails or exceeds its time."""
-    asked: dict[str, Any] = asdict(case) | {"profile": profile}
+    options: dict[str, Any] = asdict(case) | {"profile": profile}
     if traces is not None:
         traces.mkdir(parents=True, exist_ok=True)
         name = "-".join(str(value) for value in case.labels().values())
-        asked["trace"] = str(traces / f"{name}.json")
-    command = [sys.executable, "-m", "llmsys_suite.step.process", json.dumps(asked)]
+        options["trace"] = str(traces / f"{name}.json")
+    command = [sys.executable, "-m", "llmsys_suite.step.process", json.dumps(options)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         raise LeftOut(f"did not end within {limit:g} s") from None
     if done.returncode:
-        if done.returncode < 0:  # for want of memory, as a rule; what it said before is no reason
+        if done.returncode < 0:  # usually out of memory
             raise LeftOut(f"ended by {signal.Signals(-done.returncode).name}")
-        raise LeftOut((done.stderr.strip().splitlines() or ["it ended without a word"])[-1])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        raise LeftOut((done.stderr.strip().splitlines() or ["it ended without a message"])[-1])
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
-def row(case: Case, found: dict[str, Any], warmup: int) -> Row:
-    """Of the ten steps after `warmup` others: means, deviations, percentiles, utilization."""
-    kept = found["seconds"][warmup : warmup + STEPS]
-    clock = found["clock"][warmup : warmup + STEPS + 1]
+def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
+    """Return means, deviations, percentiles and utilization of the steps after `warmup` others."""
+    counted = measured["seconds"][warmup : warmup + STEPS]
+    clock = measured["clock"][warmup : warmup + STEPS + 1]
     result = case.labels() | {"warmup": warmup}
     for part, phase in enumerate(PHASES):
-        values = [1e3 * seconds[part] for seconds in kept]
+        values = [1e3 * seconds[part] for seconds in counted]
         result[f"{phase}_mean_ms"] = statistics.mean(values)
         result[f"{phase}_std_ms"] = statistics.stdev(values)
-    whole = sorted(1e3 * sum(seconds) for seconds in kept)
+    whole = sorted(1e3 * sum(seconds) for seconds in counted)
     middle = statistics.median(whole)
-    peak = middle / 1e3 * found["product_rate"]
+    peak = middle / 1e3 * measured["product_rate"]
     return result | {
         "step_p10_ms": whole[len(whole) // 10],
         "step_p50_ms": middle,
@@ -132,14 +133,14 @@ def row(case: Case, found: dict[str, Any], warmup: int) -> Row:
         "tokens_per_s": case.tokens / (middle / 1e3),
         "mfu": case.useful_flops() / peak,
         "hfu": case.executed_flops() / peak,
-        "first_step_ms": 1e3 * sum(found["seconds"][0]),
-        "product_rate": found["product_rate"],
-        "peak_gib": found["peak_bytes"] / GIB,
-        "loss": found["loss"],
-        "threads": found["threads"],
-        "seconds": kept,
+        "first_step_ms": 1e3 * sum(measured["seconds"][0]),
+        "product_rate": measured["product_rate"],
+        "peak_gib": measured["peak_bytes"] / GIB,
+        "loss": measured["loss"],
+        "threads": measured["threads"],
+        "seconds": counted,
         "clocked_s": [end - begin for begin, end in pairwise(clock)],
-        "operators": found["operators"],
+        "operators": measured["operators"],
         "note": "",
     }
 
@@ -149,9 +150,9 @@ def extrapolated(case: Case, limit: float) -> Row:
     labels = case.labels() | {"warmup": max(WARMUPS)}
     few = [replace(case, layers=layers) for layers in FEW]
     try:
-        for each in few:
-            require_fit(each, limit)
-        ends = [row(each, in_a_process(each, limit), max(WARMUPS)) for each in few]
+        for shallow in few:
+            require_fit(shallow, limit)
+        ends = [row(shallow, in_a_process(shallow, limit), max(WARMUPS)) for shallow in few]
     except LeftOut as reason:
         return labels | {"note": f"not extrapolated: {FEW[1]} layers: {reason}"}
     beyond = (case.model.num_layers - FEW[0]) / (FEW[1] - FEW[0])
@@ -163,12 +164,12 @@ def extrapolated(case: Case, limit: float) -> Row:
 
 
 def pays_after(rows: Sequence[Row]) -> dict[str, float]:
-    """Compiled and plain rows of one case: seconds that compiling takes, and steps that pay it."""
-    plain, made = (next(r for r in rows if r["compile"] is which) for which in (False, True))
-    cost = made["first_step_ms"] - plain["first_step_ms"]
-    gain = plain["step_p50_ms"] - made["step_p50_ms"]
+    """Return the seconds that compiling takes and the number of steps that compensate them."""
+    plain, compiled = (next(r for r in rows if r["compile"] is which) for which in (False, True))
+    cost = compiled["first_step_ms"] - plain["first_step_ms"]
+    gain = plain["step_p50_ms"] - compiled["step_p50_ms"]
     return {
         "compile_s": cost / 1e3,
-        "speedup": plain["step_p50_ms"] / made["step_p50_ms"],
+        "speedup": plain["step_p50_ms"] / compiled["step_p50_ms"],
         "steps": cost / gain if gain > 0 else float("inf"),
     }

@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from llmsys_suite.measure import yardstick
+from llmsys_suite.measure import reference_matmul
+from llmsys_suite.measure.interleaved import now
 from llmsys_suite.measure.phases import named_range
-from llmsys_suite.measure.turns import now
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step.case import PHASES, Case
 
@@ -37,17 +37,17 @@ class Step:
             self.loss = self.loss_of(self.tokens, self.tokens)
 
     def backward(self) -> None:
-        """Every parameter's gradient."""
+        """Compute the gradient of every parameter."""
         self.scaler.scale(self.loss).backward()
 
     def optimize(self) -> None:
-        """AdamW's update."""
+        """Take a step of AdamW."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
 
     def timed(self) -> list[float]:
-        """One step; the seconds of each part, the device's work included."""
+        """Take one step and return the seconds of each part, after synchronizing the device."""
         seconds = []
         for name, part in self.parts.items():
             with named_range(name, self.device):
@@ -58,15 +58,15 @@ class Step:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """FLOPs a second that a large product of matrices reaches at best, as a linear layer makes it.
+    """Return the best rate of a large matrix product in FLOPs per second, as in a linear layer.
 
-    In float16 a CPU without units for it takes 25 times as long for a @ b as for a @ b.mT.
+    In float16 a CPU without hardware support takes 25 times as long for a @ b as for a @ b.mT.
     """
     n = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     best, end = 0.0, time.perf_counter() + seconds
     while best == 0.0 or time.perf_counter() < end:
-        begin = yardstick.clock(device)
+        begin = reference_matmul.clock(device)
         a @ b.mT
-        best = max(best, 2 * n**3 / (yardstick.clock(device) - begin))
+        best = max(best, 2 * n**3 / (reference_matmul.clock(device) - begin))
     return best

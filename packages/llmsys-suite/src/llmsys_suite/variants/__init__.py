@@ -1,4 +1,4 @@
-"""The ways of training one model that a run compares: same weights, same tokens, same optimizer."""
+"""Training variants that a run compares: same weights, same tokens, same optimizer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from llmsys_suite.variants.single import Variant
 _IN_TURN = (Variant, TorchDDP, Naive, Flat, Overlapped, Bucketed, SharedMemory, ShardedState,
             ShardedGradients, FullySharded, TorchFSDP, ParameterServer, DiLoCo)  # fmt: skip
 VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _IN_TURN, strict=True))
-#: What reads whole epochs: replicas and shards, ours beside torch's own, and one process.
+#: Variants that read whole epochs: ours and torch's, replicated and sharded, and one process.
 IN_EPOCHS = (SINGLE, PEER, "ddp bucketed", "fsdp", "torch FSDP2")
 
 
 def variants_here(device: torch.device, epochs: int = 0) -> list[str]:
-    """Those that this kind of device can run, in the order of their turns."""
+    """Return the variants that this kind of device can run, in their order."""
     return [
         name
         for name in (IN_EPOCHS if epochs else VARIANTS)

@@ -17,7 +17,7 @@ def share_of(gradient_bytes: int) -> float:
 
 
 class Parallel(Variant):
-    """Each rank on its rows; what it receives is a reduce-scatter and an all-gather."""
+    """Data parallelism: each rank reads its rows and receives one all-reduce of the gradients."""
 
     alone = False
 
@@ -27,7 +27,7 @@ class Parallel(Variant):
 
 
 class Naive(Parallel):
-    """One all-reduce a parameter, after the backward pass."""
+    """One all-reduce per parameter, after the backward pass."""
 
     def communicate(self) -> None:
         """Send the gradients one by one."""
@@ -35,7 +35,7 @@ class Naive(Parallel):
             ddp.all_reduce_gradients(self.model, all_reduce=self.reduced, meter=self.meter)
 
     def gradient_bytes(self, steps: int) -> float:
-        """As counted at the all-reduce."""
+        """Return the bytes counted at the all-reduce."""
         return self.reduced.bytes / steps
 
 
@@ -60,12 +60,12 @@ class Bucketed(Parallel):
         self.model, self.meter = self.wrapped, self.wrapped.meter
 
     def communicate(self) -> None:
-        """Wait for what has not arrived."""
+        """Wait for the reductions that have not finished."""
         with self.phase("communication"):
             self.wrapped.finish_gradient_synchronization()
 
     def gradient_bytes(self, steps: int) -> float:
-        """As counted at the all-reduce, less what the meter says travels along."""
+        """Return the bytes counted at the all-reduce without those that ddp adds."""
         return self.reduced.bytes / steps - self.wrapped.meter.last.extra_bytes
 
 
@@ -93,11 +93,11 @@ class SharedMemory(Bucketed):
         self.shares = collectives.describe().shared_memory
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Nothing leaves memory, where all ranks share it; else at most one rank's all-reduce."""
+        """Return zero if all ranks share memory, otherwise at most one all-reduce."""
         return (0.0, 0.0) if self.shares else (0.0, 2.0 * gradient_bytes)
 
     def planned_shared_bytes(self, gradient_bytes: int) -> float:
-        """All gradients."""
+        """Return the bytes of all gradients, or zero without shared memory."""
         return float(gradient_bytes if self.shares else 0)
 
 

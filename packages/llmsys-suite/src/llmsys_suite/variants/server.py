@@ -29,12 +29,12 @@ class ParameterServer(Variant):
         self.worker = self.joined.__enter__()
 
     def prepare(self) -> None:
-        """Fetch what the server has made of the last gradients."""
+        """Pull the updated parameters."""
         with self.phase("communication"):
             self.worker.pull()
 
     def communicate(self) -> None:
-        """Hand the gradients over; the server averages them and updates."""
+        """Push the gradients; the server averages them and updates the parameters."""
         with self.phase("communication"):
             self.worker.push()
 
@@ -42,36 +42,39 @@ class ParameterServer(Variant):
         """Run the server until the training ends."""
 
     def gradients(self) -> None:
-        """Averaged at the server."""
+        """Return None, because the server averages the gradients."""
 
     def weights(self) -> dict[str, Tensor]:
-        """As the server has them now."""
+        """Return the parameters as they are on the server."""
         self.worker.pull()
         return super().weights()
 
     def close(self) -> None:
-        """Leave; the server stops when all have."""
+        """Leave the job; the server stops when all workers have left."""
         self.joined.__exit__(None, None, None)
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Parameters; where the server is, the others' gradients."""
+        """Return the bytes of the parameters, or on the rank of the server of all gradients."""
         senders = dist.get_world_size() - 1 if dist.get_rank() == 0 else 1
         return senders * gradient_bytes, senders * gradient_bytes
 
 
 class DiLoCo(ParameterServer):
-    """Each rank takes steps by itself; every fifth, a tenth of what changed is averaged (streamed).
+    """Ranks take local steps; every fifth step a tenth of the changes is averaged (streamed).
 
-    With an optimizer of the probe's each step is a round, whose outer optimizer takes the mean as
-    it is: that is bulk-synchronous, and so held against one process.
+    With the optimizer of the probe each step is a round whose outer optimizer applies the mean
+    unchanged: that is bulk-synchronous training and is compared with one process.
     """
 
     policy = paramserver.LocalSteps(50, compression=paramserver.Integers(4), fragments=10)
 
     def __init__(
-        self, run: Run, config: ModelConfig, optimizer: partial[Any] | None = None,
+        self,
+        run: Run,
+        config: ModelConfig,
+        optimizer: partial[Any] | None = None,
         policy: paramserver.LocalSteps | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if optimizer is not None:
             policy = paramserver.LocalSteps(1, partial(torch.optim.SGD, lr=1.0))
         self.policy = policy or self.policy

@@ -1,4 +1,4 @@
-"""ZeRO: each rank keeps a share of what data parallelism replicates."""
+"""ZeRO: each rank stores a shard of the state that data parallelism replicates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmsys_suite.variants.replicated import Parallel, share_of
 
 
 class ShardedState(Parallel):
-    """ZeRO stage 1: each rank keeps a share of the optimizer's state."""
+    """ZeRO stage 1: each rank stores a shard of the optimizer state."""
 
     shard_gradients = False
 
@@ -28,7 +28,7 @@ class ShardedState(Parallel):
         )
 
     def gradients(self) -> None:
-        """Averaged inside the optimizer's step."""
+        """Return None, because the optimizer averages the gradients in its step."""
 
     def gradient_bytes(self, steps: int) -> float:
         """As counted at the reduce-scatter."""
@@ -36,13 +36,13 @@ class ShardedState(Parallel):
 
 
 class ShardedGradients(ShardedState):
-    """ZeRO stage 2: and a share of the gradients."""
+    """ZeRO stage 2: gradients are sharded as well."""
 
     shard_gradients = True
 
 
 class FullySharded(Parallel):
-    """ZeRO stage 3: and a share of the parameters."""
+    """ZeRO stage 3: parameters are sharded as well."""
 
     def build(self) -> None:
         """Wrap in our FSDP: each block a unit, and the rest."""
@@ -94,5 +94,5 @@ class TorchFSDP(Parallel):
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
         """Parameters twice, the root's once, and gradients: on gloo by a whole all-reduce."""
         blocks = 4 * sum(p.numel() for p in self.decoder.blocks.parameters())
-        once, again = share_of(gradient_bytes), share_of(blocks)
-        return 2 * once + again, 3 * once + again
+        once, blocks_again = share_of(gradient_bytes), share_of(blocks)
+        return 2 * once + blocks_again, 3 * once + blocks_again

@@ -1,7 +1,7 @@
-"""One process on the whole batch: the base of all ways of training, and what each may change.
+"""One process on the whole batch: the base of all variants, and the methods that each may override.
 
-A step is prepare, forward and backward, communicate, update; each part is labeled by its phase,
-and what a way hands to an all-reduce is counted.
+A step consists of prepare, forward and backward, communicate and update. Each part is recorded as a
+phase, and the bytes passed to an all-reduce are counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CountedAllReduce:
 class Variant:
     """One way of training; the base is one process on the whole batch."""
 
-    #: Whether rank 0 trains alone, on all rows.
+    #: True if rank 0 trains alone, on all rows.
     alone = True
 
     def __init__(
@@ -49,7 +49,7 @@ class Variant:
         self.device = run.device
         self.phase = run.recorder.phase
         self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate)
-        #: In how many parts a rank's rows go through.
+        #: Number of parts in which a rank handles its rows.
         self.parts = run.config.parts if self.alone else 1
         self.decoder = Decoder(config, attention=flash_attention).to(run.device)
         self.model: nn.Module = self.decoder
@@ -58,11 +58,11 @@ class Variant:
         self.build()
 
     def build(self) -> None:
-        """Wrap the model, make the optimizer."""
+        """Wrap the model and create the optimizer."""
         self.optimizer: Any = self.make(self.model.parameters())
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """One training step on this rank's rows; their mean loss before it."""
+        """Take one training step on this rank's rows and return their mean loss before it."""
         self.prepare()
         loss = self.forward_backward(tokens, targets)
         self.communicate()
@@ -73,7 +73,7 @@ class Variant:
         """Prepare the forward pass."""
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
-        """Both passes, labeled; the mean loss."""
+        """Run forward and backward as labeled phases and return the mean loss."""
         mean = 0.0
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
             with self.phase("forward"):
@@ -96,19 +96,19 @@ class Variant:
 
     def gradients(self) -> dict[str, Tensor] | None:
         """Return the gradients that the optimizer will read, or None if no rank has all of them."""
-        found = {name: p.grad for name, p in self.decoder.named_parameters()}
-        return {name: torch.zeros(0) if g is None else g for name, g in found.items()}
+        gradients = {name: p.grad for name, p in self.decoder.named_parameters()}
+        return {name: torch.zeros(0) if g is None else g for name, g in gradients.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters whole, on every rank."""
+        """Return all parameters, not sharded, on every rank."""
         return {name: p.detach() for name, p in self.decoder.named_parameters()}
 
     def gradient_bytes(self, steps: int) -> float | None:
-        """Bytes of gradients handed to a collective a step; None where none is or nobody counts."""
+        """Return the gradient bytes per step that reach a collective, or None if not counted."""
         return None
 
     def sending(self) -> dict[str, float]:
-        """Of a step's sending, by ddp's meter: what computing hid, and what was waited for."""
+        """Return the hidden and exposed communication seconds per step, from ddp's meter."""
         steps = self.meter.steps
         kinds = ("hidden_seconds", "exposed_seconds") if steps else ()
         return {k: statistics.median(getattr(s, k) for s in steps) for k in kinds}
@@ -122,4 +122,4 @@ class Variant:
         return 0.0
 
     def close(self) -> None:
-        """Let go of what outlives the last step."""
+        """Release resources that outlive the last step."""

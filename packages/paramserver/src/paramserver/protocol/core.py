@@ -71,6 +71,8 @@ class Core:
         timeout: seconds after which a silent worker ends the waits for it.
         survives: whether training continues after a worker is lost; otherwise it fails.
         elastic: whether other workers may join, and lost workers may rejoin.
+        waits: whether no worker continues without a lost one until it has rejoined. A wait that
+            takes too long is an error of the worker that waits.
         drop_after: seconds of waiting after which a slow worker counts as lost; None for never.
         journal: storage of records; None keeps none.
     """
@@ -84,6 +86,7 @@ class Core:
         timeout: float,
         survives: bool,
         elastic: bool,
+        waits: bool = False,
         drop_after: float | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -104,6 +107,7 @@ class Core:
         self._workers = workers
         self._survives = survives
         self._elastic = elastic
+        self._waits = waits
         self._drop_after = drop_after
         #: Time of the last request, by worker.
         self._last_seen = dict.fromkeys(range(workers), 0.0)
@@ -215,8 +219,7 @@ class Core:
     def check(self, now: float) -> list[tuple[int, Exception]]:
         """Return the workers whose wait has timed out, each with its error.
 
-        If training continues without a silent worker, that worker is lost instead, and the list is
-        empty.
+        If training continues without silent workers, they are lost instead, and the list is empty.
         """
         timed_out: list[tuple[int, Exception]] = []
         for worker, (since, message) in list(self._waiting.items()):
@@ -224,7 +227,7 @@ class Core:
             if not silent:
                 continue
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
-            if self._survives:
+            if self._survives and not self._waits:
                 for w in silent:
                     self.lose(w, self._reason(w, now))
                 continue
@@ -237,6 +240,11 @@ class Core:
             timed_out.append((worker, error))
         return timed_out
 
+    def excuse_silence(self, now: float) -> None:
+        """Measure the silence of all workers from `now`, after this server was suspended."""
+        self._last_seen = dict.fromkeys({*self._last_seen, *self.ledger.members}, now)
+        self._waiting = {w: (now, message) for w, (_, message) in self._waiting.items()}
+
     def next_deadline(self) -> float:
         """Return the time at which `check` has to be called if no request arrives before."""
         waiting = self._waiting.values()
@@ -245,11 +253,13 @@ class Core:
 
     def lose(self, worker: int, reason: str) -> None:
         """Note that `worker` is gone without having finished."""
-        member = self.ledger.members.get(worker)
-        if member is None or not member.active:
+        member = self.ledger.awaited.get(worker)
+        if member is None:
             return
         message = f"worker {worker} is gone at clock {member.clock}: {reason}"
         self._waiting.pop(worker, None)
+        if self._waits:
+            return  # the others wait until it has rejoined
         if self._survives:
             self.lost[worker] = message
             if self.is_first:

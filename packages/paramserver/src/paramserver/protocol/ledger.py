@@ -26,6 +26,13 @@ Push = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
+class Start:
+    """Entry: the job, which had ended, starts again and expects workers 0 to `workers` - 1."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
 class Join:
     """Entry: `worker` takes part from now on, as if it had pushed `clock` gradients."""
 
@@ -67,7 +74,7 @@ class Leave:
     worker: int
 
 
-Entry = Join | Accept | Write | Read | Leave
+Entry = Start | Join | Accept | Write | Read | Leave
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,11 @@ class Member:
     """State of a worker in the ledger."""
 
     active: bool = True
+    #: True if the job has started again and waits for this worker to join.
+    expected: bool = False
     epoch: int = 0
+    #: First epoch of this membership; a worker that is restarted continues its membership.
+    first_epoch: int = 0
     #: Number of gradients pushed, by which the policy compares workers.
     clock: int = 0
     #: Clock at the start of this epoch.
@@ -138,6 +149,7 @@ class Ledger:
         self.version = version
         self.members = {w: Member(read_version=version) for w in range(workers)}
         self._consistency = consistency
+        self._workers = workers
         #: Accepted pushes of a bulk-synchronous clock that is not complete yet.
         self._accepted: list[Push] = []
         #: Number of the first entry that is stored.
@@ -156,15 +168,19 @@ class Ledger:
         """Workers that have neither finished nor been lost."""
         return {w: member for w, member in self.members.items() if member.active}
 
+    @property
+    def awaited(self) -> dict[int, Member]:
+        """Active workers, and the workers that are expected to join."""
+        return {w: member for w, member in self.members.items() if member.active or member.expected}
+
     def behind(self, clock: int) -> list[int]:
         """Return the workers for which a reader at `clock` has to wait."""
         bound = self._consistency.bound
-        return [w for w, member in self.active.items() if clock - member.clock > bound]
+        return [w for w, member in self.awaited.items() if clock - member.clock > bound]
 
     def awaits(self, worker: int) -> bool:
         """Return True if a push of `worker` is accepted but not applied yet."""
-        member = self.members.get(worker)
-        return bool(member and (worker, member.epoch) in {push[:2] for push in self._accepted})
+        return worker in self._pushed()
 
     # Requests of workers. A request may be repeated if its answer was lost.
 
@@ -173,15 +189,9 @@ class Ledger:
         member = self.members.get(worker, Member(active=False))
         if session in member.sessions:
             return member
-        if member.active and member.epoch == 0:
-            clock = member.clock  # a worker of the start, for which the other workers wait
-        else:
-            # It joins at the clock of the slowest worker, so that it delays no worker longer than
-            # the slowest does, and the bound holds from its first read on. Leaving first completes
-            # a clock that waited for the worker's last epoch only.
-            self.leave(worker)
-            clock = self._slowest()
-        self._append(Join(worker, member.epoch + 1, clock, session))
+        if not self.awaited and self._workers > 1:
+            self._append(Start(self._workers))
+        self._append(Join(worker, member.epoch + 1, self._clock_of_join(worker), session))
         return self.members[worker]
 
     def commit(self, push: Push) -> None:
@@ -206,7 +216,7 @@ class Ledger:
 
     def leave(self, worker: int) -> None:
         """End the membership of `worker`; its committed pushes remain valid."""
-        if worker in self.active:
+        if worker in self.awaited:
             self._append(Leave(worker))
             self._write_if_complete()
 
@@ -243,6 +253,7 @@ class Ledger:
     def copy(self) -> "Ledger":
         """Return a ledger with the same state and without stored entries."""
         copied = Ledger(0, self._consistency, self.version)
+        copied._workers = self._workers
         copied.members = {w: replace(member) for w, member in self.members.items()}
         copied._accepted = list(self._accepted)
         copied._first = self.stop
@@ -287,6 +298,8 @@ class Ledger:
     def _check(self, entry: Entry) -> None:
         """Raise ValueError unless this ledger may append `entry` next."""
         match entry:
+            case Start():
+                valid = not self.awaited
             case Join():
                 valid = self._may_join(entry)
             case Accept(push):
@@ -302,7 +315,7 @@ class Ledger:
                     and not self.behind(member.clock)
                 )
             case Leave(worker):
-                valid = worker in self.active
+                valid = worker in self.awaited
         if not valid:
             raise ValueError(f"entry {self.stop} of this server's log cannot be {entry}")
 
@@ -310,9 +323,17 @@ class Ledger:
         member = self.members.get(entry.worker, Member(active=False))
         if entry.session in member.sessions or entry.epoch != member.epoch + 1:
             return False
-        if member.active:
-            return member.epoch == 0 and entry.clock == member.clock
-        return entry.clock == self._slowest()
+        return entry.clock == self._clock_of_join(entry.worker)
+
+    def _clock_of_join(self, worker: int) -> int:
+        """Return the clock at which `worker` joins.
+
+        A worker that is waited for continues at its own clock. Any other worker joins at the clock
+        of the slowest, so that it delays no worker longer than the slowest does, and the bound
+        holds from its first read on.
+        """
+        member = self.awaited.get(worker)
+        return member.clock if member else self._slowest()
 
     def _may_push(self, push: Push) -> bool:
         worker, epoch, clock = push
@@ -329,16 +350,25 @@ class Ledger:
         return staleness == (self.version - self.members[pushes[0][0]].read_version,)
 
     def _slowest(self) -> int:
-        clocks = [member.clock for member in self.active.values()]
+        clocks = [member.clock for member in self.awaited.values()]
         return min(clocks or [member.clock for member in self.members.values()], default=0)
 
     def _append(self, entry: Entry) -> None:
         self._entries.append(entry)
         self._digests.append(_digest(self._digests[-1], entry))
         match entry:
+            case Start(workers):
+                clock = self._slowest()
+                for worker in range(workers):
+                    member = self.members.setdefault(worker, Member(active=False))
+                    member.expected = True
+                    member.clock = clock
             case Join(worker, epoch, clock, session):
-                member = self.members.setdefault(worker, Member())
+                member = self.members.setdefault(worker, Member(active=False))
+                if not member.active:
+                    member.first_epoch = epoch
                 member.active = True
+                member.expected = False
                 member.epoch = epoch
                 member.reads = 0
                 member.clock = member.first_clock = clock
@@ -357,7 +387,7 @@ class Ledger:
                 self.members[worker].reads = number
                 self.members[worker].read_version = self.version
             case Leave(worker):
-                self.members[worker].active = False
+                self.members[worker].active = self.members[worker].expected = False
 
     def _count(self, push: Push) -> None:
         member = self.members[push[0]]
@@ -371,10 +401,14 @@ class Ledger:
             self._append(Write(step, (0,) * len(step)))
 
     def _is_complete(self) -> bool:
-        """Return True if all active workers have pushed their gradients of this clock."""
-        pushed = {(worker, epoch) for worker, epoch, _ in self._accepted}
-        expected = {(w, member.epoch) for w, member in self.active.items()}
-        return bool(pushed) and expected <= pushed
+        """Return True if all workers that are waited for have pushed at this clock."""
+        pushed = self._pushed()
+        return bool(self._accepted) and pushed.issuperset(self.awaited)
+
+    def _pushed(self) -> set[int]:
+        """Return the workers that have pushed in their present membership at this clock."""
+        members = self.members
+        return {w for w, epoch, _ in self._accepted if epoch >= members[w].first_epoch}
 
 
 def wrong_clock(worker: int, clock: int, expected: int) -> ValueError:
@@ -396,6 +430,8 @@ def _to_list(entry: Entry) -> list[Any]:
 
 def _from_list(fields: Any) -> Entry:
     match fields:
+        case ["start", workers] if _is_number(workers) and workers < 2**20:
+            return Start(workers)
         case ["join", worker, epoch, clock, session] if _are_numbers(fields[1:]):
             return Join(worker, epoch, clock, session)
         case ["accept", list(push)]:

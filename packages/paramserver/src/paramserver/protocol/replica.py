@@ -7,6 +7,7 @@ recognized by its identity (worker, epoch, clock) and has no effect.
 """
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -59,6 +60,8 @@ class Replica:
         self._copy_in(parameters)
         factory = local.outer if local else optimizer
         self._optimizer = factory(self._parameters) if self._parameters else None
+        if self._optimizer:
+            _require_elementwise([f.shard for f in self._fragments], self._optimizer)
         self._settings = _settings(policy, self._optimizer)
         self.compression = local.compression if local else None
         for name in (p.name for p in shard.pieces if p.dtype.is_complex and self.compression):
@@ -184,6 +187,7 @@ class Replica:
                     self._pending_reads[worker] = (epoch, number), self.version, None
                 case Join(worker, epoch, clock):
                     self._drop(worker)
+                    self._pending_reads.pop(worker, None)
                     self.next[worker] = epoch, clock
                 case Leave(worker):
                     self._drop(worker)
@@ -225,8 +229,10 @@ class Replica:
         """Start a new log from `state`, which a server of the same shard saved."""
         if state["layout"] != self.shard.digest():
             raise ValueError(
-                f"expected the state of shard {self.shard.digest()}, got that of shard "
-                f"{state['layout']}; use the same parameters and number of servers"
+                f"expected the state of a shard with layout {self.shard.digest()}, which is server "
+                f"{self.shard.number} of {self.shard.servers}, got layout {state['layout']}; pass "
+                "the same parameters (names, shapes, dtypes), `servers` and `whole` as before, or "
+                "another folder"
             )
         self._buffer.copy_(state["parameters"])
         if self._optimizer:
@@ -347,6 +353,39 @@ def _require_finite(worker: int, shard: Shard, gradients: Sequence[Tensor]) -> N
                 f"worker {worker}'s gradient of {piece.name} is not finite in {count} of "
                 f"{values.numel()} elements; nothing was applied: skip the batch or lower the "
                 "learning rate"
+            )
+
+
+#: Optimizers that update each element without the other elements of its tensor.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.SparseAdam,
+)
+
+
+def _require_elementwise(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` if a tensor is split and the optimizer may need all of its elements."""
+    kind = type(optimizer)
+    # torch wraps `step` of each class when its first optimizer is created.
+    steps = {inspect.unwrap(elementwise.step) for elementwise in _ELEMENTWISE}
+    if inspect.unwrap(kind.step) in steps or getattr(kind, "elementwise", False):
+        return
+    for piece in (piece for shard in shards for piece in shard.pieces):
+        if piece.view_shape != piece.shape:
+            raise ValueError(
+                f"expected an elementwise optimizer, because {piece.name} is split, got "
+                f"{kind.__name__}; pass whole=True, which keeps each parameter on one server, or "
+                f"set {kind.__name__}.elementwise = True if it uses no other elements of a tensor"
             )
 
 

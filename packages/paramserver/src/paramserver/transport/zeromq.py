@@ -20,9 +20,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,8 @@ _BEAT_INTERVAL = 1.0
 _KEEP_ALIVE = 1.0
 #: Seconds of silence after which a request or its answer counts as lost.
 _RETRY = 2.5
+#: Seconds between two checks after which a server assumes that its process was suspended.
+_SUSPENDED = 3.0
 #: Number of pieces that may be queued.
 _MAX_PIECES = 4
 
@@ -60,9 +62,10 @@ class Keys:
 
     public: str
     secret: str
-    #: Public keys of the peers: at a server, those of the workers that may connect; at a worker,
-    #: that of the server.
-    peers: tuple[str, ...]
+    #: At a worker: public key of the server.
+    server: str = ""
+    #: At a server: public key of each rank that may join. A key may have several ranks.
+    workers: Mapping[int, str] = field(default_factory=dict)
 
 
 class ZeroMQServer:
@@ -95,6 +98,7 @@ class ZeroMQServer:
         self._socket.setsockopt(zmq.RCVHWM, _MAX_PIECES)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, so that no piece is dropped
         self._authenticator = _authenticate(self._context, self._socket, keys) if keys else None
+        self._keys = keys
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -114,6 +118,7 @@ class ZeroMQServer:
     def serve(self, report: Callable[[Progress], object] | None = None) -> None:
         """Answer requests until `stop`; call `report` about every second with the progress."""
         last_report = 0.0
+        last_check = time.monotonic()
         while not self._stopped.is_set():
             changed = False
             for _ in range(64):  # then the waiting requests are tried
@@ -121,6 +126,10 @@ class ZeroMQServer:
                     break
                 changed = self._receive(self._socket.recv_multipart(copy=False)) or changed
             now = time.monotonic()
+            if now - last_check > _SUSPENDED:
+                # The messages of the workers may not have been received yet.
+                self.core.excuse_silence(now)
+            last_check = now
             self._retry_waiting(now)
             if report and now - last_report > 1:
                 last_report = now
@@ -144,14 +153,14 @@ class ZeroMQServer:
     def _receive(self, frames: list[Any]) -> bool:
         """Process a message. Return True if waiting requests may be answerable now."""
         try:
-            received = _Received.of(frames)
+            received = _Received.of(frames, has_keys=self._keys is not None)
         except (ValueError, RecursionError) as error:
             # It is not a request, so no worker waits for an answer.
             _LOG.debug("dropped a message of %r: %s", frames[0].bytes, error)
             return False
         if received.message is None:  # a later piece of a request that was validated
             request = self._incoming.get(received.worker)
-            if request is None or request.key != received.key:
+            if request is None or request.key != received.key or not self._is_authorized(received):
                 return False
             return self._add_piece(request, received)
         return self._receive_request(received, received.message)
@@ -187,9 +196,20 @@ class ZeroMQServer:
             return False  # repeated, and waiting already
         return self._add_piece(known, received)
 
+    def _is_authorized(self, received: "_Received") -> bool:
+        """Return True if the sender's key may send requests of the worker. All keys may observe."""
+        if self._keys is None or received.worker == OBSERVER:
+            return True
+        return self._keys.workers.get(received.worker) == received.sender_key
+
     def _session(self, received: "_Received", message: Message) -> int:
         """Return the session of a request; raise `PeerLost` for the sender of another worker."""
         worker = received.worker
+        if not self._is_authorized(received):
+            raise ValueError(
+                f"expected a request of a rank of this key, got one of worker {worker}; pass the "
+                f"worker's own key, or start the server with --peer {worker}=FILE.public"
+            )
         if message.kind is not Kind.JOIN:
             _, life, session = self._joined.get(worker, (b"", -1, -1))
             return session if life == received.life else received.life
@@ -298,6 +318,8 @@ class _Received:
     at: int
     message: Message | None
     piece: bytes | memoryview
+    #: Public key of the sender, which was verified; empty if the server has no keys.
+    sender_key: str
 
     @property
     def key(self) -> tuple[int, int]:
@@ -305,7 +327,7 @@ class _Received:
         return self.life, self.number
 
     @staticmethod
-    def of(frames: list[Any]) -> "_Received":
+    def of(frames: list[Any], *, has_keys: bool) -> "_Received":
         """Return the content of these frames; raise `ValueError` if they are not a message."""
         if not 2 <= len(frames) <= 3:
             raise ValueError(f"expected 2 or 3 frames, got {len(frames)}")
@@ -321,7 +343,9 @@ class _Received:
             raise ValueError(f"expected the numbers of a message, got {str(numbers)[:80]}")
         message = None if at else Message.from_fields(fields)
         piece = rest[0].buffer if rest else b""
-        return _Received(name.bytes, worker, life, number, at, message, piece)
+        # The authenticator stores the key as the user of the connection.
+        sender_key = head.get("User-Id") if has_keys else ""
+        return _Received(name.bytes, worker, life, number, at, message, piece, sender_key)
 
 
 class ZeroMQConnection(Connection):
@@ -367,14 +391,19 @@ class ZeroMQConnection(Connection):
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
         """Send a request, repeatedly if necessary, until it is answered."""
         self._number += 1
-        start = last_received = time.monotonic()
+        start = time.monotonic()
+        # Seconds without a message. A poll counts as at most its timeout, because this process may
+        # have been suspended: then it sends the request again before it gives up.
+        silence = 0.0
         self._send(message, written)
         answer = Message(Kind.WAIT)
         arrival = Arrival(self.parameters)
         is_complete = False
         while not is_complete:
+            poll_start = time.monotonic()
             if not self._socket.poll(int(_RETRY * 1000)):
-                if time.monotonic() - last_received > self._patience:
+                silence += min(_RETRY, time.monotonic() - poll_start)
+                if silence > self._patience:
                     raise self._lost(start)
                 if self._sent.done:  # otherwise the request has not left this process yet
                     self._send(message)
@@ -383,7 +412,7 @@ class ZeroMQConnection(Connection):
             life, number, at, *fields = json.loads(head.bytes)
             if (life, number) != (self._life, self._number):
                 continue  # a second answer to an earlier request that was repeated
-            last_received = time.monotonic()
+            silence = 0.0
             if not at:
                 answer = Message.from_fields(fields)
                 raise_failure(f"the server at {self._address}", answer)
@@ -451,7 +480,7 @@ class ZeroMQConnection(Connection):
         if keys:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
-            socket.curve_serverkey = keys.peers[0].encode()
+            socket.curve_serverkey = keys.server.encode()
         socket.connect(self._address)
         return socket
 
@@ -461,7 +490,7 @@ def _authenticate(context: Any, socket: Any, keys: Keys) -> Any:
     from zmq.auth.thread import ThreadAuthenticator
     from zmq.utils import z85
 
-    peers = {key.encode() for key in keys.peers}
+    peers = {key.encode() for key in keys.workers.values()}
     provider = SimpleNamespace(callback=lambda _, key: key in peers or z85.encode(key) in peers)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import compressed_weight
-from tinyml.conversion import Replacement, replace_modules
+from tinyml.conversion import Replacement, check_hooks, replace_modules
 from tinyml.layers import is_conv1d, is_instance_of, protected_modules, weight_identity, weight_of
 from tinyml.validation import check_finite, suggestion
 
@@ -288,12 +288,14 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     tied to another layer is separate afterwards, and the model's configuration is updated.
     """
     adapters = adapters_of(model)
+    bases: dict[nn.Module, nn.Module] = {adapter: adapter.base for adapter in adapters.values()}
+    check_hooks(model, bases)
     untied = _tied_weights(model, adapters)
     if apart := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
         _merge_all(apart)
     if untied:
         _untie_config(model)
-    return replace_modules(model, {adapter: adapter.base for adapter in adapters.values()})
+    return replace_modules(model, bases)
 
 
 def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:

@@ -8,6 +8,7 @@ each weight is described in the file's metadata, so `load` needs only the uncomp
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -27,13 +28,14 @@ from tinyml.quantization.kmeans import Palette
 from tinyml.quantization.pack import pack, unpack
 from tinyml.state_dict_check import check_before_loading
 
-_FORMAT = "tinyml-1"
+_FORMAT = "tinyml-2"
+_CHECKSUM = b'"sha256":"', bytes(b"0" * 64)
 _SPARSE = "!mask", "!values"
 _FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # also in the metadata
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Write every tensor of `model` once, in its compressed form."""
+    """Write every tensor of `model` once, in its compressed form, and a checksum of the file."""
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
     aliases: dict[str, str] = {}
@@ -51,19 +53,52 @@ def save(model: nn.Module, path: str | Path) -> None:
         "layers": json.dumps(_describe(model)),
         "same": json.dumps(aliases),
         "shapes": json.dumps({names[key]: list(key[1]) for key in names}),
+        "sha256": _CHECKSUM[1].decode(),
     }
     with atomic_file(path) as part:
         save_file(tensors, part, metadata)
+        start, _, computed = _checksum(part)
+        with part.open("r+b") as file:
+            file.seek(start)
+            file.write(computed)
+
+
+def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
+    """Return the offset of a file's checksum, the stored and the computed checksum.
+
+    The checksum is that of the whole file with zeros as the checksum. Raise `ValueError` if the
+    file was not written by `save`.
+    """
+    with Path(path).open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, 2**27))
+        before, separator, after = header.partition(_CHECKSUM[0])
+        if not separator:
+            raise ValueError(f"expected a file written by tinyml.save, got {path}")
+        start = 8 + len(before) + len(separator)
+        digest = hashlib.sha256(length.to_bytes(8, "little"))
+        digest.update(before + separator + _CHECKSUM[1] + after[64:])
+        while block := file.read(2**20):
+            digest.update(block)
+    return start, after[:64], digest.hexdigest().encode()
 
 
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
     """Return a copy of the uncompressed `model` with the compressed weights of a file."""
     model = copy.deepcopy(model)
+    _, written, computed = _checksum(path)
+    if written != computed:
+        raise ValueError(
+            f"expected the checksum {computed.decode()} in {path}, got "
+            f"{written.decode(errors='replace')}: the file is damaged; save or copy it again"
+        )
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
-            raise ValueError(f"expected a file written by tinyml.save, got {path}")
+            raise ValueError(
+                f"expected a file of format {_FORMAT}, got {metadata.get('format')}; save it again"
+            )
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     shapes = json.loads(metadata["shapes"])
     state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
@@ -142,7 +177,7 @@ def _as_stored(
     names = ("codes", "scale", "zero", "divide")
     parts = {part: state[prefix + part] for part in names if prefix + part in state}
     settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
-    if kind in ("tied embedding", "int8 embedding"):  # names in older files
+    if kind == "tied embedding":
         return TiedEmbedding(cast(FastestLinear, restored[how["table"]]))
     if kind == "int8":
         if first not in restored:

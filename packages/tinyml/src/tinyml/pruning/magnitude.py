@@ -80,10 +80,11 @@ def prune(
 
     `sparsity` is the fraction to remove from every layer, or a mapping from layer names to
     fractions; other layers are unchanged. With scope="global" it is the fraction of all weights
-    together. `pattern="2:4"` instead keeps 2 of every 4 neighbors along the input, regardless of
-    `sparsity`. `input_norms` (see `input_norms`) turns magnitude into Wanda's importance |W| *
-    ||x||. Layers of the types in `layers` are pruned, except those that `protect` names. Biases are
-    never pruned.
+    together. `pattern="2:4"` keeps 2 of every 4 neighbors along the input; `sparsity` is then the
+    fraction that the pattern removes, here 0.5. `input_norms` (see `input_norms`) turns magnitude
+    into Wanda's importance |W| * ||x||; it ranks all weights of a layer, while the paper ranks the
+    weights of each output. Layers of the types in `layers` are pruned, except those that `protect`
+    names. Biases are never pruned.
     """
     model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
@@ -101,6 +102,14 @@ def prune(
     }
     if pattern is not None:
         keep = {name: pattern_mask(score, pattern) for name, score in scores.items()}
+        fractions = setting_per_layer(sparsity, chosen, model)
+        for name, mask in keep.items():
+            removed = 1 - float(mask.float().mean())
+            if abs(fractions[name] - removed) > 1e-3:
+                raise ValueError(
+                    f"expected a sparsity of {removed:.4g}, the fraction that pattern {pattern} "
+                    f"removes, got {fractions[name]}"
+                )
     elif scope == "global":
         if isinstance(sparsity, Mapping):
             raise ValueError("scope='global' takes one sparsity for all layers, not one for each")

@@ -29,7 +29,11 @@ _timings: dict[object, Timing] = {}
 
 
 class FastestLinear(Replacement):
-    """A replacement of a linear layer for inference, y = x w^T + bias, without gradients."""
+    """A replacement of a linear layer, y = x w^T + bias, whose weight is not trained.
+
+    The gradient with respect to the input is that of the dense weight: rounding is treated as the
+    identity (straight-through).
+    """
 
     bias: Tensor | None
     in_features: int
@@ -61,7 +65,8 @@ class FastestLinear(Replacement):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         # A microsecond is a tenth of a small layer's time, so this code is kept minimal.
-        input = input.detach() if input.requires_grad else input
+        if input.requires_grad and torch.is_grad_enabled():
+            return cast(Tensor, cast(Any, _StraightThrough).apply(input, self))
         outputs: Tensor = getattr(self, self.ways[self.always or self._implementation(input)])(
             input
         )
@@ -119,8 +124,11 @@ class FastestLinear(Replacement):
 
     def _by_dense_weight(self, inputs: Tensor) -> Tensor:
         dense = self.prepared("float", self._dense)
-        dense = dense if dense.dtype is inputs.dtype else dense.to(inputs.dtype)
-        return F.linear(inputs, dense, self._buffers["bias"])
+        bias = self._buffers["bias"]
+        if dense.dtype is not inputs.dtype:
+            dense = dense.to(inputs.dtype)
+            bias = None if bias is None else bias.to(inputs.dtype)
+        return F.linear(inputs, dense, bias)
 
     def dense_kept(self) -> Tensor:
         """Return the dense weight, which remains in memory after the first call."""
@@ -172,6 +180,22 @@ class FastestLinear(Replacement):
     def __getstate__(self) -> dict[str, Any]:
         # Prepared weights are rebuilt after copying or unpickling the layer.
         return self.__dict__ | {"_prepared": {}, "_stamp": [], "_selected": {}}
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The outputs of a `FastestLinear`, with the gradient of its dense weight."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, layer: FastestLinear) -> Tensor:
+        """Compute the outputs as without gradients."""
+        ctx.layer = layer
+        return cast(Tensor, layer(inputs.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Multiply the gradient of the outputs by the dense weight."""
+        (grad,) = grads
+        return grad @ ctx.layer.weight.to(grad.dtype), None
 
 
 class TiedEmbedding(Replacement):

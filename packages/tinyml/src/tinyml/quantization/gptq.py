@@ -101,6 +101,7 @@ def awq(
         check_finite("the inputs of a layer", hessian)
         tokens = torch.cat(inputs) if inputs else torch.ones_like(first[:1])
         size = tokens.float().abs().sum(0) / max(1, len(tokens))
+        size = without_dead_inputs(size)
         size = size.clamp(min=1e-4 * float(size.max()) + 1e-12)
         best, least = None, torch.inf
         for step in range(steps):
@@ -158,6 +159,7 @@ def smoothquant(
         check_finite(f"{name}.weight", weight)
         largest = torch.cat(inputs).float().abs().amax(0)
         check_finite(f"the inputs of {name}", largest)
+        largest = without_dead_inputs(largest)
         ratio = largest.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (
             1 - alpha
         )
@@ -169,6 +171,16 @@ def smoothquant(
     return with_int8_linears(
         model, "minmax", activations, protected_modules(model, protect), divide
     )
+
+
+def without_dead_inputs(size: Tensor) -> Tensor:
+    """Return the sizes of a layer's inputs with zeros replaced by the median of the other sizes.
+
+    Calibration says nothing about the size of an input that was always zero. A factor of almost
+    zero would round its weights to zero, or divide its next value by almost zero.
+    """
+    alive = size > 0
+    return torch.where(alive, size, size[alive].median() if alive.any() else torch.ones_like(size))
 
 
 def round_layers(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zero.dtensors import Run
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.optimizer_hooks import find_shard_optimizer
+from zero.fsdp.unit import plain_shard
 from zero.fsdp.wrapping import original_name
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.process_groups import Communicator
@@ -101,7 +102,7 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     parts = []
     for slot in _parameter_slots(model):
         assert slot.run is not None
-        values = slot.parameter.detach()
+        values = plain_shard(slot.parameter)
         parts.append(
             Part(
                 slot.name,

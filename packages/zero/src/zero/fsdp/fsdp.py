@@ -46,7 +46,7 @@ from zero.fsdp.autograd_hooks import (
 from zero.fsdp.optimizer_hooks import install
 from zero.fsdp.replicated import ReplicatedParameters
 from zero.fsdp.state_dict import StateDictHooks, use_full_parameters
-from zero.fsdp.unit import ShardedParameter, Unit, find_unit
+from zero.fsdp.unit import Shard, ShardedParameter, Unit, find_unit
 from zero.fsdp.wrapping import (
     Materialize,
     ShardPolicy,
@@ -420,10 +420,10 @@ class FSDP(nn.Module):
 
         See Note [Parameters that other modules read].
         """
-        location = self._unit_of.get(parameter)
-        if location is None or not (self._num_running or self._in_backward):
+        # Checked first, because torch.compile traces this function and cannot look up a shard.
+        if type(parameter) is not Shard or not (self._num_running or self._in_backward):
             return parameter
-        unit, sharded = location
+        unit, sharded = self._unit_of[parameter]
         unit.wait_for_unshard()
         unit.keep_unsharded = True
         if unit not in self._uncalled_units:

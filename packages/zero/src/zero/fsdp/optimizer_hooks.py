@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from zero.dtensors import Run, full_entries, state_rows
-from zero.fsdp.unit import ShardedParameter, Unit, find_unit
+from zero.fsdp.unit import ShardedParameter, Unit, find_unit, plain_shard
 from zero.gradients import ShardGradient, plain
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
@@ -232,7 +232,7 @@ class FullTensorExchange:
         for _, unit, _ in self.entries:
             unit.holds_full_tensors = True
         self._shards = {
-            index: (parameters[index].data, parameters[index].grad) for index in stepped
+            index: (plain_shard(parameters[index]), parameters[index].grad) for index in stepped
         }
         values = self._gather([data for data, _ in self._shards.values()])
         gradients = self._gather(
@@ -250,7 +250,9 @@ class FullTensorExchange:
         if not self._shards:
             return []
         rank = self.communicator.rank
-        full = {index: self.entries[index][0].data.reshape(-1) for index in self._owned_by(rank)}
+        full = {
+            index: plain_shard(self.entries[index][0]).reshape(-1) for index in self._owned_by(rank)
+        }
         outgoing = [
             [full[index][slice(*ranges[index])] for index in full] for ranges in self._ranges
         ]
@@ -265,7 +267,7 @@ class FullTensorExchange:
                 data, gradient = self._shards[index]
                 parameter.grad = None
                 parameter.data = data
-                parameter.copy_(part.view_as(data))
+                data.copy_(part.view(data.shape))
                 parameter.grad = gradient
         for _, unit, _ in self.entries:
             unit.holds_full_tensors = False

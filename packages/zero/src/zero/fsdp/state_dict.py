@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero.dtensors import full_value, shard_rows
-from zero.fsdp.unit import ShardedParameter, Unit
+from zero.fsdp.unit import ShardedParameter, Unit, plain_shard
 from zero.process_groups import Communicator
 
 
@@ -80,7 +80,7 @@ def _select_shard(
     name: str, value: Tensor, parameter: ShardedParameter, error_messages: list[str]
 ) -> Tensor:
     """Return this rank's elements of a whole tensor or DTensor, in the shape of the shard."""
-    shard = parameter.shard.detach()
+    shard = plain_shard(parameter.shard)
     if tuple(value.shape) != tuple(parameter.shape):
         error_messages.append(
             f"size mismatch for {name}: expected {tuple(parameter.shape)} as in the model, got "
@@ -110,7 +110,7 @@ def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]
                     changed = module._parameters[name]
                     assert changed is not None
                     elements = changed.reshape(-1)[parameter.start : parameter.stop]
-                    parameter.shard.copy_(elements.view_as(parameter.shard))
+                    plain_shard(parameter.shard).copy_(elements.view(parameter.shard.shape))
     finally:
         for parameter in parameters:
             for module, name in parameter.owners:

@@ -42,7 +42,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.cpu_offload import to_device, to_host
 from zero.gloo_collectives import Work
-from zero.gradients import AveragedGradient, ElementRange, ShardGradient, shard_gradient
+from zero.gradients import (
+    AveragedGradient,
+    ElementRange,
+    ShardGradient,
+    shard_function,
+    shard_gradient,
+)
 from zero.partition import alias, by_element
 from zero.process_groups import Communicator
 
@@ -95,7 +101,27 @@ GRAD: Any = Tensor.grad
 
 
 class Shard(nn.Parameter):
-    """A parameter's elements on this rank, whose `.grad` is always a ShardGradient."""
+    """A parameter's elements on this rank, whose `.grad` is always a ShardGradient.
+
+    Functions of torch follow Note [Operations on a sharded gradient], so that the norm of a
+    parameter, for example, is that of all its elements.
+    """
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole parameter on every rank; every rank must call it."""
+        gradient: ShardGradient = _as_gradient(self)
+        return gradient.full_tensor()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on this rank's elements or over all ranks, or raise."""
+        return shard_function(func, args, kwargs or {}, _as_gradient)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(self.detach().as_subclass(Tensor).clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
     @property
     def grad(self) -> Tensor | None:
@@ -131,6 +157,22 @@ class Shard(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         GRAD.__delete__(self)
+
+
+def _as_gradient(value: Any) -> Any:
+    """Return a shard as a tensor that follows the rules for gradients, other values as they are."""
+    location = find_unit(value) if type(value) is Shard else None
+    if location is None or location[0].holds_full_tensors:
+        return value
+    unit, parameter = location
+    with torch._C.DisableTorchFunctionSubclass():
+        return shard_gradient(value, unit.communicator, parameter.elements)
+
+
+def plain_shard(shard: Tensor) -> Tensor:
+    """Return a shard's elements as a plain tensor with the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return shard.detach().as_subclass(Tensor)
 
 
 # torch's optimizers use their fast implementations for these classes of parameters only.
@@ -246,6 +288,7 @@ class Unit:
         """Return a copy with separate memory and without gradients, as torch copies parameters."""
         if self._unshard_work is not None or self._reduction is not None:
             raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
+        self.adopt_shard_changes()
         copied: Unit = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__)
@@ -289,9 +332,10 @@ class Unit:
             if shard.requires_grad != full.requires_grad:
                 full.requires_grad_(shard.requires_grad)
                 full.grad = None
-            stored = self.shard[start : start + parameter.stop - parameter.start].view_as(shard)
+            values = self.shard[start : start + parameter.stop - parameter.start]
+            stored = as_column(values, len(parameter.shape))
             start += stored.numel()
-            data = shard.data
+            data = plain_shard(shard)
             if data.data_ptr() == stored.data_ptr() or not stored.numel():
                 continue
             if (data.shape, data.dtype, data.device) != (stored.shape, stored.dtype, stored.device):
@@ -515,7 +559,7 @@ class Unit:
                 shard = parameter.shard
                 # The key is the average of earlier backwards, which `_accumulate_grad` restores.
                 placeholder = AveragedGradient(shard, self, shard.grad)
-                placeholder.unreduced = shard.detach()
+                placeholder.unreduced = plain_shard(shard)
                 self._placeholders[index] = placeholder
                 shard.grad = placeholder
 
@@ -540,7 +584,7 @@ class Unit:
             shard.grad = placeholder.key
         if not shard.requires_grad:
             return
-        part = shard_gradient(part.view_as(shard), self.communicator, parameter.elements)
+        part = shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)
         # Autograd accumulates into the full parameter only, so hooks of the shard run here.
         for hook in list((shard._backward_hooks or {}).values()):
             changed = hook(part)
@@ -556,6 +600,7 @@ class Unit:
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Return the full parameters in the shards' dtype; every rank must call it."""
+        self.adopt_shard_changes()
         flat = self.full.new_empty(self.full.shape, dtype=self.shard.dtype)
         self.communicator.all_gather(flat, self._shard_on_device(flat)).wait()
         return {

@@ -1,7 +1,7 @@
-"""One small product of matrices, timed beside whatever else is timed.
+"""A small matrix product that is timed beside other measurements as a reference.
 
-Notable: on a CPU by the clock of this thread, which stands still while another program has the
-core; what a busy neighbor costs in shared caches, the yardstick pays too.
+On a CPU it is timed by the clock of this thread, which stops while another program has the core.
+Contention for shared caches slows the reference matmul and the measurement alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SIDE = {"cpu": 192, "cuda": 4096}
 
 
 def clock(device: torch.device) -> float:
-    """Seconds of this thread on a CPU, of the wall on a GPU, once it has done its work."""
+    """Return thread seconds on a CPU, or wall seconds after synchronizing a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -24,7 +24,7 @@ def clock(device: torch.device) -> float:
 
 
 def queued_seconds() -> float:
-    """For how long this process's first thread has been ready to run while others had its core."""
+    """Return the seconds that the first thread of this process has waited for a core."""
     try:
         with open("/proc/self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -35,16 +35,16 @@ def queued_seconds() -> float:
 def core_seconds(device: torch.device, tries: int = 3) -> float:
     """Return the smallest time of one product, in seconds."""
     a = _matrix(device)
-    found = []
+    seconds = []
     for _ in range(tries):
         begin = clock(device)
         a @ a
-        found.append(clock(device) - begin)
-    return min(found)
+        seconds.append(clock(device) - begin)
+    return min(seconds)
 
 
 def flops(device: torch.device) -> int:
-    """Of one product."""
+    """Return the FLOPs of one product."""
     return int(2 * _SIDE[device.type] ** 3)
 
 

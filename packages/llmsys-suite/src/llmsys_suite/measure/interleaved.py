@@ -1,8 +1,7 @@
-"""What takes turns, and how long each turn takes.
+"""Interleaved timing of several contenders.
 
-Every contender runs in every round, so that a slow second slows all of them alike and a ratio is
-taken inside a round. A second clock, of another kind, spans all turns together: an audit holds the
-sum of the parts against it.
+Every contender runs in every round, so that a slow second slows all of them alike, and ratios are
+taken within a round. A clock of another kind spans all rounds; the audit compares it with the sum.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Seconds by contender and round; what they are in all, and what the other clock says."""
+class Interleaved:
+    """Seconds by contender and round, and the total by another clock."""
 
     seconds: dict[str, list[float]]
     clocked_s: float
@@ -29,15 +28,15 @@ class Turns:
         return statistics.median(self.seconds[name]) * 1e3
 
     def ratio_to(self, peer: str, name: str) -> float:
-        """Time over the peer's in the same round, the median of the pairs."""
+        """Return the median over rounds of the time divided by the peer's time."""
         pairs = zip(self.seconds[name], self.seconds[peer], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
 
-def take_turns(
+def time_interleaved(
     contenders: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
-) -> Turns:
-    """Time every contender in every round; one round before goes untimed."""
+) -> Interleaved:
+    """Time every contender in every round, after one round without timing."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender()
@@ -48,17 +47,17 @@ def take_turns(
             begin = now(device)
             contender()
             seconds[name].append(now(device) - begin)
-    return Turns(seconds, (time.time_ns() - begin_ns) / 1e9)
+    return Interleaved(seconds, (time.time_ns() - begin_ns) / 1e9)
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Return the time in seconds after the device has finished its work."""
     synchronize(device)
     return time.perf_counter()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; nothing on a CPU."""
+    """Wait for the work of a GPU; do nothing on a CPU."""
     if device.type == "cuda":
         import torch
 

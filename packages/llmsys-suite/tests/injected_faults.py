@@ -1,8 +1,8 @@
-# ruff: noqa: D103, E501 - the table at the end says in a line what each of these does.
-"""Injected faults that show what the audit finds: a table of what a mistake does.
+# ruff: noqa: E501 - each line of the table at the end describes one fault.
+"""Injected faults that show what the audit finds.
 
-Each is a function of the run that returns the patches which make it; what a real mistake of the
-kind would do to numbers, the patch does. `mutate` plants them one by one in short runs.
+Each fault is a function of the run that returns patches with the effect that a real mistake would
+have on numbers. `mutate.py` injects them one by one in short runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
-
 from llmsys_suite import splits
 from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
+from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
-from llmsys_suite.measure.turns import Turns
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import (
     attention,
@@ -54,27 +53,29 @@ from llmsys_suite.variants import VARIANTS, single
 from llmsys_suite.variants.single import Variant
 
 Patch = AbstractContextManager[Any]
-Plant = Callable[[Run], Patch | list[Patch]]
-FLAT, NAIVE, SERVER = "ddp flat", "ddp naive", "parameter server"
+MakePatches = Callable[[Run], Patch | list[Patch]]
+FLAT = "ddp flat"
+NAIVE = "ddp naive"
+SERVER = "parameter server"
 
 
 @dataclass(frozen=True)
-class Defect:
-    """Something wrong, the stage that it is in, and the variants that a short run needs for it."""
+class Fault:
+    """A fault, its stage, and the variants that a short run needs to show it."""
 
     stage: str
     name: str
-    plant: Plant
+    make: MakePatches
     trained: tuple[str, ...] = (FLAT,)
 
     @property
     def label(self) -> str:
-        """One line of the table."""
+        """The name of the fault in the table."""
         return f"{self.stage}: {self.name}"
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Those that are trained, and the two that all are compared with."""
+        """The variants that are trained, with the two that all are compared with."""
         return SINGLE, PEER, *self.trained
 
 
@@ -95,7 +96,7 @@ def after(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
 
 
 def edit(stage: Any, change: Callable[[Any], Any]) -> Patch:
-    """`change` a stage's results in place."""
+    """Apply `change` to the results of a stage in place."""
 
     def changed(result: Any, *_: Any) -> Any:
         if result is not None and not isinstance(result, Skipped):
@@ -106,12 +107,12 @@ def edit(stage: Any, change: Callable[[Any], Any]) -> Patch:
 
 
 def rows(stage: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
-    """Update each row of a stage's results with what `change` says of it."""
+    """Update each row of a stage's results with the return value of `change`."""
     return edit(stage, lambda result: [row.update(change(row)) for row in result.rows])
 
 
 def then(name: str, method: str, change: Callable[[Any], Any]) -> Patch:
-    """After a variant's method, `change(variant)`."""
+    """Call `change(variant)` after a method of a variant."""
     cls = VARIANTS[name]
 
     def changed(result: Any, variant: Any, *_: Any) -> Any:
@@ -123,13 +124,13 @@ def then(name: str, method: str, change: Callable[[Any], Any]) -> Patch:
 
 
 def local_steps(**changed: Any) -> Patch:
-    """DiLoCo by another policy."""
+    """Run DiLoCo with another policy."""
     policy = replace(VARIANTS[LOCAL].policy, **changed)  # type: ignore[attr-defined]
     return mock.patch.object(VARIANTS[LOCAL], "policy", policy)
 
 
 def instead(name: str, method: str, wrapper: Callable[..., Any]) -> Patch:
-    """`wrapper(original, variant, *args)` in place of a variant's method."""
+    """Call `wrapper(original, variant, *args)` in place of a method of a variant."""
 
     def wrapped(original: Any, variant: Any, *args: Any) -> Any:
         if type(variant) is VARIANTS[name]:
@@ -145,25 +146,25 @@ def first(model: torch.nn.Module, part: str = "attention.q.weight") -> torch.nn.
 
 
 def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the optimizer of a variant."""
+    """Return the gradient of a parameter, which must have one."""
     assert parameter.grad is not None
     return parameter.grad
 
 
 def gradients(model: torch.nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
-    """`change` every gradient in place."""
+    """Apply `change` to every gradient in place."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             change(parameter.grad)
 
 
-# ---- what takes more than a line -------------------------------------------------------------
+# ---- faults that take more than a line -------------------------------------------------------------
 
 
 def forgets_to_copy_back(original: Any, model: Any, **more: Any) -> None:
-    own = gradient(first(model)).clone()
+    local = gradient(first(model)).clone()
     original(model, **more)
-    gradient(first(model)).copy_(own)
+    gradient(first(model)).copy_(local)
 
 
 def sends_twice(original: Any, model: Any, **more: Any) -> None:
@@ -182,12 +183,12 @@ def goes_over_tcp(_: Any, tensor: Any, *args: Any, **more: Any) -> Any:
 
 
 def stale_gradient(run: Run) -> Patch:
-    kept: dict[int, torch.Tensor] = {}
+    record: dict[int, torch.Tensor] = {}
 
     def stale(v: Any) -> None:
         now = gradient(first(v.decoder)).clone()
-        gradient(first(v.decoder)).copy_(kept.get(id(v), torch.zeros_like(now)))
-        kept[id(v)] = now
+        gradient(first(v.decoder)).copy_(record.get(id(v), torch.zeros_like(now)))
+        record[id(v)] = now
 
     return then("ddp overlapped", "communicate", stale)
 
@@ -235,22 +236,55 @@ def skips_a_late_step(run: Run) -> Patch:
     return instead("ddp shared memory", "update", skips)
 
 
-def other_optimizer(rate: float, **more: Any) -> Plant:
+def other_optimizer(rate: float, **more: Any) -> MakePatches:
     def planted(run: Run) -> Patch:
         make = functools.partial(torch.optim.AdamW, lr=rate * run.config.learning_rate, **more)
         return around(
             Variant,
             "__init__",
-            lambda original, self, run_, config, given=None: original(
-                self, run_, config, given or make
+            lambda original, self, run_, config, make_optimizer=None: original(
+                self, run_, config, make_optimizer or make
             ),
         )
 
     return planted
 
 
+def every_other_step() -> Callable[..., None]:
+    counts: dict[int, int] = {}
+
+    def skips(original: Any, v: Any) -> None:
+        counts[id(v)] = counts.get(id(v), 0) + 1
+        if counts[id(v)] % 2:
+            original(v)
+        else:
+            v.optimizer.zero_grad()
+
+    return skips
+
+
+def other_beta(original: Any, v: Any) -> None:
+    for group in v.optimizer.param_groups:
+        group["betas"] = (0.9, 0.998)
+    original(v)
+
+
+def keeps_local_late(run: Run) -> Callable[..., None]:
+    counts: dict[int, int] = {}
+
+    def keeps(original: Any, v: Any) -> None:
+        counts[id(v)] = counts.get(id(v), 0) + 1
+        if counts[id(v)] > 1 and run.rank == 0:
+            gradients(v.decoder, lambda g: g.mul_(1.01))
+        original(v)
+
+    return keeps
+
+
 def batches(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
-    return around(Corpus, "batch", lambda original, self, **asked: original(self, **change(asked)))
+    return around(
+        Corpus, "batch", lambda original, self, **options: original(self, **change(options))
+    )
 
 
 def loses_a_row(original: Any, v: Any, tokens: Any, targets: Any) -> Any:
@@ -259,20 +293,20 @@ def loses_a_row(original: Any, v: Any, tokens: Any, targets: Any) -> Any:
 
 
 def recorded(wrapper: Callable[..., Any]) -> Patch:
-    """`wrapper(keep, phase, seconds)` in place of what the recorder keeps."""
+    """Call `wrapper(keep, phase, seconds)` in place of the recorder's `_keep`."""
 
-    def kept(original: Any, self: Any, phase: str, seconds: float, extra: Any) -> None:
+    def record(original: Any, self: Any, phase: str, seconds: float, extra: Any) -> None:
         wrapper(lambda phase, seconds: original(self, phase, seconds, extra), phase, seconds)
 
-    return around(Recorder, "_keep", kept)
+    return around(Recorder, "_keep", record)
 
 
-def fastest_rank(original: Any, found: Any) -> Any:
+def fastest_rank(original: Any, recorded: Any) -> Any:
     steps: dict[str, dict[int, float]] = {}
-    for s in found:
+    for s in recorded:
         if s["phase"] == samples.WHOLE_STEP and not s["warmup"]:
-            own = steps.setdefault(s["variant"], {})
-            own[s["step"]] = min(own.get(s["step"], 1e9), s["seconds"])
+            fastest = steps.setdefault(s["variant"], {})
+            fastest[s["step"]] = min(fastest.get(s["step"], 1e9), s["seconds"])
     return steps
 
 
@@ -282,7 +316,9 @@ def straggles(ranks: tuple[int, ...], run: Run) -> Patch:
 
 def predicts(key: str, change: Callable[[Any], Any]) -> Patch:
     return after(
-        plan, "predict", lambda found, *_: replace(found, **{key: change(getattr(found, key))})
+        plan,
+        "predict",
+        lambda prediction, *_: replace(prediction, **{key: change(getattr(prediction, key))}),
     )
 
 
@@ -313,8 +349,13 @@ def one_ahead(_: Any, q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def slow_attention(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
+    time.sleep(0.01)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
 def split(cls: Any, change: Callable[[Any], Any]) -> Patch:
-    """After a split model's step."""
+    """Call `change(model)` after a step of a split model."""
 
     def changed(loss: Any, self: Any, *_: Any) -> Any:
         change(self)
@@ -329,7 +370,7 @@ def headless(model: Any) -> None:
 
 
 def one_rank_waits(run: Run) -> Patch:
-    """Train a norm, which tensor parallelism replicates, on one rank only."""
+    """Do not train a norm, which tensor parallelism replicates, on one rank."""
 
     def waits(losses: Any, self: Any, *_: Any) -> Any:
         if run.rank == 1:
@@ -348,9 +389,9 @@ def last_stage_waits(original: Any, self: Any, run: Run) -> Any:
     return losses
 
 
-def mixed_sums(found: Any, *_: Any) -> Any:
-    found[1] |= {key: found[3][key] for key in ("sum", "relative_error")}
-    return found
+def mixed_sums(sums: Any, *_: Any) -> Any:
+    sums[1] |= {key: sums[3][key] for key in ("sum", "relative_error")}
+    return sums
 
 
 def doubled_means(result: Any) -> None:
@@ -379,9 +420,9 @@ def exponent_of_tokens(result: Any, *_: Any) -> Any:
     return result
 
 
-def without_largest(original: Any, found: Any) -> Any:
-    most = max(row["compute_flops"] for row in found)
-    return original([row for row in found if row["compute_flops"] < most])
+def without_largest(original: Any, runs: Any) -> Any:
+    most = max(row["compute_flops"] for row in runs)
+    return original([row for row in runs if row["compute_flops"] < most])
 
 
 def halved_bits(size: Any, *_: Any) -> Any:
@@ -393,8 +434,8 @@ def methods(change: Callable[[dict[str, dict[str, Any]]], Any]) -> Patch:
     return edit(compress, lambda result: change({row["method"]: row for row in result.rows}))
 
 
-def swapped_methods(found: Any) -> None:
-    a, b = found["linear, 8 bits"], found["linear, 4 bits"]
+def swapped_methods(by_method: Any) -> None:
+    a, b = by_method["linear, 8 bits"], by_method["linear, 4 bits"]
     a["method"], b["method"] = b["method"], a["method"]
 
 
@@ -424,217 +465,237 @@ def edited(name: str, change: Callable[[str], str]) -> Patch:
 
 # ---- the table -------------------------------------------------------------------------------
 
-# fmt: off
-DEFECTS: list[Defect] = [
+FAULTS: list[Fault] = [
     # Gradients.
-    Defect("train", "a parameter's averaged gradient is not copied back (flat)", lambda run:
+    Fault("train", "a parameter's averaged gradient is not copied back (flat)", lambda run:
         around(ddp, "all_reduce_gradients_flat", forgets_to_copy_back)),
-    Defect("train", "a sum instead of a mean, which Adam hides (naive)", lambda run:
+    Fault("train", "a sum instead of a mean, which Adam hides (naive)", lambda run:
         after(ddp, "all_reduce_gradients", lambda _, model: gradients(model, lambda g: g.mul_(run.world))), (NAIVE,)),
-    Defect("train", "one gradient of a bucket is summed", lambda run:
+    Fault("train", "one gradient of a bucket is summed", lambda run:
         then("ddp bucketed", "communicate", lambda v: gradient(first(v.decoder)).mul_(run.world)), ("ddp bucketed",)),
-    Defect("train", "the last column of one gradient is lost", lambda run:
+    Fault("train", "the last column of one gradient is lost", lambda run:
         then("ddp bucketed", "communicate", lambda v: gradient(first(v.decoder, "down.weight"))[:, -1].zero_()), ("ddp bucketed",)),
-    Defect("train", "one gradient is that of the step before", stale_gradient, ("ddp overlapped",)),
-    Defect("train", "two gradients of one shape are swapped", lambda run:
+    Fault("train", "one gradient is that of the step before", stale_gradient, ("ddp overlapped",)),
+    Fault("train", "two gradients of one shape are swapped", lambda run:
         then(FLAT, "communicate", swaps_gradients)),
-    Defect("train", "nothing is exchanged", lambda run:
+    Fault("train", "nothing is exchanged", lambda run:
         mock.patch.object(VARIANTS[NAIVE], "communicate", return_value=None), (NAIVE,)),
-    Defect("train", "gradients travel in bfloat16", lambda run:
+    Fault("train", "gradients travel in bfloat16", lambda run:
         after(ddp, "all_reduce_gradients", lambda _, model: gradients(model, lambda g: g.copy_(g.bfloat16()))), (NAIVE,)),
-    Defect("train", "a mean is divided twice, which Adam hides", lambda run:
+    Fault("train", "a mean is divided twice, which Adam hides", lambda run:
         then("fsdp", "communicate", lambda v: gradients(v.model, lambda g: g.div_(run.world))), ("fsdp",)),
-    Defect("train", "a gradient is handed over twice", lambda run:
+    Fault("train", "a gradient is handed over twice", lambda run:
         then(SERVER, "forward_backward", lambda v: gradients(v.decoder, lambda g: g.mul_(2))), (SERVER,)),
-    Defect("train", "DiLoCo's outer optimizer has no momentum", lambda run:
+    Fault("train", "DiLoCo's outer optimizer has no momentum", lambda run:
         local_steps(outer=functools.partial(torch.optim.SGD, lr=0.7)), (LOCAL,)),
-    Defect("train", "DiLoCo's ranks train on without the others' changes", lambda run:
+    Fault("train", "DiLoCo's ranks train on without the others' changes", lambda run:
         mock.patch.object(VARIANTS[LOCAL], "weights", lambda v: Variant.weights(v)), (LOCAL,)),
-    Defect("train", "what DiLoCo exchanges is not compressed", lambda run:
+    Fault("train", "what DiLoCo exchanges is not compressed", lambda run:
         local_steps(compression=None), (LOCAL,)),
     # Weights.
-    Defect("train", "the last element of each shard is not updated", lambda run:
+    Fault("train", "the last element of each shard is not updated", lambda run:
         instead("zero 1", "update", drops_last_elements), ("zero 1",)),
-    Defect("train", "a rank does not get one parameter's update", keeps_one_weight, ("zero 2",)),
-    Defect("train", "one weight of one rank is off by its last bit", last_bit),
-    Defect("train", "one late step is skipped on all ranks", skips_a_late_step, ("ddp shared memory",)),
-    Defect("train", "the learning rate is a tenth too high in every variant", other_optimizer(1.1)),
-    Defect("train", "weight decay is ten times as large in every variant", other_optimizer(1.0, weight_decay=0.1)),
+    Fault("train", "a rank does not get one parameter's update", keeps_one_weight, ("zero 2",)),
+    Fault("train", "one weight of one rank is off by its last bit", last_bit),
+    Fault("train", "one late step is skipped on all ranks", skips_a_late_step, ("ddp shared memory",)),
+    Fault("train", "the learning rate is a tenth too high in every variant", other_optimizer(1.1)),
+    Fault("train", "weight decay is ten times as large in every variant", other_optimizer(1.0, weight_decay=0.1)),
     # Model and data.
-    Defect("train", "attention is not causal", lambda run:
+    Fault("train", "attention is not causal", lambda run:
         around(single, "flash_attention", lambda original, *qkv, **_: original(*qkv, is_causal=False))),
-    Defect("train", "the attention kernel's output is scaled by 1.5", lambda run:
+    Fault("train", "the attention kernel's output is scaled by 1.5", lambda run:
         after(single, "flash_attention", lambda out, *_: 1.5 * out)),
-    Defect("train", "the sampler repeats each batch", lambda run:
-        batches(lambda asked: asked | {"step": asked["step"] // 2})),
-    Defect("train", "every rank reads the first rank's rows", lambda run:
-        batches(lambda asked: asked | {"rank": 0})),
-    Defect("train", "the batches are those of another seed", lambda run:
-        batches(lambda asked: asked | {"seed": asked["seed"] + 1})),
-    Defect("train", "targets are the tokens themselves", lambda run:
+    Fault("train", "the sampler repeats each batch", lambda run:
+        batches(lambda options: options | {"step": options["step"] // 2})),
+    Fault("train", "every rank reads the first rank's rows", lambda run:
+        batches(lambda options: options | {"rank": 0})),
+    Fault("train", "the batches are those of another seed", lambda run:
+        batches(lambda options: options | {"seed": options["seed"] + 1})),
+    Fault("train", "targets are the tokens themselves", lambda run:
         after(Corpus, "batch", lambda pair, *_: (pair[0], pair[0].clone()))),
-    Defect("train", "each rank loses its last row", lambda run:
+    Fault("train", "each rank loses its last row", lambda run:
         instead(PEER, "forward_backward", loses_a_row)),
     # Time.
-    Defect("train", "a rank reports half its time", lambda run:
+    Fault("train", "a rank reports half its time", lambda run:
         recorded(lambda keep, phase, s: keep(phase, s / 2 if run.rank == 1 else s))),
-    Defect("train", "steps are timed by the thread's clock", lambda run:
+    Fault("train", "steps are timed by the thread's clock", lambda run:
         mock.patch.object(Recorder, "_now", side_effect=time.thread_time)),
-    Defect("train", "a step's time is that of the fastest rank, and one rank straggles", lambda run:
+    Fault("train", "a step's time is that of the fastest rank, and one rank straggles", lambda run:
         [around(samples, "step_seconds", fastest_rank), straggles((1,), run)]),
-    Defect("train", "step times are in seconds, labeled milliseconds", lambda run:
+    Fault("train", "step times are in seconds, labeled milliseconds", lambda run:
         after(train, "summarize", lambda rows, *_: [r | {"step_ms": r["step_ms"] / 1e3} for r in rows])),
-    Defect("train", "warm-up steps are counted", lambda run:
+    Fault("train", "warm-up steps are counted", lambda run:
         around(Recorder, "step", lambda original, self, **labels: original(self, **labels | {"warmup": False}))),
-    Defect("train", "a phase is not recorded", lambda run:
+    Fault("train", "a phase is not recorded", lambda run:
         recorded(lambda keep, phase, s: phase == "backward" or keep(phase, s))),
-    Defect("train", "the samples of one rank's step are lost", lambda run:
+    Fault("train", "the samples of one rank's step are lost", lambda run:
         after(Recorder, "take", lambda taken, *_: [s for s in taken if not (s.get("step") == 2 and s["rank"] == 1)])),
-    Defect("train", "ratios are the peer's time over ours", lambda run:
+    Fault("train", "ratios are the peer's time over ours", lambda run:
         [after(samples, "ratio_row", lambda row, *_: {k: 1 / v for k, v in row.items()}), straggles((0, 1), run)]),
-    Defect("train", "the final loss is one rank's", lambda run:
-        around(samples, "loss_curves", lambda original, found: original([s for s in found if s["rank"] == 0]))),
-    Defect("train", "utilization's numerator is doubled", lambda run:
+    Fault("train", "the final loss is one rank's", lambda run:
+        around(samples, "loss_curves", lambda original, recorded: original([s for s in recorded if s["rank"] == 0]))),
+    Fault("train", "utilization's numerator is doubled", lambda run:
         after(train, "utilization", lambda value, *_: 2 * value)),
-    Defect("train", "the time of an epoch leaves out every other step", lambda run:
+    Fault("train", "the time of an epoch leaves out every other step", lambda run:
         rows(train, lambda row: {"epoch_s": row["epoch_s"] / 2})),
+    Fault("train", "torch DDP is slowed", lambda run:
+        instead(PEER, "update", lambda original, v: [time.sleep(0.02), original(v)])),
     # Bytes.
-    Defect("train", "wire bytes are trebled in a package's count", lambda run:
+    Fault("train", "wire bytes are trebled in a package's count", lambda run:
         after(VARIANTS[NAIVE], "gradient_bytes", lambda value, *_: 3 * value)),
-    Defect("train", "what is said to stay in shared memory goes over TCP", lambda run:
+    Fault("train", "what is said to stay in shared memory goes over TCP", lambda run:
         around(collectives, "all_reduce", goes_over_tcp), ("ddp shared memory",)),
-    Defect("train", "buckets in shared memory are summed twice and used once", lambda run:
+    Fault("train", "buckets in shared memory are summed twice and used once", lambda run:
         around(collectives, "all_reduce", sums_twice), ("ddp shared memory",)),
-    Defect("train", "gradients are sent twice and used once", lambda run:
+    Fault("train", "gradients are sent twice and used once", lambda run:
         around(ddp, "all_reduce_gradients_flat", sends_twice)),
-    Defect("train", "a slow link is taken to carry a fixed number of bytes per second", lambda run:
+    Fault("train", "a slow link is taken to carry a fixed number of bytes per second", lambda run:
         mock.patch.object(samples, "LINK_RATE", 8 * samples.LINK_RATE)),
     # Plan.
-    Defect("plan", "parameters without the head", lambda run:
+    Fault("plan", "parameters without the head", lambda run:
         predicts("parameters", lambda n: n - 256 * run.model.d_model)),
-    Defect("plan", "multiplications for FLOPs", lambda run:
+    Fault("plan", "multiplications for FLOPs", lambda run:
         predicts("step_flops_full", lambda n: n // 2)),
-    Defect("plan", "a causal mask that saves nothing", lambda run:
+    Fault("plan", "a causal mask that saves nothing", lambda run:
         after(plan, "predict", lambda p, *_: replace(p, step_flops_causal=p.step_flops_full))),
-    Defect("plan", "peak memory without the optimizer's state", lambda run:
+    Fault("plan", "peak memory without the optimizer's state", lambda run:
         after(plan, "predict", without_moments)),
-    Defect("plan", "wire bytes are trebled", lambda run:
+    Fault("plan", "wire bytes are trebled", lambda run:
         predicts("ddp_wire_bytes_per_rank", lambda n: 3 * n)),
-    Defect("plan", "gradients of two bytes", lambda run:
+    Fault("plan", "gradients of two bytes", lambda run:
         predicts("gradient_bytes", lambda n: n // 2)),
-    Defect("plan", "the rate of a product is doubled", lambda run:
+    Fault("plan", "the rate of a product is doubled", lambda run:
         after(plan, "matmul_flops_per_second", lambda rate, *_: 2 * rate)),
-    Defect("plan", "a step is predicted at half its time", lambda run:
-        after(plan, "step_yardsticks", lambda yardsticks, *_: yardsticks / 2)),
-    Defect("plan", "a step is predicted at twice its time", lambda run:
-        after(plan, "step_yardsticks", lambda yardsticks, *_: yardsticks * 2)),
+    Fault("plan", "a step is predicted at half its time", lambda run:
+        after(plan, "step_matmuls", lambda matmuls, *_: matmuls / 2)),
+    Fault("plan", "a step is predicted at twice its time", lambda run:
+        after(plan, "step_matmuls", lambda matmuls, *_: matmuls * 2)),
     # Learning.
-    Defect("learn", "the held-out loss is that of the text trained on", lambda run:
+    Fault("learn", "the held-out loss is that of the text trained on", lambda run:
         around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
-    Defect("learn", "the held-out loss is one rank's", lambda run:
+    Fault("learn", "the held-out loss is one rank's", lambda run:
         after(learn, "heldout_loss", lambda loss, *_: loss * (1 + 1e-4 * run.rank) + 1e-4 * (1 - run.rank))),
-    Defect("learn", "the file holds the weights before training", lambda run:
+    Fault("learn", "the file holds the weights before training", lambda run:
         around(learn, "decoder", lambda original, run_, weights: original(run_, initial_weights(run_)))),
+    Fault("learn", "every other step is skipped", lambda run:
+        around(Variant, "update", every_other_step())),
+    Fault("learn", "the learning rate does not decay", lambda run:
+        after(learn, "schedule", lambda factor, *_: 1.0)),
+    Fault("learn", "Adam's second moment decays twice as fast", lambda run:
+        around(Variant, "update", other_beta)),
+    Fault("learn", "every rank reads the first rank's rows", lambda run:
+        batches(lambda options: options | {"rank": 0})),
+    Fault("learn", "one rank's gradients are not averaged in late steps", lambda run:
+        around(Variant, "update", keeps_local_late(run))),
+    Fault("train", "the training text contains the held-out text", lambda run:
+        mock.patch.object(run, "corpus", Corpus(torch.cat((run.corpus.train, run.corpus.heldout)), run.corpus.heldout))),
+    Fault("train", "the held-out text is a part of the training text", lambda run:
+        mock.patch.object(run, "corpus", Corpus(run.corpus.train, run.corpus.train[-len(run.corpus.heldout):]))),
     # Links and attention.
-    Defect("links", "an all-reduce leaves out the last element", lambda run:
+    Fault("links", "an all-reduce leaves out the last element", lambda run:
         around(collectives, "all_reduce", short_sum)),
-    Defect("links", "bus bandwidth is doubled", lambda run:
+    Fault("links", "bus bandwidth is doubled", lambda run:
         rows(links, lambda row: {"busbw_gbps": 2 * row["busbw_gbps"]})),
-    Defect("links", "wire bytes are trebled", lambda run:
+    Fault("links", "wire bytes are trebled", lambda run:
         rows(links, lambda row: {"wire_bytes": 3 * row["wire_bytes"]})),
-    Defect("attention", "a kernel's output is scaled by 1.5", lambda run:
+    Fault("attention", "a kernel's output is scaled by 1.5", lambda run:
         kernel(lambda f, q, k, v: 1.5 * f(q, k, v))),
-    Defect("attention", "a kernel sees one position ahead", lambda run: kernel(one_ahead)),
-    Defect("attention", "a kernel gives values no gradient", lambda run:
+    Fault("attention", "a kernel sees one position ahead", lambda run: kernel(one_ahead)),
+    Fault("attention", "a kernel gives values no gradient", lambda run:
         kernel(lambda f, q, k, v: f(q, k, v.detach() + 0 * v))),
-    Defect("attention", "a kernel leaves out the scale", lambda run:
+    Fault("attention", "a kernel leaves out the scale", lambda run:
         kernel(lambda f, q, k, v: f(q * q.shape[-1] ** 0.5, k, v))),
-    Defect("attention", "times are in seconds, labeled milliseconds", lambda run:
-        after(Turns, "median_ms", lambda ms, *_: ms / 1e3)),
+    Fault("attention", "times are in seconds, labeled milliseconds", lambda run:
+        after(Interleaved, "median_ms", lambda ms, *_: ms / 1e3)),
+    Fault("attention", "SDPA is slowed", lambda run:
+        mock.patch.dict(attention.KERNELS, {"SDPA": slow_attention})),
     # Parallel.
-    Defect("parallel", "a tensor-parallel gradient is ten times as large", lambda run:
+    Fault("parallel", "a tensor-parallel gradient is ten times as large", lambda run:
         split(splits.TensorModel, lambda model: gradient(first(model.part)).mul_(10))),
-    Defect("parallel", "the pipeline's head has no gradient", lambda run:
+    Fault("parallel", "the pipeline's head has no gradient", lambda run:
         split(splits.PipelineModel, headless)),
-    Defect("parallel", "the pipeline's gradients are sums over microbatches", lambda run:
+    Fault("parallel", "the pipeline's gradients are sums over microbatches", lambda run:
         split(splits.PipelineModel, lambda model: gradients(model.part, lambda g: g.mul_(model.microbatches)))),
-    Defect("parallel", "the pipeline's last stage does not train its head", lambda run:
+    Fault("parallel", "the pipeline's last stage does not train its head", lambda run:
         around(splits.PipelineModel, "train", last_stage_waits)),
-    Defect("parallel", "one rank does not train what tensor parallelism replicates", one_rank_waits),
-    Defect("parallel", "the splits train at twice the rate", lambda run:
+    Fault("parallel", "one rank does not train what tensor parallelism replicates", one_rank_waits),
+    Fault("parallel", "the splits train at twice the rate", lambda run:
         around(splits.Split, "train", lambda original, self, run_: original(
             self, replace(run_, config=replace(run_.config, learning_rate=2 * run_.config.learning_rate))))),
-    Defect("parallel", "one microbatch is missing from the loss", lambda run:
+    Fault("parallel", "one microbatch is missing from the loss", lambda run:
         after(splits.PipelineModel, "step", lambda loss, self, *_: loss * (self.microbatches - 1) / self.microbatches)),
-    Defect("parallel", "the time of all iterations is halved", lambda run:
+    Fault("parallel", "the time of all iterations is halved", lambda run:
         rows(parallel, lambda row: {key: row[key] / 2 for key in ("total_s", "iteration_ms")})),
     # Profile and precision.
-    Defect("profile", "operators' times are in nanoseconds", lambda run:
+    Fault("profile", "operators' times are in nanoseconds", lambda run:
         after(kernels, "summarize", lambda row, *_: row | {"total_ms": 1e3 * row["total_ms"]})),
-    Defect("profile", "the products of attention count once for two", lambda run:
+    Fault("profile", "the products of attention count once for two", lambda run:
         after(kernels, "attention_flops", lambda row, *_: row | {"attention_product_flops": row["attention_product_flops"] // 2})),
-    Defect("profile", "means are of ten steps, divided by five", lambda run: edit(profile, doubled_means)),
-    Defect("profile", "utilization counts attention's other half", lambda run: around(Case, "useful_flops", lambda _, case: case.executed_flops())),
-    Defect("profile", "tokens of all ranks are one's", lambda run: after(sweep, "row", lambda row, *_: row | {"tokens_per_s": 2 * row["tokens_per_s"]})),
-    Defect("precision", "a sum in float16 is kept in float32", lambda run:
+    Fault("profile", "means are of ten steps, divided by five", lambda run: edit(profile, doubled_means)),
+    Fault("profile", "utilization counts attention's other half", lambda run: around(Case, "useful_flops", lambda _, case: case.executed_flops())),
+    Fault("profile", "tokens of all ranks are one's", lambda run: after(sweep, "row", lambda row, *_: row | {"tokens_per_s": 2 * row["tokens_per_s"]})),
+    Fault("precision", "a sum in float16 is kept in float32", lambda run:
         after(precision, "accumulation", mixed_sums)),
-    Defect("precision", "autocast is off", lambda run:
+    Fault("precision", "autocast is off", lambda run:
         around(torch, "autocast", lambda original, kind, **more: original(kind, **more | {"enabled": False}))),
-    Defect("precision", "999 terms for 1000", lambda run:
+    Fault("precision", "999 terms for 1000", lambda run:
         around(precision, "accumulation", lambda original: original(terms=999))),
     # Memory.
-    Defect("memory", "gradients are not counted", lambda run:
+    Fault("memory", "gradients are not counted", lambda run:
         around(LiveMemory, "_count", blind_to_gradients)),
-    Defect("memory", "bytes are divided by a million, labeled MiB", lambda run:
+    Fault("memory", "bytes are divided by a million, labeled MiB", lambda run:
         mock.patch.object(memory, "MIB", 10**6)),
-    Defect("memory", "checkpointing is not applied", lambda run:
+    Fault("memory", "checkpointing is not applied", lambda run:
         around(memory, "training", lambda original, config: original(replace(config, checkpoint=False)))),
-    Defect("memory", "nothing is ever freed", lambda run:
+    Fault("memory", "nothing is ever freed", lambda run:
         mock.patch.object(LiveMemory, "_free", return_value=None)),
-    Defect("memory", "a line holds what one of its blocks does", lambda run:
-        after(memory, "held_by_line", lambda rows, *_: [r | {"total_mib": r["total_mib"] / r["blocks"]} for r in rows])),
+    Fault("memory", "a line holds what one of its blocks does", lambda run:
+        after(memory, "saved_by_line", lambda rows, *_: [r | {"total_mib": r["total_mib"] / r["blocks"]} for r in rows])),
     # Scale.
-    Defect("scale", "parameters include the embedding", lambda run:
+    Fault("scale", "parameters include the embedding", lambda run:
         scaled("parameters", lambda row: row["parameters"] + 256 * row["width"])),
-    Defect("scale", "runs stop at half their budget", lambda run: around(scale, "train_one", half_budget)),
-    Defect("scale", "tokens are those of one row", lambda run:
+    Fault("scale", "runs stop at half their budget", lambda run: around(scale, "train_one", half_budget)),
+    Fault("scale", "tokens are those of one row", lambda run:
         scaled("tokens", lambda row: row["tokens"] // scale.ROWS)),
-    Defect("scale", "the loss is that of the text trained on", lambda run:
+    Fault("scale", "the loss is that of the text trained on", lambda run:
         around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
-    Defect("scale", "the rate does not decay", lambda run:
+    Fault("scale", "the rate does not decay", lambda run:
         mock.patch.object(scale, "_cosine", return_value=1.0)),
-    Defect("scale", "the law's exponent is that of tokens", lambda run:
+    Fault("scale", "the law's exponent is that of tokens", lambda run:
         after(scale, "fit", exponent_of_tokens)),
-    Defect("scale", "the fit leaves out the largest budget", lambda run:
+    Fault("scale", "the fit leaves out the largest budget", lambda run:
         around(scale, "fit", without_largest)),
     # Inspect.
-    Defect("inspect", "patterns are not causal", lambda run:
+    Fault("inspect", "patterns are not causal", lambda run:
         after(inspect, "_pattern", lambda pattern, *_: (pattern + pattern.flip(-1)) / 2)),
-    Defect("inspect", "the lens is read a layer early", lambda run:
+    Fault("inspect", "the lens is read a layer early", lambda run:
         edit(inspect, lambda result: result.lens.pop())),
-    Defect("inspect", "a component is missing from the attributions", lambda run:
+    Fault("inspect", "a component is missing from the attributions", lambda run:
         edit(inspect, lambda result: result.attribution.pop(1))),
-    Defect("inspect", "another head is ablated than the one that is named", lambda run:
+    Fault("inspect", "another head is ablated than the one that is named", lambda run:
         around(inspect, "loss_without", lambda original, model, layer, head, *batch: original(
             model, layer, (head + 1) % model.config.num_heads, *batch))),
-    Defect("inspect", "the ablation does nothing", lambda run:
+    Fault("inspect", "the ablation does nothing", lambda run:
         around(inspect, "loss_without", lambda _, model, layer, head, *batch: float(model.loss(*batch)))),
     # Compress.
-    Defect("compress", "sizes leave out half of the bits", lambda run: after(tinyml, "size_of", halved_bits)),
-    Defect("compress", "the loss is that of the uncompressed model", lambda run:
-        methods(lambda found: [row.update(heldout_loss=found[compress.BASELINE]["heldout_loss"]) for row in found.values()])),
-    Defect("compress", "two methods' rows are swapped", lambda run: methods(swapped_methods)),
-    Defect("compress", "bits of the file are flipped", lambda run: after(tinyml, "save", flipped_bits)),
-    Defect("compress", "a grid is rounded down instead of to the nearest", lambda run:
+    Fault("compress", "sizes leave out half of the bits", lambda run: after(tinyml, "size_of", halved_bits)),
+    Fault("compress", "the loss is that of the uncompressed model", lambda run:
+        methods(lambda by_method: [row.update(heldout_loss=by_method[compress.BASELINE]["heldout_loss"]) for row in by_method.values()])),
+    Fault("compress", "two methods' rows are swapped", lambda run: methods(swapped_methods)),
+    Fault("compress", "half of the weights are pruned in name only", lambda run:
+        mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.2).model})),
+    Fault("compress", "codebooks of 2 bits have 4", lambda run:
+        mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 4)})),
+    Fault("compress", "bits of the file are flipped", lambda run: after(tinyml, "save", flipped_bits)),
+    Fault("compress", "a grid is rounded down instead of to the nearest", lambda run:
         around(tinyml, "quantize", rounded_down)),
-    Defect("compress", "times smaller are differences", lambda run:
-        methods(lambda found: [row.update(smaller=found[compress.BASELINE]["size_bytes"] - row["size_bytes"]) for row in found.values()])),
+    Fault("compress", "times smaller are differences", lambda run:
+        methods(lambda by_method: [row.update(smaller=by_method[compress.BASELINE]["size_bytes"] - row["size_bytes"]) for row in by_method.values()])),
     # The folder.
-    Defect("folder", "a sample is edited when the run is over", lambda run:
+    Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),
-    Defect("folder", "the samples are cut off", lambda run:
+    Fault("folder", "the samples are cut off", lambda run:
         edited("samples.jsonl", lambda text: text[: len(text) // 2])),
-    Defect("folder", "the summary is another run's", lambda run:
+    Fault("folder", "the summary is another run's", lambda run:
         edited("summary.json", lambda text: text.replace("complete", "complete "))),
-]
-# fmt: on
+]  # fmt: skip

@@ -1,0 +1,43 @@
+"""Step 5: shard parameters, gradients and optimizer state over two processes (zero).
+
+Start it with: torchrun --standalone --nproc-per-node 2 docs/tutorial/shard.py
+"""
+
+import torch
+import torch.distributed as dist
+from model import FOLDER, batch, held_out_loss, loss_of, rank_and_world, store, trained
+from zero import FSDP, load_checkpoint, save_checkpoint, zero_stage_bytes
+
+rank, world = rank_and_world()
+dist.init_process_group("gloo")
+whole = trained()
+numel = sum(p.numel() for p in whole.parameters())
+model = FSDP(whole)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(400, 500):
+    loss_of(model, *batch(step, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+stored = sum(p.numel() for p in model.parameters())
+if rank == 0:
+    print(f"each rank stores {stored:,} of {numel:,} parameters")
+save_checkpoint(FOLDER / "checkpoint", model, optimizer, extra={"step": 500})
+
+# The checkpoint loads at any number of ranks, here into a new model.
+other = FSDP(trained())
+step = load_checkpoint(FOLDER / "checkpoint", other)["step"]
+loss = held_out_loss(other)
+if rank == 0:
+    ranks = [2**k for k in range(7)]
+    adam = {"parameter_bytes": 4, "gradient_bytes": 4, "state_bytes": 8}
+    store(
+        "shard",
+        {
+            f"stage {stage}": [
+                (n, zero_stage_bytes(numel, n, stage, **adam) / 2**20) for n in ranks
+            ]
+            for stage in range(4)
+        },
+    )
+    print(f"held out after step {step}: {loss:.3f} nats per byte")
+dist.destroy_process_group()

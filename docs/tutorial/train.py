@@ -1,0 +1,31 @@
+"""Step 4: train on two processes and average gradients while the backward pass runs (ddp).
+
+Start it with: torchrun --standalone --nproc-per-node 2 docs/tutorial/train.py
+"""
+
+import collectives
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from model import FOLDER, Decoder, batch, held_out_loss, loss_of, rank_and_world, store
+
+rank, world = rank_and_world()
+dist.init_process_group("gloo")
+torch.manual_seed(rank)  # DDP sends the weights of rank 0 to every rank
+model = DDP(Decoder(), all_reduce=collectives.all_reduce, allocate=collectives.shared_empty)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 400)
+losses = []
+for step in range(400):
+    loss = loss_of(model, *batch(step, rank))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+    losses.append((step, loss.item()))
+if rank == 0:
+    print("loss every 100 steps: " + ", ".join(f"{loss:.2f}" for _, loss in losses[::100]))
+    store("train", {"loss of rank 0": losses[::10]})
+    torch.save(model.module.state_dict(), FOLDER / "model.pt")
+    print(f"held out: {held_out_loss(model.module):.3f} nats per byte")
+dist.destroy_process_group()

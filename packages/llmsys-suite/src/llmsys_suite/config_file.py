@@ -1,0 +1,81 @@
+"""Configuration files: every field of a run in TOML, with its meaning and its default."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from llmsys_suite.config import RunConfig, UsageError
+
+#: Meaning of each field. `device` is missing because the preset decides it.
+MEANING = {
+    "stages": "Stages to run, with their dependencies, in the order of `llmsys list`.",
+    "preset": "cpu or gpu; decides the device and the defaults of size, rows, context and rate.",
+    "size": "A size of `llmsys list`.",
+    "world": "Number of ranks.",
+    "backend": "gloo or nccl.",
+    "rows": "Global batch in sequences; a multiple of the number of ranks.",
+    "context": "Tokens per sequence.",
+    "steps": "Measured steps per variant; the budgets of the stage scale are proportional.",
+    "warmup": "Steps before the measured ones.",
+    "epochs": "Epochs over the whole text, instead of steps.",
+    "learn": "Steps of the stage learn; by default 500, or those of the checkpoint.",
+    "resume": "Checkpoint from which the stage learn continues: RUN/checkpoint.",
+    "seed": "Seed of weights and batches.",
+    "learning_rate": "Learning rate of AdamW in the stage train; learn peaks at twice this rate.",
+    "data": "Text to train on: a file or a folder; by default the standard library of Python.",
+    "out": "A new folder for the results; by default runs/DATE-TIME.",
+}
+#: Examples of the fields that have no value by default.
+EXAMPLES = {
+    "epochs": 1,
+    "learn": 500,
+    "resume": "runs/NAME/checkpoint",
+    "data": "text",
+    "out": "run",
+}
+PATHS = ("resume", "data", "out")
+
+
+def to_toml(config: RunConfig) -> str:
+    """Return a file that describes `config`; fields without a value are commented out."""
+    lines = []
+    for name, meaning in MEANING.items():
+        value = getattr(config, name)
+        lines.append(f"# {meaning}")
+        if value is None or (name == "epochs" and not value):
+            lines.append(f"# {name} = {json.dumps(EXAMPLES[name])}")
+        else:
+            plain = str(value) if isinstance(value, Path) else value
+            lines.append(f"{name} = {json.dumps(plain)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the fields of a file; raise UsageError for unknown fields and wrong types."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--config {path} cannot be read: {error}") from None
+    kinds = {field.name: str(field.type) for field in fields(RunConfig)}
+    for name, value in values.items():
+        if name not in MEANING:
+            raise UsageError(f"{path}: unknown field {name!r}; `llmsys config` prints all fields")
+        if not _has_kind(value, kinds[name]):
+            raise UsageError(f"{path}: expected {name} of type {kinds[name]}, got {value!r}")
+    return {name: Path(value) if name in PATHS else value for name, value in values.items()}
+
+
+def _has_kind(value: Any, kind: str) -> bool:
+    """Return True if a TOML value fits the annotation of a field."""
+    if kind.startswith("tuple"):
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if kind.startswith("int"):
+        return type(value) is int
+    if kind == "float":
+        return type(value) in (int, float)
+    return isinstance(value, str)

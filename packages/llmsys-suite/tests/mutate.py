@@ -1,0 +1,321 @@
+"""Inject every fault of the registry into a short run, and report the check that finds it.
+
+    python packages/llmsys-suite/tests/mutate.py [--only WORD] [--list] [--write PAGE]
+
+One group of processes injects all faults. First it runs the stages without a fault; all checks must
+pass. Then it injects each fault into its stage and uses the honest results of the other stages. A
+model of two layers and a few steps keep a fault at a second or two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch.distributed as dist
+from injected_faults import FAULTS, Fault
+from llmsys_suite.audit import probe
+from llmsys_suite.audit import run as audit
+from llmsys_suite.config import STAGES, RunConfig, UsageError
+from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.ranks import worker
+from llmsys_suite.ranks.failure import KEY, report_failure
+from llmsys_suite.ranks.launch import launch
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.report.progress import Progress
+from llmsys_suite.stages import inspect, learn, links, memory, parallel, plan, profile, scale, train
+from llmsys_suite.step import process, sweep
+from llmsys_suite.variants import variants_here
+
+#: Quick faults, one or two of each family, for the fast tests.
+TEN = (
+    "train: a parameter's averaged gradient is not copied back (flat)",
+    "train: a sum instead of a mean, which Adam hides (naive)",
+    "train: attention is not causal",
+    "train: the sampler repeats each batch",
+    "train: a rank reports half its time",
+    "train: utilization's numerator is doubled",
+    "train: gradients are sent twice and used once",
+    "attention: a kernel's output is scaled by 1.5",
+    "parallel: a tensor-parallel gradient is ten times as large",
+    "compress: the loss is that of the uncompressed model",
+)
+#: Passed to the ranks: the faults, the number of honest runs and of attempts, and the output file.
+TASK = "LLMSYS_MUTATE"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The checks that a fault made fail."""
+
+    fault: str
+    failed_checks: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.fault} <- {self.failed_checks[0] if self.failed_checks else 'NOTHING'}"
+
+
+def inject(
+    names: list[str] | None = None, *, honest_runs: int = 0, attempts: int = 3, world: int = 2
+) -> list[Outcome]:
+    """Return the outcomes of honest runs of every stage, then those of the named faults, or all.
+
+    A check counts as failed in an honest run if it fails in all `attempts`: on a busy machine a
+    comparison of clocks may fail once.
+
+    Raises:
+        RuntimeError: an honest check fails in all attempts, or a rank failed.
+    """
+    labels = [fault.label for fault in FAULTS]
+    if unknown := [name for name in names or () if name not in labels]:
+        raise UsageError(f"expected the name of a fault, got {unknown[0]!r}; see --list")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "outcomes.json")
+        task = {
+            "faults": labels if names is None else names,
+            "honest_runs": honest_runs,
+            "attempts": attempts,
+            "out": str(out),
+        }
+        path = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        with mock.patch.dict(os.environ, {TASK: json.dumps(task), "PYTHONPATH": path}):
+            rows = 8 * world
+            config = claim(
+                RunConfig(
+                    size="mini",
+                    world=world,
+                    rows=rows,
+                    context=64,
+                    steps=4,
+                    warmup=1,
+                    learn=8,
+                    out=Path(folder, "run"),
+                )
+            )
+            status = launch(config, "mutate")
+        if status or not out.exists():
+            summary = json.loads(Path(folder, "run", "summary.json").read_text())
+            reason = summary.get("reason", "see the messages of the ranks above")
+            raise RuntimeError(f"a rank ended with exit status {status}: {reason}")
+        return [
+            Outcome(row["fault"], tuple(row["failed_checks"]), row["seconds"])
+            for row in json.loads(out.read_text())
+        ]
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Return Markdown: the number of faults that were found, and the check that found each."""
+    detected = sum(bool(outcome.failed_checks) for outcome in outcomes)
+    lines = [
+        f"{detected} of {len(outcomes)} injected faults were found: {detected / len(outcomes):.0%}."
+    ]
+    lines += ["", "| injected fault | found by |", "|---|---|"]
+    for outcome in outcomes:
+        checks = outcome.failed_checks
+        first = checks[0] if checks else "**nothing**"
+        more = f" and {len(checks) - 1} more" if len(checks) > 1 else ""
+        lines.append(f"| {outcome.fault} | {first}{more} |")
+    return "\n".join(lines)
+
+
+def rank_main() -> int:
+    """Run as one rank."""
+    config = RunConfig.from_json(json.loads(sys.argv[1]))
+    task = json.loads(os.environ[TASK])
+    worker.end_with_parent(os.getppid())
+    assert config.out is not None
+    folder = config.out.parent
+    faults = [fault for fault in FAULTS if fault.label in task["faults"]]
+    with shortened(), mock.patch.object(Run, "wait_for_ranks", _wait_or_fail):
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        run = worker.begin(config, rank, world, Progress(enabled=False))
+        outcomes: list[Outcome] = []
+        try:
+            for seed in range(task["honest_runs"]):
+                outcomes.append(_honest_outcome(run, seed, task["attempts"]))
+            if faults and not outcomes:
+                _require_honest(run, {fault.stage for fault in faults}, task["attempts"])
+            honest = dict(run.results)
+            for number, fault in enumerate(faults):
+                outcomes.append(_inject(run, fault, honest, folder / str(number)))
+        except Exception as error:
+            worker.fail(rank, run, error)
+        if rank == 0:
+            Path(task["out"]).write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
+        worker.leave(run, None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the destructors of torch and Triton, which may fail at the end of a process.
+    os._exit(0)
+
+
+@contextmanager
+def shortened() -> Iterator[None]:
+    """Reduce all repetitions and sizes of the stages inside the block."""
+    with ExitStack() as stack:
+        for module, values in (
+            (plan, {"PRODUCTS_SECONDS": 0.05}),
+            (links, {"SIZES": (1 << 20,)}),
+            (profile, {"SIZES_TIMED": ()}),
+            (sweep, {"in_a_process": lambda case, *_, **__: process.measure(case)}),
+            (parallel, {"ITERATIONS": 4}),
+            (memory, {"DRAWN_BESIDE": {}}),
+            (learn, {"SAMPLE_BYTES": 2, "HELDOUT_ROWS": 8}),
+            (inspect, {"INDUCTION_STEPS": 2}),
+            (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),
+        ):
+            stack.enter_context(mock.patch.multiple(module, **values))
+        yield
+
+
+def _honest_outcome(run: Run, seed: int, attempts: int) -> Outcome:
+    start = time.perf_counter()
+    run.config = replace(run.config, seed=seed)
+    failed = _failed_in_all(run, set(STAGES), attempts)
+    return _reported(run, Outcome(f"honest run {seed}", failed, time.perf_counter() - start))
+
+
+def _require_honest(run: Run, stages: set[str], attempts: int) -> None:
+    failed = _failed_in_all(run, {"plan", "train", *stages}, attempts)
+    if failed:
+        raise RuntimeError("checks failed without a fault: " + "; ".join(failed))
+
+
+def _failed_in_all(run: Run, stages: set[str], attempts: int) -> tuple[str, ...]:
+    """Return the checks that fail in every one of at most `attempts` runs of the stages."""
+    failed: dict[str, str] = {}
+    for attempt in range(attempts):
+        run.results = {}
+        if run.folder is not None:
+            run.folder.restart()
+        for stage in STAGES:
+            if stage in stages - {"audit", "report"}:
+                worker.run_stage(run, stage)
+        _, checks = audit.audit_run(run)
+        now = {check.name: str(check) for check in checks if not check.passed}
+        failed = {name: text for name, text in now.items() if not attempt or name in failed}
+        if not any(run.gather(len(failed))):
+            break
+    return tuple(failed.values())
+
+
+def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcome:
+    start = time.perf_counter()
+    if run.rank == 0:
+        run.folder = RunFolder.create(replace(run.config, out=out), {})
+    run.results = {"plan": honest["plan"]}
+    trained = run.trained
+    run.recorder._samples = []
+    with ExitStack() as stack:
+        few = [name for name in variants_here(run.device) if name in fault.variants]
+        for module in (train, probe):
+            stack.enter_context(mock.patch.object(module, "variants_here", return_value=few))
+        patches = fault.make(run)
+        for patch in patches if isinstance(patches, list) else [patches]:
+            stack.enter_context(patch)
+        try:
+            failed = _failed_checks(run, fault.stage)
+        except Exception as error:
+            # An error that would end the run has detected the fault too.
+            failed = [f"an error, {_recover(run, error)}"]
+    run.trained = trained
+    return _reported(run, Outcome(fault.label, tuple(failed), time.perf_counter() - start))
+
+
+class _OtherRankFailed(RuntimeError):
+    """An injected fault raised an exception on another rank."""
+
+
+def _wait_or_fail(run: Run) -> None:
+    """Do what `Run.wait_for_ranks` does, but raise if another rank has failed in the meantime."""
+    assert run.store is not None
+    run._meetings += 1
+    run.store.set(f"meeting {run._meetings} {run.rank}", "reached")
+    while not run.store.check([f"meeting {run._meetings} {r}" for r in range(run.world)]):
+        if run.store.check([KEY]):
+            raise _OtherRankFailed(run.store.get(KEY).decode())
+        time.sleep(0.01)
+
+
+def _recover(run: Run, error: Exception) -> str:
+    """Replace the process group that an error has broken; return the first rank's message.
+
+    A run ends at its first failure. Here the next fault is to be injected into the same ranks, so
+    every rank leaves the broken group, which ends the collectives of the others, and joins another.
+    """
+    assert run.store is not None
+    if not isinstance(error, _OtherRankFailed):
+        report_failure(run.store, f"rank {run.rank}: {type(error).__name__}: {error}")
+    dist.destroy_process_group()
+    run.store.wait([KEY])
+    message = run.store.get(KEY).decode()
+    run.store = dist.PrefixStore("recovered", run.store)
+    run._meetings = 0
+    worker.make_group(run)
+    return message
+
+
+def _reported(run: Run, outcome: Outcome) -> Outcome:
+    if run.rank == 0:
+        print(f"{outcome.seconds:5.1f} s  {outcome}", file=sys.stderr, flush=True)
+    return outcome
+
+
+def _failed_checks(run: Run, stage: str) -> list[str]:
+    """Return the checks that fail; a folder that cannot be read back counts as one."""
+    if stage == "plan":
+        worker.run_stage(run, "plan")
+    worker.run_stage(run, "train" if stage in ("plan", "folder") else stage)
+    _, checks = audit.audit_run(run)
+    failed = [check.name for check in checks if not check.passed]
+    if run.folder is not None:
+        run.folder.write_json("checks.json", [])
+        run.folder.finish()
+        try:
+            RunFolder.open(run.folder.path)
+        except UsageError as error:
+            failed.append(f"the folder's digests: {type(error).__name__}")
+    return failed
+
+
+def main() -> int:
+    """Run the command line; the exit status is 0 if every fault was found."""
+    parser = argparse.ArgumentParser(description="Inject faults into short runs.")
+    parser.add_argument("--only", nargs="*", help="inject the faults whose names contain a word")
+    parser.add_argument("--list", action="store_true", help="print the names of the faults")
+    parser.add_argument("--write", type=Path, help="write the table between this page's markers")
+    arguments = parser.parse_args()
+    labels = [fault.label for fault in FAULTS]
+    if arguments.only:
+        labels = [label for label in labels if any(word in label for word in arguments.only)]
+    if arguments.list:
+        print("\n".join(labels))
+        return 0
+    outcomes = inject(labels)
+    print(table(outcomes))
+    if arguments.write:
+        before, _, rest = arguments.write.read_text().partition("<!-- injected -->\n")
+        _, _, after = rest.partition("<!-- /injected -->")
+        marked = f"<!-- injected -->\n{table(outcomes)}\n<!-- /injected -->"
+        arguments.write.write_text(before + marked + after)
+    return 0 if all(outcome.failed_checks for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    # Imported under its name, because patches and registry must be those that the stages import.
+    module = importlib.import_module("mutate")
+    sys.exit(module.rank_main() if TASK in os.environ else module.main())

@@ -1,0 +1,75 @@
+"""The audit finds injected faults: ten of each family here, and all of them in exhaustive runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from injected_faults import FAULTS
+from llmsys_suite.config import UsageError
+from mutate import TEN, inject, table
+
+
+def test_the_registry_has_faults_of_every_stage_with_distinct_names():
+    labels = [fault.label for fault in FAULTS]
+    assert len(labels) == len(set(labels)) >= 40
+    assert set(TEN) <= set(labels)
+    stages = ("plan", "links", "attention", "train", "learn", "parallel", "profile", "precision")
+    others = ("memory", "scale", "inspect", "compress", "folder")
+    assert {fault.stage for fault in FAULTS} >= {*stages, *others}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Return the outcomes of one honest run and of ten faults in the same processes."""
+    return inject(list(TEN), honest_runs=1)
+
+
+def test_an_honest_run_raises_no_alarm(outcomes):
+    assert outcomes[0].fault == "honest run 0"
+    assert outcomes[0].failed_checks == ()
+
+
+def test_ten_injected_faults_are_found(outcomes):
+    assert sorted(outcome.fault for outcome in outcomes[1:]) == sorted(TEN)
+    assert [str(outcome) for outcome in outcomes[1:] if not outcome.failed_checks] == []
+
+
+def test_a_fault_that_does_not_exist_is_a_usage_error():
+    with pytest.raises(UsageError, match="expected the name of a fault, got 'train: nothing'"):
+        inject(["train: nothing"])
+
+
+@pytest.mark.exhaustive
+def test_nineteen_of_twenty_injected_faults_are_found():
+    outcomes = inject()
+    detected = sum(bool(outcome.failed_checks) for outcome in outcomes)
+    assert detected >= 0.95 * len(outcomes), table(outcomes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("runs", "busy", "world"), [(90, False, 2), (10, True, 2), (5, False, 3), (3, True, 4)]
+)
+def test_honest_runs_raise_no_alarm_on_an_idle_and_on_a_busy_machine(runs, busy, world):
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(os.cpu_count() if busy else 0)]
+    try:
+        outcomes = inject([], honest_runs=runs, attempts=1, world=world)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert len(outcomes) == runs
+    assert [str(outcome) for outcome in outcomes if outcome.failed_checks] == []
+
+
+def test_the_table_in_the_docs_is_of_these_faults_and_says_how_many_were_found():
+    page = (Path(__file__).parents[3] / "docs" / "benchmarking.md").read_text()
+    rows = dict(re.findall(r"^\| ([a-z]+: .*?) \| (.*?) \|$", page, re.MULTILINE))
+    assert list(rows) == [fault.label for fault in FAULTS]
+    detected = sum(check != "**nothing**" for check in rows.values())
+    assert f"{detected} of {len(rows)} injected faults were found" in page
+    assert detected >= 0.95 * len(rows)

@@ -1,0 +1,40 @@
+"""The steps of the tutorial run in their order, and store a picture each."""
+
+import json
+import re
+import subprocess
+
+import pytest
+from workspace import ROOT, script
+
+RUN = script("tutorial/run")
+PAGE = (ROOT / "docs" / "source" / "tutorial.md").read_text()
+
+
+def run_step(step, folder):
+    done = subprocess.run(
+        RUN.command(step), cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "runs" / "tutorial" / f"{step}.json").read_text())
+    return done.stdout
+
+
+def test_the_first_step_prints_the_stored_output(tmp_path):
+    stored = (RUN.FOLDER / "outputs" / "plan.txt").read_text()
+    assert run_step("plan", tmp_path) == stored
+
+
+@pytest.mark.exhaustive
+def test_all_steps_run_in_their_order(tmp_path):
+    for step in RUN.STEPS:
+        assert run_step(step, tmp_path), step
+
+
+def test_the_page_shows_every_step_with_its_command_output_and_picture():
+    for step in RUN.STEPS:
+        file = RUN.FILES.get(step, step)
+        assert re.search(rf"^(?:python|torchrun .*) docs/tutorial/{file}\.py$", PAGE, re.MULTILINE)
+        assert f"@script {file}\n" in PAGE
+        assert f"@output {step}\n" in PAGE
+        assert f"tutorial/pictures/{step}.svg" in PAGE
