@@ -95,7 +95,7 @@ def _broadcast(
     tensors = (query, key, value)
     # With grouped-query attention, the dimension of heads does not broadcast.
     num_trailing = 3 if enable_gqa else 2
-    leading = _broadcast_shapes(*(x.shape[:-num_trailing] for x in tensors))
+    leading = torch.broadcast_shapes(*(x.shape[:-num_trailing] for x in tensors))
     expanded = []
     for x in tensors:
         shape = (*leading, *x.shape[-num_trailing:])
@@ -105,14 +105,3 @@ def _broadcast(
     q, k, v = expanded
     out = sdpa(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
     return out.reshape(*leading, *query.shape[-num_trailing:-1], value.shape[-1])
-
-
-def _broadcast_shapes(*shapes: torch.Size) -> tuple[int, ...]:
-    """Return the common shape, or raise ValueError if the shapes do not broadcast."""
-    try:
-        return tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError as error:
-        raise ValueError(
-            f"query, key and value have leading dimensions {', '.join(map(str, shapes))}, which "
-            "must broadcast to each other (enable_gqa=True lets heads differ)"
-        ) from error
