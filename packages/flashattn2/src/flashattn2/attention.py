@@ -265,7 +265,7 @@ def flash_attention_varlen(
         scores if requested.
     """
     # Validate.
-    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_tensors(q=q, k=k, v=v)
     q, k, v = cast_for_autocast(q, k, v)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_sinks(sinks, q.shape[1], q)

@@ -65,7 +65,6 @@ def explain(
     q, k, v = cast_for_autocast(q, k, v)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
-        check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)  # type: ignore[arg-type]
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
     else:
         check_dense(q, k, v)

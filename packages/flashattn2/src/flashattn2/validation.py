@@ -13,6 +13,7 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
     Tensors without the dimension of heads, `(batch, seq, dim)`, are accepted too.
     """
+    check_tensors(q=q, k=k, v=v)
     if q.dim() not in (3, 4):
         raise ValueError(
             f"expected q to be (batch, heads, seq, dim) or (batch, seq, dim), got {q.dim()} "
@@ -33,6 +34,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
 
     The values of the boundaries are checked by the operators: see `check_boundaries`.
     """
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     if q.dim() != 3:
         raise ValueError(
             f"expected q to be (total, heads, dim), got {q.dim()} dimensions, "
