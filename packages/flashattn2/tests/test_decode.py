@@ -358,7 +358,7 @@ def test_sequences_that_append_to_one_row_are_refused():
             q, cache, cache.clone(), q, q, cache_seqlens=3, block_table=table
         )
     assert torch.equal(cache, before)
-    # The shared first page is full, so the new keys have rows of their own.
+    # The shared first page is full, so the new keys are written to different rows.
     flash_attention_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=4, block_table=table)
     assert torch.equal(cache[1:3, :, 0], q[:, :, 0])
 

@@ -124,7 +124,9 @@ def test_arguments_that_torch_refuses_are_refused():
 @pytest.mark.parametrize("options", [{}, {"attn_mask": torch.ones(5, 6) > 0}, {"dropout_p": 0.5}])
 def test_values_of_another_length_than_keys_are_refused(options):
     """Torch's CPU kernel reads beyond the shorter tensor."""
-    q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 6, 8), torch.randn(1, 4, 4, 8)
+    q = torch.randn(1, 4, 5, 8)
+    k = torch.randn(1, 4, 6, 8)
+    v = torch.randn(1, 4, 4, 8)
     with pytest.raises(ValueError, match="expected as many values as keys, got 6 keys"):
         sdpa(q, k, v, **options)
 
