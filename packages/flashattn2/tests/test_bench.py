@@ -4,7 +4,6 @@ import json
 
 import pytest
 from flashattn2 import bench
-from flashattn2.bench import record
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,7 @@ def test_implementation_out_of_memory_is_reported_in_its_row(monkeypatch):
     assert len(rows) == 6
 
 
-def test_dated_record_and_plots_are_written(rows, monkeypatch, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_dated_record_is_written(rows, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "bench", lambda **_: rows)
     bench.main(["--quick", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*-cpu/flashattn2.json")
@@ -66,18 +64,7 @@ def test_dated_record_and_plots_are_written(rows, monkeypatch, tmp_path, capsys)
     assert recorded["command"] == f"python -m flashattn2.bench --quick --out {tmp_path}"
     assert path.parent.name == f"{recorded['environment']['date'][:10]}-cpu"
     assert recorded["environment"]["gpus"] == []
-    plots = {p.name for p in path.parent.glob("*.png")}
-    assert plots == {f"flashattn2-{x}.png" for x in ("flash", "train", "naive-memory")}
-    assert capsys.readouterr().out.count(".png") == 3
-
-
-def test_out_of_memory_rows_are_plotted_at_their_prediction(rows, tmp_path):
-    pytest.importorskip("matplotlib")
-    failed = {"held_mib": bench.OUT_OF_MEMORY, "time_ms": bench.OUT_OF_MEMORY}
-    paths = record.plot(
-        [{**r, **{k: v for k, v in failed.items() if k in r}} for r in rows], tmp_path
-    )
-    assert [p.name for p in paths] == ["flashattn2-naive-memory.png"]
+    assert str(path) in capsys.readouterr().out
 
 
 def test_json_option_writes_only_the_rows(rows, monkeypatch, tmp_path):

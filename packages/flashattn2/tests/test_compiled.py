@@ -97,13 +97,13 @@ def test_work_gate_detects_a_product_computed_twice():
     assert result["work"] == pytest.approx(1.5, abs=0.02)
 
 
-def test_kernels_compile_for_sizes_of_one():
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_kernels_compile_for_sizes_of_one(packed):
     """Triton compiles sizes of one, such as one head or one row, as constants."""
     jobs = [
         {**job, "of_one": True, "packed": packed}
         for job in shipped.sample()
         if job["kind"] == "ieee" or (job["kernel"] == "atomic" and not job["tma"])
-        for packed in (False, True)
     ]
     assert {r["kernel"] for r in compiled(jobs)} == {"forward", "sums", "dq", "dkdv", "atomic"}
 

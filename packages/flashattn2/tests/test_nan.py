@@ -145,3 +145,37 @@ def test_score_of_zero_is_not_treated_as_lost_nan():
     assert lse[0, 0, 0] == 0.0
     torch.testing.assert_close(out[0, 0, [0, 2]], v[0, 0, [0, 0]])
     assert out[0, 0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("length", [20, 64, 130, 600])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_infinite_bfloat16_scores_give_nan(name, is_causal, length):
+    """Torch's kernel approximates exponentials in bfloat16, and gives numbers for some lengths."""
+    torch.manual_seed(0)
+    tensors = {x: torch.randn(1, 2, length, 16).bfloat16() for x in "qkv"}
+    tensors[name][0, 0, 5, 2] = torch.inf
+    expected = attention_reference(*tensors.values(), is_causal=is_causal).isnan()
+    assert expected.any()
+    assert torch.equal(flash_attention(*tensors.values(), is_causal=is_causal).isnan(), expected)
+    out, _ = flash_attention(*tensors.values(), is_causal=is_causal, return_lse=True)
+    assert torch.equal(out.isnan(), expected)
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    out = flash_attention(*leaves, is_causal=is_causal)
+    assert torch.equal(out.isnan(), expected)
+    dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
+    assert dq[expected].isnan().all()
+    # Every row with a NaN output sees the first keys.
+    for gradient in (dk, dv):
+        assert gradient[:, expected.flatten(2).any(-1)[0], :6].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["aten", "torch"])
+@pytest.mark.parametrize("length", [8, 40, 600])
+def test_a_row_of_scores_of_minus_infinity_has_no_number(backend, length):
+    q, k, v = (torch.rand(1, 1, length, 16).add(0.1) for _ in "qkv")
+    q[0, 0, 7, 3] = -torch.inf
+    out = flash_attention(q, k, v, backend=backend)
+    row = out[0, 0, 7]
+    assert (row.isnan() | (row == 0)).all()
+    assert (out[0, 0, :7] > 0).all()

@@ -24,7 +24,9 @@ def tensors(layout="heads first", requires_grad=False):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", ["heads first", "sequence first"])
+@pytest.mark.parametrize(
+    "layout", ["heads first", pytest.param("sequence first", marks=pytest.mark.exhaustive)]
+)
 def test_opcheck_of_dense_attention(interpreter, backend, layout):
     q, k, v = tensors(layout, requires_grad=True)
     method = (backend, "ieee", True, 0, False)
@@ -70,19 +72,21 @@ def test_compile_takes_packed_sequences_and_lengths_it_has_not_seen():
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
-@pytest.mark.parametrize("which", ["q", "k"])
-@pytest.mark.parametrize("wrong", [(0, 3, 6), (0, 3, 12), (1, 3, 9), (0, 10, 9), (0, -1, 9)])
-def test_malformed_boundaries_are_an_error_in_compiled_graphs(interpreter, backend, which, wrong):
+def test_malformed_boundaries_are_an_error_in_compiled_graphs(interpreter, backend):
     """Boundaries that are too short would leave rows of the result unwritten."""
 
     def run(q, cu_q, cu_k):
         return flash_attention_varlen(q, q, q, cu_q, cu_k, backend=backend)
 
-    q, wrong = torch.randn(9, 2, 16), torch.tensor(wrong, dtype=torch.int32)
-    boundaries = (wrong, CU) if which == "q" else (CU, wrong)
-    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        with pytest.raises(ValueError, match=f"cu_seqlens_{which} must start at 0, never fall"):
-            function(q, *boundaries)
+    q = torch.randn(9, 2, 16)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for boundaries in ((0, 3, 6), (0, 3, 12), (1, 3, 9), (0, 10, 9), (0, -1, 9)):
+        wrong = torch.tensor(boundaries, dtype=torch.int32)
+        for function in (run, compiled):
+            with pytest.raises(ValueError, match="cu_seqlens_q must start at 0, never fall"):
+                function(q, wrong, CU)
+            with pytest.raises(ValueError, match="cu_seqlens_k must start at 0, never fall"):
+                function(q, CU, wrong)
 
 
 def test_export_keeps_the_operator():
@@ -169,3 +173,18 @@ def test_any_strides_give_the_same_result(interpreter, backend):
             results.append((out, *torch.autograd.grad(out.sum(), leaves)))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mixed_dtypes_under_autocast_are_cast(packed):
+    """Rotary embeddings in float32 leave the values in bfloat16."""
+    q, v = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16).bfloat16()
+    expected = flash_attention(q.bfloat16(), q.bfloat16(), v)
+    with torch.autocast("cpu", torch.bfloat16):
+        if packed:
+            rows, values = q[0].transpose(0, 1), v[0].transpose(0, 1)
+            cu = torch.tensor([0, 40], dtype=torch.int32)
+            out = flash_attention_varlen(rows, rows, values, cu, cu).transpose(0, 1)[None]
+        else:
+            out = flash_attention(q, q, v)
+    torch.testing.assert_close(out, expected)

@@ -51,7 +51,14 @@ def test_packed_sequences_return_largest_scores(interpreter, backend):
     assert (none == -torch.inf).all()
 
 
-@pytest.mark.parametrize("size", [32, 33, 100])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(32, marks=pytest.mark.exhaustive),
+        33,
+        pytest.param(100, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, monkeypatch, size):
     """A row is computed alone, in a batch, and together with other queries of its sequence."""
     q = torch.randn(3, 4, 40, 16)

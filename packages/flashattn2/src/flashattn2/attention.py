@@ -19,7 +19,7 @@ from flashattn2.backends import aten
 from flashattn2.dispatch import select_backend
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
 from flashattn2.spec import UNBOUNDED, Window, make_spec
-from flashattn2.validation import check_dense, check_sinks, check_varlen
+from flashattn2.validation import check_dense, check_sinks, check_tensors, check_varlen
 
 
 class Options(TypedDict, total=False):
@@ -120,12 +120,14 @@ def flash_attention(
             return result
 
     # Validate.
-    has_heads = q.dim() == 4 if plan is not None else _check_arguments(q, k, v)
+    if plan is None:
+        check_tensors(q=q, k=k, v=v)
+        q, k, v = cast_for_autocast(q, k, v)
+        check_dense(q, k, v)
+    has_heads = q.dim() == 4
     check_sinks(sinks, q.shape[1] if has_heads else 1, q)
 
     # Specify the scores and select a backend.
-    if plan is None:
-        q, k, v = cast_for_autocast(q, k, v)
     if not has_heads:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     if plan is None:
@@ -155,12 +157,6 @@ def flash_attention(
     return _format(out, lse, max_logits, return_lse, return_max_logits)
 
 
-def _check_arguments(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Raise an error for invalid tensors; return True if they have a dimension of heads."""
-    check_dense(q, k, v)
-    return q.dim() == 4
-
-
 def _call_cpu_kernel(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -173,7 +169,7 @@ def _call_cpu_kernel(
         differentiable: Tensor = kernel_attention(q, k, v, plan.spec, plan.method)
         return differentiable
     is_causal = plan.spec.right != UNBOUNDED
-    out, lse = aten.kernel(q, k, v, 0.0, is_causal, scale=plan.spec.scale)
+    out, lse = aten.kernel(q, k, v, is_causal, plan.spec.scale)
     return (out, lse.contiguous()) if return_lse else out
 
 
@@ -269,11 +265,12 @@ def flash_attention_varlen(
         scores if requested.
     """
     # Validate.
+    check_tensors(q=q, k=k, v=v)
+    q, k, v = cast_for_autocast(q, k, v)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_sinks(sinks, q.shape[1], q)
 
     # Specify the scores and select a backend.
-    q, k, v = cast_for_autocast(q, k, v)
     spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     method, _ = select_backend(

@@ -9,12 +9,17 @@ from torch import Tensor
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in the autocast dtype, as SDPA casts them; float64 is not cast."""
+    """Return the tensors in the autocast dtype, as SDPA casts them.
+
+    Like torch, the function casts neither float64 nor integers nor complex numbers.
+    """
     device = tensors[0].device.type
     if not is_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )
 
 
 def disabled(x: Tensor) -> torch.autocast:

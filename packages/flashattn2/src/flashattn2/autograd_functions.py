@@ -153,7 +153,7 @@ class _KernelAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, method: Method
     ) -> Tensor:
-        out, lse = aten.kernel(q, k, v, 0.0, spec.right != UNBOUNDED, scale=spec.scale)
+        out, lse = aten.kernel(q, k, v, spec.right != UNBOUNDED, spec.scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.spec, ctx.method = spec, method
         return out

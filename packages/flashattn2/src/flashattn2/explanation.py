@@ -10,7 +10,7 @@ from flashattn2.autocast import cast_for_autocast
 from flashattn2.backends.tiled import TILE
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.spec import AttentionSpec, Window, make_spec
-from flashattn2.validation import check_dense, check_sinks, check_varlen
+from flashattn2.validation import DTYPES, check_dense, check_sinks, check_tensors, check_varlen
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,13 @@ def explain(
     if attn_mask is not None or dropout_p:
         reason = find_torch_reason(q, k, v, attn_mask, dropout_p, scale)
         return Explanation("torch.nn.functional", str(reason), ())
+    check_tensors(q=q, k=k, v=v)
+    q, k, v = cast_for_autocast(q, k, v)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
     else:
         check_dense(q, k, v)
-    q, k, v = cast_for_autocast(q, k, v)
     check_sinks(sinks, 1 if q.dim() == 3 and not packed else q.shape[1], q)
     spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
     if packed:
@@ -104,12 +105,28 @@ def find_torch_reason(
     # A comparison, unlike math.isfinite, is possible for a symbolic scale in a compiled graph.
     if isinstance(scale, (int, float)) and not -math.inf < scale < math.inf:
         return f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a finite scale"
-    for x in (query, key, value):
-        if isinstance(x, Tensor) and x.layout != torch.strided:
-            return f"sdpa passes layout {x.layout} to torch's own function"
-        if isinstance(x, Tensor) and x.dim() and x.shape[-1] == 0:
-            return "sdpa passes head dim 0 to torch's own function"
+    tensors = (query, key, value)
+    for x in tensors:
+        if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() < 2:
+            return "sdpa passes tensors that are not dense, or vectors, to torch's own function"
+        if 0 in x.shape:
+            return "sdpa passes empty tensors to torch's own function"
+        if _is_mapped(x):
+            return "sdpa passes tensors inside torch.func.vmap to torch's own function"
+        if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
+            return "sdpa passes dtypes that differ or that flashattn2 lacks to torch's own function"
     return None
+
+
+def _is_mapped(x: Tensor) -> bool:
+    """Return True if `torch.func.vmap` maps a dimension of `x`."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
 
 
 def _describe_tiles(

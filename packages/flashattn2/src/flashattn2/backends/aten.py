@@ -13,7 +13,7 @@ from flashattn2.backends import tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
 #: torch's Python binding takes 2 us less per call than the operator in `torch.ops`.
-kernel = torch._scaled_dot_product_flash_attention_for_cpu
+_kernel = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 #: Number of float32 values in the widest vector register that torch uses.  See Note [Lost NaN].
 VECTOR = 16
@@ -24,6 +24,10 @@ VECTOR = 16
 # of the row are hidden, or none exist, the maximum stays -inf.  The kernel then treats the row as
 # one that sees no key: it returns zeros and a log-sum-exp of exactly 0 instead of NaN.  This
 # requires a mask or fewer keys than a vector holds; `forward` detects these rows and restores NaN.
+#
+# In bfloat16 the kernel computes most exponentials by an approximation that maps NaN to a number.
+# A row with an infinite score then has a finite output where softmax(inf) is NaN, but its
+# log-sum-exp is still infinite; `kernel` detects these rows.
 
 
 def find_obstacle(
@@ -55,6 +59,17 @@ def is_kernel_sufficient(q: Tensor, v: Tensor) -> bool:
     return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
 
 
+def kernel(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Call torch's kernel; in bfloat16, restore NaN.  See Note [Lost NaN]."""
+    out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    # The comparison is also False for NaN.  Fake tensors have no values to test, and another type.
+    if out.dtype == torch.bfloat16 and type(lse) is Tensor and not lse.amax() < torch.inf:
+        out = out.masked_fill((lse == torch.inf)[..., None], torch.nan)
+    return out, lse
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -68,7 +83,7 @@ def forward(
         q, k, v = _rows_contiguous(q, k, v)
     if q.shape[-1] != dim:
         q, k, v = _pad_head_dims(q, k, v)
-    out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = kernel(q, k, v, causal, scale, mask)
     # Fake tensors have no values to test, and another type.
     may_lose_nan = (mask is not None or k.shape[2] < VECTOR) and type(lse) is Tensor
     if may_lose_nan and (lse == 0).any():
@@ -120,6 +135,10 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of an input that the kernel supports."""
+    if type(lse) is Tensor and not lse.amax() < torch.inf:
+        # A row with an infinite score has no softmax.  See Note [Lost NaN].
+        lse = lse.masked_fill(lse == torch.inf, torch.nan)
+        return tiled.backward(q, k, v, out, lse, grad_out, None, spec)
     if q.dtype == torch.float16:
         q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
         dq, dk, dv = gradients(q, k, v, out, lse, grad_out, spec)

@@ -359,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="write OUT/DATE-cpu or -gpu/flashattn2.json with the machine, and plots of the rows; "
+        help="write OUT/DATE-cpu or -gpu/flashattn2.json with the machine; "
         "a full run without --json and --out writes to docs/results, or to results if that folder "
         "does not exist",
     )
@@ -375,8 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if out:
         options = sys.argv[1:] if argv is None else argv
         command = ["python", "-m", "flashattn2.bench", *options]
-        for path in record.write(rows, out, command, arguments.device):
-            print(path)
+        print(record.write(rows, out, command, arguments.device))
 
 
 def table(rows: list[Row]) -> str:

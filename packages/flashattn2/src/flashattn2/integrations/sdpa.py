@@ -9,7 +9,6 @@ from torch import Tensor
 from flashattn2.attention import flash_attention
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.explanation import find_torch_reason
-from flashattn2.validation import check_tensors
 
 
 def sdpa(
@@ -32,27 +31,24 @@ def sdpa(
     torch's own function, without an error.  `explain(..., attn_mask=..., dropout_p=...)` returns
     the reason.
     """
-    if find_torch_reason(query, key, value, attn_mask, dropout_p, scale) is not None:
+    if all(isinstance(x, Tensor) for x in (query, key, value)):
+        query, key, value = cast_for_autocast(query, key, value)
+        _check_lengths(key, value)
+    is_ours = find_torch_reason(query, key, value, attn_mask, dropout_p, scale) is None
+    if not is_ours or (enable_gqa and not _is_grouped(query, key, value)):
         return F.scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    check_tensors(query=query, key=key, value=value)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() < 2:
-            raise ValueError(
-                f"expected {name} to be (..., heads, seq, dim), got shape {tuple(x.shape)}"
-            )
-    # Under autocast, torch casts tensors of different dtypes.
-    query, key, value = cast_for_autocast(query, key, value)
     if isinstance(scale, (int, float)) and scale <= 0:
         # `flash_attention` needs a positive scale: apply the sign, or zero, to the queries.
         if scale == 0:
             query, scale = query * 0.0, 1.0
         else:
             query, scale = -query, -scale
-    is_batched = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0]
+    is_batched = query.dim() == 4 and query.shape[0] == key.shape[0]
+    is_batched = is_batched and key.shape[:-1] == value.shape[:-1]
     if not is_batched or (query.shape[1] != key.shape[1] and not enable_gqa):
         return _broadcast(query, key, value, is_causal, scale, enable_gqa)
     if not is_causal:
@@ -67,6 +63,26 @@ def sdpa(
     return flash_attention(query, key, value, window=(None, seq_q - seq_k), scale=scale)
 
 
+def _check_lengths(key: Tensor, value: Tensor) -> None:
+    """Raise ValueError for a different number of keys and values.
+
+    torch's CPU kernel does not check it, and would read beyond the shorter tensor.
+    """
+    is_dense = key.layout == value.layout == torch.strided
+    if is_dense and min(key.dim(), value.dim()) >= 2 and key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"expected as many values as keys, got {key.shape[-2]} keys in shape "
+            f"{tuple(key.shape)} and {value.shape[-2]} values in shape {tuple(value.shape)}"
+        )
+
+
+def _is_grouped(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if all heads of the keys serve the same number of query heads."""
+    if min(x.dim() for x in (query, key, value)) < 3 or key.shape[-3] != value.shape[-3]:
+        return False
+    return query.shape[-3] % key.shape[-3] == 0
+
+
 def _broadcast(
     query: Tensor,
     key: Tensor,
@@ -79,12 +95,7 @@ def _broadcast(
     tensors = (query, key, value)
     # With grouped-query attention, the dimension of heads does not broadcast.
     num_trailing = 3 if enable_gqa else 2
-    if min(x.dim() for x in tensors) < num_trailing:
-        raise ValueError(
-            "expected at least three dimensions (..., heads, seq, dim) with enable_gqa, got "
-            f"shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
-        )
-    leading = _broadcast_shapes(*(x.shape[:-num_trailing] for x in tensors))
+    leading = torch.broadcast_shapes(*(x.shape[:-num_trailing] for x in tensors))
     expanded = []
     for x in tensors:
         shape = (*leading, *x.shape[-num_trailing:])
@@ -94,14 +105,3 @@ def _broadcast(
     q, k, v = expanded
     out = sdpa(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
     return out.reshape(*leading, *query.shape[-num_trailing:-1], value.shape[-1])
-
-
-def _broadcast_shapes(*shapes: torch.Size) -> tuple[int, ...]:
-    """Return the common shape, or raise ValueError if the shapes do not broadcast."""
-    try:
-        return tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError as error:
-        raise ValueError(
-            f"query, key and value have leading dimensions {', '.join(map(str, shapes))}, which "
-            "must broadcast to each other (enable_gqa=True lets heads differ)"
-        ) from error

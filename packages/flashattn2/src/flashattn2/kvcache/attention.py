@@ -46,7 +46,8 @@ def flash_attention_with_kvcache(
             with a `block_table`.
         v_cache: Values with the shape of `k_cache`, except for the head dim.
         k: New keys `(batch, kv_heads, new, dim)`.  They are written into the cache in place after
-            the first `cache_seqlens` keys, and are attended to as well.
+            the first `cache_seqlens` keys, and are attended to as well.  Sequences may share pages,
+            but not the rows that new keys are written to.
         v: New values, required with `k`.
         cache_seqlens: Number of keys in the cache before `k`: one int, or int32 `(batch,)`.
         block_table: int32 `(batch, max_pages)`.  Key `j` of sequence `b` is row `j % page_size` of
@@ -176,6 +177,8 @@ def _call_cpu_kernel(
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         return None
     if k is not None and v is not None:
+        if validation.would_overwrite_keys(k_cache, v_cache, k, v):
+            return None
         k_cache.narrow(2, count - new, new).copy_(k)
         v_cache.narrow(2, count - new, new).copy_(v)
     # The query is at the last key, so a window is a slice of the keys.
@@ -184,11 +187,11 @@ def _call_cpu_kernel(
     batch, heads, _, dim = q.shape
     kv_heads = keys.shape[1]
     if heads == kv_heads:
-        out, lse = aten.kernel(q, keys, values, 0.0, False, scale=spec.scale)
+        out, lse = aten.kernel(q, keys, values, False, spec.scale)
         return out, lse
     # The query heads of one key head become rows of one head, so each key is read once.
     rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-    out, lse = aten.kernel(rows, keys, values, 0.0, False, scale=spec.scale)
+    out, lse = aten.kernel(rows, keys, values, False, spec.scale)
     return out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
 
 

@@ -86,7 +86,19 @@ def check_new_rows(
                 f"{shape[1]}, new, dim {shape[3]}) on {cache.device}, got {x.dtype} of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
+    if not torch.compiler.is_compiling() and would_overwrite_keys(k_cache, v_cache, k, v):
+        raise ValueError(
+            "expected separate caches for different k and v, got one memory for k_cache and "
+            "v_cache: the new values would overwrite the new keys; allocate v_cache separately"
+        )
     return k.shape[2]
+
+
+def would_overwrite_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if both caches start at one address, but the new keys and values do not."""
+    if type(k_cache) is not Tensor or type(k) is not Tensor or k.numel() == 0:
+        return False
+    return k_cache.data_ptr() == v_cache.data_ptr() and k.data_ptr() != v.data_ptr()
 
 
 def lengths(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
@@ -141,6 +153,8 @@ def assert_values(lengths: Tensor, new: int, cache: Tensor, table: Tensor | None
         is_unused = first_rows >= (lengths + new)[:, None]
         is_valid = (is_unused | ((table >= 0) & (table < len(cache)))).all()
         torch._assert_async(is_valid, f"block_table must name pages 0 to {len(cache) - 1}")
+        if new:
+            torch._assert_async(_are_distinct(lengths, new, cache, table), _SHARED_ROWS)
 
 
 def check_counts(counts: list[int], new: int, cache: Tensor, table: Tensor | None) -> None:
@@ -156,6 +170,24 @@ def check_counts(counts: list[int], new: int, cache: Tensor, table: Tensor | Non
         raise ValueError(
             f"block_table must name pages 0 to {len(cache) - 1}, got page {wrong[0]} in use"
         )
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    if new and not _are_distinct(lengths, new, cache, table):
+        raise ValueError(f"{_SHARED_ROWS}, got cache_seqlens {counts} and pages {table.tolist()}")
+
+
+_SHARED_ROWS = (
+    "the new keys of different sequences must have different rows of the cache; copy a shared "
+    "page before a sequence appends to it"
+)
+
+
+def _are_distinct(lengths: Tensor, new: int, cache: Tensor, table: Tensor) -> Tensor:
+    """Return a boolean scalar that is True if no two new keys have the same row of the cache."""
+    page_size = cache.shape[2]
+    positions = lengths[:, None].long() + torch.arange(new, device=table.device)
+    pages = table.long().gather(1, (positions // page_size).clamp(0, table.shape[1] - 1))
+    rows = (pages * page_size + positions % page_size).flatten().sort().values
+    return (rows[1:] != rows[:-1]).all()
 
 
 def _capacity(cache: Tensor, table: Tensor | None) -> int:
