@@ -312,6 +312,7 @@ def test_torchruns_elastic_restart_goes_on_from_the_last_checkpoint(tmp_path):
     assert len(learn["losses"]) == 800
 
 
+@pytest.mark.exhaustive
 def test_it_runs_under_torchrun(tmp_path):
     run = ["run", "parallel", "--preset", "cpu", "--size", "mini", "--out", tmp_path / "run"]
     done = subprocess.run(
