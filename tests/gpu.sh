@@ -72,13 +72,6 @@ from llmsys_suite.environment import environment
 
 rows, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
 path.write_text(json.dumps({"environment": environment(), "command": sys.argv[3], "rows": rows}, indent=1) + "\n")
-if path.stem == "flashattn2":
-    from flashattn2.bench import record
-
-    try:
-        print(*record.plot(rows, path.parent), sep="\n")
-    except ModuleNotFoundError as error:
-        print("no plots:", error)
 STORE
     fi
     rm -f "$rows"
