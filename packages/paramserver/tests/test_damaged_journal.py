@@ -399,7 +399,8 @@ def test_servers_go_back_together_and_never_differ_in_silence(tmp_path, damaged,
             refused.append(str(error))
     for text in refused:
         assert re.search(
-            "taken back|another history|expected a log from entry|was not staged", text
+            "restored from an older copy|another history|expected a log from entry|was not staged",
+            text,
         )
 
     recover(tmp_path / "job")

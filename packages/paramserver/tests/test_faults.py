@@ -161,7 +161,7 @@ def raise_beside_a_sleeper(worker):
     time.sleep(300)
 
 
-def test_the_cause_is_raised_also_where_another_has_to_be_killed(monkeypatch):
+def test_training_error_is_raised_when_another_worker_is_killed(monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.0)
     with pytest.raises(ZeroDivisionError, match="seven"):
         run(raise_beside_a_sleeper, model(), SGD, workers=2, timeout=2.0)

@@ -189,7 +189,7 @@ def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(tmp_path
     assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
-def test_a_folder_that_cannot_be_is_named(tmp_path):
+def test_journal_folder_that_cannot_be_created_is_named_in_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match=r"cannot write a journal in .*file"):
         DiskJournal(tmp_path / "file" / "folder")

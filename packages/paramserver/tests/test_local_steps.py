@@ -283,7 +283,7 @@ def test_top_k_keeps_the_largest_as_they_are(values, fraction):
         assert values[~selected].abs().max() <= values[selected].abs().min()
 
 
-def test_four_bits_take_three():
+def test_four_bit_encoding_uses_less_than_3_2_bits_per_element():
     data = Integers(4).encode(torch.randn(2**20, generator=torch.Generator().manual_seed(0)))
     assert 8 * len(data) / 2**20 < 3.2
 
@@ -323,7 +323,7 @@ def test_a_worker_of_another_policy_is_refused():
         worker.push()
 
 
-def test_a_worker_whose_fragments_are_cut_elsewhere_is_refused():
+def test_worker_with_different_fragment_layout_is_refused():
     policy = LocalSteps(2, OUTER, fragments=2)
     server = Server(dict(model().named_parameters()), INNER, policy, workers=1)
     with pytest.raises(ValueError, match="in 2 whole fragments"):

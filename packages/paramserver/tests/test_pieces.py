@@ -19,15 +19,15 @@ from paramserver import Asynchronous, Job
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport import pieces, zeromq
-from paramserver.transport.pieces import Arrival, Buffers, cuts
+from paramserver.transport.pieces import Arrival, BufferPool, piece_bounds
 from test_zeromq import UNIT_SGD, Vector, count
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=40))
-def test_memory_is_used_again_when_nothing_looks_at_it(plan):
-    buffers = Buffers(64)
+def test_buffer_is_reused_after_its_last_view_is_freed(plan):
+    buffers = BufferPool(64)
     views = []
     places = set()
     most = 0
@@ -51,7 +51,7 @@ def test_pieces_that_are_lost_or_come_twice_change_nothing(nbytes, tries):
         patch.setattr(pieces, "PIECE", 9)
         sent = torch.randint(256, (nbytes,), dtype=torch.uint8)
         arrival = Arrival(torch.zeros_like(sent))
-        parts = [(start, sent[start:stop].numpy().data) for start, stop in cuts(nbytes)]
+        parts = [(start, sent[start:stop].numpy().data) for start, stop in piece_bounds(nbytes)]
         for first, last in tries:
             for at, piece in parts[first:last]:
                 assert arrival.take(at, piece) == (arrival.received == nbytes)
@@ -87,7 +87,7 @@ def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(ser
     peer.connect(server.address)
 
     def send(number, message, without=()):
-        for start, stop in cuts(len(gradient) if message.kind is Kind.PUSH else 0):
+        for start, stop in piece_bounds(len(gradient) if message.kind is Kind.PUSH else 0):
             if start // 2**14 not in without:
                 fields = message.fields() if start == 0 else ()
                 head = json.dumps([0, 1, number, start, *fields]).encode()

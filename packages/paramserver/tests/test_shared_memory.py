@@ -140,7 +140,7 @@ def test_a_worker_that_fails_while_it_writes_is_lost_by_name_and_nothing_is_appl
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float32, torch.half)]
 )
-def test_sums_know_what_is_finite(dtypes):
+def test_finite_check_is_certain_only_for_complete_finite_data_of_one_dtype(dtypes):
     parameters = {f"p{i}": torch.zeros(1000 + i, dtype=d) for i, d in enumerate(dtypes)}
     (shard,) = partition(parameters, 1)
     for bad in (None, 0, 17, 999):

@@ -56,7 +56,7 @@ class Unlucky(World):
             call.__self__.strike("hang")
 
 
-def test_who_hangs_between_two_lives_comes_back():
+def test_worker_that_hangs_between_restarts_rejoins():
     world = {"servers": 2, "workers": 4, "joiners": 0, "loss": 0.3, "faults": 15.0}
     simulate(10, Unlucky, consistency=Asynchronous(), steps=2, drop_after=4.0, **world)
 

@@ -154,7 +154,7 @@ def test_a_server_of_sgd_never_makes_them_dense(monkeypatch):
 
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("looked_up", [3, 29], ids=["a few rows", "so many that they go as dense"])
-def test_sparse_adam_has_what_it_needs(looked_up, servers):
+def test_sparse_adam_matches_one_process(looked_up, servers):
     make_adam = partial(torch.optim.SparseAdam, lr=0.1)
     reference = nn.Embedding(30, 5, sparse=True)
     start = dict(copy.deepcopy(reference).named_parameters())
@@ -201,7 +201,7 @@ def test_garbage_is_refused_by_name(data):
         unpack(shard, raw)
 
 
-def test_rows_that_are_not_are_refused():
+def test_invalid_sparse_row_numbers_are_refused():
     (shard,) = partition({"a": torch.zeros(20, 3)}, 1)
     for rows in ([20], [-1], [3, 3], [4, 3]):
         raw = torch.cat(

@@ -84,7 +84,7 @@ def join_part_of_a_group(steps):
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-def test_part_of_the_ranks_can_train_and_finish_before_they_have_to():
+def test_subset_of_ranks_can_join_and_finish_training():
     first, outside, third = run_ranks(join_part_of_a_group, 3, 3)
     assert outside is None
     for parameters in (first, third):

@@ -224,7 +224,7 @@ def test_pushes_without_a_pull_between_them_are_all_applied():
     assert worker.module.value() == 1 + 2 + 3 + 4 + 5
 
 
-def test_the_log_is_forgotten_when_all_have_followed():
+def test_log_entries_are_discarded_after_all_servers_replay_them():
     hosts = servers_of(Vector(), 2, 2, Asynchronous())
     group = [Worker(Vector(), hosts, rank=rank) for rank in range(2)]
     for _ in range(50):
@@ -396,7 +396,7 @@ def test_a_worker_that_waits_for_a_third_is_not_silent():
     assert hosts[0].version == 4
 
 
-def test_a_silent_worker_is_left_behind_where_that_was_asked_for():
+def test_training_continues_without_silent_worker():
     host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=0.2)[0]
     group = [Worker(Vector(), host, rank=rank) for rank in range(2)]
     for worker in group:

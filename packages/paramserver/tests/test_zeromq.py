@@ -329,7 +329,7 @@ def test_a_dead_worker_is_named_where_nobody_is_started_again():
         run(fail, model(), SGD, args=(1, "die"), workers=2, transport="zeromq", timeout=30)
 
 
-def test_only_zeromq_starts_anybody_again():
+def test_restarts_require_zeromq_transport():
     with pytest.raises(ValueError, match="expected transport 'zeromq'"):
         run(train, model(), SGD, restarts=1)
 

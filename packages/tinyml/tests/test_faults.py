@@ -169,7 +169,7 @@ def test_a_state_dict_of_another_format_is_refused(name):
         ({"group_size": 3}, "groups of 3 do not divide"),
     ],
 )
-def test_groups_have_a_size_and_others_none(options, message):
+def test_invalid_granularity_or_group_size_is_refused(options, message):
     model = nn.Sequential(nn.Linear(8, 8))
     for compress in (quantize, prepare_qat, lambda m, **o: gptq(m, [torch.ones(2, 8)], **o)):
         with pytest.raises(ValueError, match=message):

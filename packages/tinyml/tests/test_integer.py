@@ -207,14 +207,17 @@ BUILDS = {"chain": convnet, "pooled": pooled, "graph": Wrapper}
 
 @pytest.mark.parametrize(
     "implementation",
-    ["fastest", *(pytest.param(w, marks=pytest.mark.exhaustive) for w in convolution.WAYS)],
+    [
+        "fastest",
+        *(pytest.param(w, marks=pytest.mark.exhaustive) for w in convolution.IMPLEMENTATIONS),
+    ],
 )
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_bit_equals_the_oracle(build, implementation, monkeypatch):
     if implementation != "fastest":
         # float64 is there for the sizes and geometries that a way does not take.
-        only = {name: convolution.WAYS[name] for name in (implementation, "float64")}
-        monkeypatch.setattr("tinyml.integer.convolution.WAYS", only)
+        only = {name: convolution.IMPLEMENTATIONS[name] for name in (implementation, "float64")}
+        monkeypatch.setattr("tinyml.integer.convolution.IMPLEMENTATIONS", only)
     monkeypatch.setattr(products, "_chosen", {})
     generator = torch.Generator().manual_seed(2)
     batches = [torch.randn(6, 2, 8, 8, generator=generator) for _ in range(2)]
@@ -229,7 +232,7 @@ def test_every_bit_equals_the_oracle(build, implementation, monkeypatch):
         assert np.array_equal(ours.numpy(), oracle(model, codes))
 
 
-@pytest.mark.parametrize("implementation", convolution.WAYS)
+@pytest.mark.parametrize("implementation", convolution.IMPLEMENTATIONS)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_every_way_is_exact_where_sums_are_odd_and_above_24_bits(implementation, groups):
     generator = torch.Generator().manual_seed(0)
@@ -239,7 +242,7 @@ def test_every_way_is_exact_where_sums_are_odd_and_above_24_bits(implementation,
     exact = convolution.float64(filters, images)
     assert float((exact % 2).mean()) > 0.3
     try:
-        sums = convolution.WAYS[implementation](filters, images)
+        sums = convolution.IMPLEMENTATIONS[implementation](filters, images)
     except (RuntimeError, AttributeError):
         pytest.skip("this build has no such product")
     offered = filters.choice(images)
@@ -252,7 +255,7 @@ def test_every_way_is_exact_where_sums_are_odd_and_above_24_bits(implementation,
     [range(25), pytest.param(range(25, 400), marks=pytest.mark.exhaustive)],
     ids=["some", "many"],
 )
-def test_whatever_the_geometry_no_way_that_is_offered_clips(seeds, monkeypatch):
+def test_selectable_convolutions_never_saturate_for_random_geometries(seeds, monkeypatch):
     """Down to one filter: the library's kernel for it may add pairs in 16 bits."""
     monkeypatch.setattr(products, "_chosen", {})
     for seed in seeds:
@@ -276,7 +279,7 @@ def test_whatever_the_geometry_no_way_that_is_offered_clips(seeds, monkeypatch):
         ):
             exact = convolution.float64(filters, images)
             for implementation in offered:
-                sums = convolution.WAYS[implementation](filters, images)
+                sums = convolution.IMPLEMENTATIONS[implementation](filters, images)
                 assert torch.equal(sums.double(), exact), (implementation, geometry, size, shape)
 
 
@@ -516,7 +519,7 @@ def test_constants_of_each_channel_are_integers_too(dtype):
     assert np.array_equal(integer.integers(codes).numpy(), oracle(integer, codes))
 
 
-def test_a_constant_of_each_place_says_that_it_has_no_form():
+def test_constant_that_varies_by_pixel_is_refused():
     class Places(nn.Module):
         def __init__(self):
             super().__init__()
@@ -546,7 +549,7 @@ class By(nn.Module):
         lambda layer, x: layer(x) + torch.randn(x.shape[0], 4),
     ],
 )
-def test_what_is_computed_otherwise_is_refused(function):
+def test_operator_without_integer_form_is_refused(function):
     with pytest.raises(ValueError, match="no integer form"):
         IntegerModel(By(function), [torch.randn(8, 6)])
 

@@ -288,7 +288,7 @@ def test_a_layer_at_two_places_has_its_adapter_at_both():
         add_lora(nn.Sequential(layer, nn.ReLU(), layer), 2, targets=["0"], protect=["2"])
 
 
-def test_code_that_computes_with_a_layers_tensors_itself_finds_them():
+def test_lora_in_transformer_encoder_layer_trains_and_merges():
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     inputs = torch.randn(2, 5, 16)

@@ -120,7 +120,7 @@ def change(folder, **settings):
         ({"r": 5}, "have rank 4, the settings say 5"),
     ],
 )
-def test_what_would_be_another_function_is_refused(settings, message, tmp_path):
+def test_adapter_file_with_unsupported_or_wrong_settings_is_refused(settings, message, tmp_path):
     save_lora(adapted(), tmp_path)
     change(tmp_path, **settings)
     model = Model()

@@ -17,7 +17,7 @@ def weights(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def test_it_is_short_and_stands_alone():
+def test_plain_has_at_most_120_lines_and_imports_only_torch_and_numpy():
     assert len(SOURCE.splitlines()) <= 120
     imported = {
         name.split(".")[0]

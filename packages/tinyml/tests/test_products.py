@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tinyml import quantize
 from tinyml.quantization import fastest_linear, products
 from tinyml.quantization.int8 import Int8Linear
-from tinyml.quantization.products import WAYS, Int8Weights, exact_parts
+from tinyml.quantization.products import IMPLEMENTATIONS, Int8Weights, exact_parts
 from tinyml.timing import Timing
 from torch import nn
 
@@ -35,11 +35,13 @@ def test_the_product_is_exact(m, k, n, seed):
     assert torch.equal(sums.to(torch.int32), a.int() @ b.int().t())
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if name not in ("int8", "int8 halves")])
+@pytest.mark.parametrize(
+    "name", [name for name in IMPLEMENTATIONS if name not in ("int8", "int8 halves")]
+)
 @pytest.mark.parametrize("k", [1, 16, 1023, 1025, 5000])
 def test_every_way_is_exact_where_sums_are_largest(name, k):
     a, b = torch.full((3, k), -128, dtype=torch.int8), torch.full((17, k), -128, dtype=torch.int8)
-    sums = WAYS[name](Int8Weights(b, largest=128), a)
+    sums = IMPLEMENTATIONS[name](Int8Weights(b, largest=128), a)
     assert (sums.to(torch.int64) == k * 128 * 128).all()
 
 
@@ -55,9 +57,9 @@ def test_parts_are_exact_and_as_few_as_the_weights_allow():
 
 @pytest.mark.parametrize("broken", ["int8", "int8 halves"])
 def test_a_wrong_product_is_found_out_and_left_out(broken, monkeypatch):
-    right = WAYS[broken]
+    right = IMPLEMENTATIONS[broken]
     clipped = {broken: lambda w, x: right(w, x).clamp(max=2**20)}
-    monkeypatch.setattr("tinyml.quantization.products.WAYS", WAYS | clipped)
+    monkeypatch.setattr("tinyml.quantization.products.IMPLEMENTATIONS", IMPLEMENTATIONS | clipped)
     a, b = codes(33, 512, 0), codes(64, 512, 1)
     weights = Int8Weights(b)
     assert broken in weights.choice(a).wrong
@@ -71,20 +73,22 @@ def test_pairs_that_clip_in_16_bits_are_found_at_one_token(monkeypatch):
         pairs = pairs.view(*pairs.shape[:2], -1, 2).sum(-1).clamp(-(2**15), 2**15 - 1)
         return pairs.sum(-1) - 128 * weights.codes.int().sum(1)
 
-    monkeypatch.setattr("tinyml.quantization.products.WAYS", WAYS | {"int8": clipping})
+    monkeypatch.setattr(
+        "tinyml.quantization.products.IMPLEMENTATIONS", IMPLEMENTATIONS | {"int8": clipping}
+    )
     assert "int8" in Int8Weights(codes(32, 64, 0)).choice(torch.ones(1, 64)).wrong
 
 
 def test_the_fastest_is_chosen_by_time(monkeypatch):
     def slow(weights, inputs):
         for _ in range(50):
-            sums = WAYS["float64"](weights, inputs)
+            sums = IMPLEMENTATIONS["float64"](weights, inputs)
         return sums
 
-    only = {"int8": slow, "float64": WAYS["float64"]}
-    monkeypatch.setattr("tinyml.quantization.products.WAYS", only)
+    only = {"int8": slow, "float64": IMPLEMENTATIONS["float64"]}
+    monkeypatch.setattr("tinyml.quantization.products.IMPLEMENTATIONS", only)
     choice = Int8Weights(codes(64, 64, 0)).choice(torch.ones(4, 64))
-    assert choice.fastest == "float64"
+    assert choice.selected == "float64"
     assert choice.timing.milliseconds["int8"] > 10 * choice.timing.milliseconds["float64"]
     assert "float64 (" in str(choice)
 
@@ -145,7 +149,9 @@ def test_loaded_weights_are_the_ones_that_multiply():
 @pytest.mark.parametrize("wins", ["int8", "float"])
 def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch):
     monkeypatch.setattr(
-        fastest_linear, "measure", lambda ways, plain: Timing(wins, {"float": 1.0}, {})
+        fastest_linear,
+        "measure",
+        lambda implementations, reference: Timing(wins, {"float": 1.0}, {}),
     )
     monkeypatch.setattr(fastest_linear, "_timings", {})
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
@@ -163,7 +169,7 @@ def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_a_weight_that_is_made_of_others_stays():
+def test_weight_norm_layer_is_not_quantized():
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 16))
     inputs = torch.randn(5, 32)
     with torch.no_grad():

@@ -195,7 +195,7 @@ def test_writing_into_what_was_expanded_does_not_reach_the_cache():
         PrefixCache({"k": torch.ones(2, 3)}, 2).expand(3)
 
 
-def test_a_cache_of_transformers_serves_again():
+def test_transformers_prefix_cache_can_be_reused():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.GPT2Config(
         vocab_size=19, n_positions=32, n_embd=8, n_layer=2, n_head=2, use_cache=True

@@ -13,8 +13,8 @@ from torch import nn
 def _kernel_wins(monkeypatch):
     """Make both implementations available, because the choice depends on the machine."""
 
-    def kernel(ways, plain):
-        return Timing("weights alone" if "weights alone" in ways else plain, {}, {})
+    def kernel(implementations, reference):
+        return Timing("weights alone" if "weights alone" in implementations else reference, {}, {})
 
     monkeypatch.setattr(fastest_linear, "_timings", {})
     monkeypatch.setattr(fastest_linear, "measure", kernel)
@@ -53,7 +53,7 @@ def test_four_bits_are_the_dense_product_but_for_the_rounding_of_bfloat16(
     assert packed(inputs[:0]).shape == dense(inputs[:0]).shape if tokens else True
 
 
-def test_eight_bits_too():
+def test_int8_linear_multiplies_by_weight_only_kernel():
     torch.manual_seed(0)
     layer = Int8Linear(nn.Linear(256, 96), may_stay_float=True)
     inputs = torch.randn(4, 256)
@@ -70,7 +70,9 @@ def test_a_kernel_that_computes_something_else_is_left_out(monkeypatch):
 
 def test_four_bits_stay_in_float_where_nothing_is_faster(monkeypatch):
     monkeypatch.setattr(
-        fastest_linear, "measure", lambda ways, plain: Timing(plain, {plain: 1.0}, {})
+        fastest_linear,
+        "measure",
+        lambda implementations, reference: Timing(reference, {reference: 1.0}, {}),
     )
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
     assert torch.equal(quantize(model, 4, activations="auto")[0].weight, model[0].weight)
@@ -175,6 +177,6 @@ for bits in (4, 8):
 @pytest.mark.timing
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processor", ["as it is", "AVX2"])
-def test_twenty_processes_never_take_the_slow_side(processor, run_on):
+def test_selected_implementation_is_not_slower_in_twenty_processes(processor, run_on):
     ratios = [float(line) for _ in range(20) for line in run_on(processor, CHOSEN)]
     assert min(ratios) > 0.95, sorted(ratios)[:5]

@@ -80,11 +80,11 @@ class Gradients:
             torch.cuda.current_stream(device).synchronize()
         yield len(buffer)
 
-    def accepted(self) -> None:
-        """Note that all servers have accepted the last payload."""
+    def on_accepted(self) -> None:
+        """Handle the acceptance of the last payload by all servers; does nothing for gradients."""
 
-    def read(self, server: int, answer: Message) -> None:
-        """Note that the connection to `server` contains pulled data."""
+    def on_pulled(self, server: int, answer: Message) -> None:
+        """Process pulled data in the connection to `server`; does nothing for gradients."""
 
     def capture(self, fragment: int) -> None:
         """Fix the payload of the next push. Gradients need no copy."""
@@ -159,11 +159,11 @@ class Changes(Gradients):
         self._connections[server].gradients[: len(change)] = change
         return len(change), ()
 
-    def accepted(self) -> None:
+    def on_accepted(self) -> None:
         """Carry the residuals of the last payload over to the next push."""
         self._residuals |= self._pending_residuals
 
-    def read(self, server: int, answer: Message) -> None:
+    def on_pulled(self, server: int, answer: Message) -> None:
         """Update the stored parameters from pulled data: all of them, or one fragment's change."""
         self._connections[server].read(partial(self._update_pulled, server, answer))
 

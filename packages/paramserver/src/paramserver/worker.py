@@ -24,7 +24,7 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.protocol.replica import layout
 from paramserver.protocol.session import Request, Session, Steps
 from paramserver.server import Server
-from paramserver.transport.connection import SENDS, Connection
+from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection
 
 T = TypeVar("T")
 
@@ -45,8 +45,9 @@ class Worker:
         optimizer: factory of the local optimizer; required with `LocalSteps`.
         site: process group whose ranks act as one worker. Every rank creates a `Worker`, calls the
             same methods and passes gradients that are already averaged over the group. Only the
-            `servers` of the first rank are used. Ranks of FSDP do not use `site`: each is a worker
-            that trains its shard together with the ranks that have the same shard elsewhere.
+            `servers` of the first rank are used. With FSDP, do not pass `site`: each rank is its
+            own worker and trains its shard with the ranks that have the same shard in the other
+            sites.
     """
 
     def __init__(
@@ -103,7 +104,10 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """Number of gradients pushed so far; the policy compares workers by it."""
+        """Logical time: the clock at which this worker joined plus its accepted pushes since then.
+
+        The policy compares workers by it.
+        """
         return self._session.clock
 
     @property
@@ -172,10 +176,11 @@ class Worker:
             self._send_fragment(self._local.overlap)
 
     def finish(self) -> int:
-        """Stop pushing, wait for all workers, and copy the final parameters into the module.
+        """Push the remaining local changes, wait for all workers, and load the final parameters.
 
-        Returns their version. A worker that is slow is waited for without a time limit; a worker
-        that is silent ends the wait with an error.
+        The final parameters are copied into the module, and their version is returned. The wait for
+        a slow worker has no time limit; a silent worker ends it with an error
+        (on_worker_loss="stop").
         """
         if self._finished:
             return self.version
@@ -220,7 +225,10 @@ class Worker:
         self.rank, session.clock, session.pushes, session.version = outcome[0]
 
     def _run_requests(self, steps: Steps[T]) -> T:
-        """Send the requests of a session to their servers, and their answers to the session."""
+        """Run a session generator and return its result.
+
+        The requests that it yields are sent, and the answers are passed back to it.
+        """
         if self._finished:
             raise RuntimeError(f"worker {self.rank} has finished; it can neither pull nor push")
         answers: list[Message] | None = None
@@ -249,7 +257,7 @@ class Worker:
         connection = self._connections[request.server]
         pushed = 0
         written: Iterable[int] = ()
-        if message.kind in SENDS:
+        if message.kind in KINDS_WITH_GRADIENTS:
             size, written = self._payload.write(request.server)
             message = replace(message, size=size)
             # Size 0 stands for the whole buffer.
@@ -258,13 +266,13 @@ class Worker:
             message = replace(message, text=json.dumps([self.loss, self.bytes_pushed + pushed]))
         answer = connection.request(message, written)
         if answer.size:
-            self._payload.read(request.server, answer)
+            self._payload.on_pulled(request.server, answer)
         return answer, pushed
 
     def _push(self) -> None:
         self._run_requests(self._session.prepare_push())
         self._run_requests(self._session.push())
-        self._payload.accepted()
+        self._payload.on_accepted()
 
     def _send_fragment(self, overlap: int = 0) -> None:
         """Send the changes of the next fragment, in another thread if the exchange may overlap."""

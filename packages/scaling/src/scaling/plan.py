@@ -1,7 +1,7 @@
 """Plans: the size, tokens and loss of a model for a budget and a serving load, with intervals.
 
-`Law.optimal` answers for a known law. A plan answers for runs, so each of its numbers has an
-interval that includes noise and drift.
+`Law.optimal` takes the law as exact. `plan` starts from a fit of runs, so each of its numbers has
+an interval that includes noise and drift.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The graph of a model as `torch.export` returns it: tensors and ATen operators.
 
 The graph is independent of how the model's code is written: modules, functions and operators are
-treated alike. Views and in-place operations are rewritten as functional ones. Outputs that are not
-tensors, such as a cache, are dropped.
+treated alike. In-place operations, including those on views, are rewritten as functional operators.
+Outputs that are not tensors, such as a cache, are dropped.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tinyml.conversion import plain_copy
 from tinyml.pruning.size_attributes import SizeReads
 
 _MODEL = "model."
-#: Operators on each element alone, one tensor and numbers.
+#: Elementwise operators whose only tensor argument is the input.
 ELEMENTWISE = {
     "relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid",
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Functional operators that `run_decompositions({})` leaves as they are. It takes most of the time
-#: of an export and is skipped for graphs that contain no other operators.
+#: Functional operators that `run_decompositions({})` leaves as they are. Decomposition takes most
+#: of the export time, so it is skipped if a graph contains only these operators.
 UNCHANGED = {
     *ELEMENTWISE, "add", "sub", "mul", "div", "mean", "view", "permute", "transpose", "cat",
     "softmax", "matmul",
@@ -78,7 +78,7 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
     except Exception as error:  # it runs the model's own code, which may raise anything
         raise ValueError(
             f"{type(model).__name__} cannot be exported ({error}); "
-            "take out of it the part that works on tensors alone"
+            "pass a submodule that takes and returns only tensors"
         ) from error
     graph = Exported(program)
     for node in graph.nodes:

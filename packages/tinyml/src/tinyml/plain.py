@@ -95,7 +95,7 @@ def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
 def remove_channels(
     values: Tensor, first: Tensor, second: Tensor, keep: int
 ) -> tuple[Tensor, Tensor]:
-    """Remove the hidden channels that contribute least from two layers (h, in) and (out, h).
+    """Remove the least important hidden channels between two layers (h, in) and (out, h).
 
     `values` (batch, h) are the values of the channels for typical inputs.
     """

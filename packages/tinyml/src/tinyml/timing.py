@@ -29,9 +29,9 @@ _HOPELESS = 3.0  # times slower than the fastest
 
 @dataclass(frozen=True)
 class Timing:
-    """The fastest implementation, and the median milliseconds of all implementations."""
+    """The selected implementation and the median milliseconds of all implementations."""
 
-    fastest: str
+    selected: str
     milliseconds: dict[str, float]
     #: Times with the weights out of the cache; empty if not measured.
     out_of_cache: dict[str, float]
@@ -43,7 +43,7 @@ class Timing:
     def __str__(self) -> str:
         cold = f"; weights out of the cache: {listed(self.out_of_cache)}"
         best = f"; at best {listed(self.at_best)}"
-        text = f"{self.fastest} ({listed(self.milliseconds)}{best if self.at_best else ''}"
+        text = f"{self.selected} ({listed(self.milliseconds)}{best if self.at_best else ''}"
         text += cold if self.out_of_cache else ""
         return text + ("; rounds disagree)" if self.disagree else ")")
 
@@ -54,32 +54,38 @@ def listed(times: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
 
 
-def measure(ways: Mapping[str, Callable[[], Tensor]], plain: str | None = None) -> Timing:
-    """Return the fastest of `ways`, or `plain` if none is clearly faster.
+def measure(
+    implementations: Mapping[str, Callable[[], Tensor]], reference: str | None = None
+) -> Timing:
+    """Return the fastest of `implementations`, or `reference` if none is clearly faster.
 
-    Without `plain` it is the one with the least median, with its weights in the cache.
+    Without `reference`, return the implementation with the lowest median, with its weights in the
+    cache.
     """
     # The first call prepares the weights of an implementation.
-    once = {name: min(milliseconds(call) for _ in range(3)) for name, call in ways.items()}
+    once = {
+        name: min(milliseconds(call) for _ in range(3)) for name, call in implementations.items()
+    }
     hopeless = _HOPELESS * min(once.values())
-    left = {n: call for n, call in ways.items() if once[n] <= hopeless or n == plain}
+    left = {n: call for n, call in implementations.items() if once[n] <= hopeless or n == reference}
     warm: dict[str, list[float]] = {name: [] for name in left}
     cold: dict[str, list[float]] = {name: [] for name in left}
     long = min(once.values()) > _LONG_MS
-    fill_the_cache = torch.ones(0 if long or not plain else _CACHE_BYTES // 4).sum
-    rivals = left.keys() - {plain}
+    fill_the_cache = torch.ones(0 if long or not reference else _CACHE_BYTES // 4).sum
+    rivals = left.keys() - {reference}
     sure: set[str] = set()
     unsure: set[str] = set()
-    for _ in range(2 if plain and rivals else 1):
+    for _ in range(2 if reference and rivals else 1):
         for _ in range(ROUNDS // 2 if long else ROUNDS):
             for name, call in left.items():
                 warm[name].append(milliseconds(call, None if long else call))
-        for _ in range(ROUNDS if plain and not long else 0):
+        for _ in range(ROUNDS if reference and not long else 0):
             for name, call in left.items():
                 cold[name].append(milliseconds(call, fill_the_cache))
-        if plain:
+        if reference:
             won = {
-                name: min(_fraction_won(t[name], t[plain]) for t in (warm, cold)) for name in rivals
+                name: min(_fraction_won(t[name], t[reference]) for t in (warm, cold))
+                for name in rivals
             }
             sure = {name for name, fraction in won.items() if fraction >= MOST}
             unsure = {name for name, fraction in won.items() if 1 - MOST < fraction < MOST}
@@ -87,15 +93,18 @@ def measure(ways: Mapping[str, Callable[[], Tensor]], plain: str | None = None) 
             break
     median = once | {name: statistics.median(ms) for name, ms in warm.items()}
     emptied = {name: statistics.median(ms) for name, ms in cold.items() if ms}
-    at_best = {plain: min(warm[plain])} if plain else {}
-    if plain and not sure:
-        return Timing(plain, median, emptied, disagree=bool(unsure), at_best=at_best)
+    at_best = {reference: min(warm[reference])} if reference else {}
+    if reference and not sure:
+        return Timing(reference, median, emptied, disagree=bool(unsure), at_best=at_best)
     best = min(sure or left, key=lambda name: median[name] + emptied.get(name, 0.0))
     return Timing(best, median, emptied, at_best=at_best)
 
 
 def _fraction_won(ours: Sequence[float], others: Sequence[float]) -> float:
-    """In which share of the rounds ours is clearly faster than it at its best; all of no rounds."""
+    """Return the fraction of `ours` that beat the minimum of `others` by the factor `MARGIN`.
+
+    Without rounds, the fraction is 1.
+    """
     won = [MARGIN * time_ms <= min(others) for time_ms in ours]
     return sum(won) / len(won) if won else 1.0
 

@@ -47,8 +47,8 @@ class Followed:
 
 
 Record = Staged | Followed
-_WITH_LOG = (Kind.FETCH, Kind.FOLLOW, Kind.END)
-_OF_FIRST = (
+_KINDS_WITH_LOG = (Kind.FETCH, Kind.FOLLOW, Kind.END)
+_FIRST_SERVER_KINDS = (
     Kind.PULL, Kind.PUSH, Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH
 )  # fmt: skip
 Data = Tensor | None
@@ -162,16 +162,17 @@ class Core:
         kind, shard = message.kind, self.replica.shard
         if kind in (Kind.PUSH, Kind.PULL) and shard.servers > 1:
             raise ValueError(f"{kind!r} needs a single server, there are {shard.servers}")
-        if kind in _OF_FIRST and not self.is_first:
+        if kind in _FIRST_SERVER_KINDS and not self.is_first:
             raise ValueError(f"{kind!r} is for server 0, this is server {shard.number}")
         if message.position > self.replica.position:
             raise RuntimeError(
                 f"worker {worker} has seen {message.position} entries of the log, but this server "
-                f"has {self.replica.position}: its journal was taken back; restart the worker"
+                f"has {self.replica.position}: its journal was restored from an older copy; "
+                "restart the worker"
             )
         log = None
         ledger = self.ledger
-        if kind in _WITH_LOG:
+        if kind in _KINDS_WITH_LOG:
             log = Log.from_text(message.text)
             ledger = self._preview(log)
         if kind is Kind.JOIN:
@@ -317,7 +318,7 @@ class Core:
             self.ledger.leave(worker)
         text = self._log(worker, m).to_text()
         if m.kind is Kind.SYNC:
-            return Message(Kind.OK, number=int(self.ledger.awaits(worker)), text=text)
+            return Message(Kind.OK, number=int(self.ledger.has_pending_push(worker)), text=text)
         if m.kind is Kind.LEAVE:
             return Message(Kind.OK, text=text)
         return None if self.ledger.active else self._newest(text)
@@ -349,7 +350,7 @@ class Core:
         worker = push[0]
         if data is None:
             raise ValueError(f"worker {worker} pushed no gradients")
-        if self.ledger.awaits(worker):
+        if self.ledger.has_pending_push(worker):
             raise pushed_twice(worker)
         data = data[: m.size or None]
         gradients = self.replica.unpack(push, data, finite=finite)
@@ -435,7 +436,7 @@ class Core:
         return self.ledger.members[worker]
 
     def _waits_for(self, message: Message) -> list[int]:
-        """Return the workers that a request waits for, without those that wait themselves."""
+        """Return the workers that block a request and are not waiting for an answer themselves."""
         is_finish = message.kind is Kind.FINISH
         blockers = self.ledger.active if is_finish else self.ledger.behind(message.clock)
         return [worker for worker in blockers if worker not in self._waiting]

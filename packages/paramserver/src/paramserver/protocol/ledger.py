@@ -44,7 +44,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Accept:
-    """Entry: a push is accepted, whose update waits for the pushes of other workers."""
+    """Entry: a push is accepted. Its update is applied once the other workers have pushed."""
 
     push: Push
 
@@ -54,7 +54,7 @@ class Write:
     """Entry: one update by the mean of these pushes, summed in this order."""
 
     pushes: tuple[Push, ...]
-    #: Number of versions between the parameters of each push and those that it updates.
+    #: Staleness of each push: the updates between the version its worker read and this one.
     staleness: tuple[int, ...]
 
 
@@ -69,7 +69,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Leave:
-    """Entry: `worker` has finished or is lost; its staged pushes that are not accepted are void."""
+    """Entry: `worker` has finished or is lost.
+
+    Its pushes that are staged but not accepted are discarded.
+    """
 
     worker: int
 
@@ -127,7 +130,8 @@ class Member:
     epoch: int = 0
     #: First epoch of this membership; a worker that is restarted continues its membership.
     first_epoch: int = 0
-    #: Number of gradients pushed, by which the policy compares workers.
+    #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
+    #: The policy compares workers by it.
     clock: int = 0
     #: Clock at the start of this epoch.
     first_clock: int = 0
@@ -137,12 +141,16 @@ class Member:
     reads: int = 0
     #: Version that the last read returned.
     read_version: int = 0
-    #: Public numbers of the last sessions.
+    #: Hashes of the last eight session numbers, which recognize a repeated join. The numbers
+    #: themselves are secret, because every worker can read the log.
     sessions: list[int] = field(default_factory=list)
 
 
 class Ledger:
-    """The members, their clocks, and the log. `workers` workers are members from the start."""
+    """The members, their clocks, and the log.
+
+    Workers 0 to `workers` - 1 are members from the start.
+    """
 
     def __init__(self, workers: int, consistency: Consistency, version: int = 0) -> None:
         #: Number of updates in the log and before it.
@@ -178,7 +186,7 @@ class Ledger:
         bound = self._consistency.bound
         return [w for w, member in self.awaited.items() if clock - member.clock > bound]
 
-    def awaits(self, worker: int) -> bool:
+    def has_pending_push(self, worker: int) -> bool:
         """Return True if a push of `worker` is accepted but not applied yet."""
         return worker in self._pushed()
 
@@ -291,7 +299,7 @@ class Ledger:
         if log.stop >= self.stop and new.before != self._digests[-1]:
             raise ValueError(
                 f"the log continues another history than this server's first {self.stop} entries: "
-                "a journal was taken back, or a server of another job answered"
+                "a journal was restored from an older copy, or a server of another job answered"
             )
         return new
 
@@ -339,7 +347,7 @@ class Ledger:
         worker, epoch, clock = push
         member = self.active.get(worker)
         current = member is not None and (epoch, clock) == (member.epoch, member.clock)
-        return current and not self.awaits(worker)
+        return current and not self.has_pending_push(worker)
 
     def _may_write(self, pushes: tuple[Push, ...], staleness: tuple[int, ...]) -> bool:
         if self._consistency.averages:
@@ -412,7 +420,7 @@ class Ledger:
 
 
 def wrong_clock(worker: int, clock: int, expected: int) -> ValueError:
-    """Return the error of a push or pull at another clock than the worker's next."""
+    """Return the error for a push or pull whose clock is not the worker's current clock."""
     return ValueError(
         f"worker {worker} is at clock {clock}, but the server has {expected} of its gradients; "
         "create one Worker per worker number"

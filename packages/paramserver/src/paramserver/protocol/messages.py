@@ -53,9 +53,10 @@ class Message:
     """A request or an answer."""
 
     kind: Kind
-    #: Number of times that the worker has rejoined.
+    #: Epoch of the worker's membership; each join that the ledger records increases it by one.
     epoch: int = 0
-    #: Number of gradients that the worker has pushed.
+    #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
+    #: The policy compares workers by it. In a JOIN: the number of the session.
     clock: int = 0
     #: Number of a read; in an answer, a version or a value that depends on the kind.
     number: int = 0

@@ -146,7 +146,8 @@ class Session:
         if max(self._positions) > log.stop:
             raise RuntimeError(
                 f"the servers have replayed {self._positions} entries of the log, but server 0 has "
-                f"{log.stop}: a journal was taken back; recover all servers' journals together"
+                f"{log.stop}: a journal was restored from an older copy; "
+                "recover all servers' journals together"
             )
         texts = [log.after(position).to_text() for position in self._positions]
         message = self._request(0, kind).message

@@ -121,8 +121,9 @@ def report(server: Server) -> ServerReport:
 def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
     """Return the result of a run from the outcomes of its processes.
 
-    If a process has failed, raise the error that caused those of the other processes: a process
-    that died comes before those that noticed, and an error of `train` before `PeerLost`.
+    Raise if a server failed, if all workers failed, or if any worker failed with
+    on_worker_loss="stop". A process that died without an exception is reported first, then an error
+    of `train`, then `PeerLost`.
     """
     no_outcome = Outcome("")
     servers = [outcomes.get(f"server {i}", no_outcome) for i in range(job.servers)]

@@ -7,7 +7,7 @@ from threading import Thread
 
 from paramserver.protocol.messages import Kind, Message, check_request, failure
 from paramserver.server import Server
-from paramserver.transport.connection import SENDS, Channel
+from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Channel
 from paramserver.transport.pieces import FiniteCheck
 
 #: The last request of a worker to the first server, and to the other servers.
@@ -49,7 +49,7 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
         return False
     data = channel.gradients[: request.size or None]
     check = FiniteCheck(server.shard, data)
-    if request.kind in SENDS:
+    if request.kind in KINDS_WITH_GRADIENTS:
         channel.take(data, check.update)
 
     def keep_alive() -> None:

@@ -18,10 +18,10 @@ from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 #: Seconds beyond the timeout during which a server may be silent.
 GRACE = 10.0
 #: Requests that are followed by gradients. An answer is followed by data if it has a size.
-SENDS = (Kind.STAGE, Kind.PUSH)
+KINDS_WITH_GRADIENTS = (Kind.STAGE, Kind.PUSH)
 
 
-class Buffers:
+class ConnectionBuffers:
     """The buffers at one end of a connection: flat bytes of parameters and of gradients."""
 
     #: The server's parameters, if this process can read them in place.
@@ -40,17 +40,19 @@ class Buffers:
         return None
 
     def read(self, use: Callable[[Tensor], object]) -> None:
-        """Call `use` with the delivered parameters, before the next request.
+        """Call `use` with the parameters of the last answer.
 
-        `use` may be called twice; then only the effect of the second call counts.
+        They are valid until the next request. `use` may be called twice; then only the effect of
+        the second call counts.
         """
         use(self.parameters)
 
 
-class Connection(Buffers):
+class Connection(ConnectionBuffers):
     """A worker's end of a connection."""
 
-    #: Number by which the server recognizes the sender; None if the transport guarantees it.
+    #: Number by which the server recognizes the sender; None if the transport itself identifies the
+    #: sender.
     session: int | None = None
 
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
@@ -65,7 +67,7 @@ class Connection(Buffers):
         """Report to the server that this worker has failed."""
 
 
-class Channel(Buffers):
+class Channel(ConnectionBuffers):
     """One end of a connection between processes; raises `ConnectionError` if the peer is gone."""
 
     peer: str
@@ -115,7 +117,7 @@ class RemoteConnection(Connection):
         channel = self._channel
         try:
             channel.send(message)
-            if message.kind in SENDS:
+            if message.kind in KINDS_WITH_GRADIENTS:
                 channel.push(self.gradients[: message.size or None], written)
             while (answer := channel.receive(self._timeout)).kind is Kind.WAIT:
                 pass

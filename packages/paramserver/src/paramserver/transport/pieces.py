@@ -19,7 +19,7 @@ from paramserver.partition import Shard
 PIECE = 2**20
 
 
-class Buffers:
+class BufferPool:
     """A pool of buffers of `nbytes` bytes."""
 
     def __init__(self, nbytes: int) -> None:
@@ -81,7 +81,10 @@ class FiniteCheck:
         return flat is not None and self._checked == len(flat) and math.isfinite(self._sum)
 
 
-def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each piece of `nbytes` bytes; one empty piece for no bytes."""
+def piece_bounds(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Split `nbytes` bytes into pieces of at most `PIECE` bytes; yield start and stop of each.
+
+    Yield one empty piece if `nbytes` is 0.
+    """
     for start in range(0, max(nbytes, 1), PIECE):
         yield start, min(start + PIECE, nbytes)

@@ -15,7 +15,7 @@ from paramserver.protocol.messages import Message, PeerLost
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble, report
 from paramserver.running.processes import ReportProgress
 from paramserver.running.progress import Progress
-from paramserver.transport.connection import SENDS, Connection, import_extra
+from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_extra
 
 
 def run_on_ray(job: Job, shards: list[Shard], progress: ReportProgress | None = None) -> Result:
@@ -86,7 +86,7 @@ class _RayConnection(Connection):
         ray = import_extra("ray", "ray")
         for _ in written:
             pass  # iterating writes the payload
-        data = self.gradients.numpy() if message.kind in SENDS else None
+        data = self.gradients.numpy() if message.kind in KINDS_WITH_GRADIENTS else None
         try:
             reply, parameters = ray.get(self._actor.request.remote(self._worker, message, data))
         except ray.exceptions.RayTaskError as error:

@@ -41,8 +41,8 @@ from paramserver.protocol.messages import (
     raise_failure,
 )
 from paramserver.running.progress import Progress, progress_of
-from paramserver.transport.connection import SENDS, Connection, import_extra
-from paramserver.transport.pieces import PIECE, Arrival, Buffers, cuts
+from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_extra
+from paramserver.transport.pieces import PIECE, Arrival, BufferPool, piece_bounds
 
 _LOG = logging.getLogger(__name__)
 #: Seconds between two BEATs of a worker.
@@ -112,7 +112,7 @@ class ZeroMQServer:
         self._incoming = dict[int, _Request]()
         #: Complete requests by worker that wait for their answer.
         self._waiting = dict[int, _Request]()
-        self._buffers = Buffers(core.replica.shard.buffer_bytes)
+        self._buffers = BufferPool(core.replica.shard.buffer_bytes)
         #: By worker: routing id, connection number and session of the sender that joined last. A
         #: worker of this package uses one number for both, which the log keeps if this server dies.
         self._joined = dict[int, tuple[bytes, int, int]]()
@@ -225,7 +225,7 @@ class ZeroMQServer:
 
     def _size(self, worker: int, message: Message) -> int:
         """Return the number of bytes of a push; only members get memory for their data."""
-        if message.kind not in SENDS:
+        if message.kind not in KINDS_WITH_GRADIENTS:
             return 0
         size = message.size or self._buffers.nbytes
         if worker not in self.core.ledger.members:
@@ -294,7 +294,7 @@ class ZeroMQServer:
 
     def _send(self, request: "_Request", reply: Message) -> None:
         out = self._buffers.take() if reply.size else None
-        for start, stop in cuts(reply.size):
+        for start, stop in piece_bounds(reply.size):
             head = [*request.key, start, *(() if start else reply.fields())]
             frames: list[Any] = [request.name, json.dumps(head).encode()]
             if out is not None:
@@ -461,8 +461,10 @@ class ZeroMQConnection(Connection):
         written_bytes = 0
         written = iter(written)
         socket = socket or self._socket
-        data = self.gradients[: (message.size or None) if message.kind in SENDS else 0]
-        for start, stop in cuts(len(data)):
+        data = self.gradients[
+            : (message.size or None) if message.kind in KINDS_WITH_GRADIENTS else 0
+        ]
+        for start, stop in piece_bounds(len(data)):
             while written_bytes < stop:  # the previous piece is sent while this one is written
                 written_bytes = next(written, stop)
             fields = () if start else message.fields()

@@ -15,7 +15,8 @@ stored as they are and may be zero. For Chinchilla's law theta is (E, a, b, alph
 
     L = E + exp(a - alpha x) + exp(b - beta y),   x = log N - mean(log N), y = log D - mean(log D).
 
-If the sum is raised to a power, the target is divided by its geometric mean before the fit.
+If the sum is raised to a power, all amplitudes are stored as logarithms, and the target is divided
+by its geometric mean before the fit.
 """
 
 import itertools
@@ -41,7 +42,8 @@ MAX_POINTS_PER_EXPONENT = 17
 #: Step of complex-step derivatives. Nothing is subtracted, so a tiny step loses no digits.
 COMPLEX_STEP = 1e-30
 
-#: Bounds of a log amplitude, relative to the spread of the target and absolute.
+#: Half-width of the bounds of a log amplitude. The lower bound is log(spread) - 30 and the upper
+#: bound is max(log(spread), 0) + 30.
 LOG_AMPLITUDE_RANGE = 30.0
 
 
@@ -162,7 +164,10 @@ class Problem(ComparesArrays):
 
     @cached_property
     def target_spread(self) -> float:
-        """Standard deviation of the target: the scale on which a term is large or small."""
+        """Scale of a term's amplitude.
+
+        It is the standard deviation of the target, or 1 if the sum is raised to a power.
+        """
         if self.power_index:
             return 1.0
         return max(float(np.exp(self.log_target).std()), 1e-16)

@@ -249,7 +249,10 @@ def _split_unit(words: list[str], ours: str) -> tuple[list[str], float, str]:
 
 
 def _leading_unit(word: str) -> float | None:
-    """Return the unit before a name, as in 1e18 FLOPs and billion tokens; None if there is none."""
+    """Return the factor that a word before a name stands for; None if the word is not a unit.
+
+    An example is 1e18 in "1e18 FLOPs".
+    """
     if power := POWER_OF_TEN.fullmatch(word):
         return 10.0 ** int(power[1])
     return UNITS[word] if len(word) > 3 and word in UNITS else None

@@ -35,7 +35,7 @@ class BacktestRow(ComparesArrays):
     #: Predicted best number of parameters at the largest run's compute, and its interval.
     size: float
     size_interval: Interval
-    #: The best number of parameters there by a fit of all runs.
+    #: Best number of parameters at the same compute according to a fit of all runs.
     full_fit_size: float
     #: Median of |predicted / observed - 1| over held-out runs; nan for an IsoFLOP fit.
     loss_error: float

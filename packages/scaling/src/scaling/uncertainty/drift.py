@@ -36,7 +36,7 @@ PRIOR_LOSS_DRIFT = 0.01
 #: Number of observations that the typical drift counts as.
 PRIOR_WEIGHT = 4.0
 
-#: Number of runs at which a cut starts to count, and at which it counts fully.
+#: A cut has weight 0 up to `FEWEST_RUNS` runs and weight 1 from `FULL_WEIGHT_RUNS` runs on.
 FEWEST_RUNS = 10
 FULL_WEIGHT_RUNS = 22
 
@@ -88,7 +88,8 @@ class Drift:
     cuts: tuple[Cut, ...]
     size: float
     loss: float
-    #: Ratio of the errors of runs beyond the cuts to their expected errors, at least 1.
+    #: Largest over all cuts of (`Cut.run_error` / 1.96) ** `Cut.weight`, where ratios below 1 count
+    #: as 1.
     run_error_ratio: float
 
     def widen(self, best: Optimum) -> Optimum:
@@ -117,7 +118,8 @@ class Drift:
 def run_noise(residuals: Array, level: float = 0.95) -> float:
     """Return the standard deviation of runs about the law.
 
-    It is the deviation of a normal distribution that has the same `level` quantile of |residual|.
+    Estimate it as the standard deviation of a normal distribution with the same `level` quantile of
+    |residual|, times sqrt(n / (n - 5)) for the five fitted constants.
     """
     n = len(residuals)
     quantile = float(np.quantile(np.abs(residuals), level))
@@ -128,6 +130,8 @@ def measure_drift(runs: Runs, refit: Callable[[Runs], Bootstrap]) -> Drift:
     """Measure the drift by refitting the runs below each of five cuts in compute.
 
     `refit` fits and resamples some of the runs, and raises `ValueError` if they cannot be fitted.
+    If `refit` fails for all runs, return the typical drift. A cut is skipped if `refit` fails for
+    it, or if it has `FEWEST_RUNS` or fewer runs.
     """
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
     highest = float(compute.max())
@@ -210,14 +214,14 @@ def _deviation(values: Array) -> float:
 
 
 def normal_quantile(level: float) -> float:
-    """Return the number of standard deviations within which a normal variable has this chance."""
+    """Return z such that a standard normal variable lies within ±z with probability `level`."""
     return float(ndtri(0.5 + level / 2))
 
 
 def _widen(interval: Interval, value: float, deviation: float, ratio: float = 1.0) -> Interval:
-    """Return an interval widened in logs: by a factor, then by an independent normal deviation.
+    """Scale both log half-widths by `ratio` and add an independent normal deviation.
 
-    Unbounded intervals are returned unchanged.
+    Return the interval unchanged if it is unbounded, not positive, or does not contain `value`.
     """
     if not (deviation or ratio > 1):
         return interval

@@ -122,7 +122,8 @@ def adapt(
     """Return the result of `steps` of gradient descent on `loss` from `start`.
 
     With first_order=False the result is differentiable in `start` through the steps. With
-    first_order=True the steps count as the identity, which avoids second derivatives.
+    first_order=True the derivative of each step is taken to be the identity, which avoids second
+    derivatives.
     """
     prompt = start
     for _ in range(steps):

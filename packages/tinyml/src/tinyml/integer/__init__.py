@@ -1,1 +1,1 @@
-"""Networks that compute with whole numbers from end to end, and their ways out to a device."""
+"""Networks that compute with whole numbers from end to end, and their export to C and ONNX."""

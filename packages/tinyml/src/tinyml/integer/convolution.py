@@ -37,9 +37,9 @@ class Int8Filters(Exact):
             self._parts = _parts(self.codes)
         return self._parts
 
-    def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
+    def implementations(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
         """Return the implementations in this file."""
-        return WAYS
+        return IMPLEMENTATIONS
 
     def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
         """Return the images rounded up to a power of two, channels, height, width and filters."""
@@ -51,9 +51,9 @@ class Int8Filters(Exact):
         return self.geometry, len(self.parts)
 
     def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
-        """Return images for which sums are largest, or large and odd.
+        """Return pairs of filters and images whose sums are extreme, or large and odd.
 
-        The actual weights are tried too, because the hardest ones are split into more parts.
+        The layer's own filters are included, because extreme filters are split into more parts.
         """
         codes = ends(self.codes, -127, 127, 0)
         codes[: (len(codes) + 1) // 2] = 127
@@ -191,7 +191,7 @@ def _int8_library(filters: Int8Filters, images: Tensor) -> Tensor:
     return _added(filters, images.view(torch.uint8).bitwise_xor(128), weights, part)
 
 
-WAYS: dict[str, Callable[[Int8Filters, Tensor], Tensor]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Int8Filters, Tensor], Tensor]] = {
     "int8 library": _int8_library,
     "int8 patches": _int8_patches,
     "float32": _float32,

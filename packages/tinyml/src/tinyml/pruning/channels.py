@@ -52,7 +52,7 @@ def prune_channels(
     writers = sorted({name for group in groups for name in group.writers})
     for name in fractions:
         if name not in writers:
-            why = next((f" ({g.stays})" for g in walk.groups() if name in g.writers), "")
+            why = next((f" ({g.blocked_by})" for g in walk.groups() if name in g.writers), "")
             raise ValueError(
                 f"channels of [{name!r}] cannot be removed{why}; those of {writers} can"
                 f"{suggestion(name, writers)}"
@@ -68,7 +68,7 @@ def prune_channels(
             fraction = 0.0
         count = max(1, group.size - round(fraction * group.size))
         keep[group] = group.order[:count].sort().values
-    return _selected(model, walk, keep, inputs)
+    return _select_units(model, walk, keep, inputs)
 
 
 def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
@@ -76,7 +76,7 @@ def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
     model = _dense_copy(model)
     walk = Walk(model, inputs)
     keep = {group: group.order for group in _ranked(walk, model, inputs)}
-    return _selected(model, walk, keep, inputs)
+    return _select_units(model, walk, keep, inputs)
 
 
 def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
@@ -94,10 +94,14 @@ def _ranked(walk: Walk, model: nn.Module, inputs: tuple[Any, ...]) -> list[Group
 def _removable(walk: Walk, model: nn.Module) -> list[Group]:
     all_groups = walk.groups()
     groups = [
-        g for g in all_groups if not g.stays and g.writers and g.layers("reader") and g.size > 1
+        g
+        for g in all_groups
+        if not g.blocked_by and g.writers and g.layers("reader") and g.size > 1
     ]
     if not groups:
-        why = "; ".join(f"{g.writers[0]}: {g.stays}" for g in all_groups if g.writers and g.stays)
+        why = "; ".join(
+            f"{g.writers[0]}: {g.blocked_by}" for g in all_groups if g.writers and g.blocked_by
+        )
         raise ValueError(
             f"{type(model).__name__} has no channels between two layers to remove"
             f"{why and '; ' + why}"
@@ -106,10 +110,14 @@ def _removable(walk: Walk, model: nn.Module) -> list[Group]:
 
 
 @torch.no_grad()
-def _selected(
+def _select_units(
     model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor], inputs: tuple[Any, ...]
 ) -> nn.Module:
-    """Return `model` with the kept units in the given order, after comparing it with zeros."""
+    """Reduce `model` in place to the kept units, in the given order, and return it.
+
+    Raise `ValueError` unless its outputs equal those of a full-size copy in which the weights that
+    read the removed units are zero.
+    """
     attributes = _new_sizes(model, walk, keep)
     biases: dict[str, str] = {}
     for group, index in keep.items():

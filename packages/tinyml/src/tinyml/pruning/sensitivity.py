@@ -38,7 +38,7 @@ class Sensitivity:
 
 
 def prune_weight(weight: Tensor, sparsity: float) -> Tensor:
-    """Return the weight without its smallest values; the default compression of a scan."""
+    """Return the weight with its smallest values set to zero; the default of a scan."""
     return weight * smallest_mask(importance(weight), sparsity)
 
 

@@ -20,7 +20,7 @@ different sizes makes units coarser, as for grouped-query attention: 8 query hea
 key-value heads become 2 units, each with 4 query heads.
 
 Each operator has a rule in `_RULES`. Units that reach an operator without a rule, or an operator
-that mixes them, cannot be removed; `Group.stays` names that operator.
+that mixes them, cannot be removed; `Group.blocked_by` names that operator.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Group:
 
     size: int
     slices: list[Slice] = field(default_factory=list)
-    #: Why they have to stay: the operation that they meet.
-    #: The operator that prevents the removal of these units; empty if they can be removed.
-    stays: str = ""
+    #: The operator or other reason that prevents the removal of these units; empty if they can be
+    #: removed.
+    blocked_by: str = ""
     #: The units from most to least important; see `tinyml.pruning.importance`.
     order: Tensor = field(default_factory=lambda: torch.empty(0))
     #: For each reading weight the values of units that never change; nan for the other units.
@@ -86,10 +86,9 @@ class Group:
 
 @dataclass(frozen=True)
 class SizeUse:
-    """A use of an attribute: the node, and the groups whose units the size counts.
+    """A graph node that uses an attribute as a size, and the groups whose units that size counts.
 
-    Each group comes with the number of elements that it contributes. Without groups, the attribute
-    is not a number of units.
+    `parts` are (group, number of elements); they are empty if the size does not count units.
     """
 
     node: str
@@ -204,7 +203,7 @@ class Walk:
             for along in value if isinstance(value, list) else [value]:
                 for group, _ in along.parts if along is not None else ():
                     group = self.find(group)
-                    group.stays = group.stays or (
+                    group.blocked_by = group.blocked_by or (
                         "the model returns them" if node.op == "output" else described(node)
                     )
 
@@ -364,7 +363,7 @@ class Walk:
             first.coarsen(size)
             second.coarsen(size)
             first.slices += second.slices
-            first.stays = first.stays or second.stays
+            first.blocked_by = first.blocked_by or second.blocked_by
             self._merged[second] = first
 
     def _attention(
@@ -432,7 +431,7 @@ class Walk:
             for along, part in zip(alongs, parts, strict=True):
                 if along is None:
                     extent = _shape(part)[dim]
-                    joined.append((Group(1, stays="they are not outputs of a layer"), extent))
+                    joined.append((Group(1, blocked_by="they are not outputs of a layer"), extent))
                 else:
                     joined += along.parts
             return _Along(dim, tuple(joined))
@@ -452,7 +451,7 @@ class Walk:
         (group, extent), *more = along.parts
         group = self.find(group)
         widths = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
-        plain = not more and group.size == extent and not group.stays
+        plain = not more and group.size == extent and not group.blocked_by
         if not plain or sum(widths) != total or group.layers("reader") or not _alone(x):
             return self._stop(node)
         # A fused matrix, such as queries, keys and values, is split into separate groups.
@@ -468,8 +467,8 @@ class Walk:
     def _view(self, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
         """Return the dimension that starts where the units' dimension started.
 
-        The new dimension may include the dimensions after it, or only a leading part of the old
-        one.
+        The dimension may have been flattened with the dimensions after it, or split, for example
+        into (heads, width); then its leading factor is returned.
         """
         along = self._at[x]
         before = _shape(x)

@@ -41,10 +41,10 @@ class FastestLinear(Replacement):
     dtype: torch.dtype
     transposed: bool
     group_size: int = 0
-    #: A way that is taken without measuring.
+    #: Implementation that is used without timing; None if implementations are timed.
     always: str | None = None
-    #: The method of each way, inputs -> outputs.
-    ways: ClassVar[dict[str, str]] = {"float": "_by_dense_weight"}
+    #: Method name of each implementation; the method maps inputs to outputs.
+    implementations: ClassVar[dict[str, str]] = {"float": "_by_dense_weight"}
 
     def __init__(self, bias: Tensor | None) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class FastestLinear(Replacement):
         # A microsecond is a tenth of a small layer's time, so this code is kept minimal.
         if input.requires_grad and torch.is_grad_enabled():
             return cast(Tensor, cast(Any, _StraightThrough).apply(input, self))
-        outputs: Tensor = getattr(self, self.ways[self.always or self._implementation(input)])(
-            input
-        )
+        outputs: Tensor = getattr(
+            self, self.implementations[self.always or self._implementation(input)]
+        )(input)
         return outputs
 
     def _implementation(self, inputs: Tensor) -> str:
@@ -78,7 +78,7 @@ class FastestLinear(Replacement):
             return "float"  # nothing can be timed inside a compiled graph
         key = (tokens - 1).bit_length(), inputs.dtype, inputs.device, torch.get_num_threads()
         if (name := self._selected.get(key)) is None:
-            name = self._selected[key] = self.timing(inputs).fastest
+            name = self._selected[key] = self.timing(inputs).selected
         return name
 
     def timing(self, inputs: Tensor) -> Timing:
@@ -90,7 +90,10 @@ class FastestLinear(Replacement):
         )  # fmt: skip
         if key not in _timings:
             like = torch.randn_like(inputs)
-            calls = {n: partial(getattr(self, method), like) for n, method in self.ways.items()}
+            calls = {
+                n: partial(getattr(self, method), like)
+                for n, method in self.implementations.items()
+            }
             close = {name: call for name, call in calls.items() if _agree(call, calls["float"])}
             _timings[key] = measure(close, "float")
         return _timings[key]
@@ -98,9 +101,9 @@ class FastestLinear(Replacement):
     def gains(self) -> bool:
         """Return True if any implementation is faster than float for one of `SHOWN_TOKENS`."""
         single = self.timing(self.example(1))
-        if single.fastest == "float" and single.milliseconds["float"] < _SMALL_MS:
+        if single.selected == "float" and single.milliseconds["float"] < _SMALL_MS:
             return False  # the selection would take more than a twentieth of this time
-        return any(self.timing(self.example(count)).fastest != "float" for count in SHOWN_TOKENS)
+        return any(self.timing(self.example(count)).selected != "float" for count in SHOWN_TOKENS)
 
     def example(self, tokens: int) -> Tensor:
         """Return random inputs with this number of tokens."""

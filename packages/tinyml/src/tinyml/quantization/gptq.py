@@ -226,10 +226,11 @@ def gptq_codes(
     outputs, inputs = weight.shape
     if hessian.shape != (inputs, inputs):
         raise ValueError(
-            f"the hessian is {tuple(hessian.shape)}; {(inputs, inputs)} for this weight"
+            f"expected a Hessian of shape (in, in) = {(inputs, inputs)} for this weight, "
+            f"got {tuple(hessian.shape)}"
         )
     if not (torch.isfinite(weight).all() and torch.isfinite(hessian).all()):
-        raise ValueError("the weight or the calibration inputs hold nan or inf")
+        raise ValueError("expected finite weights and calibration inputs, got nan or inf")
     scale, zero = (_by_column(part, outputs, inputs) for part in (grid.scale, grid.zero))
     factor = inverse_factor(hessian, damping)
     remaining = weight.double().clone()

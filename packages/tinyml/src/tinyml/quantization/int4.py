@@ -23,7 +23,10 @@ class Int4Linear(FastestLinear):
     size of a float model's.
     """
 
-    ways: ClassVar[dict[str, str]] = {"weights alone": "_weights_alone", **FastestLinear.ways}
+    implementations: ClassVar[dict[str, str]] = {
+        "weights alone": "_weights_alone",
+        **FastestLinear.implementations,
+    }
 
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:
         super().__init__(bias)

@@ -32,8 +32,8 @@ class Int8Linear(FastestLinear):
     weight_codes: Tensor
     scale: Tensor
     divide: Tensor | None
-    ways: ClassVar[dict[str, str]] = {
-        "int8": "_multiply", "weights alone": "_weights_alone", **FastestLinear.ways,
+    implementations: ClassVar[dict[str, str]] = {
+        "int8": "_multiply", "weights alone": "_weights_alone", **FastestLinear.implementations,
     }  # fmt: skip
 
     def __init__(

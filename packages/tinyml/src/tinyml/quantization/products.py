@@ -6,8 +6,8 @@ A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. Th
 when this holds: 127 times the sum of |w| along a row bounds every partial sum.
 
 Without int8 dot products (VNNI, AMX), a CPU adds pairs of products in 16 bits, and `torch._int_mm`
-saturates (pytorch issue 136746). Half of a weight, w >> 1, has one bit less and cannot saturate:
-w = 2 (w >> 1) + (w & 1) needs two products instead of one.
+saturates (pytorch issue 136746). `w >> 1` has one bit less than w and cannot saturate. Since
+w = 2 (w >> 1) + (w & 1), two products replace one.
 
 An instruction may exist and still be slow, so the CPU's flags are not used. At the first product of
 a shape class every implementation runs on the actual weights and on the hardest inputs. Those that
@@ -46,9 +46,9 @@ class Choice:
     extra_bytes: int = 0
 
     @property
-    def fastest(self) -> str:
+    def selected(self) -> str:
         """Return the name of the implementation."""
-        return self.timing.fastest
+        return self.timing.selected
 
     def __str__(self) -> str:
         text = f"{' x '.join(map(str, self.shape))}, {self.threads} threads: {self.timing}"
@@ -62,16 +62,17 @@ _chosen: dict[Any, Choice] = {}
 class Exact:
     """int8 weights that are multiplied by the fastest exact implementation on this machine.
 
-    `product(inputs)` returns exact sums as float32, float64 or int32. Subclasses define `ways`. The
-    last of them, "float64", is exact on every machine (Note [Exact products]).
+    `product(inputs)` returns exact sums as float32, float64 or int32. Subclasses define
+    `implementations`. The last of them, "float64", is exact on every machine (Note [Exact
+    products]).
     """
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes
         self._prepared: dict[str, Any] = {}
-        self._ways: dict[object, str] = {}
+        self._selected: dict[object, str] = {}
 
-    def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
+    def implementations(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
         """Return all implementations by name."""
         raise NotImplementedError
 
@@ -89,7 +90,7 @@ class Exact:
 
     def product(self, inputs: Tensor) -> Tensor:
         """Return exact sums for integers stored as float32 or int8."""
-        return self.ways()[self.implementation(inputs)](self, inputs)
+        return self.implementations()[self.implementation(inputs)](self, inputs)
 
     def implementation(self, inputs: Tensor) -> str:
         """Return the name of the implementation for inputs like these; see `choice`."""
@@ -97,9 +98,9 @@ class Exact:
             return "float64"  # a compiled graph cannot be timed
         count = (len(inputs) - 1).bit_length()
         key = count, inputs.shape[1:], inputs.device, torch.get_num_threads()
-        if key not in self._ways:
-            self._ways[key] = self.choice(inputs).fastest
-        return self._ways[key]
+        if key not in self._selected:
+            self._selected[key] = self.choice(inputs).selected
+        return self._selected[key]
 
     @torch.no_grad()
     def choice(self, inputs: Tensor) -> Choice:
@@ -111,10 +112,10 @@ class Exact:
         if not inputs.numel() or not self.codes.numel():
             return Choice(shape, threads, Timing("float64", {}, {}))
         trials = self.hardest(inputs)
-        exact = [self.ways()["float64"](*trial).double() for trial in trials]
+        exact = [self.implementations()["float64"](*trial).double() for trial in trials]
         calls: dict[str, Callable[[], Tensor]] = {}
         wrong = []
-        for name, implementation in self.ways().items():
+        for name, implementation in self.implementations().items():
             try:
                 sums = [implementation(*trial).double() for trial in trials]
             except (RuntimeError, AttributeError):  # not available for this build or shape
@@ -124,7 +125,7 @@ class Exact:
             else:
                 wrong.append(name)
         timing = measure(calls)
-        best = timing.fastest
+        best = timing.selected
         self._prepared = {name: value for name, value in self._prepared.items() if name == best}
         extra = sum(t.nbytes for t in self._prepared.get(best, ()) if isinstance(t, Tensor))
         _chosen[key] = Choice(shape, threads, timing, tuple(wrong), extra)
@@ -151,9 +152,9 @@ class Int8Weights(Exact):
         self.largest = largest
         self._edges: list[int] | None = None
 
-    def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
+    def implementations(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
         """Return the implementations in this file."""
-        return WAYS
+        return IMPLEMENTATIONS
 
     def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
         """Return the tokens rounded up to a power of two, the inputs, and the outputs."""
@@ -161,7 +162,11 @@ class Int8Weights(Exact):
         return tokens, inputs.shape[1], len(self.codes)
 
     def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
-        """Return weights and inputs whose neighboring products add up in half of the rows."""
+        """Return pairs of extreme weights and inputs.
+
+        Half of the weight rows are constant (127), so that neighboring products have equal signs
+        where the inputs do.
+        """
         codes = ends(self.codes, -128, 127, 0)
         codes[: (len(codes) + 1) // 2] = 127
         hard, inputs = Int8Weights(codes, largest=self.largest), inputs.float()
@@ -227,7 +232,7 @@ def _float64(weights: Int8Weights, inputs: Tensor) -> Tensor:
 
 
 #: All implementations; the last is exact on every machine and checks the others.
-WAYS: dict[str, Callable[[Int8Weights, Tensor], Tensor]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Int8Weights, Tensor], Tensor]] = {
     "int8": _int8,
     "int8 halves": _int8_halves,
     "float32": _float32,

@@ -1,8 +1,8 @@
 """Quantization-aware training: the forward pass rounds, and the gradient passes through.
 
-Without `batches`, layers act with rounded weights. With `batches`, every value is rounded as well,
-at the points at which an `IntegerModel` rounds (see `integer.training`). With `learn_scale` the
-steps of the grids are parameters. `convert` returns a model with identical outputs, or, for
+Without `batches`, layers compute with rounded weights. With `batches`, every value is rounded as
+well, at the points at which an `IntegerModel` rounds (see `integer.training`). With `learn_scale`
+the steps of the grids are parameters. `convert` returns a model with identical outputs, or, for
 integers, outputs within one step.
 """
 
@@ -37,7 +37,9 @@ def prepare_qat(
     batches: Sequence[Tensor] | None = None,
     activation_bits: int = 8,
 ) -> nn.Module:
-    """Return a copy of `model` for training, whose layers act with rounded weights. See `convert`.
+    """Return a copy of `model` for training, whose layers compute with rounded weights.
+
+    See `convert`.
 
     With `batches` of inputs, on which ranges are measured, values are rounded too, to
     `activation_bits`. The copy is then the model's graph as an `IntegerModel` has it: all weights
