@@ -19,7 +19,6 @@ from llmsys_suite.report.findings import evidence_of, planned
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-SUBTITLE = "One language model's whole life in one command"
 
 
 def llmsys(*arguments, timeout=300, **kwargs):

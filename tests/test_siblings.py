@@ -195,9 +195,9 @@ with tempfile.TemporaryDirectory() as folder:
 torch.distributed.destroy_process_group()
 """,
     "llmsys-suite": """
-from llmsys_suite.ranks.worker import make_autograds_threads
+from llmsys_suite.ranks.worker import create_autograd_threads
 from torch._subclasses.fake_tensor import FakeTensorMode
-make_autograds_threads()
+create_autograd_threads()
 with FakeTensorMode():
     torch.ones(1)
 """,

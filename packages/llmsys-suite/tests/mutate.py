@@ -245,9 +245,9 @@ class _OtherRankFailed(RuntimeError):
 def _wait_or_fail(run: Run) -> None:
     """Do what `Run.wait_for_ranks` does, but raise if another rank has failed in the meantime."""
     assert run.store is not None
-    run._meetings += 1
-    run.store.set(f"meeting {run._meetings} {run.rank}", "reached")
-    while not run.store.check([f"meeting {run._meetings} {r}" for r in range(run.world)]):
+    run._num_barriers += 1
+    run.store.set(f"barrier {run._num_barriers} {run.rank}", "reached")
+    while not run.store.check([f"barrier {run._num_barriers} {r}" for r in range(run.world)]):
         if run.store.check([KEY]):
             raise _OtherRankFailed(run.store.get(KEY).decode())
         time.sleep(0.01)
@@ -266,7 +266,7 @@ def _recover(run: Run, error: Exception) -> str:
     run.store.wait([KEY])
     message = run.store.get(KEY).decode()
     run.store = dist.PrefixStore("recovered", run.store)
-    run._meetings = 0
+    run._num_barriers = 0
     worker.make_group(run)
     return message
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from llmsys_suite.audit import training
-from llmsys_suite.audit.check import Check, closest, furthest, none, within
+from llmsys_suite.audit.check import Check, none, within, worst_distance, worst_equal
 from llmsys_suite.audit.run import check_again
 from llmsys_suite.audit.text import held_out_windows, read_parts
 from llmsys_suite.config import RunConfig, UsageError
@@ -216,7 +216,7 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
         ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "weights and moments"),
         ("gradient_bytes", 1200, "gradient bytes"),
         ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes per rank"),
-        ("peak", 2.2e6, "rate of a matrix product, in matmuls'"),
+        ("peak", 2.2e6, "matrix-product rate over the reference matmul's rate"),
     ],
 )
 def test_a_wrong_prediction_fails(key, value, name):
@@ -244,7 +244,7 @@ def test_weights_that_a_probe_moved_wrongly_fail(distance):
     def change(train, samples, evidence):
         evidence["probe"]["variants"]["parameter server"]["weights"][0] = [distance, "q"]
 
-    assert tampered(change) == ["parameter server: what SGD moved"]
+    assert tampered(change) == ["parameter server: weight change of one SGD step"]
 
 
 def test_ranks_whose_weights_differ_in_a_bit_fail():
@@ -265,7 +265,7 @@ def test_training_that_went_elsewhere_fails():
     def change(train, samples, evidence):
         train.final_weights[PEER]["from_one_process"] = [0.04, "q"]
 
-    assert tampered(change) == [f"{PEER}: what training moved"]
+    assert tampered(change) == [f"{PEER}: weight change of the training"]
 
 
 def test_rows_that_are_not_the_samplers_fail():
@@ -303,7 +303,7 @@ def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
 
     assert of_an_epoch() == []
     names = [check.name for check in of_an_epoch(twice)]
-    assert names == ["ranks' rows are the global batch", "each window of the text once an epoch"]
+    assert names == ["ranks' rows are the global batch", "each window of the text once per epoch"]
     assert "ddp flat epoch 0: 1 of 32 unread" in str(of_an_epoch(twice)[1])
 
 
@@ -464,7 +464,7 @@ def test_rounds_of_local_steps_that_end_elsewhere_fail(distance):
     def change(train, samples, evidence):
         evidence["probe"]["rounds"][1] = [distance, "q"]
 
-    assert tampered(change) == [f"{LOCAL}: what rounds moved"]
+    assert tampered(change) == [f"{LOCAL}: weight change of the first DiLoCo rounds"]
 
 
 def test_local_steps_may_drift_apart_but_not_far():
@@ -513,8 +513,8 @@ def test_a_loss_that_does_not_fall_fails():
 
 
 def test_a_check_with_nothing_recorded_is_red():
-    assert not furthest("a", "b", "c", [], 1.0).passed
-    assert not closest("a", "b", "c", [], 1.0).passed
+    assert not worst_distance("a", "b", "c", [], 1.0).passed
+    assert not worst_equal("a", "b", "c", [], 1.0).passed
     assert not within("a", "b", "c", 1.0, float("nan"), 2.0).passed
     assert not none("a", "b", "c", ["x"]).passed
     assert not Check("a", "b", "c", 0, float("inf"), 0, float("inf")).passed
@@ -557,6 +557,6 @@ def test_a_check_of_numpys_numbers_can_be_kept():
     for actual in (1.0, 2.0):
         expected = np.float64(1.0)
         stored = json.loads(
-            json.dumps(closest("n", "s", "a", [(expected, actual, "")], 1e-9).to_json())
+            json.dumps(worst_equal("n", "s", "a", [(expected, actual, "")], 1e-9).to_json())
         )
         assert stored["passed"] is (actual == 1.0)

@@ -70,7 +70,7 @@ def assert_between(seeds):
     for largest in run_ranks(distances, 2, seeds, backend="", timeout=60 + 20 * len(seeds)):
         assert training.GRADIENT / 50 < largest["gradient"] < training.GRADIENT / 2
         assert training.REPLAYED_LOSS / 100 < largest["loss"] < training.REPLAYED_LOSS / 2
-        assert largest["moved"] < training.MOVED * STEPS**0.5 / 2
+        assert largest["moved"] < training.WEIGHT_CHANGE * STEPS**0.5 / 2
 
 
 @pytest.mark.fixed_seed("the independent sampler has its own generator")
@@ -115,4 +115,4 @@ def drifted(size, context, steps, seeds):
 @pytest.mark.parametrize(("size", "fraction"), [("mini", 0.1), ("tiny", 0.4)])
 def test_diloco_drifts_less_than_the_band_and_not_far_less(size, fraction):
     for ratio in run_ranks(drifted, 2, size, 128, 50, range(6), timeout=1800):
-        assert fraction < ratio / math.log(training.DRIFTED) < 0.7
+        assert fraction < ratio / math.log(training.DILOCO_LOSS_RATIO) < 0.7

@@ -68,7 +68,7 @@ def test_an_epoch_is_trained_with_ddp_fsdp_and_torchs_own_and_audited(tmp_path):
     folder = start(config)
     assert tuple(row["variant"] for row in folder.results["train"].rows) == IN_EPOCHS
     names = {check["name"] for check in folder.read_json("checks.json") if check["passed"]}
-    assert {"each window of the text once an epoch", "reported time of an epoch"} <= names
+    assert {"each window of the text once per epoch", "reported time of an epoch"} <= names
     text = read_text(tmp_path / "text").train
     steps = epoch_steps(len(text), config.rows, config.context)
     for name in IN_EPOCHS:

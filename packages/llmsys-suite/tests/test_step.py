@@ -195,7 +195,7 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
         (["--sizes", ","], "no case is requested"),
         (["--sizes", "huge"], "size 'huge' is unknown; choose from mini, tiny"),
         (["--contexts", "128,many"], "no whole numbers"),
-        (["--contexts", "2"], "context 2 is not a whole number from 8 on"),
+        (["--contexts", "2"], "expected an integer `context` >= 8, got 2"),
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--rows", "0"], "rows 0"),
         (["--lr", "nan"], "lr nan is not a positive number"),

@@ -1,4 +1,4 @@
-"""One language model's whole life in one command, and an audit of what it reports."""
+"""Plan, train, inspect, compress and audit one small language model with one command."""
 
 from llmsys_suite.config import RunConfig, UsageError, resolve
 from llmsys_suite.folder import RunFolder

@@ -18,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="One language model's whole life in one command, and an audit of what it reports.",
+    help="Plan, train, inspect, compress and audit one small language model with one command.",
 )
 USAGE_ERROR = 2
 #: Exit status of `compare --fail-above` if the samples do not decide.
@@ -190,10 +190,10 @@ def compare(
         str, typer.Option(help="Differences below this fraction count as none.")
     ] = "5%",
     assert_equal: Annotated[
-        bool, typer.Option("--assert-equal", help="Exit 1 where losses or counts differ.")
+        bool, typer.Option("--assert-equal", help="Exit 1 if losses or counts differ.")
     ] = False,
 ) -> None:
-    """Print which variants became faster or slower, and whether the samples can tell."""
+    """Print which variants became faster or slower, and whether the samples suffice to decide."""
     from llmsys_suite.config import percentage
     from llmsys_suite.report.compare import compare_runs, differences, warnings
 

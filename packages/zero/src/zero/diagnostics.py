@@ -28,7 +28,7 @@ def describe_difference(everyone: Sequence[Sequence[Any]]) -> str:
     return ""
 
 
-def roll_call(
+def find_unresponsive_ranks(
     group: dist.ProcessGroup | None, description: str
 ) -> tuple[list[int], dict[int, str]]:
     """Return the global ranks that do not answer, and the failed call of each rank that does.
@@ -54,7 +54,7 @@ def roll_call(
 
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
     """Return the error to raise for a collective that failed, with the ranks that caused it."""
-    absent, answers = roll_call(group, description)
+    absent, answers = find_unresponsive_ranks(group, description)
     if not absent and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))
         return RuntimeError(

@@ -1,8 +1,8 @@
-"""Reduce-scatter and all-gather for gloo, made of sends directly to the rank that needs each block.
+"""Reduce-scatter and all-gather for gloo that send each block directly to the rank that needs it.
 
 torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the necessary bytes.
 `direct_reduce_scatter` sends the minimum and always adds in rank order. torch's all-gather on gloo
-copies the data twice, `direct_all_gather` receives each block at its final offset.
+copies the data twice; `direct_all_gather` receives each block at its final offset.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def direct_reduce_scatter(
     world = dist.get_world_size(group)
     if input.numel() != world * output.numel() or input.dtype != output.dtype:
         raise ValueError(
-            f"expected an input of world size blocks of the output's size and dtype, got input of "
+            "expected input.numel() == world_size * output.numel() and equal dtypes, got input of "
             f"{input.numel()} {input.dtype} and output of {output.numel()} {output.dtype} on "
             f"{world} ranks"
         )
@@ -71,7 +71,7 @@ def direct_all_gather(
     rank = dist.get_rank(group)
     if output.numel() != world * input.numel() or input.dtype != output.dtype:
         raise ValueError(
-            f"expected an output of world size blocks of the input's size and dtype, got input of "
+            "expected output.numel() == world_size * input.numel() and equal dtypes, got input of "
             f"{input.numel()} {input.dtype} and output of {output.numel()} {output.dtype} on "
             f"{world} ranks"
         )

@@ -3,7 +3,7 @@
 Note [Operations on a sharded gradient]
 GradScaler, `clip_grad_norm_`, `clip_grad_value_` and training loops read and change `.grad`. Each
 rank stores 1/n of the average only. On a plain tensor of these elements, an element-wise change
-would be right and a norm would silently be wrong, because every rank would compute another one.
+would be right and a norm would silently be wrong, because every rank would compute a different one.
 Therefore:
 - an element-wise operation acts on this rank's elements, which is exact;
 - a norm, sum, mean, maximum or minimum over all elements is reduced over ranks, so every rank must

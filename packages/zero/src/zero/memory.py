@@ -60,7 +60,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one rank: initialized, after forward, and before and after the optimizer's step."""
+    """Memory of one rank at four moments.
+
+    The moments are after initialization, after forward, before the optimizer step and after it.
+    """
 
     predicted: tuple[Moment, ...]
     measured: tuple[Moment, ...]

@@ -130,12 +130,12 @@ class Communicator:
         """The number of ranks whose gradients are summed: shards times replicas."""
         return self.world * (self.replicas.world if self.replicas else 1)
 
-    def has_same_ranks(self, other: Communicator) -> bool:
-        """Return True if both use the same groups."""
+    def uses_same_groups(self, other: Communicator) -> bool:
+        """Return True if both communicators use the same process-group objects."""
         if self._process_group is not other._process_group:
             return False
         if self.replicas and other.replicas:
-            return self.replicas.has_same_ranks(other.replicas)
+            return self.replicas.uses_same_groups(other.replicas)
         return self.replicas is other.replicas
 
     @property

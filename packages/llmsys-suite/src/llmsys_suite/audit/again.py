@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, closest
+from llmsys_suite.audit.check import Check, worst_equal
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.model import Decoder, ModelConfig
@@ -34,7 +34,7 @@ def clock_checks(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iter
     )
     pairs = [(1e3 * float(np.median(rounds[n])), ms, n) for n, ms in medians_ms.items()]
     if pairs:
-        yield closest("reported times", "medians in ms", "numpy's, of the rounds", pairs, 1e-9)
+        yield worst_equal("reported times", "medians in ms", "numpy's, of the rounds", pairs, 1e-9)
 
 
 def ratio_checks(
@@ -45,7 +45,7 @@ def ratio_checks(
     for name, value in reported.items():
         over = np.array(rounds[name]) / np.array(rounds[peer])
         pairs.append((float(np.median(1 / over if inverted else over)), value, name))
-    yield closest("reported ratios", "pairs of one round", "numpy's medians", pairs, 0.05)
+    yield worst_equal("reported ratios", "pairs of one round", "numpy's medians", pairs, 0.05)
 
 
 def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

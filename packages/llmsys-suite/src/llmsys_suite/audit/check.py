@@ -84,7 +84,7 @@ def none(name: str, source: str, against: str, wrong: Iterable[str]) -> Check:
     return Check(name, source, against, 0, len(names), 0, 0, ", ".join(names[:3]) + more)
 
 
-def furthest(
+def worst_distance(
     name: str, source: str, against: str, distances: Iterable[tuple[float, str]], tolerance: float
 ) -> Check:
     """Return `near` for the largest of many distances; an empty list fails."""
@@ -96,14 +96,17 @@ def furthest(
     return near(name, source, against, distance, tolerance, where)
 
 
-def closest(
+def worst_equal(
     name: str,
     source: str,
     against: str,
     pairs: Iterable[tuple[float, float, str]],
     tolerance: float,
 ) -> Check:
-    """Return `equal` for the worst of many (expected, actual, where)."""
+    """Return `equal` for the triple (expected, actual, where) with the largest relative difference.
+
+    An empty list fails.
+    """
 
     def order(pair: tuple[float, float, str]) -> float:
         expected, actual, _ = pair

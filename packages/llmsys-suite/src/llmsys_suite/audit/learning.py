@@ -21,9 +21,9 @@ from torch import Tensor
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import on_device, seeded, weights_of
-from llmsys_suite.audit.check import Check, closest, equal, furthest, none
+from llmsys_suite.audit.check import Check, equal, none, worst_distance, worst_equal
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.training import GRADIENT, MOVED, REPLAYED_LOSS
+from llmsys_suite.audit.training import GRADIENT, REPLAYED_LOSS, WEIGHT_CHANGE
 from llmsys_suite.folder import Sample
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.generation import MODEL
@@ -104,12 +104,18 @@ def _samples(run: Run, result: results.Learn, samples: list[Sample]) -> Iterator
         if rows != reference.row_digests(batch):
             foreign.append(f"step {step}")
     yield none("every step of every rank", "samples", "the number of losses", missing)
-    yield closest("learning rates", "read from the optimizer", "the schedule", rates, 1e-9)
-    yield none("ranks' rows", "digests of their batches", "a sampler of the audit's own", foreign)
+    yield worst_equal("learning rates", "read from the optimizer", "the schedule", rates, 1e-9)
+    yield none(
+        "ranks' rows", "digests of their batches", "the audit's independent sampler", foreign
+    )
 
 
 def rate(base: float, step: int, total: int) -> float:
-    """Return the learning rate of a step: a linear warm-up, then half a cosine down to 5 %."""
+    """Return the learning rate of a step.
+
+    The rate is a half-cosine decay from `2 * base` to 5 % of it, multiplied by a linear warm-up
+    over about the first 5 % of the steps.
+    """
     peak = 2 * base
     warm = min(1.0, 0.01 + 20 * step / total)
     return peak * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
@@ -149,14 +155,18 @@ def _probed_step(run: Run, result: results.Learn) -> Iterator[Check]:
             (reference.distance(after[key][name].to(run.device), moment), f"{where} {name}")
             for name, moment in moments.items()
         ]
-        yield furthest(f"{key} after a random step", "checkpoint", "float64", distances, GRADIENT)
+        yield worst_distance(
+            f"{key} after a random step", "checkpoint", "float64", distances, GRADIENT
+        )
     off = []
     for name, w in expected.items():
         moved = w - weights[name]
-        allowed = MOVED * moved.norm() + ROUNDING * weights[name].norm()
+        allowed = WEIGHT_CHANGE * moved.norm() + ROUNDING * weights[name].norm()
         distance = (after["weight"][name].to(run.device).double() - w).norm()
         off.append((float(distance / allowed), f"{where} {name}"))
-    yield furthest("weights after a random step", "change, over the rounding", "float64", off, 1.0)
+    yield worst_distance(
+        "weights after a random step", "change, over the rounding", "float64", off, 1.0
+    )
 
 
 def read_checkpoint(path: Path) -> dict[str, dict[str, Tensor]]:

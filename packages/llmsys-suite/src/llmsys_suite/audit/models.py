@@ -28,7 +28,7 @@ from llmsys_suite.audit.again import (
     seeded,
     weights_of,
 )
-from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none
+from llmsys_suite.audit.check import Check, equal, near, none, worst_distance, worst_equal
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS
 from llmsys_suite.model import Decoder, ModelConfig
@@ -57,9 +57,9 @@ def scale(run: Run, result: results.Scale) -> Iterator[Check]:
         # The number of steps is rounded, so the budget may be missed by half a step.
         room = 0.5 / row["steps"] * spent + 1e-9
         flops.append((max(0.0, abs(spent - 1) - room), where))
-    yield closest("parameters of every run", "reported", "by hand", sizes, 0.0)
-    yield closest("tokens of every run", "reported", "steps x rows x context", tokens, 0.0)
-    yield furthest("FLOPs of every run", "6 N D", "its budget", flops, 0.0)
+    yield worst_equal("parameters of every run", "reported", "by hand", sizes, 0.0)
+    yield worst_equal("tokens of every run", "reported", "steps x rows x context", tokens, 0.0)
+    yield worst_distance("FLOPs of every run", "6 N D", "its budget", flops, 0.0)
     shortest = min(result.runs, key=lambda row: row["steps"])
     loss = _trained_again(run, shortest)
     yield equal(
@@ -165,7 +165,7 @@ def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
         (reference.distance(ours, theirs), f"layer {i}")
         for i, (ours, theirs) in enumerate(zip(patterns, exact, strict=True))
     ]
-    yield furthest("patterns", "inspect", "float64", off, GRADIENT)
+    yield worst_distance("patterns", "inspect", "float64", off, GRADIENT)
     loss = reference.mean_loss(weights, tokens, targets, heads)
     lens = result.lens[-1]["target_loss"]
     yield equal(
@@ -185,7 +185,7 @@ def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
         if head["kind"] == "previous":
             by_hand = float(pattern.diagonal(-1, 1, 2).mean())
             off_scores.append((by_hand, head["score"], "previous"))
-    yield closest(
+    yield worst_equal(
         "score of the head for the token before",
         "interp",
         "its pattern's diagonal",
@@ -251,17 +251,17 @@ def compress(run: Run, result: results.Compress) -> Iterator[Check]:
             structure += _structure(method, loaded)
             if method in BITS:
                 errors.append((_grid_error(run.trained, loaded, BITS[method]), method))
-    yield closest("bytes", "size_of", "tensors in the file", sizes, 0.0)
-    yield closest("held-out loss", "reported", "read back from the file", losses, REPLAYED_LOSS)
+    yield worst_equal("bytes", "size_of", "tensors in the file", sizes, 0.0)
+    yield worst_equal("held-out loss", "reported", "read back from the file", losses, REPLAYED_LOSS)
     yield none("sparsity and codebooks", "weights in the file", "the method", structure)
-    yield furthest(
+    yield worst_distance(
         "rounding of linear grids", "every weight, in steps", "half a step", errors, 0.51
     )
     smaller = [
         (rows[compress_stage.BASELINE]["size_bytes"] / row["size_bytes"], row["smaller"], method)
         for method, row in rows.items()
     ]
-    yield closest("times smaller", "reported", "the quotient of the bytes", smaller, 1e-9)
+    yield worst_equal("times smaller", "reported", "the quotient of the bytes", smaller, 1e-9)
     yield from clock_checks(result.interleaved, {})
     speeds = {method: row["speedup_p50"] for method, row in rows.items()}
     yield from ratio_checks(result.interleaved, compress_stage.BASELINE, speeds, inverted=True)

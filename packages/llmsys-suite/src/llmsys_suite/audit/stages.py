@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from llmsys_suite import splits
 from llmsys_suite.audit import learning, models, peers, reference
 from llmsys_suite.audit.again import SUMS, clock_checks, on_device, ratio_checks, seeded, weights_of
-from llmsys_suite.audit.check import Check, closest, equal, furthest, none
+from llmsys_suite.audit.check import Check, equal, none, worst_distance, worst_equal
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
+from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS, WEIGHT_CHANGE
 from llmsys_suite.config import SIZES
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import TRAINED
@@ -53,7 +53,7 @@ def links(run: Run, result: results.Links) -> Iterator[Check]:
     worst = run.gather(off)
     if run.rank:
         return
-    yield furthest(
+    yield worst_distance(
         "all-reduce",
         "every algorithm, every rank",
         "float64",
@@ -71,14 +71,14 @@ def links(run: Run, result: results.Links) -> Iterator[Check]:
         factor = (2 if r["case"] == "all_reduce" else 1) * (run.world - 1) / run.world
         moved = factor * r["size_bytes"] / (r["time_us"] * 1e3)
         pairs.append((moved, r["busbw_gbps"], f"{r['case']} {r['algorithm']}, {r['size_bytes']}"))
-    yield closest("bus bandwidth", "bench", "bytes over time", pairs, 1e-6)
+    yield worst_equal("bus bandwidth", "bench", "bytes over time", pairs, 1e-6)
     if run.config.backend == "gloo":
         plan = [
             (2 * (run.world - 1) / run.world * r["size_bytes"], r["wire_bytes"], r["algorithm"])
             for r in rows
             if r["case"] == "all_reduce" and r["algorithm"] == "gloo" and r["size_bytes"] >= 2**20
         ]
-        yield closest(
+        yield worst_equal(
             "wire bytes of gloo's all-reduce", "the kernel's sockets", "2 (n-1)/n", plan, 0.02
         )
 
@@ -118,8 +118,8 @@ def attention(run: Run, result: results.Attention) -> Iterator[Check]:
             off.append((reference.distance(ours, theirs), f"{row['kernel']} {what}"))
         error = float((computed[0] - exact[0]).abs().max())
         reported.append((error, row["max_error"], row["kernel"]))
-    yield furthest("outputs and gradients", "every kernel", "float64", off, ATTENTION)
-    yield closest("largest error", "reported", "the audit's own", reported, 0.5)
+    yield worst_distance("outputs and gradients", "every kernel", "float64", off, ATTENTION)
+    yield worst_equal("largest error", "reported", "the audit's own", reported, 0.5)
     yield from clock_checks(
         result.interleaved, {r["kernel"]: r["forward_backward_ms"] for r in result.rows}
     )
@@ -160,13 +160,13 @@ def parallel(run: Run, result: results.Parallel) -> Iterator[Check]:
             continue
         for what, side, tolerance in (
             ("gradients", 0, GRADIENT),
-            ("what training moved", 1, MOVED * math.sqrt(total)),
+            ("weight change of the training", 1, WEIGHT_CHANGE * math.sqrt(total)),
         ):
             ranks = [
                 (pair[side][0], f"rank {rank} {pair[side][1]}")
                 for rank, pair in enumerate(distances)
             ]
-            yield furthest(f"{name}: {what}", "every rank", "float64", ranks, tolerance)
+            yield worst_distance(f"{name}: {what}", "every rank", "float64", ranks, tolerance)
         for what, value in (("loss", losses[0]), ("single_loss", losses[0])):
             yield equal(f"{name}: {what}", "reported", "float64", value, row[what], REPLAYED_LOSS)
         yield equal(
@@ -207,7 +207,7 @@ def _bubble(split: splits.Split, ranks: int) -> float:
     """Return the fraction of idle slots if each rank starts one slot after the one before it."""
     if not isinstance(split, splits.PipelineModel):
         return 0.0
-    work = split.microbatches * split.stages_a_rank
+    work = split.microbatches * split.stages_per_rank
     begun = [range(rank, rank + work) for rank in range(ranks)]
     slots = max(busy.stop for busy in begun)
     return 1 - sum(map(len, begun)) / (slots * ranks)
@@ -218,7 +218,7 @@ def ten_steps(row: dict[str, Any]) -> Iterator[Check]:
     name, steps = f"{row['size']}: ten steps after {row['warmup']}", np.array(row["seconds"])
     means = 1e3 * steps.mean(axis=0)
     pairs = [(mean, row[f"{p}_mean_ms"], p) for mean, p in zip(means, PHASES, strict=True)]
-    yield closest(f"{name}: means", "reported", "numpy's, of the steps", pairs, 1e-9)
+    yield worst_equal(f"{name}: means", "reported", "numpy's, of the steps", pairs, 1e-9)
     # The median of the fractions, because another program may use the core between two parts.
     fraction = float(np.median(steps.sum(axis=1) / row["clocked_s"]))
     yield Check(f"{name}: a step", "its parts", "another clock around them", 1, fraction, 0.9, 1.01)
@@ -372,7 +372,7 @@ def memory(run: Run, result: results.Memory) -> Iterator[Check]:
             )
             for p in model["peaks"]
         ]
-        yield closest(f"{size}: residual stream", "reported", "4 bytes a number", stream, 1e-9)
+        yield worst_equal(f"{size}: residual stream", "reported", "4 bytes a number", stream, 1e-9)
         drawn = max(mib for _, mib in model["training_timeline"])
         # The page draws the second of three contexts.
         context, peak = (model["peaks"][1][key] for key in ("context", "training_peak_mib"))
@@ -388,11 +388,11 @@ def memory(run: Run, result: results.Memory) -> Iterator[Check]:
             for row in model["saved"]
             if code in row["line"]
         ]
-        yield closest(
+        yield worst_equal(
             f"{size}: held for the backward pass", "counted by line", "numbers by hand", saved, 1e-9
         )
         yield equal(f"{size}: height of the timeline", "drawn", "the peak", peak, drawn, 1e-9)
-    yield closest("peaks of training", "counted", "accounting", off, PEAK_BYTES)
+    yield worst_equal("peaks of training", "counted", "accounting", off, PEAK_BYTES)
 
 
 def _sum_rounded(sum_in: str, term_in: str, terms: int, term: float) -> float:

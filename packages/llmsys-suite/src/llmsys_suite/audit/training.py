@@ -1,7 +1,9 @@
 """Checks of `plan` and `train` from predictions, records and probes.
 
-All are pure functions of records, so that a folder can be audited again. Each tolerance is the
-largest honest distance that tests/test_honest.py finds over seeds, times the factor beside it.
+Every check is a pure function of the records, so that a run folder can be audited again. The
+tolerances on weights, gradients and losses are the largest deviation that tests/test_honest.py
+finds in fault-free runs, times the factor stated in the comment. The other tolerances are chosen
+limits.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from llmsys_suite.audit import reference, text, wire
 from llmsys_suite.audit.again import global_batch
-from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none, within
+from llmsys_suite.audit.check import Check, equal, near, none, within, worst_distance, worst_equal
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import (
@@ -34,11 +36,11 @@ GRADIENT = 5e-6
 REPLAYED_LOSS = 2e-6
 #: Adam divides small gradients by their magnitude, so rounding grows with every step: after n
 #: steps weight changes differ by 1e-4 sqrt(n) and losses by 2e-6 sqrt(n) at most, times five.
-MOVED = 5e-4
+WEIGHT_CHANGE = 5e-4
 LOSS = 1e-5
 #: Distance of DiLoCo's first rounds with one row per rank. A weight whose gradient is only rounding
 #: takes a whole step in either direction. Over 300 seeds 1.3e-3 at most, times five.
-ROUNDS_MOVED = 6.5e-3
+DILOCO_WEIGHT_CHANGE = 6.5e-3
 #: The temporary memory of operators is not predicted; CPU kernels use more of it.
 PEAK_BYTES = {"cpu": 0.10, "cuda": 0.05}
 #: Allowed relative difference between two clocks that are read in succession.
@@ -48,11 +50,11 @@ CLOCK = 0.02
 BAND = 1.6
 #: Allowed factor between the run's torch DDP and the audit's, timed in the same rounds.
 PEER_BAND = 1.4
-#: Thread time of the Python code between two phases, in seconds.
+#: Allowed thread time per step of Python code outside the phases, in seconds.
 BETWEEN_S = 2e-3
 #: Ratio of DiLoCo's last loss to one process's, because its ranks diverge: at most 1.084 over the
 #: first 50 steps and six seeds of the tiny model. The band is twice as wide.
-DRIFTED = 1.17
+DILOCO_LOSS_RATIO = 1.17
 
 Records = dict[tuple[str, int], list[Sample]]
 
@@ -102,7 +104,7 @@ def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[C
     yield equal(
         "weights and moments", "plan", "a real optimizer's tensors", evidence["kept_bytes"], stored
     )
-    yield equal("gradient bytes", "plan", "4 bytes a weight", 4 * parameters, plan.gradient_bytes)
+    yield equal("gradient bytes", "plan", "4 bytes per weight", 4 * parameters, plan.gradient_bytes)
     wire_bytes = 2 * (config.world - 1) / config.world * 4 * parameters
     yield equal(
         "DDP's wire bytes per rank",
@@ -113,7 +115,7 @@ def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[C
         1 / max(1.0, wire_bytes),  # a whole byte
     )
     yield within(
-        "rate of a matrix product, in matmuls'",
+        "matrix-product rate over the reference matmul's rate",
         "plan",
         "both timed in the audit",
         evidence["product_over_reference"],
@@ -155,14 +157,14 @@ def _data(
     yield none(
         "ranks' rows are the global batch",
         "digests of each rank's batches",
-        "a sampler of the audit's own",
+        "the audit's independent sampler",
         foreign,
     )
     if batches["distinct"]:
         digests = "digests of each variant's batches"
         yield none("no batch twice", digests, "each other", repeated)
     if config.epochs:
-        name = "each window of the text once an epoch"
+        name = "each window of the text once per epoch"
         yield none(name, "digests of the ranks' rows", "the text, cut in order", unread)
     total = config.rows * config.context * (config.warmup + config.steps) * len(train.rows)
     yield equal("tokens", "samples", "rows x context of every step and variant", total, tokens)
@@ -211,20 +213,22 @@ def _losses(
         for step, value in enumerate(evidence["probe"]["replayed_losses"])
         if step < len(curve)
     ]
-    yield furthest("first losses", "samples", "float64 and AdamW written out", off, REPLAYED_LOSS)
+    yield worst_distance(
+        "first losses", "samples", "float64 and AdamW written out", off, REPLAYED_LOSS
+    )
     off = [
         (abs(ours / theirs - 1), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
         for variant, curve in curves.items()
         for step, (ours, theirs) in enumerate(zip(curve, alone, strict=False))
     ]
     tolerance = LOSS * math.sqrt(len(alone))
-    yield furthest("all losses", "each variant", "one process", off, tolerance)
+    yield worst_distance("all losses", "each variant", "one process", off, tolerance)
     off = [
         (abs(row["final_loss"] / alone[-1] - 1), f"{row['variant']}: {row['final_loss']:.9g}")
         for row in train.rows
         if row["variant"] != LOCAL
     ]
-    yield furthest("reported final loss", "summary", "one process's last", off, tolerance)
+    yield worst_distance("reported final loss", "summary", "one process's last", off, tolerance)
     for row in train.rows:
         if row["variant"] == LOCAL and local:
             yield equal(
@@ -241,8 +245,8 @@ def _losses(
                 "one process's",
                 alone[-1],
                 row["final_loss"],
-                alone[-1] / DRIFTED,
-                alone[-1] * DRIFTED,
+                alone[-1] / DILOCO_LOSS_RATIO,
+                alone[-1] * DILOCO_LOSS_RATIO,
             )
     yield Check(
         "the loss falls", "one process, last over first", "one", 1.0, alone[-1] / alone[0], 0.0, 1.0
@@ -254,13 +258,16 @@ def _weights(config: RunConfig, train: Train, evidence: dict[str, Any]) -> Itera
     for row in train.rows:
         name = row["variant"]
         probed = evidence["probe"]["variants"][name]
-        for key, what in (("gradients", "averaged gradients"), ("weights", "what SGD moved")):
+        for key, what in (
+            ("gradients", "averaged gradients"),
+            ("weights", "weight change of one SGD step"),
+        ):
             if key in probed:
                 ranks = [
                     (distance, f"rank {rank} {where}")
                     for rank, (distance, where) in enumerate(probed[key])
                 ]
-                yield furthest(f"{name}: {what}", "every rank", "float64", ranks, GRADIENT)
+                yield worst_distance(f"{name}: {what}", "every rank", "float64", ranks, GRADIENT)
         loss = statistics.mean(probed["loss"])
         exact = evidence["probe"]["exact_loss"]
         yield equal(f"{name}: loss", "the ranks' mean", "float64", exact, loss, REPLAYED_LOSS)
@@ -276,18 +283,23 @@ def _weights(config: RunConfig, train: Train, evidence: dict[str, Any]) -> Itera
         if name == LOCAL:
             rounds = enumerate(evidence["probe"]["rounds"])
             moved = [(away, f"rank {rank} {where}") for rank, (away, where) in rounds]
-            yield furthest(
-                f"{LOCAL}: what rounds moved",
+            yield worst_distance(
+                f"{LOCAL}: weight change of the first DiLoCo rounds",
                 "every rank",
                 "written out in float64",
                 moved,
-                ROUNDS_MOVED,
+                DILOCO_WEIGHT_CHANGE,
             )
             continue
         distance, where = final["from_one_process"]
-        tolerance = MOVED * math.sqrt(total)
+        tolerance = WEIGHT_CHANGE * math.sqrt(total)
         yield near(
-            f"{name}: what training moved", "rank 0", "one process", distance, tolerance, where
+            f"{name}: weight change of the training",
+            "rank 0",
+            "one process",
+            distance,
+            tolerance,
+            where,
         )
 
 
@@ -305,13 +317,13 @@ def _times(
         # In some steps another program takes the core between the two readings.
         ratios.sort(key=lambda ratio: abs(ratio - 1))
         pairs.append((1.0, ratios[len(ratios) // 4], f"{name} rank {rank}"))
-    yield closest("time of a step", "the recorder", "another clock around it", pairs, CLOCK)
+    yield worst_equal("time of a step", "the recorder", "another clock around it", pairs, CLOCK)
     slowest = slowest_seconds(steps)
     pairs = [
         (statistics.median(slowest[row["variant"]].values()) * 1e3, row["step_ms"], row["variant"])
         for row in train.rows
     ]
-    yield closest(
+    yield worst_equal(
         "reported step time", "summary", "the slowest rank by the other clock", pairs, CLOCK
     )
     every, epoch = slowest_seconds(steps, warmup=True), evidence["text"]["epoch_steps"]
@@ -325,7 +337,7 @@ def _times(
         )
         for row in train.rows
     ]
-    yield closest(
+    yield worst_equal(
         "reported time of an epoch", "summary", "the other clock, over its steps", pairs, CLOCK
     )
     pairs = []
@@ -336,7 +348,7 @@ def _times(
                 slowest[row["variant"]][step] / slowest[PEER][step] for step in both
             )
             pairs.append((ours, row["ratio_p50"], row["variant"]))
-    yield closest(
+    yield worst_equal(
         "reported ratio to the peer", "summary", "the other clock, round by round", pairs, 2 * CLOCK
     )
     yield none(
@@ -348,7 +360,7 @@ def _times(
     yield within(
         "time of torch DDP",
         "the run's variant",
-        "one that the audit builds",
+        "the audit's own torch DDP",
         1.0,
         evidence["peer_ratio"],
         PEER_BAND,
@@ -360,7 +372,7 @@ def _times(
         if launcher_seconds > 1.0
     ]
     if spans:
-        yield closest("time of a stage", "each rank's clock", "the launcher's", spans, 0.1)
+        yield worst_equal("time of a stage", "each rank's clock", "the launcher's", spans, 0.1)
     shares = []
     for stage, rank, _, launcher_seconds in evidence["stage_clocks"]:
         if stage == "train":
@@ -389,7 +401,8 @@ def _times(
 def _phases(samples: list[Sample]) -> Iterator[Check]:
     """Check that the phases of a step contain its thread's work and fit into the step.
 
-    By the thread's clock, because on a busy machine a core may be lost between two phases.
+    The first check uses thread time, because on a busy machine another program may take the core
+    between two phases. The second check uses wall time.
     """
     parts: dict[tuple[str, int, int], list[list[Sample]]] = defaultdict(lambda: [[], []])
     for s in samples:
@@ -432,9 +445,9 @@ def _work(
     for row in train.rows:
         ranks = ranks_of(row["variant"], config.world)
         seconds = statistics.median(slowest[row["variant"]].values())
-        reach = ranks * plan.peak * seconds
-        pairs.append((evidence["counted"]["flops_causal"] / reach, row["mfu"], row["variant"]))
-    yield closest(
+        peak_flops = ranks * plan.peak * seconds
+        pairs.append((evidence["counted"]["flops_causal"] / peak_flops, row["mfu"], row["variant"]))
+    yield worst_equal(
         "utilization", "summary", "counted FLOPs, the other clock, the rate", pairs, CLOCK
     )
     alone = [s for s in steps[SINGLE, 0] if not s["warmup"]]
@@ -477,10 +490,10 @@ def _steps(samples: list[Sample]) -> Records:
 
 
 def slowest_seconds(steps: Records, *, warmup: bool = False) -> dict[str, dict[int, float]]:
-    """Variant -> measured step -> seconds of its slowest rank, by the clock outside.
+    """Return {variant: {step: seconds of the slowest rank}}, measured by the outer clock.
 
-    Time that this rank waited for a core between the readings of the two clocks, as counted by the
-    kernel, is not part of the step.
+    Time that the rank waited for a core, as counted by the kernel, is subtracted, up to the
+    difference between the two clocks.
     """
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for (name, _), rank_samples in steps.items():
@@ -505,7 +518,11 @@ def _too_early(steps: Records) -> Iterator[str]:
 
 
 def text_evidence(config: RunConfig, train: bytes) -> dict[str, Any]:
-    """Return the digests of every global batch, as the independent sampler draws them."""
+    """Return what the independent sampler expects.
+
+    The entries are the row digests of each global batch, whether all batches are distinct, the
+    number of steps per epoch, and the digests of an epoch's windows.
+    """
     batches = [
         reference.row_digests(global_batch(train, config, step))
         for step in range(config.warmup + config.steps)

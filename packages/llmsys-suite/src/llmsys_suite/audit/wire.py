@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from llmsys_suite.audit.check import Check, closest
+from llmsys_suite.audit.check import Check, worst_equal
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import LINK_RATE, LOCAL, WHOLE_STEP
@@ -31,7 +31,7 @@ def checks(
     handed = [(plan.gradient_bytes, b, n) for n, b in counts.items()]
     if handed:
         # Shards of equal length may contain a few elements of padding.
-        yield closest(
+        yield worst_equal(
             "gradient bytes handed over",
             "each package's count",
             "plan",
@@ -128,6 +128,6 @@ def _link(
         fraction = computing / (computing + received / (LINK_RATE / 8))
         pairs.append((fraction, row["link_computing_share"], name))
     if pairs:
-        yield closest(
+        yield worst_equal(
             "computing over a slow link", "summary", "bytes counted, over the rate", pairs, 1e-6
         )

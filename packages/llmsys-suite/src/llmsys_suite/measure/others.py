@@ -26,8 +26,9 @@ def clocks() -> dict[str, float]:
 
 
 def shares(samples: list[Sample]) -> dict[int, float]:
-    """Return the fraction of the machine's work since the step before that no rank did, by step.
+    """Return, for each step but the first, the fraction of CPU time that other programs used.
 
+    The CPU time is the time since the previous step in which the machine's cores were busy.
     `samples` are whole steps of one variant on one machine.
     """
     ends: dict[int, dict[int, Sample]] = defaultdict(dict)

@@ -1,7 +1,8 @@
-"""Start the ranks of a run on this machine, and end all of them in any case.
+"""Start the ranks of a run on this machine, and make sure that all of them end.
 
-Under torchrun the ranks already exist. Here the command line is not a rank, so it can outlive them:
-after a killed worker or Ctrl-C no process remains and the folder stays marked incomplete.
+Under torchrun the ranks already exist. Without torchrun, the command-line process only launches the
+ranks, so it can outlive them: after a killed worker or Ctrl-C no process remains, and the folder
+stays marked incomplete.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Run:
     store: dist.Store | None = None
     #: The stage that runs now, for the message of a failure.
     stage: str = ""
-    _meetings: int = 0
+    _num_barriers: int = 0
 
     @property
     def out(self) -> Path:
@@ -84,11 +84,11 @@ class Run:
         A collective fails after its timeout, but a stage that works on one rank only may take an
         hour. A rank that fails meanwhile ends this process: see Note [Failure of a rank].
         """
-        self._meetings += 1
+        self._num_barriers += 1
         if self.store is None or self.world == 1:
             return
-        self.store.set(f"meeting {self._meetings} {self.rank}", "reached")
-        keys = [f"meeting {self._meetings} {rank}" for rank in range(self.world)]
+        self.store.set(f"barrier {self._num_barriers} {self.rank}", "reached")
+        keys = [f"barrier {self._num_barriers} {rank}" for rank in range(self.world)]
         pause = 0.001
         while not self.store.check(keys):
             time.sleep(pause)

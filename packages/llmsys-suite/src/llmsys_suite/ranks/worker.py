@@ -1,7 +1,7 @@
 """One rank of a run, from the first stage to the last: every rank executes this same program.
 
-One group of processes serves all stages and all variants; starting a process costs more than most
-of what is measured here.
+One group of processes serves all stages and all variants, because starting a process takes longer
+than most of the measurements.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from llmsys_suite.ranks.launch import STORE
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
 
-#: Stages that are implemented outside of `stages`.
-ELSEWHERE = {"audit": "llmsys_suite.audit.run", "report": "llmsys_suite.report.page"}
+#: The modules of stages that are implemented outside of `stages`.
+MODULE_OF_STAGE = {"audit": "llmsys_suite.audit.run", "report": "llmsys_suite.report.page"}
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -91,7 +91,8 @@ def fail(rank: int, run: Run | None, error: Exception) -> NoReturn:
         with suppress(Exception):
             first = report_failure(run.store, message)
     if run is not None and first != message:
-        # This exception follows from another rank's, such as a connection that was closed.
+        # This exception is a consequence of another rank's failure, for example a closed
+        # connection.
         _end_after_other(run, first)
     traceback.print_exc()
     _record_failure(run, message)
@@ -111,7 +112,8 @@ def _record_failure(run: Run | None, message: str) -> None:
         try:
             run.folder.fail(run.stage, message)
         except Exception as error:
-            # The folder may be the cause: deleted, or on a full disk.
+            # The run folder may itself be the cause: it may have been deleted, or the disk may be
+            # full.
             print(f"llmsys: the failure cannot be recorded: {error}", file=sys.stderr)
 
 
@@ -140,7 +142,7 @@ def leave(run: Run, watch: FailureWatch | None) -> None:
 
 def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     """Join the process group and return the state that every stage works with."""
-    make_autograds_threads()
+    create_autograd_threads()
     device = torch.device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -164,7 +166,7 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         recorder=Recorder(rank, device),
         progress=progress,
         folder=folder,
-        # Keys that an earlier attempt of torchrun left in the store are not this attempt's.
+        # A prefix per torchrun attempt keeps this attempt from reading keys of an earlier one.
         store=dist.PrefixStore(f"llmsys {restarts()}", store),
     )
     make_group(run)
@@ -189,7 +191,7 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
     return replace(config, out=Path(store.get(key).decode()))
 
 
-def make_autograds_threads() -> None:
+def create_autograd_threads() -> None:
     """Create the threads of autograd now, one per device.
 
     After torch's FSDP2 has run an operator on fake tensors, autograd would create threads for eight
@@ -208,7 +210,7 @@ def make_group(run: Run) -> None:
         timeout=TIMEOUT,
         device_id=run.device if run.device.type == "cuda" else None,
     )
-    # A rank that left before the others have connected would break the group for them.
+    # A rank that leaves before the other ranks have connected would break their connection setup.
     run.wait_for_ranks()
 
 
@@ -223,18 +225,19 @@ def _store(rank: int, world: int) -> dist.Store:
     """Return the store of `launch`, or that of torchrun's environment."""
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], world)
-    met: tuple[dist.Store, int, int] = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
-    return met[0]
+    rendezvous_result = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
+    store: dist.Store = rendezvous_result[0]
+    return store
 
 
 def run_stage(run: Run, stage: str) -> None:
-    """Run one stage on this rank and store its result, in the run folder too on rank 0."""
+    """Run one stage and store its result; rank 0 also writes it to the run folder."""
     forget_peak_memory()
     run.report_event(f"{stage} begins")
-    begin = time.perf_counter()
-    module = importlib.import_module(ELSEWHERE.get(stage, f"llmsys_suite.stages.{stage}"))
+    start_time = time.perf_counter()
+    module = importlib.import_module(MODULE_OF_STAGE.get(stage, f"llmsys_suite.stages.{stage}"))
     result = module.run(run)
-    run.seconds[stage] = time.perf_counter() - begin
+    run.seconds[stage] = time.perf_counter() - start_time
     run.report_event(f"{stage} ends")
     # Collectives time out after minutes, but a stage that runs on one rank may take longer.
     run.wait_for_ranks()

@@ -1,4 +1,4 @@
-"""Comparison of runs: which variants became faster or slower, and whether the samples can tell.
+"""Comparison of runs: which variants became faster or slower, if the samples suffice to decide.
 
 - A figure is paired by round: the time of a variant divided by the peer's on the same rank in the
   same round, so that a slow second affects both. Runs are compared by these ratios only.
@@ -208,7 +208,11 @@ def differences(before: RunFolder, after: RunFolder) -> Iterator[str]:
 
 
 def require_comparable(before: RunFolder, after: RunFolder, *, times: bool = True) -> None:
-    """Raise UsageError if a folder has changed, or the model or, with `times`, the machine."""
+    """Raise UsageError if two runs cannot be compared.
+
+    A run folder must be complete and unedited. The runs must agree in the configuration keys of
+    `MUST_AGREE` and, with `times`, in the machine.
+    """
     for folder in (before, after):
         folder.require_whole()
         if not folder.complete:
@@ -225,12 +229,15 @@ def require_comparable(before: RunFolder, after: RunFolder, *, times: bool = Tru
             if old.get(key) != new.get(key):
                 raise UsageError(
                     f"the runs differ in {key}: {_short(old.get(key), new.get(key))}; "
-                    f"their {'times' if times else 'losses'} do not compare"
+                    f"their {'times' if times else 'losses'} cannot be compared"
                 )
 
 
 def round_ratios(samples: list[Sample]) -> Ratios:
-    """Return by variant the mean over ranks of log ratios per round, and the disturbed rounds."""
+    """Return the log ratios and the number of disturbed rounds of each variant.
+
+    Each undisturbed round has one log ratio, the mean over ranks.
+    """
     steps: dict[str, dict[int, dict[int, Sample]]] = defaultdict(lambda: defaultdict(dict))
     for s in samples:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:

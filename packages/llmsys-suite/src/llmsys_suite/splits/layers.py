@@ -47,7 +47,7 @@ class TensorModel(Split):
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """Raise `ValueError` unless heads and columns divide evenly over the ranks."""
+        """Return an error message if heads or columns do not divide evenly, otherwise ""."""
         for name in ("num_heads", "d_ff"):
             if (value := getattr(config, name)) % run.world:
                 return f"{name} {value} does not split over {run.world} ranks"
@@ -108,7 +108,7 @@ class SequenceModel(TensorModel):
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """Tokens and bytes split too."""
+        """Return an error message if tokens, bytes, heads or columns do not divide evenly."""
         for name in ("context", "vocabulary"):
             if (value := getattr(config, name)) % run.world:
                 return f"{name} {value} does not split over {run.world} ranks"
@@ -133,7 +133,7 @@ class DataTensorModel(TensorModel):
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """Pairs of ranks, at least two, with rows for each."""
+        """Return an error message unless there are two or more pairs with equal rows."""
         if run.world < 4 or run.world % 2:
             return f"{run.world} ranks make no two pairs"
         if run.config.rows % (run.world // 2):

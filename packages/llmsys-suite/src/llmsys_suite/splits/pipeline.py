@@ -28,7 +28,7 @@ class PipelineModel(Split):
 
     schedule_class: Any = ScheduleGPipe
     #: Number of stages per rank; the stages of a rank are `world` stages apart.
-    stages_a_rank = 1
+    stages_per_rank = 1
 
     def __init__(self, run: Run, config: ModelConfig, microbatches: int | None = None) -> None:
         super().__init__(run, config)
@@ -41,7 +41,7 @@ class PipelineModel(Split):
             )
         self.last = run.rank == run.world - 1
         self.first = run.rank == 0
-        count = run.world * self.stages_a_rank
+        count = run.world * self.stages_per_rank
         model, mine = whole_model(run, config), range(run.rank, count, run.world)
         parts = [LayerRange(model, stage, count) for stage in mine]
         self.stages = [
@@ -50,18 +50,18 @@ class PipelineModel(Split):
         ]
         self.part = nn.ModuleList(parts)
         self.schedule = self.schedule_class(
-            self.stages if self.stages_a_rank > 1 else self.stages[0],
+            self.stages if self.stages_per_rank > 1 else self.stages[0],
             self.microbatches,
             loss_fn=_cross_entropy,
         )
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """Raise `ValueError` unless every stage has a layer."""
-        count = run.world * cls.stages_a_rank
-        return f"{config.num_layers} layers do not make {count} stages" * (
-            config.num_layers < count
-        )
+        """Return an error message if there are fewer layers than stages, otherwise ""."""
+        count = run.world * cls.stages_per_rank
+        if config.num_layers < count:
+            return f"{config.num_layers} layers do not make {count} stages"
+        return ""
 
     def bubble(self) -> float:
         """(p - 1) / (m + p - 1) of p stages and m microbatches; a rank's further stages count as m.
@@ -69,7 +69,7 @@ class PipelineModel(Split):
         Narayanan et al. 2021, section 2.2.
         """
         waits = self.run.world - 1
-        return waits / (self.microbatches * self.stages_a_rank + waits)
+        return waits / (self.microbatches * self.stages_per_rank + waits)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Forward and backward over all microbatches; the mean loss, on every rank."""
@@ -107,7 +107,7 @@ class Interleaved(PipelineModel):
     """Two shorter stages per rank: half the bubble, twice the bytes (Narayanan et al. 2021)."""
 
     schedule_class = ScheduleInterleaved1F1B
-    stages_a_rank = 2
+    stages_per_rank = 2
 
 
 class LayerRange(nn.Module):

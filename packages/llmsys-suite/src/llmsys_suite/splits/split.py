@@ -14,9 +14,9 @@ TRAINED = 3
 
 
 class Split:
-    """A model of which each rank has a part; `part` is this rank's.
+    """A model that is split over the ranks; `part` is this rank's part.
 
-    UsageError for a model that does not split so.
+    Raises UsageError if the model cannot be split.
     """
 
     part: nn.Module
@@ -28,15 +28,18 @@ class Split:
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """Return what does not divide over the ranks, or an empty string."""
+        """Return the reason why the model cannot be split over the ranks, or an empty string."""
         raise NotImplementedError
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of the whole batch; its mean loss, on every rank."""
+        """Run forward and backward on the whole batch; return its mean loss on every rank."""
         raise NotImplementedError
 
     def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All ranks' parts put together, on every rank, under the whole model's names."""
+        """Combine the parts of all ranks and return them under the unsplit model's names.
+
+        Every rank gets the complete result.
+        """
         raise NotImplementedError
 
     def bubble(self) -> float:
@@ -55,18 +58,21 @@ class Split:
         return losses
 
     def gradients(self) -> dict[str, Tensor]:
-        """Every parameter's, whole; an empty one where there is none."""
+        """Return the full gradient of every parameter, by name.
+
+        A parameter without a gradient gets an empty tensor.
+        """
         gradients_by_name = {name: p.grad for name, p in self.part.named_parameters()}
         return self.whole(
             {n: torch.zeros(0) if g is None else g for n, g in gradients_by_name.items()}
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole."""
+        """Return every parameter unsplit, by name."""
         return self.whole({name: p.detach() for name, p in self.part.named_parameters()})
 
 
 def whole_model(run: Run, config: ModelConfig) -> Decoder:
-    """Return the initial weights of all ranks."""
+    """Return the unsplit model with its initial weights, which are equal on all ranks."""
     torch.manual_seed(run.config.seed)
     return Decoder(config).to(run.device)

@@ -61,6 +61,6 @@ def inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_backward(kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return the output and the three gradients of its sum."""
+    """Return the output, and the gradients of its sum with respect to q, k and v."""
     out = kernel(q, k, v, is_causal=True)
     return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]

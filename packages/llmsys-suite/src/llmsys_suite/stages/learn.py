@@ -1,8 +1,8 @@
-"""A longer training with the fastest variant, until the model writes text.
+"""A longer training run with the fastest variant, until the model writes text.
 
 - A batch is a function of (seed, step), and checkpoints of zero fit any number of ranks, so that a
-  training continues elsewhere as if it had not stopped. SIGTERM saves a checkpoint and then ends
-  the run.
+  training run continues elsewhere as if it had not stopped. SIGTERM saves a checkpoint and then
+  ends the run.
 - One small all-reduce carries the mean loss of a step and whether any rank received SIGTERM.
 """
 
@@ -146,7 +146,7 @@ def draw_probed_step(run: Run, first: int, total: int) -> int | None:
 
 
 def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
-    """Return the state of a training before its first step, as checkpoints store it."""
+    """Return the state of a training run before its first step, as checkpoints store it."""
     return {
         "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
         "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,

@@ -189,7 +189,10 @@ def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, 
 
 
 def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any]]:
-    """Return the largest allocations at the peak, equal ones of one origin added up."""
+    """Return the largest allocations at the peak.
+
+    Blocks with the same operator, phase and module are added up.
+    """
     totals: dict[tuple[str, str, str], list[int]] = {}
     for block in allocations:
         origin = (block.operator, block.phase or "before", block.module)

@@ -19,10 +19,10 @@ WARMUPS, STEPS = (0, 1, 2, 5), 10
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """AdamW on one device: `rows` sequences of `context` tokens, attention by its formula.
+    """One benchmark case: AdamW steps on one device, on `rows` sequences of `context` tokens.
 
-    `dtype` is that of autocast, the weights are float32; `layers` may be fewer than the size has.
-    Raises UsageError for invalid values.
+    Attention runs without a fused kernel. `dtype` is the autocast dtype; the weights are float32.
+    `layers` overrides the number of layers of `size`. Raises UsageError for invalid values.
     """
 
     size: str = "tiny"
@@ -45,7 +45,7 @@ class Case:
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
-                raise UsageError(f"{name} {value!r} is not a whole number from {low} on")
+                raise UsageError(f"expected an integer `{name}` >= {low}, got {value!r}")
         if not 0 < self.lr < math.inf:
             raise UsageError(f"lr {self.lr} is not a positive number")
 

@@ -31,7 +31,7 @@ class ShardedState(Parallel):
         """Return None, because the optimizer averages the gradients in its step."""
 
     def gradient_bytes(self, steps: int) -> float:
-        """As counted at the reduce-scatter."""
+        """Return the bytes that the reduce-scatter counted, per step."""
         return float(self.optimizer.communicator.bytes["reduce_scatter"] / steps)
 
 
@@ -56,19 +56,23 @@ class FullySharded(Parallel):
             self.wrapped.finish_gradient_synchronization()
 
     def gradients(self) -> None:
-        """Each rank has its shards."""
+        """Return None, because each rank has only its shards of the gradients."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Gathered."""
+        """Return the full parameters, gathered from all ranks."""
         return self.wrapped.gather_full_params()
 
     def gradient_bytes(self, steps: int) -> float:
-        """As counted at the reduce-scatter, and at the all-reduce of what is replicated."""
+        """Return the bytes per step that the reduce-scatter and the all-reduce counted."""
         handed = self.wrapped.communicator.bytes
         return (handed["reduce_scatter"] + handed["all_reduce"]) / steps
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Parameters twice, of which the last unit's may stay, and gradients once."""
+        """Return the range of bytes received.
+
+        A rank receives the parameters in forward, those of freed units again in backward, and the
+        reduced gradients.
+        """
         return 2 * share_of(gradient_bytes), 3 * share_of(gradient_bytes)
 
 
@@ -84,15 +88,19 @@ class TorchFSDP(Parallel):
         super().build()
 
     def gradients(self) -> None:
-        """Each rank has its shards."""
+        """Return None, because each rank has only its shards of the gradients."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Gathered."""
+        """Return the full parameters, gathered from all ranks."""
         whole = super().weights().items()
         return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in whole}
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Parameters twice, the root's once, and gradients: on gloo by a whole all-reduce."""
+        """Return the range of bytes received.
+
+        A rank receives all parameters in forward, the blocks' again in backward, and the gradients,
+        which gloo may all-reduce.
+        """
         blocks = 4 * sum(p.numel() for p in self.decoder.blocks.parameters())
         once, blocks_again = share_of(gradient_bytes), share_of(blocks)
         return 2 * once + blocks_again, 3 * once + blocks_again

@@ -86,7 +86,7 @@ class Variant:
         return mean
 
     def communicate(self) -> None:
-        """Synchronize what remains after the backward pass."""
+        """Finish the communication that the backward pass has not completed."""
 
     def update(self) -> None:
         """Take the optimizer's step."""

@@ -1,1 +1,1 @@
-"""Checkpoints of shards that any number of ranks can read."""
+"""Sharded checkpoints that can be loaded on any number of ranks."""

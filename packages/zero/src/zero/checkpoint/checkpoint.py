@@ -83,7 +83,7 @@ _pending_saves: list[Saving] = []
 
 
 def _publish_first(count: int) -> None:
-    """Publish the first `count` pending saves; warn of those that failed."""
+    """Publish the first `count` pending saves; warn about each save that failed."""
     for _ in range(count):
         saving = _pending_saves.pop(0)
         saving._publish_once()
@@ -92,7 +92,7 @@ def _publish_first(count: int) -> None:
 
 
 def _publish_until(path: str) -> None:
-    """Publish the pending saves to `path`, and all earlier ones."""
+    """Publish all pending saves up to and including the last one whose target is `path`."""
     count = 0
     for index, saving in enumerate(_pending_saves):
         if saving.path == path:

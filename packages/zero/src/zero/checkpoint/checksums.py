@@ -48,7 +48,7 @@ def checksums_of(ranges: Sequence[FileRange], *, read_ahead: bool = False) -> li
 def _read_chunks(ranges: Sequence[FileRange]) -> Iterator[tuple[int, memoryview]]:
     """Yield the bytes of each range in chunks, with the range's index.
 
-    A chunk is valid until the second next one is requested.
+    Two buffers alternate, so a chunk is overwritten when the chunk after the next one is requested.
     """
     size = min(CHUNK, max((length for _, _, length in ranges), default=0))
     buffers = cycle([memoryview(bytearray(size)), memoryview(bytearray(size))])

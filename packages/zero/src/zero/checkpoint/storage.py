@@ -197,7 +197,10 @@ class Writer:
 
 
 def together(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str) -> list[T]:
-    """Run `act` on every rank; return all results, or raise on every rank and name the failed."""
+    """Run `act` on every rank and return all results.
+
+    If `act` fails on any rank, every rank raises an error that names the failed ranks.
+    """
     outcome: tuple[Any, str | None]
     try:
         outcome = act(), None

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
-#: Types whose objects contain no tensors of an output.
-OPAQUE_TYPES = (
+#: Types that are not searched for output tensors.
+TYPES_WITHOUT_TENSORS = (
     str, bytes, int, float, complex, type(None), type, nn.Module, torch.dtype, torch.device,
     FunctionType, MethodType, BuiltinFunctionType, ModuleType,
 )  # fmt: skip
@@ -68,7 +68,10 @@ def hides_tensors(values: Any) -> bool:
 
 
 def _walk(values: Any) -> tuple[list[Tensor], bool]:
-    """Return the tensors in `values`, and True if an object without attributes was found."""
+    """Return the tensors in `values`, and whether an object could not be searched.
+
+    The second value is True if an object was found that has neither items nor attributes.
+    """
     has_opaque = False
     tensors: dict[int, Tensor] = {}
     # Visited objects are kept alive, so that no new object gets the id of a visited one.
@@ -78,7 +81,7 @@ def _walk(values: Any) -> tuple[list[Tensor], bool]:
         value = pending.pop()
         if isinstance(value, Tensor):
             tensors[id(value)] = value
-        elif id(value) not in visited and not isinstance(value, OPAQUE_TYPES):
+        elif id(value) not in visited and not isinstance(value, TYPES_WITHOUT_TENSORS):
             visited[id(value)] = value
             children = _children(value)
             if not children and not isinstance(value, CONTAINERS):

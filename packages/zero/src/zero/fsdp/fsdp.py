@@ -200,7 +200,7 @@ class FSDP(nn.Module):
         if self._num_running or self._in_backward or self._is_summoned:
             raise RuntimeError("summon_full_params works between steps, and is not nested")
         for unit in self.units:
-            unit.reshard_after_step()
+            unit.release_and_reshard()
         self._is_summoned = True
         try:
             with use_full_parameters(self.units, writeback=writeback):
@@ -305,7 +305,7 @@ class FSDP(nn.Module):
         self._previous_order = self._forward_order
         self._forward_order = []
         for unit in self.units:
-            unit.reshard_after_step()
+            unit.release_and_reshard()
         self._adopt_shard_changes()
         version = sum(unit.shard._version for unit in self.units)
         if version != self._shards_version:
@@ -345,7 +345,8 @@ class FSDP(nn.Module):
         """Free a module's units, and hook the gradients of its outputs."""
         units = self._units_of[module]
         if output is not None:
-            # Without an output the forward has raised.
+            # `output` is None if the forward raised or returned None; the check is skipped in both
+            # cases.
             for unit in units:
                 unit.check_unchanged()
         is_last_layer = self._forward_order == self._previous_order
@@ -369,7 +370,7 @@ class FSDP(nn.Module):
         return self._end_forward(output)
 
     def _end_forward(self, output: Any) -> Any:
-        """Finish a forward if the outermost hooked module ends."""
+        """Finish a forward when the outermost hooked module returns."""
         self._num_running = max(0, self._num_running - 1)
         if self._num_running or self._in_backward:
             return output
@@ -513,7 +514,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             if not self._sync_gradients:
                 unit.mark_unreduced_gradients()
-            unit.reshard_after_step()
+            unit.release_and_reshard()
 
     def _finish_reductions(self) -> None:
         """Reduce the remaining gradients, and give all ranks the same set of `.grad`s."""
@@ -545,7 +546,7 @@ class FSDP(nn.Module):
         if self._num_running or self._in_backward:
             raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
         for unit in self.units:
-            unit.reshard_after_step()
+            unit.release_and_reshard()
         copied: FSDP = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied_units = [copy.deepcopy(unit, memo) for unit in self.units]

@@ -15,8 +15,9 @@ The parameters of a unit are in one of three states:
 last gradient of a unit, while its module is still in backward, so it is not a fourth state: an
 UNSHARDED unit may be reducing.
 
-A unit is used while a module that has its parameters is in forward (`_num_users`), or while a
-module that only reads them is in backward (`keep_unsharded`).
+A unit is used while a module that has its parameters is in forward (`_num_users`), or while
+`keep_unsharded` is set. `keep_unsharded` is set while a module that does not own the parameters may
+read them, in forward or backward, and during a double backward.
 
 Note [One storage for full parameters]
 The full parameters always have the same storage, which is resized to zero and refilled. The tensors
@@ -85,13 +86,14 @@ class ShardedParameter:
         return ElementRange(self.start, self.stop, self.shape)
 
 
-#: Each shard's unit and index in it, because optimizers are known by their parameters.
-_units = WeakTensorKeyDictionary()
+#: Maps each shard to its unit and its index in the unit, so that code that only has an optimizer's
+#: parameters finds the unit.
+_unit_of_shard = WeakTensorKeyDictionary()
 
 
 def find_unit(parameter: Tensor) -> tuple[Unit, ShardedParameter] | None:
     """Return the unit of a shard, or None for any other parameter."""
-    unit_ref, index = _units.get(parameter, (lambda: None, 0))
+    unit_ref, index = _unit_of_shard.get(parameter, (lambda: None, 0))
     unit = unit_ref()
     return (unit, unit.parameters[index]) if unit else None
 
@@ -101,7 +103,10 @@ GRAD: Any = Tensor.grad
 
 
 class Shard(nn.Parameter):
-    """A parameter's elements on this rank, whose `.grad` is always a ShardGradient.
+    """The elements of a parameter that this rank stores.
+
+    A plain gradient of the shard's shape becomes a ShardGradient when it is assigned, except while
+    the parameter holds full tensors.
 
     Functions of torch follow Note [Operations on a sharded gradient], so that the norm of a
     parameter, for example, is that of all its elements.
@@ -125,7 +130,7 @@ class Shard(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The average of this rank's elements."""
+        """The averaged gradient of this rank's elements."""
         gradient = GRAD.__get__(self)
         if type(gradient) is Tensor:
             # Autograd and C++ code bypass the setter below.
@@ -160,7 +165,7 @@ class Shard(nn.Parameter):
 
 
 def _as_gradient(value: Any) -> Any:
-    """Return a shard as a tensor that follows the rules for gradients, other values as they are."""
+    """Wrap a shard in a ShardGradient that shares its memory; return any other value unchanged."""
     location = find_unit(value) if type(value) is Shard else None
     if location is None or location[0].holds_full_tensors:
         return value
@@ -232,17 +237,20 @@ class Unit:
         self._unshard_work: Work | None = None
         self._unshard_input: Tensor | None = None
         self._num_users = 0
-        #: True while a module that reads the parameters without having them is in backward.
+        #: True while a module that does not own the parameters may read them, and during a double
+        #: backward: Note [Lifetime of a unit].
         self.keep_unsharded = False
         #: The reduction in progress: its work, output and input.
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
         #: True for each parameter that this rank's backward has reached.
         self.is_used = [False] * len(self.parameters)
-        #: Averages of the other parameters, until it is known whether another rank used them.
+        #: Averages of parameters that this rank has not used, until it is known whether another
+        #: rank used them.
         self._unclaimed_averages: dict[int, Tensor] = {}
         #: The `.grad` of parameters with a gradient from `no_sync()` that is not averaged yet.
         self._placeholders: dict[int, AveragedGradient] = {}
-        #: Gradients from `no_sync()` that are sent in another dtype than they are computed in.
+        #: Gradients accumulated under `no_sync()`, already cast to `gradient_dtype`, if it differs
+        #: from the dtype of the computed gradients.
         self._accumulated: dict[int, Tensor] = {}
         self.full.untyped_storage().resize_(0)
         self.set_sharded_parameters()
@@ -282,7 +290,7 @@ class Unit:
 
     def _register(self) -> None:
         for index, parameter in enumerate(self.parameters):
-            _units[parameter.shard] = ref(self), index
+            _unit_of_shard[parameter.shard] = ref(self), index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """Return a copy with separate memory and without gradients, as torch copies parameters."""
@@ -318,13 +326,19 @@ class Unit:
         return copied
 
     def copy_owners(self, memo: dict[int, Any]) -> None:
-        """Refer to the copied modules, after all units were copied with the same `memo`."""
+        """Point `owners` at the copied modules.
+
+        Call this after all units have been copied with the same `memo`.
+        """
         for index, old in enumerate(self.parameters):
             owners = tuple((copy.deepcopy(module, memo), name) for module, name in old.owners)
             self.parameters[index] = replace(old, owners=owners)
 
     def adopt_shard_changes(self) -> None:
-        """Follow the caller's changes to the shards: `requires_grad` and assigned `.data`."""
+        """Apply the caller's changes to the shards.
+
+        Copy `requires_grad` to the full parameters, and a replaced `.data` into the unit's memory.
+        """
         start = 0
         for parameter in self.parameters:
             shard = parameter.shard
@@ -398,10 +412,11 @@ class Unit:
             self.full.untyped_storage().resize_(0)
             self.state = UnitState.SHARDED
 
-    def reshard_after_step(self) -> None:
-        """Free the full parameters at the end of a forward or backward pass.
+    def release_and_reshard(self) -> None:
+        """Clear `keep_unsharded` and free the full parameters unless a module still uses them.
 
-        A caller may change shards through `.data`, which leaves no trace in their version.
+        They must be gathered again, because a change of a shard through `.data` would not be
+        detected.
         """
         self.keep_unsharded = False
         self.reshard()
@@ -411,7 +426,7 @@ class Unit:
         self._check_versions()
         self._num_checks += 1
         # A write through `.data` changes the values and not the version. Each rank compares its own
-        # elements at checks 1, 2, 4, 8, ..., so that the cost vanishes.
+        # elements at checks 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
         is_due = self._num_checks & (self._num_checks - 1) == 0
         is_valid = self._gathered_version == self.shard._version
         if not (is_due and self.state is UnitState.UNSHARDED and is_valid):
@@ -454,14 +469,17 @@ class Unit:
         self.reshard()
 
     def set_unsharded_parameters(self) -> None:
-        """Let the modules have the full parameters."""
+        """Register the full parameters as the modules' parameters, and add one user."""
         self._num_users += 1
         for parameter in self.parameters:
             for module, name in parameter.owners:
                 module._parameters[name] = parameter.full
 
     def set_sharded_parameters(self) -> None:
-        """Let the modules, and so an optimizer, have this rank's shards."""
+        """Remove one user.
+
+        After the last one, register this rank's shards as the modules' parameters.
+        """
         self._num_users = max(0, self._num_users - 1)
         if not self._num_users:
             for parameter in self.parameters:
@@ -610,8 +628,8 @@ class Unit:
 
 
 def as_column(values: Tensor, dim: int) -> Tensor:
-    """Return elements with the parameter's number of dimensions, all but the first of size 1.
+    """Return a view of shape (n, 1, ..., 1) with `dim` dimensions.
 
-    Rules such as `p.dim() >= 2` then find matrices.
+    Optimizer rules such as `p.dim() >= 2` therefore still recognize matrices.
     """
     return values.view(values.numel(), *[1] * (dim - 1)) if dim > 1 else values

@@ -208,14 +208,17 @@ class Materialize:
     initialize: Callable[[nn.Module], None] | None
 
     def __call__(self, modules: list[nn.Module], owners: Owners) -> None:
-        """Allocate and initialize the parameters and buffers that `modules` have themselves."""
+        """Allocate and initialize the parameters and buffers of `modules`.
+
+        Tensors of their submodules are left unchanged.
+        """
         for module in modules:
             tensors = {**module._parameters, **module._buffers}
             meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
             for name, old in meta.items():
                 new = torch.empty_like(old, device=self.device)
                 if new.is_floating_point():
-                    # Tensors that neither `initialize` nor a checkpoint fills must be noticed.
+                    # NaN exposes tensors that neither `initialize` nor a checkpoint fills.
                     new.fill_(nan)
                 if isinstance(old, nn.Parameter):
                     parameter = nn.Parameter(new, old.requires_grad)

@@ -294,7 +294,7 @@ class GradientReducer:
         return {
             reducer._number: reducer
             for reducer in _reducers
-            if reducer.communicator.has_same_ranks(self.communicator)
+            if reducer.communicator.uses_same_groups(self.communicator)
         }
 
     def _register_hooks(self) -> None:
@@ -412,7 +412,10 @@ class GradientReducer:
         self._postponed = []
 
     def _adopt_assigned_averages(self) -> None:
-        """Store averages that the caller computed from averages and assigned to `.grad`."""
+        """Copy the gradients that the caller computed from averages and assigned into the buckets.
+
+        An example is `p.grad = p.grad * 2`.
+        """
         for parameter in self._pieces:
             assigned = parameter.grad
             if not isinstance(assigned, AveragedGradient) or assigned.runs is None:
@@ -485,7 +488,10 @@ class GradientReducer:
         return [self.buckets[index] for index in orders[0]]
 
     def _mark_averaged(self, parameter: nn.Parameter) -> None:
-        """Let `.grad` stand for the average that the collected gradient becomes a part of."""
+        """Replace a collected local gradient in `.grad` by an AveragedGradient.
+
+        It represents the average even while its reduction is in flight.
+        """
         gradient = parameter.grad
         if isinstance(gradient, AveragedGradient):
             gradient.is_used = _is_used(gradient)

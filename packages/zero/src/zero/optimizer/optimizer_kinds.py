@@ -128,7 +128,10 @@ def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, An
 
 
 def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with a positive learning rate: warm-up starts with zero, which hides steps."""
+    """Return the options with 0.01 in place of a zero learning rate.
+
+    A schedule with warm-up may start at zero, and the trial would then see no change.
+    """
     options = dict(options)
     if "lr" in options and not options["lr"]:
         options["lr"] = 0.01

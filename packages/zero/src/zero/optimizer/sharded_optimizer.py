@@ -53,11 +53,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     At construction, parameters become views of one flat tensor per group and dtype, and get rank
     0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
 
-    elementwise: None if it is unknown whether the optimizer treats every element by itself. torch's
-        element-wise optimizers are known, and their tensors are cut anywhere, so that shards differ
-        by at most one element. With any other class each parameter is whole on one rank, after a
-        trial has found no dependence between parameters. True cuts tensors, after a trial of 50
-        steps has found no difference. False keeps parameters whole without a trial.
+    elementwise: None if it is unknown whether the optimizer treats every element independently of
+        the others. torch's element-wise optimizers are known, and their tensors are cut anywhere,
+        so that all shards have the same size, including padding at the end. With any other class
+        each parameter is whole on one rank, after a trial has found no dependence between
+        parameters. True cuts tensors, after a trial of 50 steps has found no difference. False
+        keeps parameters whole without a trial.
     bucket_size_mb: the size of one collective.
     cpu_offload: the state, and copies of this rank's elements, are in CPU memory and stepped there.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
@@ -93,20 +94,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._options = kwargs
         self._elementwise = elementwise
         self.cpu_offload = cpu_offload
-        #: The way each group is split.
+        #: The split of each group.
         self.splits: list[Split] = []
         self.bucket_bytes = int(bucket_size_mb * 2**20)
         self.reducer = GradientReducer(self.communicator, release_gradients=shard_gradients)
         self._buckets: list[Bucket] = []
         self._shards: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
         self._shards_of_group: list[list[nn.Parameter]] = []
-        #: With cpu_offload, the elements on the device that each shard is a copy of.
+        #: With cpu_offload: the device tensor that each CPU shard copies.
         self._device_values: list[Tensor] = []
         #: Each parameter's view of a flat tensor.
         self._views: dict[nn.Parameter, Tensor] = {}
         self._num_steps = 0
         self.inner: torch.optim.Optimizer
-        # Some optimizers require options in each group that have no default.
+        # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
         example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
         sample = optimizer_cls([{**first_options, "params": [example]}], **kwargs)
@@ -118,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_cls(
             [{**options_of(group), "params": shards} for group, shards in groups], **kwargs
         )
-        #: The number of steps after which ranks still compare whether any of them has state.
+        #: The number of remaining steps in which the ranks check whether any rank has state.
         self._steps_to_compare = 2
         self.show_state(False)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -184,7 +185,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def show_state(self, is_present: bool) -> None:
-        """Let `state` be nonempty on all ranks if any rank has state, as torch's tools need it."""
+        """Set `state` to the inner optimizer's state.
+
+        If `is_present` and that state is empty, use a nonempty placeholder, because torch's tools
+        require one.
+        """
         placeholder: dict[Any, Any] = self.inner.state
         if is_present:
             placeholder = {self.param_groups[0]["params"][0]: {}}
@@ -214,7 +219,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate local gradients: for every backward of a step but the last."""
+        """Accumulate local gradients; use it for every backward of a step except the last."""
         before = self.reducer.enabled
         self.reducer.enabled = False
         try:
@@ -229,7 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def split(self) -> Split:
-        """The way the first group is split."""
+        """The split of the first group."""
         return self.splits[0]
 
     def _how_to_split(self, group: dict[str, Any]) -> Split:
@@ -301,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.reducer.versions[parameter] = -1
 
     def _assign_gradients(self) -> None:
-        """Assign the averages of this rank's elements to the inner optimizer's parameters."""
+        """Assign this rank's averaged gradients to the inner optimizer's parameters."""
         used = self.reducer.finish()
         self._check_values_alike()
         for parameter, piece, shard, bucket in self._shards:
@@ -326,7 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raise if parameters that were written to since the last step differ between ranks."""
         self._num_steps += 1
         # A write through `.data` changes the values and not the version. All parameters are
-        # compared at steps 1, 2, 4, 8, ..., so that the cost vanishes.
+        # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
         compares_all = self._num_steps & (self._num_steps - 1) == 0
         written = [p for p in self._views if compares_all or p in self.reducer.written]
         if not written or written[0].is_meta or self.communicator.world == 1:
