@@ -24,8 +24,12 @@ SITE = str(Path(__file__).parent / "seed_offset_site")
 
 
 def install(offset: int) -> None:
-    """Add `offset` to integer seeds from now on, in this process. Return at once if it is 0."""
-    if offset == 0:
+    """Add `offset` to integer seeds from now on, in this process. Return at once if it is 0.
+
+    A worker of xdist is started with the environment of the option, and then receives the option.
+    The second call has no effect.
+    """
+    if offset == 0 or random.Random.__name__ == "ShiftedRandom":
         return
     os.environ[VARIABLE] = str(offset)
     if SITE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):

@@ -49,6 +49,7 @@ def test_bootstrap_intervals_cover_the_truth_in_95_percent_of_synthetic_tables(s
     assert (covered <= most).all(), covered
 
 
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_resample_equals_fit_of_repeated_runs(fit):
     resampled = bootstrap(fit, resamples=100, seed=5)
     n = len(fit.runs)

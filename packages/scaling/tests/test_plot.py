@@ -102,6 +102,7 @@ def test_sweep_prints_the_best_rates(capsys):
     assert "batch size  best rate      exact  regime" in capsys.readouterr().out
 
 
+@pytest.mark.fixed_seed("the module that shifts seeds in child processes imports torch")
 def test_importing_needs_neither_torch_nor_matplotlib():
     code = (
         "import sys, scaling, scaling.__main__;"
