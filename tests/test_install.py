@@ -1,4 +1,4 @@
-"""In a new environment, pip and uv install these packages, not others of that name on the index.
+"""In a new environment, pip installs these packages and not others of the same name on the index.
 
 The dependencies that a package declares are linked from the environment that runs the tests, so
 that a test takes seconds. Nothing else is linked, in particular none of these packages.
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from workspace import LEAVES, PACKAGES, ROOT, SUITE, UV, folder, module, project, source
+from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project, source
 
 # Reports the file from which each package would be imported, without importing it.
 REPORT = """
@@ -43,7 +43,8 @@ def external_requirements(package):
 
 
 def link_requirements(package, folder):
-    """Link the external requirements of `package` into a folder."""
+    """Link the external requirements of `package` into a new folder."""
+    folder.mkdir()
     site_packages = Path(sysconfig.get_paths()["purelib"])
     for name in external_requirements(package):
         for entry in {file.parts[0] for file in metadata.files(name)} - {"..", "__pycache__"}:
@@ -55,19 +56,17 @@ def link_requirements(package, folder):
 def install(tmp_path):
     """Return a function that installs a package into a new environment and returns its python."""
 
-    def install(package, address, installer="pip"):
+    def install(package, address):
+        linked = tmp_path / "linked"
+        link_requirements(package, linked)
         home = tmp_path / "environment"
         venv.create(home, with_pip=False)
         paths = sysconfig.get_paths("venv", {"base": str(home), "platbase": str(home)})
-        link_requirements(package, Path(paths["purelib"]))
+        (Path(paths["purelib"]) / "linked.pth").write_text(f"{linked}\n")
         python = home / "bin" / "python"
-        command = {
-            "pip": [sys.executable, "-m", "pip", "--python", python, "install"],
-            # Without the workspace, whose packages uv would install as links to their sources.
-            "uv": [UV, "pip", "install", "--no-sources", "--python", python],
-        }[installer]
+        pip = [sys.executable, "-m", "pip", "--python", python]
         done = subprocess.run(
-            [*command, "--quiet", address],
+            [*pip, "install", "--quiet", address],
             cwd=tmp_path,
             env=without_python_path(),
             capture_output=True,
@@ -100,8 +99,8 @@ def assert_ours(python, packages):
         assert Path(file).is_relative_to(python.parent.parent)
 
 
-# The installation of the suite builds all nine packages, and test_siblings.py checks that each one
-# declares what it imports. Two packages installed alone therefore represent the others.
+# test_siblings.py checks that each package declares what it imports. Two packages installed alone
+# therefore represent the others.
 ALONE = {"flashattn2", "tinyml"}
 
 
@@ -118,10 +117,16 @@ def test_pip_install_of_a_folder_gives_ours(leaf, install):
             assert (installed / file.relative_to(source(leaf))).exists(), file
 
 
-# uv builds the nine wheels at the same time, pip one after another.
-@pytest.mark.parametrize("installer", ["uv", pytest.param("pip", marks=pytest.mark.exhaustive)])
-def test_install_of_the_suite_brings_our_nine(installer, install):
-    python = install(SUITE, folder(SUITE), installer)
+def test_requirements_of_the_suite_are_the_folders_of_our_nine():
+    requirements = map(Requirement, metadata.requires(SUITE))
+    addresses = {need.name: need.url for need in requirements if need.name in LEAVES}
+    assert addresses == {leaf: folder(leaf).as_uri() for leaf in LEAVES}
+
+
+# It builds nine wheels, one after the other.
+@pytest.mark.exhaustive
+def test_pip_install_of_the_suite_brings_our_nine(install):
+    python = install(SUITE, folder(SUITE))
     assert_ours(python, PACKAGES)
     listed = subprocess.run(
         [python.parent / "llmsys", "list"], capture_output=True, text=True, check=True

@@ -197,7 +197,7 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
         (["--contexts", "128,many"], "no whole numbers"),
         (["--contexts", "2"], "expected an integer `context` >= 8, got 2"),
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
-        (["--rows", "0"], "rows 0"),
+        (["--rows", "0"], "`rows` >= 1, got 0"),
         (["--lr", "nan"], "lr nan is not a positive number"),
         (["--time-limit", "0"], "--time-limit 0"),
         (["--out", "/proc/none"], "cannot write to /proc/none"),
