@@ -32,7 +32,7 @@ from collectives import collective, lists
 from collectives.communicator import Communicator
 from collectives.failure_detection import REPORT_SECONDS
 from collectives.store import fetch, fresh_store
-from collectives.work import CoalescedWork, Work, coalesced
+from collectives.work import CoalescedWork, Work
 
 NAME = "collectives"
 CPU = torch.device("cpu")
@@ -315,40 +315,60 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @_by_device
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Run `allreduce` on each tensor and return one handle."""
-        return _coalesce(self.allreduce, [tensors], args, kwargs)
+        """Reduce several tensors in place, in one call."""
+        options = _Options.parse(["op"], args, kwargs)
+        return self._run_coalesced(
+            "all_reduce", [[tensor] for tensor in tensors], tensors, options, options.op
+        )
 
     @_by_device
     def all_gather_single_coalesced(
         self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Run `all_gather_single` on each pair of tensors and return one handle."""
-        return _coalesce(self.all_gather_single, [outputs, inputs], args, kwargs)
+        """Run `all_gather_single` on several pairs of tensors, in one call."""
+        options = _Options.parse([], args, kwargs)
+        return self._run_coalesced("all_gather", [[output] for output in outputs], inputs, options)
 
     @_by_device
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Run `reduce_scatter_single` on each pair of tensors and return one handle."""
-        return _coalesce(self.reduce_scatter_single, [outputs, inputs], args, kwargs)
+        """Run `reduce_scatter_single` on several pairs of tensors, in one call."""
+        options = _Options.parse(["op"], args, kwargs)
+        return self._run_coalesced(
+            "reduce_scatter", [[output] for output in outputs], inputs, options, options.op
+        )
 
     @_by_device
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Copy input_list[i] of each rank to output_lists[rank][i], with one handle."""
+        """Copy input_list[i] of each rank to output_lists[rank][i], in one call."""
         lengths = [len(outputs) for outputs in output_lists]
         if lengths != [len(input_list)] * self.size():
             raise ValueError(
                 f"all_gather_coalesced expected {self.size()} output lists of {len(input_list)} "
                 f"tensors, one list per rank and one tensor per input, got lists of {lengths}"
             )
-        with coalesced(len(input_list)):
-            works = [
-                self.allgather([list(outputs)], [tensor], opts)
-                for outputs, tensor in zip(zip(*output_lists, strict=True), input_list, strict=True)
-            ]
-        return CoalescedWork(works, output_lists)
+        options = _Options.parse([], [], {"opts": opts})
+        outputs = [list(of_ranks) for of_ranks in zip(*output_lists, strict=True)]
+        return self._run_coalesced("all_gather", outputs, input_list, options)
+
+    def _run_coalesced(
+        self,
+        kind: str,
+        outputs: list[list[Tensor]],
+        inputs: Sequence[Tensor],
+        options: "_Options",
+        op: Any = None,
+    ) -> dist.Work:
+        if not inputs or len(outputs) != len(inputs):
+            raise ValueError(
+                f"a coalesced {kind} expected lists of one length that is not zero, got "
+                f"{len(outputs)} outputs and {len(inputs)} inputs"
+            )
+        work = lists.coalesced(kind, outputs, inputs, op, self, options.async_op)
+        return _handle(work, [tensor for tensors in outputs for tensor in tensors])
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the handles of the following calls."""
@@ -549,18 +569,6 @@ def _single_list(tensor_lists: Any) -> list[Tensor]:
             f"{len(tensor_lists)} lists; make one call per list"
         )
     return list(tensor_lists[0])
-
-
-def _coalesce(
-    method: _Method, tensor_lists: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> CoalescedWork:
-    """Call a method for the i-th tensors of all lists, for each i; return one handle."""
-    lengths = [len(tensors) for tensors in tensor_lists]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"{method.__name__}_coalesced expected lists of one length, got {lengths}")
-    with coalesced(lengths[0]):
-        works = [method(*tensors, *args, **kwargs) for tensors in zip(*tensor_lists, strict=True)]
-    return CoalescedWork(works, list(tensor_lists[0]))
 
 
 def _first_tensor(values: Any) -> Tensor | None:

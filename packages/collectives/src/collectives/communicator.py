@@ -40,7 +40,7 @@ from collectives.progress import ProgressQueue
 from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.store import fresh_store
-from collectives.work import CoalescedCalls, Work, current_coalesced_calls
+from collectives.work import Work
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
@@ -171,7 +171,6 @@ class Communicator:
             # The checks that are active now apply, although the call may run later.
             compare_calls=self.compare_calls,
             find_nan=self.find_nan,
-            coalesced=current_coalesced_calls(),
         )
         # Recording costs microseconds, so it is skipped unless the profiler runs. The event of an
         # asynchronous call covers its start only: an event must not outlive the profiler.
@@ -198,8 +197,6 @@ class Communicator:
                 # The engine does not search for NaNs.
                 is_usable=self.failures.broken is None and not execution.find_nan,
             )
-            if execution.coalesced is not None:
-                execution.coalesced.add(job)
 
             def run() -> None:
                 try:
@@ -296,23 +293,9 @@ class _Execution:
     body: Callable[[bytes], None]
     compare_calls: bool
     find_nan: bool
-    #: The coalesced call that this call is part of, or None.
-    coalesced: CoalescedCalls | None
 
     def run(self, job: Job | None) -> None:
         """Run the call; `job` is its job if the engine has already started it."""
-        if self.coalesced is None:
-            self._run(job)
-            return
-        if self.coalesced.error is not None:
-            raise self.coalesced.error
-        try:
-            self._run(job)
-        except Exception as error:
-            self.coalesced.fail(error)
-            raise
-
-    def _run(self, job: Job | None) -> None:
         comm = self.communicator
         call = self.call
         if self.find_nan and any(has_nan(tensor) for tensor in self.inputs):
