@@ -449,6 +449,44 @@ def test_rank_that_never_joins_is_named():
     assert try_ranks(dead_from_the_start, 3, backend="")[2].value is True
 
 
+def slow_to_join(backend):
+    """Rank 1 is late at every step of the set-up; the delays sum to twice the timeout."""
+    import collectives.backend  # noqa: F401
+    from collectives import store as group_store
+
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(os.environ["STORE_FILE"], 2)
+    fetch = group_store.fetch
+
+    def late_fetch(*args):
+        time.sleep(0.6 * TIMEOUT / 2 if rank == 1 else 0)
+        return fetch(*args)
+
+    for module in (collectives.backend, collectives.choice.topology):
+        module.fetch = late_fetch
+    begin = time.monotonic()
+    try:
+        start(TIMEOUT / 2, backend)
+        collectives.all_reduce(torch.ones(10))
+    except collectives.RankLost as error:
+        seconds = time.monotonic() - begin
+        if rank == 0:
+            store.set("over", "")
+        store.wait(["over"])
+        return error.ranks, seconds
+    return (), 0.0
+
+
+@pytest.mark.parametrize(
+    "backend", ["collectives", pytest.param("gloo", marks=pytest.mark.exhaustive)]
+)
+def test_all_steps_of_a_group_creation_share_one_timeout(backend):
+    ranks, seconds = run_ranks(slow_to_join, 2, backend, backend="")[0]
+    assert ranks == (1,)
+    # The delays sum to 2.4 timeouts. The bound leaves a margin for a busy machine.
+    assert seconds < TIMEOUT
+
+
 def test_pickled_error_keeps_its_ranks():
     for error in (collectives.RankLost([2, 3], "told"), collectives.Mismatch("told", [2, 3])):
         copy = pickle.loads(pickle.dumps(error))

@@ -150,6 +150,54 @@ def test_lists_of_different_sizes_match_their_definition(where):
     run_ranks(uneven, 3, where)
 
 
+def overlapping(where, numel):
+    """Pass inputs that overlap the outputs, in place and shifted by one element."""
+    if where == "apart":
+        apart()
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def whole(r):
+        return torch.arange(1.0 * world * numel) + 1000 * r
+
+    total = sum(whole(r) for r in range(world))
+    for shift in (0, 1):
+        # The input is this rank's slice of the output, or the reverse, moved by `shift`.
+        buffer = torch.zeros(world * numel + 1)
+        longer, shorter = buffer[:-1], buffer[rank * numel + shift :][:numel]
+        shorter.copy_(whole(rank)[:numel])
+        collectives.all_gather_into_tensor(longer, shorter)
+        assert torch.equal(longer.view(world, -1)[1], whole(1)[:numel]), shift
+
+        longer.copy_(whole(rank))
+        collectives.reduce_scatter_tensor(shorter, longer)
+        assert torch.equal(shorter, total.view(world, -1)[rank]), shift
+
+        sent, received = buffer[:-1], buffer[shift:][: world * numel]
+        sent.copy_(whole(rank))
+        collectives.all_to_all_single(received, sent)
+        expected = torch.cat([whole(r).view(world, -1)[rank] for r in range(world)])
+        assert torch.equal(received, expected), shift
+
+        sent.copy_(whole(rank))
+        collectives.all_to_all_single(received, sent, algorithm="ring")
+        assert torch.equal(received, expected), shift
+
+        sent.copy_(whole(rank))
+        parts = list(sent.chunk(world))
+        collectives.all_to_all(list(received.chunk(world)), parts)
+        assert torch.equal(received, expected), shift
+
+        sent.copy_(whole(rank))
+        output = parts[1] if rank == 0 else torch.empty(numel)
+        collectives.scatter(output, parts if rank == 0 else None, src=0)
+        assert torch.equal(output, whole(0).view(world, -1)[rank]), shift
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten(where):
+    run_ranks(overlapping, 2, where, 200_001)
+
+
 def differing(where):
     """Deviate on rank 1 and check that every rank names it before data move."""
     if where == "apart":

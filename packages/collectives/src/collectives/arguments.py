@@ -133,6 +133,17 @@ def flatten(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
+def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """Return the input, or a copy if its memory may overlap that of an output.
+
+    Otherwise a step of an algorithm would overwrite elements that a later step reads.
+    """
+    storage = tensor.untyped_storage().data_ptr()
+    if any(output.untyped_storage().data_ptr() == storage for output in outputs):
+        return tensor.clone()
+    return tensor
+
+
 def copy_back(tensor: Tensor, flat: Tensor) -> None:
     """Copy a result to the tensor that `flatten` was called with, unless it is a view."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
+from collectives.algorithms.gloo import NO_TIMEOUT, connect_in_time
 from collectives.communicator import Communicator
 from collectives.failure_detection import REPORT_SECONDS
 from collectives.store import fetch, fresh_store
@@ -136,13 +137,15 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rank = options.group_rank
         world = options.group_size
         timeout = options.timeout
-        store = fresh_store(options.store, world, timeout.total_seconds())
+        deadline = time.monotonic() + timeout.total_seconds()
+        store = fresh_store(options.store, world, deadline)
         options = _copy_options(options, store=store)
         super().__init__(store, rank, world)
         # Needed to create a backend of another device, or a group from this one.
         self._options = options
         self._backend_options = backend_options
-        self._gloo: Any = _connect_gloo(store, rank, world, timeout)
+        self._gloo: Any = _connect_gloo(store, rank, world, deadline)
+        self._gloo._set_default_timeout(timeout)
         self._others: dict[str, Any] = {}
         self._creating = threading.Lock()
         # The handles of the calls since `_start_coalescing`; None outside of it.
@@ -156,7 +159,9 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if bound is not None:
             self.bound_device_id = bound
         #: The state of this group's collectives.
-        self.communicator = Communicator(self._gloo, store=store, timeout=timeout)
+        self.communicator = Communicator(
+            self._gloo, store=store, timeout=timeout, deadline=deadline
+        )
 
     # ----- ours: collectives of one tensor per rank -----
 
@@ -527,16 +532,20 @@ INHERITED = frozenset(
 )
 
 
-def _connect_gloo(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
+def _connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
     """Return a gloo group; raise RankLost with the ranks that do not join, or end meanwhile."""
 
     def synchronize(key: str, deadline: float) -> None:
         fetch(store, {r: f"{key}/{r}" for r in range(world)}, deadline, {f"{key}/{rank}": ""})
 
-    synchronize("joined", time.monotonic() + timeout.total_seconds())
+    synchronize("joined", deadline)
     try:
-        return ProcessGroupGloo(store, rank, world, timeout)
-    except RuntimeError:
+        return connect_in_time(
+            store,
+            lambda store: ProcessGroupGloo(store, rank, world, NO_TIMEOUT),
+            deadline - time.monotonic(),
+        )
+    except (RuntimeError, TimeoutError):
         # gloo's error names no rank. The ranks that still run write to the store once more.
         synchronize("still running", time.monotonic() + REPORT_SECONDS)
         raise

@@ -109,15 +109,21 @@ def _watch_groups() -> None:
 class Communicator:
     """The state that all collectives of one rank and one group share."""
 
-    def __init__(self, group: Any, *, store: Store, timeout: timedelta) -> None:
+    def __init__(
+        self, group: Any, *, store: Store, timeout: timedelta, deadline: float | None = None
+    ) -> None:
         self.rank = group.rank()
         self.world = group.size()
         #: The group's timeout in seconds.
         self.timeout = timeout.total_seconds()
-        self.store = fresh_store(store, self.world, self.timeout)
+        # One deadline, a value of time.monotonic, bounds all waits of this constructor.
+        deadline = deadline or time.monotonic() + self.timeout
+        self.store = fresh_store(store, self.world, deadline)
         self.gloo = GlooGroups(group, self.store)
         self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
-        self.topology = Topology(self.store, self.rank, self.world, self.timeout)
+        self.topology = Topology(
+            self.store, self.rank, self.world, timeout=self.timeout, deadline=deadline
+        )
         self.failures = FailureDetector(
             self.store,
             self.rank,

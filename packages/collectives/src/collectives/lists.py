@@ -26,6 +26,7 @@ from collectives.arguments import (
     flatten,
     for_members,
     root_rank,
+    separate,
 )
 from collectives.communicator import Communicator, communicator
 from collectives.shared_memory.fingerprint import Call
@@ -176,7 +177,7 @@ def _exchange(
 
     def body(packed: bytes) -> None:
         flat_outputs = [flatten(output) for output in outputs]
-        flat_inputs = [flatten(tensor) for tensor in inputs]
+        flat_inputs = [separate(flatten(tensor), flat_outputs) for tensor in inputs]
         dispatch.all_to_all(comm, call, packed, flat_outputs, flat_inputs)
         for output, part in zip(outputs, flat_outputs, strict=True):
             copy_back(output, part)

@@ -21,6 +21,8 @@ from collectives.shared_memory.fingerprint import format_ranks
 
 # A store that serves many ranks at once is slow. Only a longer silence counts as a failure.
 STORE_SECONDS = 0.8
+# A `FileStore` rounds the time limit of a wait up to whole seconds.
+ROUNDING_SECONDS = 1.0
 T = TypeVar("T")
 
 
@@ -35,15 +37,17 @@ def clone_store(store: Store) -> Store:
         return store
 
 
-def fresh_store(store: Store, world: int, seconds: float) -> Store:
+def fresh_store(store: Store, world: int, deadline: float) -> Store:
     """Return a part of a store that no earlier group of the same ranks has written to.
 
     A store may outlive a group, and under an elastic launcher it may outlive the processes. Without
     a separate prefix, the next group would read the addresses of ranks that have ended. Every rank
     of a group must call this function. The prefix starts with the launcher's restart count, because
-    ranks that died while they set up a group did not all increment the generation.
+    ranks that died while they set up a group did not all increment the generation. `deadline` is a
+    value of time.monotonic.
     """
     attempt = PrefixStore(f"collectives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    seconds = max(STORE_SECONDS, deadline - time.monotonic())
     count = query_store(seconds, lambda: attempt.add("generation", 1))
     return PrefixStore(str((count - 1) // world), attempt)
 
@@ -98,12 +102,14 @@ def fetch(
         for key, text in (publish or {}).items():
             store.set(key, text)
         for rank, key in keys.items():
-            with suppress(RuntimeError):
-                remaining = max(0.01, deadline - time.monotonic())
-                store.wait([key], timedelta(seconds=remaining))
+            remaining = deadline - time.monotonic()
+            if remaining > 0:
+                with suppress(RuntimeError):
+                    store.wait([key], timedelta(seconds=remaining))
+            if store.check([key]):
                 values[rank] = store.get(key)
 
-    query_store(max(0.0, deadline - start_time) + STORE_SECONDS, query)
+    query_store(max(0.0, deadline - start_time) + ROUNDING_SECONDS + STORE_SECONDS, query)
     missing = [rank for rank in keys if rank not in values]
     if missing:
         seconds = time.monotonic() - start_time

@@ -31,11 +31,13 @@ Views = dict[tuple[int, int, torch.dtype], list[Tensor]]
 class Topology:
     """The ranks of a group by host, this host's arena, and the tensors allocated in it."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world: int, *, timeout: float, deadline: float
+    ) -> None:
         self._store = store
         self._rank = rank
         # All rounds of messages through the store share one deadline.
-        self._deadline = time.monotonic() + timeout
+        self._deadline = deadline
         mappings, addresses = self._exchange_segments("arena", ARENA_BYTES, range(world))
         reachable = [rank for rank in range(world) if mappings[rank] is not None]
         texts = self._gather_texts("reach", json.dumps(reachable), range(world))
