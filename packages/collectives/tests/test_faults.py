@@ -451,7 +451,7 @@ def test_rank_that_never_joins_is_named():
 
 def slow_to_join(backend):
     """Rank 1 is late at every step of the set-up; the delays sum to twice the timeout."""
-    import collectives.backend  # noqa: F401
+    import collectives.backend
     from collectives import store as group_store
 
     rank = int(os.environ["RANK"])

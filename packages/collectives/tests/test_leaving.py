@@ -291,45 +291,80 @@ def test_restart_under_torchrun_succeeds(rendezvous, tmp_path):
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} attempt 1 1.0" for rank in range(3)]
 
 
-def continue_without_the_lost_rank(where, how):
-    """Lose rank 1; the survivors destroy the group and create a smaller one."""
-    rank, store = begin("collectives", where, seconds=6)
-    world = dist.get_world_size()
-    dist.all_reduce(torch.ones(10))
-    if rank == 1:
-        if how == "dies":
+def lose_two_ranks(backend, where, how):
+    """Lose rank 1 and then rank 2 of four; the survivors rebuild their group each time."""
+    rank, store = begin(backend, where, seconds=6)
+    with pytest.raises(RuntimeError, match="expected a group that has failed"):
+        collectives.rebuild()
+    group = dist.group.WORLD
+    sums = []
+    for lost, survivors in ((1, [0, 2, 3]), (2, [0, 3])):
+        reduce(group, torch.ones(10))
+        if rank == lost:
+            if how == "dies":
+                os._exit(1)
+            # A rank that is only slow learns that the others continued without it.
+            store.wait([f"{survivor} continues without {lost}" for survivor in survivors])
+            with pytest.raises(collectives.RankLost):
+                reduce(group, torch.ones(10))
+            with pytest.raises(RuntimeError, match="named this rank"):
+                collectives.rebuild(None if lost == 1 else group)
+            store.set(f"{lost} is done", "")
             os._exit(1)
-        store.wait(["0 is done", "2 is done"])
-        os._exit(0)
-    with pytest.raises(collectives.RankLost) as caught:
-        dist.all_reduce(torch.ones(10))
-    survivors = [r for r in range(world) if r not in caught.value.ranks]
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "collectives",
-        store=dist.PrefixStore("without " + str(caught.value.ranks), store),
-        rank=survivors.index(rank),
-        world_size=len(survivors),
-        timeout=timedelta(seconds=TIMEOUT),
-    )
-    total = torch.full((1000,), rank + 1.0)
-    works = [dist.all_reduce(total, async_op=True) for _ in range(2)]
-    for work in works:
-        work.wait()
-    store.set(f"{rank} is done", "")
-    return survivors, total.unique().tolist()
+        with pytest.raises(collectives.RankLost):
+            reduce(group, torch.ones(10))
+        group = collectives.rebuild(group, timeout=timedelta(seconds=6 if lost == 1 else TIMEOUT))
+        store.set(f"{rank} continues without {lost}", "")
+        assert dist.get_process_group_ranks(group) == survivors
+        total = torch.full((1000,), rank + 1.0)
+        for work in [reduce(group, total, async_op=True) for _ in range(2)]:
+            work.wait()
+        sums.append(total.unique().tolist())
+        if how == "hangs":
+            store.wait([f"{lost} is done"])
+    return sums
 
 
 @pytest.mark.parametrize(
-    ("where", "how"),
+    ("backend", "where", "how"),
     [
-        ("together", "dies"),
-        ("together", "hangs"),
-        ("apart", "dies"),
-        pytest.param("apart", "hangs", marks=pytest.mark.exhaustive),
+        ("collectives", "together", "dies"),
+        ("collectives", "apart", "dies"),
+        pytest.param("collectives", "pairs", "dies", marks=pytest.mark.exhaustive),
+        pytest.param("collectives", "together", "hangs", marks=pytest.mark.exhaustive),
+        pytest.param("collectives", "apart", "hangs", marks=pytest.mark.exhaustive),
+        pytest.param("gloo", "apart", "dies", marks=pytest.mark.exhaustive),
     ],
 )
-def test_survivors_of_a_lost_rank_create_a_smaller_group(where, how):
-    outcomes = try_ranks(continue_without_the_lost_rank, 3, where, how, backend="")
-    for rank in (0, 2):
-        assert outcomes[rank].value == ([0, 2], [8.0]), outcomes
+def test_survivors_of_lost_ranks_rebuild_their_group(backend, where, how):
+    outcomes = try_ranks(lose_two_ranks, 4, backend, where, how, backend="")
+    for rank in (0, 3):
+        # Each call multiplies the sum 1 + 3 + 4, and then 1 + 4, by the number of ranks.
+        assert outcomes[rank].value == [[8.0 * 3], [5.0 * 2]], outcomes
+
+
+def lose_the_store(port):
+    """Lose rank 0, which serves the store: a new group is impossible."""
+    import collectives.backend
+
+    rank = int(os.environ["RANK"])
+    limit = timedelta(seconds=4)
+    store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=limit)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=3, timeout=limit)
+    dist.all_reduce(torch.ones(3))
+    if rank == 0:
+        os._exit(1)
+    with pytest.raises(collectives.RankLost) as caught:
+        dist.all_reduce(torch.ones(3))
+    assert caught.value.ranks == (0,)
+    with pytest.raises(collectives.RankLost, match="rank 0 is lost: the group's store"):
+        collectives.rebuild()
+    return True
+
+
+def test_rebuild_without_the_store_is_refused():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outcomes = try_ranks(lose_the_store, 3, port, backend="")
+    assert [outcome.value for outcome in outcomes[1:]] == [True, True], outcomes

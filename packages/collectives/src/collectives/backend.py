@@ -487,10 +487,10 @@ GLOO = ("monitored_barrier", "recv", "recv_anysource", "send")
 REFUSED = {
     "_enable_collectives_timing": "use torch.profiler",
     "_register_on_completion_hook": "use the handle's get_future().then()",
-    "get_reconfigure_handle": "create a new group",
+    "get_reconfigure_handle": "use collectives.rebuild",
     "merge_remote_group": "create a new group",
     "new_window": "use collectives.shared_empty on one host",
-    "reconfigure": "create a new group",
+    "reconfigure": "use collectives.rebuild",
     "register_abort_hook": "catch collectives.RankLost",
     "register_post_hook": "use the handle's get_future().then()",
     "register_pre_hook": "wrap the call",

@@ -193,9 +193,10 @@ def _separate_unless_in_place(comm: Communicator, output: Tensor, tensor: Tensor
     The output of a reduce-scatter may be a slice of its input, and the reverse for an all-gather.
     """
     longer, shorter = (output, tensor) if output.numel() > tensor.numel() else (tensor, output)
-    if longer.is_contiguous() and shorter.is_contiguous() and longer.numel() > shorter.numel():
-        if shorter.data_ptr() == longer.data_ptr() + comm.rank * shorter.nbytes:
-            return tensor
+    slice_address = longer.data_ptr() + comm.rank * shorter.nbytes
+    is_in_place = longer.is_contiguous() and shorter.is_contiguous()
+    if is_in_place and longer.numel() > shorter.numel() and shorter.data_ptr() == slice_address:
+        return tensor
     return separate(tensor, [output])
 
 
