@@ -25,6 +25,9 @@ from collectives.errors import PeerError
 PIECE_BYTES = 512 * 1024
 # gloo's tags have 31 bits.
 TAG_BITS = 0x7FFFFFFF
+# The tag of receives that only test or close a connection. Users' tags are small numbers; a longer
+# message that such a receive accepted would abort the process.
+UNUSED_TAG = TAG_BITS
 # 2^32 divided by the golden ratio, which is odd, spreads lengths over the tags.
 TAG_FACTOR = 0x9E3779B1
 # The number of seconds that a wait without a deadline may last.
@@ -87,7 +90,7 @@ class PointToPoint:
         peers = []
         for peer in set(self._ranks) - {self._ranks[self.rank]}:
             try:
-                receive([torch.empty(1, dtype=torch.uint8)], peer, 0)
+                receive([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG)
             except RuntimeError as error:
                 # gloo closes this rank's connections when one of its waits times out.
                 if "timeout" not in first_line(error):
@@ -219,7 +222,7 @@ def close_peers(group: Any, peers: Iterable[int]) -> None:
     for peer in peers:
         with suppress(RuntimeError):
             buffer = torch.empty(1, dtype=torch.uint8)
-            group.recv([buffer], peer, 0).wait(timedelta(milliseconds=1))
+            group.recv([buffer], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:
