@@ -489,19 +489,27 @@ def test_asynchronous_failure_is_raised_by_wait():
     assert try_ranks(late_error, 2)[0].value == (True, False)
 
 
-def dead_from_the_start():
-    start(TIMEOUT)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+def dead_from_the_start(how):
+    store = start(LONG_TIMEOUT if how == "dies" else TIMEOUT / 2)
     if dist.get_rank() == 1:
+        if how == "hangs":
+            wait_for_survivors(store, (0, 2))
         os._exit(0)
     begin = time.monotonic()
-    with pytest.raises(collectives.RankLost, match="rank 1 did not join"):
+    with pytest.raises(collectives.RankLost) as caught:
         collectives.all_reduce(torch.ones(10))
-    return time.monotonic() - begin < 2 * TIMEOUT
+    seconds = time.monotonic() - begin
+    end_together(store, (0, 2))
+    return caught.value.ranks, seconds, str(caught.value)
 
 
-def test_rank_that_never_joins_is_named():
-    assert try_ranks(dead_from_the_start, 3, backend="")[2].value is True
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_rank_that_never_joins_is_named(how):
+    for outcome in try_ranks(dead_from_the_start, 3, how, backend="")[::2]:
+        ranks, seconds, message = outcome.value
+        assert ranks == (1,)
+        assert ("ended before joining" if how == "dies" else "did not join") in message
+        assert seconds < (LONG_TIMEOUT / 2 if how == "dies" else TIMEOUT)
 
 
 def slow_to_join(backend):

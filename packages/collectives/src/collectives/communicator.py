@@ -122,7 +122,12 @@ class Communicator:
         self.gloo = GlooGroups(group, self.store)
         self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
         self.topology = Topology(
-            self.store, self.rank, self.world, timeout=self.timeout, deadline=deadline
+            self.store,
+            self.rank,
+            self.world,
+            timeout=self.timeout,
+            deadline=deadline,
+            find_ended=self.wire.disconnected_peers,
         )
         self.failures = FailureDetector(
             self.store,

@@ -34,10 +34,12 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
         ) from broken
     members = dist.get_process_group_ranks(group)
     survivors = [members[rank] for rank in range(comm.world) if rank not in broken.ranks]
-    return dist.new_group(
+    rebuilt = dist.new_group(
         survivors,
         timeout=timeout or timedelta(seconds=comm.timeout),
         backend=dist.get_backend(group),
         # The lost ranks make no call.
         use_local_synchronization=True,
     )
+    assert isinstance(rebuilt, dist.ProcessGroup)
+    return rebuilt
