@@ -1,5 +1,6 @@
 """Ranks that leave a group, restart, or use several groups do not block the other ranks."""
 
+import itertools
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from collectives.algorithms import dispatch
 from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks, try_ranks
 
@@ -25,6 +27,8 @@ def emulate_hosts(where):
     if where != "together":
         ranks_per_host = 1 if where == "apart" else 2
         segment.host_identity = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
+        # Default prices, so that "auto" does not measure for seconds.
+        dispatch.tune = lambda *_, **options: collectives.CostModel()
 
 
 def begin(backend, where="together", seconds=TIMEOUT):
@@ -73,11 +77,20 @@ def leave(backend, where, part):
     return [float(world)], caught.value.ranks, seconds
 
 
-@pytest.mark.parametrize("part", [False, True], ids=["world", "subgroup"])
 @pytest.mark.parametrize(
-    "where", ["together", "apart", pytest.param("pairs", marks=pytest.mark.exhaustive)]
+    ("backend", "where", "part"),
+    [
+        ("collectives", "together", True),
+        ("collectives", "apart", False),
+        ("gloo", "apart", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in itertools.product(
+                ("collectives", "gloo"), ("together", "apart", "pairs"), (False, True)
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("backend", ["collectives", "gloo"])
 def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
     for total, ranks, seconds in run_ranks(leave, 4, backend, where, part, backend=""):
         assert total == [4.0]
@@ -86,9 +99,9 @@ def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
         assert seconds < TIMEOUT / 2
 
 
-def leave_in_order(backend, where):
+def leave_in_order(backend, where, rounds):
     """Leave in different orders right after the last call; no rank gets an error."""
-    for i in range(20):
+    for i in range(rounds):
         rank = int(os.environ["RANK"])
         if i == 0:
             begin(backend, where)
@@ -105,10 +118,19 @@ def leave_in_order(backend, where):
         del group
 
 
-@pytest.mark.parametrize("where", ["together", "apart"])
-@pytest.mark.parametrize("backend", ["collectives", "gloo"])
-def test_leaving_after_the_last_call_is_not_a_fault(backend, where):
-    run_ranks(leave_in_order, 3, backend, where, backend="")
+@pytest.mark.parametrize(
+    ("backend", "where", "rounds"),
+    [
+        ("collectives", "apart", 6),
+        ("gloo", "together", 6),
+        *(
+            pytest.param(*case, 20, marks=pytest.mark.exhaustive)
+            for case in itertools.product(("collectives", "gloo"), ("together", "apart"))
+        ),
+    ],
+)
+def test_leaving_after_the_last_call_is_not_a_fault(backend, where, rounds):
+    run_ranks(leave_in_order, 3, backend, where, rounds, backend="")
 
 
 def in_opposite_orders(backend, where, compiled, calls):
@@ -142,8 +164,8 @@ def in_opposite_orders(backend, where, compiled, calls):
     ("backend", "where", "compiled", "calls"),
     [
         ("collectives", "together", True, 3000),
-        ("collectives", "together", False, 700),
-        ("gloo", "together", True, 700),
+        pytest.param("collectives", "together", False, 700, marks=pytest.mark.exhaustive),
+        pytest.param("gloo", "together", True, 700, marks=pytest.mark.exhaustive),
         ("gloo", "apart", True, 700),
     ],
 )
