@@ -68,7 +68,6 @@ def fail(store, where, algorithm, how):
         ("dies", "together", "auto"),
         pytest.param("dies", "together", "ring", marks=pytest.mark.exhaustive),
         ("dies", "apart", "ring"),
-        pytest.param("dies", "apart", "halving_doubling", marks=pytest.mark.exhaustive),
         pytest.param("dies", "apart", "tree", marks=pytest.mark.exhaustive),
         ("dies", "apart", "gloo"),
         # Rank 1 is not the leader of its host.
@@ -285,7 +284,6 @@ def disagree(where, algorithm):
         pytest.param("together", "ring", marks=pytest.mark.exhaustive),
         pytest.param("apart", "auto", marks=pytest.mark.exhaustive),
         ("apart", "ring"),
-        pytest.param("apart", "halving_doubling", marks=pytest.mark.exhaustive),
         pytest.param("apart", "tree", marks=pytest.mark.exhaustive),
         pytest.param("pairs", "auto", marks=pytest.mark.exhaustive),
         ("pairs", "hierarchical"),
@@ -405,7 +403,6 @@ DEVIATIONS = {
             pytest.param(where, (algorithm,), tuple(DEVIATIONS), marks=pytest.mark.exhaustive)
             for where, algorithm in (
                 ("apart", "ring"),
-                ("apart", "halving_doubling"),
                 ("apart", "tree"),
                 ("apart", "gloo"),
                 ("pairs", "hierarchical"),

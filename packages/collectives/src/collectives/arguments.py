@@ -62,10 +62,6 @@ def describe_call(
     """
     dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
     check_tensors(kind, tensor, outputs)
-    if tensor.is_cuda and algorithm in ("shared_memory", "hierarchical"):
-        raise ValueError(
-            f'{algorithm} expected CPU tensors, got {tensor.device}; use "ring", or "auto" for NCCL'
-        )
     # A broadcast does not change the root's tensor, and a reduce changes no other rank's.
     if kind not in ("broadcast", "reduce") or (comm.rank == root) == (kind == "reduce"):
         # Autograd must notice that a tensor is overwritten which it saved for a backward pass.
@@ -96,10 +92,10 @@ def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
     """Raise an error unless the tensors are dense, on one device, and can be written to."""
     if tensor.layout != torch.strided:
         raise TypeError(f"{kind} expected a dense tensor, got {tensor.layout}; use to_dense()")
-    if not (tensor.is_cpu or tensor.is_cuda):
+    if not tensor.is_cpu:
         raise TypeError(
-            f"{kind} expected a tensor on the CPU or a CUDA device, got one on {tensor.device}; "
-            "move it to the CPU"
+            f"{kind} expected a tensor on the CPU, got one on {tensor.device}; use the function of "
+            "torch.distributed"
         )
     for output in outputs:
         check_device(kind, output, tensor)

@@ -322,8 +322,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Reduce several tensors in place, in one call."""
         options = _Options.parse(["op"], args, kwargs)
-        return self._run_coalesced(
-            "all_reduce", [[tensor] for tensor in tensors], tensors, options, options.op
+        return _run_coalesced(
+            self, "all_reduce", [[tensor] for tensor in tensors], tensors, options, options.op
         )
 
     @_by_device
@@ -332,7 +332,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         """Run `all_gather_single` on several pairs of tensors, in one call."""
         options = _Options.parse([], args, kwargs)
-        return self._run_coalesced("all_gather", [[output] for output in outputs], inputs, options)
+        return _run_coalesced(self, "all_gather", [[output] for output in outputs], inputs, options)
 
     @_by_device
     def reduce_scatter_single_coalesced(
@@ -340,8 +340,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         """Run `reduce_scatter_single` on several pairs of tensors, in one call."""
         options = _Options.parse(["op"], args, kwargs)
-        return self._run_coalesced(
-            "reduce_scatter", [[output] for output in outputs], inputs, options, options.op
+        return _run_coalesced(
+            self, "reduce_scatter", [[output] for output in outputs], inputs, options, options.op
         )
 
     @_by_device
@@ -357,23 +357,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             )
         options = _Options.parse([], [], {"opts": opts})
         outputs = [list(of_ranks) for of_ranks in zip(*output_lists, strict=True)]
-        return self._run_coalesced("all_gather", outputs, input_list, options)
-
-    def _run_coalesced(
-        self,
-        kind: str,
-        outputs: list[list[Tensor]],
-        inputs: Sequence[Tensor],
-        options: "_Options",
-        op: Any = None,
-    ) -> dist.Work:
-        if not inputs or len(outputs) != len(inputs):
-            raise ValueError(
-                f"a coalesced {kind} expected lists of one length that is not zero, got "
-                f"{len(outputs)} outputs and {len(inputs)} inputs"
-            )
-        work = lists.coalesced(kind, outputs, inputs, op, self, options.async_op)
-        return _handle(work, [tensor for tensors in outputs for tensor in tensors])
+        return _run_coalesced(self, "all_gather", outputs, input_list, options)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the handles of the following calls."""
@@ -499,38 +483,6 @@ REFUSED = {
     "unregister_pre_hook": "no hook can be registered",
 }
 
-# Methods and properties of torch's base class that apply to this backend: names, ranks, registered
-# backends and supported features. torch defines that backends without ephemeral timeouts ignore
-# `_add_ephemeral_timeout`.
-INHERITED = frozenset(
-    {
-        "_add_ephemeral_timeout",
-        "_backend_id",
-        "_device_types",
-        "_get_backend_name",
-        "_has_hooks",
-        "_id",
-        "_register_backend",
-        "_set_default_backend",
-        "_set_group_desc",
-        "_set_group_name",
-        "bound_device_id",
-        "boxed",
-        "get_group_store",
-        "group_desc",
-        "group_name",
-        "name",
-        "rank",
-        "size",
-        "supports_abort_hooks",
-        "supports_completion_hooks",
-        "supports_reconfigure",
-        "supports_window",
-        "unbox",
-        "use_pg_for_symm_mem_rendezvous",
-    }
-)
-
 
 def _connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
     """Return a gloo group; raise RankLost with the ranks that do not join, or end meanwhile."""
@@ -578,6 +530,23 @@ def _single_list(tensor_lists: Any) -> list[Tensor]:
             f"{len(tensor_lists)} lists; make one call per list"
         )
     return list(tensor_lists[0])
+
+
+def _run_coalesced(
+    group: CollectivesProcessGroup,
+    kind: str,
+    outputs: list[list[Tensor]],
+    inputs: Sequence[Tensor],
+    options: _Options,
+    op: Any = None,
+) -> dist.Work:
+    if not inputs or len(outputs) != len(inputs):
+        raise ValueError(
+            f"a coalesced {kind} expected lists of one length that is not zero, got "
+            f"{len(outputs)} outputs and {len(inputs)} inputs"
+        )
+    work = lists.coalesced(kind, outputs, inputs, op, group, options.async_op)
+    return _handle(work, [tensor for tensors in outputs for tensor in tensors])
 
 
 def _first_tensor(values: Any) -> Tensor | None:
@@ -633,21 +602,6 @@ def _backend_by_name(name: str, device: torch.device, options: Any, backend_opti
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world, timeout)
     return plugin.creator_fn(_copy_options(options, store=store), backend_options)
-
-
-def method_table() -> str:
-    """Return a Markdown table of torch's ProcessGroup methods by the code that implements them."""
-    ours = vars(CollectivesProcessGroup).keys() - {*GLOO, *REFUSED}
-    groups = {
-        "this package": [name for name in ours if not name.startswith("__")],
-        "gloo": GLOO,
-        "refused with an error": REFUSED,
-        "torch's base class": INHERITED,
-    }
-    lines = ["| implemented by | methods |", "|---|---|"]
-    for implementation, names in groups.items():
-        lines.append(f"| {implementation} | {', '.join(f'`{name}`' for name in sorted(names))} |")
-    return "\n".join(lines)
 
 
 for _name in GLOO:

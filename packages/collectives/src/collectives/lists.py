@@ -204,7 +204,16 @@ def coalesced(
     out_rows = comm.world if kind == "all_gather" else 1
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, (targets, tensor) in enumerate(zip(outputs, inputs, strict=True)):
-        _check_coalesced(kind, targets, tensor, name, out_rows / in_rows)
+        check_tensors(kind, tensor, targets)
+        if name:
+            check_dtype(name, tensor.dtype)
+        expected = (tensor.dtype, tensor.numel() * out_rows // in_rows)
+        got = (targets[0].dtype, sum(target.numel() for target in targets))
+        if got != expected or len({target.dtype for target in targets}) > 1:
+            raise ValueError(
+                f"coalesced {kind} expected outputs of {expected[1]} elements of {expected[0]} for "
+                f"input {i}, got {got[1]} elements of {got[0]}"
+            )
         by_dtype.setdefault(tensor.dtype, []).append(i)
     shapes = tuple((tensor.dtype, *tensor.shape) for tensor in inputs)
     calls = [
@@ -243,27 +252,6 @@ def coalesced(
 
     result = [target for targets in outputs for target in targets]
     return comm.run(calls[0], inputs, body, async_op=async_op, result=result)
-
-
-def _check_coalesced(
-    kind: str, targets: Tensors, tensor: Tensor, op: str, outputs_per_input: float
-) -> None:
-    """Raise an error unless one input of a coalesced call fits its outputs."""
-    check_tensors(kind, tensor, targets)
-    if op:
-        check_dtype(op, tensor.dtype)
-    for target in targets:
-        if target.dtype != tensor.dtype:
-            raise TypeError(
-                f"{kind} expected an output of {tensor.dtype}, the dtype of its input, got "
-                f"{target.dtype}"
-            )
-    numel = sum(target.numel() for target in targets)
-    if numel != tensor.numel() * outputs_per_input:
-        raise ValueError(
-            f"{kind} expected outputs of {tensor.numel() * outputs_per_input:g} elements for an "
-            f"input of {tensor.numel()}, got {numel}"
-        )
 
 
 def _describe_list(

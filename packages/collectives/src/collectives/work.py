@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.futures import Future, collect_all
+from torch.futures import Future
 
 from collectives.shared_memory.process import yield_core
 
@@ -140,10 +140,9 @@ class CoalescedWork(dist.Work):
     `wait` returns when all of them are done, or raises the error of the first one that failed.
     """
 
-    def __init__(self, works: Sequence[dist.Work], result: Any = None) -> None:
+    def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
         self._works = list(works)
-        self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for every operation, also after an error; raise the first error."""
@@ -167,24 +166,3 @@ class CoalescedWork(dist.Work):
     def is_completed(self) -> bool:
         """Return True if every operation has ended."""
         return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Return True if every operation has ended without an error."""
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        """Return the first operation's error, or None."""
-        errors = (work.exception() for work in self._works)
-        return next((error for error in errors if error is not None), None)
-
-    def result(self) -> Any:
-        """Return the tensors of all operations."""
-        return self._result
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that holds the result, or the first error."""
-        return collect_all([work.get_future() for work in self._works]).then(self._finish)
-
-    def _finish(self, _: Any) -> Any:
-        self.wait()
-        return self._result

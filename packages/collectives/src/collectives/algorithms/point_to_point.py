@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo
 
@@ -129,7 +128,7 @@ class PointToPoint:
         """
         target, outgoing = send
         source, local, out = receive
-        if out.is_cuda or max(outgoing.nbytes, out.nbytes) <= PIECE_BYTES:
+        if max(outgoing.nbytes, out.nbytes) <= PIECE_BYTES:
             # There is nothing to overlap, and the loop below costs as much as a short message.
             received = torch.empty_like(out)
             self.exchange([(target, outgoing)], [(source, received)])
@@ -159,21 +158,13 @@ class PointToPoint:
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Started]:
         started: list[Started] = []
-        on_device: list[dist.P2POp] = []
-        receive = self._backend.recv, dist.irecv, receives
-        send = self._backend.send, dist.isend, sends
-        for start, batched, messages in (receive, send):
+        for start, messages in ((self._backend.recv, receives), (self._backend.send, sends)):
             for position, tensor in messages:
-                if not tensor.numel():
-                    continue
-                peer = self._ranks[position]
-                raw = tensor.view(torch.uint8)
-                if raw.is_cuda:
-                    operation = dist.P2POp(batched, raw, group=self._group, group_peer=peer)
-                    on_device.append(operation)
-                else:
+                if tensor.numel():
+                    raw = tensor.view(torch.uint8)
+                    peer = self._ranks[position]
                     started.append((peer, self._start_message(start, raw, peer), raw))
-        return started + _start_batch(on_device)
+        return started
 
     def _start_message(self, start: Callable[..., Any], raw: Tensor, peer: int) -> Any:
         tag = (self._state.tag ^ raw.numel() * TAG_FACTOR) & TAG_BITS
@@ -206,15 +197,6 @@ class _State:
         self.tag = 0
         #: The group's rank whose message is waited for.
         self.peer: int | None = None
-
-
-def _start_batch(operations: list[dist.P2POp]) -> list[Started]:
-    """Start messages of CUDA tensors. NCCL must know which sends and receives run concurrently."""
-    if not operations:
-        return []
-    first = operations[0]
-    works = dist.batch_isend_irecv(operations)
-    return [(first.group_peer, work, first.tensor) for work in works]
 
 
 def close_peers(group: Any, peers: Iterable[int]) -> None:

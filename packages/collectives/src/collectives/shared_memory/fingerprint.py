@@ -26,7 +26,7 @@ KINDS = (
 )  # fmt: skip
 # The collectives that run the steps of another one.
 STEPS = {"reduce": "all_reduce", "gather": "all_to_all", "scatter": "all_to_all"}
-ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "halving_doubling", "tree", "gloo")
+ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "tree", "gloo")
 OPS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 MAX_DIMS = 8
