@@ -16,6 +16,7 @@ from scaling import (
     load_runs,
     select_law,
 )
+from scaling.runs import below_cuts
 from scaling.uncertainty.drift import PRIOR_SIZE_DRIFT, drift_per_decade
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -289,3 +290,15 @@ def test_width_of_few_runs_changes_by_the_stated_factor(count, bound):
         subset = np.sort(np.random.default_rng(seed).permutation(count)[:-3])
         changes.append(abs(log_width(fit_parametric(part[subset]), compute) - whole))
     assert bound - 0.15 < math.exp(max(changes)) < bound
+
+
+def test_cuts_do_not_split_budgets_that_are_equal_up_to_rounding():
+    """C = 6 N D of one budget differs in the last bits, or in the fourth digit of rounded N."""
+    for digits in (17, 4):
+        runs = isoflop_runs(LAW, noise=3e-3)
+        n = np.array([float(f"{x:.{digits}g}") for x in runs.parameters])
+        jittered = n * runs.tokens * 6
+        masks = below_cuts(jittered, np.linspace(0.05, 0.95, 19))
+        assert {int(mask.sum()) for mask in masks} == {8 * k for k in range(1, 9)}
+        for mask in masks:
+            assert jittered[mask].max() < 0.99 * jittered[~mask].min()

@@ -158,10 +158,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
         lines.append(f"  exponent    {fit.exponent:<12.4f}{_range(interval)} of noise alone")
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
         result["intervals"] = {"exponent": asdict(interval)}
-    for optimum in best:
-        lines.append(f"at {optimum.compute:.4g} FLOPs")
-        for name, interval in (optimum.intervals or {}).items():
-            lines.append(f"  {name:<12}{getattr(optimum, name):<12.5g}{_range(interval)}")
+    lines += map(str, best)
     _save_plot(fit, arguments.plot, up_to=max(at))
     result |= {"method": arguments.method, "runs": len(runs), "warnings": list(fit.warnings)}
     return lines, result | {"at": [asdict(optimum) for optimum in best]}

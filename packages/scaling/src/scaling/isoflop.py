@@ -27,7 +27,7 @@ from scaling.uncertainty.diagnostics import (
     parametric_size,
     warn_of_optimum,
 )
-from scaling.uncertainty.drift import CutError, drift_per_decade, normal_quantile
+from scaling.uncertainty.drift import COVERAGE, CutError, drift_per_decade, normal_quantile
 from scaling.valley import Valley, fit_common_shape, polynomial_bottom
 
 Method = Literal["parabola"]
@@ -72,7 +72,9 @@ class IsoflopFit(ComparesArrays):
         pairs = compute / self.flops_per_parameter_token(compute)
         tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
         intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
-        best = Optimum(compute, n, pairs / n, math.nan, intervals)
+        is_beyond = compute > self.valleys[-1].compute
+        coverage = COVERAGE if is_beyond else ""
+        best = Optimum(compute, n, pairs / n, math.nan, intervals, coverage)
         # The parametric law assumes C = 6 N D, so it is evaluated at the same N D.
         law = self._parametric_size
         other = law(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None

@@ -61,6 +61,19 @@ class Optimum(ComparesArrays):
     loss: float
     #: Intervals by field name; None if the law is known and was not fitted to runs.
     intervals: dict[str, Interval] | None = None
+    #: How often such intervals covered later runs of published tables.
+    coverage: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"at {self.compute:.4g} FLOPs"]
+        for name in ("parameters", "tokens", "loss"):
+            interval = (self.intervals or {}).get(name)
+            line = f"  {name:<12}{getattr(self, name):<12.5g}"
+            if interval:
+                line += f"[{interval.low:.5g}, {interval.high:.5g}] {interval.level:.0%}"
+            if interval or self.intervals is None:
+                lines.append(line.rstrip())
+        return "\n".join([*lines, *([f"  {self.coverage}"] if self.coverage else [])])
 
 
 @dataclass(frozen=True)

@@ -65,17 +65,14 @@ class ParametricFit(Estimate):
         """The drift between fits of the smaller runs and the larger runs."""
         return measure_drift(self.runs, self._refit)
 
-    def _refit(self, runs: Runs) -> Bootstrap:
-        """Return a bootstrap of a fit of some of the runs, without warnings."""
+    def _refit(self, runs: Runs) -> Estimate:
+        """Return a fit of some of the runs, without warnings."""
         _check(runs, self.loss, self.delta, self.weight_above)
         problem = Problem.chinchilla(runs, self.weight_above)
         theta, _ = search(problem, self.loss, self.delta, prove=False)
         errors = newton.residuals(problem, theta)[0]
         law = problem.to_law(theta[0])
-        part = Estimate(runs, law, self.loss, self.delta, errors, self.weight_above)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ScalingWarning)
-            return bootstrap(part, resamples=200)
+        return Estimate(runs, law, self.loss, self.delta, errors, self.weight_above)
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""

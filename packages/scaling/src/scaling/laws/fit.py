@@ -23,7 +23,7 @@ from scaling.fit.search import Loss, Proof, objective_value, refit, search, vali
 from scaling.fit.varpro import Problem
 from scaling.law import Interval, check_level
 from scaling.laws.form import CATALOG, Form
-from scaling.runs import COLUMNS, Array, Runs, ScalingWarning
+from scaling.runs import COLUMNS, Array, Runs, ScalingWarning, below_cuts
 
 Rows = Runs | Mapping[str, ArrayLike]
 
@@ -94,7 +94,7 @@ class LawFit(ComparesArrays):
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
         ends = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
         widening = math.sqrt(n / (n - p))
-        if estimate > 0 and min(values) > 0:
+        if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening
         else:
             low, high = estimate + widening * (ends - estimate)
@@ -248,9 +248,10 @@ def select_law(
     fits use all rows. `forms` defaults to every form of `CATALOG` whose inputs the rows have.
     """
     axis = _column(rows, by)
-    below = axis <= np.quantile(axis, fraction)
-    if below.all():
+    masks = below_cuts(axis, [fraction])
+    if not masks:
         raise ValueError(f"fraction = {fraction} leaves no rows above the quantile of {by!r}")
+    below = masks[0]
     if forms is None:
         wanted = target or "loss"
         chosen = []
