@@ -1,4 +1,4 @@
-"""Command line: fit, plan with, report on or design runs; sweep learning rates."""
+"""Command line: fit, plan with or report on runs; sweep learning rates."""
 
 import argparse
 import json
@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from scaling.design import design
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
 from scaling.isoflop import IsoflopFit, Method, fit_isoflop
@@ -83,17 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     page.add_argument("--to", default=Path("report.html"), **file)
     page.set_defaults(command=_report)
 
-    next_runs = commands.add_parser("design", parents=[source], help="which runs to train next")
-    next_runs.add_argument("--budget", required=True, **flops)
-    next_runs.add_argument("--target", required=True, **flops)
-    next_runs.add_argument("--count", type=int, default=8, help="largest number of runs")
-    next_runs.add_argument(
-        "--largest", default=math.inf, **flops, help="largest compute of one run"
-    )
-    span: dict[str, Any] = {"nargs": 2, "default": (5.0, 200.0), "metavar": ("LOW", "HIGH")}
-    next_runs.add_argument("--tokens-per-parameter", type=float, **span)
-    next_runs.set_defaults(command=_design)
-
     sweep = commands.add_parser("sweep", help="learning rate against batch size; needs torch")
     sweep.add_argument("--task", choices=sorted({t for t, _ in SETTINGS}), default="linear")
     sweep.add_argument("--optimizer", choices=sorted({o for _, o in SETTINGS}), default="sgd")
@@ -162,28 +150,6 @@ def _fit(arguments: argparse.Namespace) -> Output:
     _save_plot(fit, arguments.plot, up_to=max(at))
     result |= {"method": arguments.method, "runs": len(runs), "warnings": list(fit.warnings)}
     return lines, result | {"at": [asdict(optimum) for optimum in best]}
-
-
-def _design(arguments: argparse.Namespace) -> Output:
-    fit = fit_parametric(_load(arguments), arguments.loss)
-    chosen = design(
-        fit,
-        budget=arguments.budget,
-        target=arguments.target,
-        runs=arguments.count,
-        tokens_per_parameter=arguments.tokens_per_parameter,
-        largest=arguments.largest,
-    )
-    result = asdict(chosen)
-    names = ("parameters", "tokens", "compute")
-    rows = [[float(x) for x in row] for row in zip(*(result[k] for k in names), strict=True)]
-    lines = [
-        f"{chosen.quantity}: now within a factor of {chosen.factor_before:.3f}; after these runs"
-        f" {chosen.factor_after:.3f}"
-    ]
-    lines += [f"  N = {n:.4g}  D = {d:.4g}  C = {c:.4g}" for n, d, c in rows]
-    answer: dict[str, Any] = {"runs": [dict(zip(names, row, strict=True)) for row in rows]}
-    return lines, answer | {k: result[k] for k in ("factor_before", "factor_after")}
 
 
 def _plan(arguments: argparse.Namespace) -> Output:

@@ -52,7 +52,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _short(value: Any) -> str:
     """Return a value as text on one line."""
-    if isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size:
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f" and np.isfinite(value).any():
         return f"{value.shape} from {np.nanmin(value):.4g} to {np.nanmax(value):.4g}"
     if isinstance(value, ComparesArrays):
         return type(value).__name__ + (f" of {len(value)}" if hasattr(value, "__len__") else "")

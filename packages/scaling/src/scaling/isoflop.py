@@ -27,7 +27,13 @@ from scaling.uncertainty.diagnostics import (
     parametric_size,
     warn_of_optimum,
 )
-from scaling.uncertainty.drift import COVERAGE, CutError, drift_per_decade, normal_quantile
+from scaling.uncertainty.drift import (
+    PRIOR_VALLEY_DRIFT,
+    VALLEY_COVERAGE,
+    CutError,
+    drift_per_decade,
+    normal_quantile,
+)
 from scaling.valley import Valley, fit_common_shape, polynomial_bottom
 
 Method = Literal["parabola"]
@@ -73,7 +79,7 @@ class IsoflopFit(ComparesArrays):
         tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
         intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
         is_beyond = compute > self.valleys[-1].compute
-        coverage = COVERAGE if is_beyond else ""
+        coverage = VALLEY_COVERAGE if is_beyond else ""
         best = Optimum(compute, n, pairs / n, math.nan, intervals, coverage)
         # The parametric law assumes C = 6 N D, so it is evaluated at the same N D.
         law = self._parametric_size
@@ -121,7 +127,6 @@ def fit_isoflop(
     method: Method = "parabola",
     *,
     nearest: int | None = None,
-    bandwidth: float | None = None,
     degree: int | None = None,
     tolerance: float = 0.05,
     level: float = 0.95,
@@ -135,10 +140,8 @@ def fit_isoflop(
         runs: The runs, at least five at two budgets.
         method: "parabola". "minimum", the best run of each budget, is refused as misleading.
         nearest: Fit each budget with only this many runs next to its best run.
-        bandwidth: Weight runs by exp(-(distance / bandwidth)^2 / 2), where distance is that in
-            log N from the bottom.
         degree: Fit each budget with its own polynomial of degree 2, 3 or 4. The default with
-            `nearest` or `bandwidth` is 2.
+            `nearest` is 2.
         tolerance: The relative difference in compute within one budget.
         level: The level of the intervals.
 
@@ -155,7 +158,7 @@ def fit_isoflop(
             " chose, not the optimum, and extrapolating multiplies the error: see scaling.bench"
         )
     check_level(level)
-    _check_options(nearest, bandwidth, degree, tolerance)
+    _check_options(nearest, degree, tolerance)
     if len(runs) < 5:
         raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")
     budgets = runs.budgets(tolerance)
@@ -166,12 +169,12 @@ def fit_isoflop(
     diagnostics = Diagnostics()
     groups = [_sort_and_check(group, diagnostics) for group in budgets]
     common = None
-    if degree is None and nearest is None and bandwidth is None:
+    if degree is None and nearest is None:
         common = _valleys_of_common_shape(groups, diagnostics)
     if common is None:
         valleys = []
         for group in groups:
-            valley = _polynomial_valley(group, nearest, bandwidth, degree or 2, diagnostics)
+            valley = _polynomial_valley(group, nearest, degree or 2, diagnostics)
             if valley is not None:
                 valleys.append(valley)
         covariance = np.eye(len(valleys))
@@ -190,17 +193,13 @@ def fit_isoflop(
     return IsoflopFit(runs, tuple(valleys), scale, exponent, covariance, drift, level, messages)
 
 
-def _check_options(
-    nearest: int | None, bandwidth: float | None, degree: int | None, tolerance: float
-) -> None:
+def _check_options(nearest: int | None, degree: int | None, tolerance: float) -> None:
     """Raise `ValueError` unless the options of a fit are valid."""
     least = 3 if degree is None else degree + 1
     if degree not in (None, 2, 3, 4):
         raise ValueError(f"expected degree to be 2, 3 or 4, got degree = {degree}")
     if nearest is not None and nearest < least:
         raise ValueError(f"expected nearest to be {least} or more, got nearest = {nearest}")
-    if bandwidth is not None and not bandwidth > 0:
-        raise ValueError(f"expected a positive bandwidth, got bandwidth = {bandwidth}")
     if not tolerance >= 0:
         raise ValueError(f"expected tolerance >= 0, got tolerance = {tolerance}")
 
@@ -251,11 +250,7 @@ def _sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
 
 
 def _polynomial_valley(
-    group: Runs,
-    nearest: int | None,
-    bandwidth: float | None,
-    degree: int,
-    diagnostics: Diagnostics,
+    group: Runs, nearest: int | None, degree: int, diagnostics: Diagnostics
 ) -> Valley | None:
     """Fit a polynomial to one budget; return None and add a message if it has no bottom."""
     location = _location(group)
@@ -267,7 +262,7 @@ def _polynomial_valley(
         x = x[near]
     if not _has_enough_sizes(x, degree + 1, location, diagnostics):
         return None
-    coefficients, bottom = polynomial_bottom(x, group.loss, degree, bandwidth)
+    coefficients, bottom = polynomial_bottom(x, group.loss, degree)
     if bottom is None:
         diagnostics.add("'loss' has no bottom within 'parameters'; left out", location)
         return None
@@ -375,4 +370,4 @@ def _drift(c: Array, n: Array, covariance: Array) -> float:
         decades = math.log10(c[-1] / c[i + 2])
         # Each budget consists of several runs, so every cut counts fully.
         cuts.append(CutError(decades, float(line[0] - full_line[0]), deviation, 1.0))
-    return drift_per_decade(cuts)
+    return drift_per_decade(cuts, PRIOR_VALLEY_DRIFT)

@@ -156,23 +156,6 @@ class Law:
         d = pairs / n - served
         return Optimum(compute, n, d, self.predict(n, d))
 
-    def cheapest(self, loss: float, *, inference_tokens: float = 0.0) -> Optimum:
-        """Return the model that reaches `loss` with the fewest FLOPs for training and serving."""
-        if not loss > self.E:
-            raise ValueError(f"expected a loss above the irreducible loss E = {self.E}, got {loss}")
-
-        def excess(log_compute: float) -> float:
-            best = self.optimal(math.exp(log_compute), inference_tokens=inference_tokens)
-            return math.log(best.loss - self.E) - math.log(loss - self.E)
-
-        low, high = 0.0, 60.0
-        while excess(high) > 0:
-            high *= 2
-            if high > 600:
-                raise ValueError(f"loss {loss} needs more than e^600 FLOPs: E = {self.E}")
-        compute = math.exp(brentq(excess, low, high, xtol=1e-12))
-        return self.optimal(compute, inference_tokens=inference_tokens)
-
 
 def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array:
     """Return L(N, D) for (…, 5) constants."""

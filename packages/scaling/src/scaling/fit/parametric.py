@@ -5,7 +5,6 @@ Note [Variable projection] in varpro.py. `prove=True` polishes every grid point 
 reach the answer.
 """
 
-import math
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,14 +22,12 @@ from scaling.fit.search import (
     validate_objective,
 )
 from scaling.fit.varpro import Problem
-from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import CONSTANTS, Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
 from scaling.tables.cells import list_some
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
 from scaling.uncertainty.diagnostics import (
     BEND_P_VALUE,
-    SizeEstimate,
     bend_p_value,
     warn_of_optimum,
 )
@@ -77,35 +74,8 @@ class ParametricFit(Estimate):
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
         best = self.resampled.optimal(compute, inference_tokens=inference_tokens)
-        best = self.drift.widen(best)
-        other = None if inference_tokens else self._isoflop_size(compute)
-        warn_of_optimum(best, self.runs, other)
-        return best
-
-    def _isoflop_size(self, compute: float) -> SizeEstimate | None:
-        """Return the best size by the IsoFLOP fit of the same runs, if there is one."""
-        if not self.valleys:
-            return None
-        compute *= self.valleys.flops_per_parameter_token(compute) / FLOPS_PER_PARAMETER_TOKEN
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ScalingWarning)
-            best = self.valleys.optimal(compute)
-        interval = (best.intervals or {})["parameters"]
-        half_width = math.log(interval.high / interval.low) / 2 if interval.low else math.inf
-        return SizeEstimate("IsoFLOP", math.log(best.parameters), half_width)
-
-    @cached_property
-    def valleys(self) -> IsoflopFit | None:
-        """The IsoFLOP fit of the same runs; None unless most of them lie at three budgets."""
-        groups = [g for g in self.runs.budgets() if len(np.unique(g.parameters)) >= 4]
-        if len(groups) < 3 or sum(map(len, groups)) < 0.8 * len(self.runs):
-            return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ScalingWarning)
-            try:
-                return fit_isoflop(self.runs)
-            except ValueError:
-                return None
+        warn_of_optimum(best, self.runs)
+        return self.drift.widen(best)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return `Law.predict`, with the 95 % interval of a further run, its noise included."""

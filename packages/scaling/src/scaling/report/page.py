@@ -66,7 +66,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
     for name, fit in fits.items():
         parts += [f"<h2>{name}</h2>", _constants(fit), _figure(plot(fit, up_to=max(at)))]
     if rows:
-        parts += ["<h2>Backtest</h2>", _backtest(rows), _figure(plot(rows))]
+        parts += ["<h2>Backtest</h2>", backtest_table(rows), _figure(plot(rows))]
     page = Template(files("scaling.report").joinpath("page.html").read_text("utf-8"))
     return page.substitute(title=html.escape(title), body="\n".join(parts))
 
@@ -100,8 +100,8 @@ def _constants(fit: Fit) -> str:
     return law + _table(["constant", "95 %, noise alone"], rows)
 
 
-def _backtest(rows: Sequence[BacktestRow]) -> str:
-    """Return a table of the predictions of a backtest."""
+def backtest_table(rows: Sequence[BacktestRow]) -> str:
+    """Return a table of the predictions of a backtest, below the word "Failed" if they miss."""
     lines: list[list[object]] = []
     for r in rows:
         verdict = "covered" if r.size_covered else '<b class="no">missed</b>'
