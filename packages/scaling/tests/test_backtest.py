@@ -63,7 +63,7 @@ def test_drift_widens_intervals_continuously_beyond_the_largest_run():
 
 def test_runs_that_follow_the_law_have_less_drift_than_published_tables():
     """Clean runs lower the drift below the prior, and larger errors raise it continuously."""
-    for seed in range(3):
+    for seed in range(2):
         clean = fit_parametric(isoflop_runs(LAW, noise=1e-3, seed=seed)).drift
         assert 0.7 * PRIOR_SIZE_DRIFT < clean.size < 0.9 * PRIOR_SIZE_DRIFT
     rising = [
@@ -84,9 +84,7 @@ def test_errors_explained_by_noise_leave_the_prior_drift():
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_every_interval_beyond_the_runs_is_wider_than_that_of_noise():
-    fits = [
-        fit_parametric(runs) for runs in (bent_runs(0), bent_runs(1), isoflop_runs(LAW, noise=3e-3))
-    ]
+    fits = [fit_parametric(runs) for runs in (bent_runs(0), isoflop_runs(LAW, noise=3e-3))]
     for fit in fits:
         best, noise = fit.optimal(1e24).intervals, fit.resampled.optimal(1e24).intervals
         for name in ("parameters", "tokens", "loss"):
@@ -98,10 +96,10 @@ def test_every_interval_beyond_the_runs_is_wider_than_that_of_noise():
 
 def test_interval_of_a_run_covers_new_runs():
     covered = 0
-    for seed in range(5):
+    for seed in range(3):
         fit = fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=seed))
         random = np.random.default_rng(seed)
-        for compute in (1e20, 3e20, 1e21, 1e22, 3e22, 1e23):
+        for compute in np.geomspace(1e20, 1e23, 10):
             best = LAW.optimal(compute)
             loss = best.loss * np.exp(3e-3 * random.standard_normal())
             covered += loss in fit.predict(best.parameters, best.tokens).interval
@@ -244,7 +242,9 @@ def size_coverage(fit, later, top, truth, prior):
     """Return 1.0 if the interval of the optimum contains the later one with this prior drift."""
     if isinstance(fit, IsoflopFit):
         scaled = dataclasses.replace(fit, drift=fit.drift * prior / PRIOR_VALLEY_DRIFT)
-        return float(truth in scaled.optimal(top).intervals["parameters"])
+        # `optimal` would also fit a parametric law for its diagnostics.
+        low, high = scaled._size_interval(top, fit.scale * top**fit.exponent)
+        return float(low <= truth <= high)
     errors = [(c.decades, c.size_error, c.size_deviation, c.weight) for c in fit.drift.cuts]
     drift = dataclasses.replace(fit.drift, size=drift_per_decade(errors, prior))
     return float(truth in drift.widen(fit.resampled.optimal(top)).intervals["parameters"])

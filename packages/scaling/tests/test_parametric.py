@@ -28,7 +28,7 @@ def rounding_of_exponents(law, runs):
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@settings(max_examples=7, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(law=laws, loss=st.sampled_from(["huber", "lad", "squares"]))
 @example(Law(2.37, 4816, 4816, 0.06, 0.06), "huber")
 def test_any_noiseless_law_is_recovered(law, loss):

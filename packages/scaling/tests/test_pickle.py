@@ -41,7 +41,7 @@ RESULTS = {
     "bootstrap": lambda: fitted().resampled,
     "drift": lambda: fitted().drift,
     "step law": lambda: fit_law("step_batch", STEPS),
-    "tied law with a prior": lambda: fit_law("tied", RUNS, priors={"gamma": (0.3, 2.0)}),
+    "tied law": lambda: fit_law("tied", RUNS),
     "form": lambda: scaling.CATALOG["kaplan"],
     "profile": lambda: scaling.profile(fitted(), "alpha"),
     "plan": lambda: scaling.plan(fitted(), 1e23),

@@ -233,7 +233,7 @@ def load_runs(
     name = str(source) if isinstance(source, str | Path) else "the table"
     table = read_table(source, delimiter)
     total = len(table)
-    table = _select_rows(table, where or {}, name)
+    table = table.where(where or {}, name)
     exclusions: list[str] = []
     table = keep_finished(table, where or {}, exclusions)
     if not len(table):
@@ -274,18 +274,6 @@ def load_runs(
     lines = [f"{len(runs)} of {total} rows of {name}", *_explain(runs, reading)]
     lines += [f"  chosen: {choice}" for choice in reading.choices]
     return replace(runs, explanation="\n".join([*lines, *reading.exclusions]))
-
-
-def _select_rows(table: Table, where: Mapping[str, Any], name: str) -> Table:
-    """Return the rows whose cells have the values of `where`; raise `ValueError` if none has."""
-    for column, wanted in where.items():
-        texts = list(map(str, table.cells(column))) if column in table.columns else []
-        table = table.select(np.flatnonzero([text == str(wanted) for text in texts]))
-        if not len(table):
-            seen = dict.fromkeys(texts)
-            reason = f"it is {list_some(seen)}" if seen else "there is no such column"
-            raise ValueError(f"{name}: {column!r} is nowhere {wanted!r}; {reason}")
-    return table
 
 
 def _require_active_parameters(reading: _Reading) -> None:

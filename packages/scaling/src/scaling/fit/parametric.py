@@ -64,12 +64,7 @@ class ParametricFit(Estimate):
 
     def _refit(self, runs: Runs) -> Estimate:
         """Return a fit of some of the runs, without warnings."""
-        _check(runs, self.loss, self.delta, self.weight_above)
-        problem = Problem.chinchilla(runs, self.weight_above)
-        theta, _ = search(problem, self.loss, self.delta, prove=False)
-        errors = newton.residuals(problem, theta)[0]
-        law = problem.to_law(theta[0])
-        return Estimate(runs, law, self.loss, self.delta, errors, self.weight_above)
+        return _estimate(runs, self.loss, self.delta, self.weight_above, prove=False)[0]
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
@@ -111,20 +106,19 @@ def fit_parametric(
 
     A `ScalingWarning` reports several optima, a constant at its bound, bent residuals and outliers.
     """
-    _check(runs, loss, delta, weight_above)
-    problem = Problem.chinchilla(runs, weight_above)
-    theta, proof = search(problem, loss, delta, prove)
-    law = problem.to_law(theta[0])
-    errors = newton.residuals(problem, theta)[0]
-    messages = tuple(_fit_messages(runs, problem, theta[0], errors, proof))
+    part, theta, proof = _estimate(runs, loss, delta, weight_above, prove)
+    errors = part.residuals
+    messages = tuple(_fit_messages(runs, part.problem, theta, errors, proof))
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    objective = objective_value(problem, errors, loss, delta)
-    return ParametricFit(runs, law, loss, delta, errors, weight_above, objective, proof, messages)
+    value = objective_value(part.problem, errors, loss, delta)
+    return ParametricFit(runs, part.law, loss, delta, errors, weight_above, value, proof, messages)
 
 
-def _check(runs: Runs, loss: Loss, delta: float, weight_above: float) -> None:
-    """Raise `ValueError` if the options are not valid or the runs cannot identify a law."""
+def _estimate(
+    runs: Runs, loss: Loss, delta: float, weight_above: float, prove: bool
+) -> tuple[Estimate, Array, Proof]:
+    """Return a fit with its parameters and its proof; `ValueError` if the runs identify no law."""
     validate_objective(loss, delta, weight_above)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(
@@ -133,6 +127,11 @@ def _check(runs: Runs, loss: Loss, delta: float, weight_above: float) -> None:
     if np.ptp(runs.loss) == 0:
         raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
     require_identified(runs.parameters, runs.tokens)
+    problem = Problem.chinchilla(runs, weight_above)
+    theta, proof = search(problem, loss, delta, prove)
+    errors = newton.residuals(problem, theta)[0]
+    part = Estimate(runs, problem.to_law(theta[0]), loss, delta, errors, weight_above)
+    return part, theta[0], proof
 
 
 def _fit_messages(

@@ -85,10 +85,7 @@ def fit_sweeps(
 
 def _read(source: Any, where: Mapping[str, Any]) -> tuple[Table, list[str]]:
     """Return the finished runs of a table, and sentences about the runs that were left out."""
-    table = read_table(source, None)
-    for name, wanted in where.items():
-        texts = list(map(str, table.cells(name))) if name in table.columns else []
-        table = table.select(np.flatnonzero([text == str(wanted) for text in texts]))
+    table = read_table(source, None).where(where, "the table")
     exclusions: list[str] = []
     table = keep_finished(table, where, exclusions)
     if not len(table):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scaling.tables.cells import list_some
 from scaling.tables.names import is_known_name, recognize
 
 Record = dict[str, Any]
@@ -49,6 +50,18 @@ class Table:
         """Return the rows that a mask or an array of positions selects."""
         columns = {name: cells[which] for name, cells in self.columns.items()}
         return Table(columns, self.rows[which], self.choices)
+
+    def where(self, wanted: Mapping[str, Any], source: str) -> "Table":
+        """Return the rows with these cells; raise `ValueError` if there are none."""
+        table = self
+        for name, value in wanted.items():
+            texts = list(map(str, table.cells(name))) if name in table.columns else []
+            table = table.select(np.flatnonzero([text == str(value) for text in texts]))
+            if not len(table):
+                seen = dict.fromkeys(texts)
+                reason = f"it is {list_some(seen)}" if seen else "there is no such column"
+                raise ValueError(f"{source}: {name!r} is nowhere {value!r}; {reason}")
+        return table
 
     def cells(self, name: str) -> list[Any]:
         """Return a column as Python values, so that messages show cells as they were written."""
