@@ -46,7 +46,8 @@ def test_closed_form_optimum_agrees_with_a_search(law, exponent, served):
 
 def test_optimum_of_the_rounded_chinchilla_constants():
     # G = (alpha A / (beta B))^(1 / (alpha + beta)), N = G (C / 6)^(beta / (alpha + beta)).
-    assert ROUNDED.balance == pytest.approx(1.34471064277253, rel=1e-12)
+    # G of Note [Closed-form optimum] is the best size at C = 6.
+    assert ROUNDED.optimal(6.0).parameters == pytest.approx(1.34471064277253, rel=1e-12)
     assert ROUNDED.exponent == pytest.approx(0.45161290322580644, rel=1e-12)
     best = ROUNDED.optimal(5.76e23)
     assert best.parameters == pytest.approx(0.5986950904970205 * 5.76e23**0.45161290322580644)

@@ -120,11 +120,6 @@ class Law:
         """The power beta / (alpha + beta) with which N_opt grows in C; D_opt has 1 minus it."""
         return self.beta / (self.alpha + self.beta)
 
-    @property
-    def balance(self) -> float:
-        """The factor G of N_opt = G (C / 6)^exponent: see Note [Closed-form optimum]."""
-        return float(optima_of(self.constants, FLOPS_PER_PARAMETER_TOKEN)[0])
-
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return the model of least loss that `compute` FLOPs can train and serve.
 

@@ -20,6 +20,7 @@ from scaling.tables.cells import list_some
 from scaling.tables.names import is_known_name, recognize
 
 Record = dict[str, Any]
+NumberedCells = tuple[int, tuple[str, ...]]
 Cells = NDArray[Any]
 
 #: Keys under which JSON files store their records.
@@ -215,11 +216,15 @@ def _read_csv(path: Path, text: str, delimiter: str | None) -> Table:
     if not content:
         return _from_records([])
     mark = _find_delimiter(content[0][1]) if delimiter is None else delimiter
-    rows = _split_lines(content, mark)
-    header = rows.pop(0)[1]
+    if '"' in text or mark in " |":
+        rows = _split_lines(content, mark)
+    else:
+        # The garbage collector does not traverse tuples of text, unlike a million lists.
+        rows = [(i, tuple(line.split(mark))) for i, line in content]
+    header: Sequence[str] = rows.pop(0)[1]
     if all(_is_numeric(cell) for cell in header if cell) and comments:
         # numpy.savetxt writes the header as a comment.
-        rows.insert(0, (content[0][0], header))
+        rows.insert(0, (content[0][0], tuple(header)))
         header = next(csv.reader([comments[-1].lstrip(" #")], delimiter=mark))
     header = [name.strip() for name in header]
     _check_header(path, header, mark)
@@ -230,20 +235,20 @@ def _read_csv(path: Path, text: str, delimiter: str | None) -> Table:
     if len(kept) < len(rows):
         choices.append(f"{len(rows) - len(kept)} rows that repeat the header are skipped")
     columns = {}
-    for name, cells in zip(header, zip(*(cells for _, cells in kept), strict=True), strict=False):
-        columns[name] = _cells([cell.strip() for cell in cells])
+    for k, name in enumerate(header if kept else []):
+        columns[name] = _cells([cells[k].strip() for _, cells in kept])
     return Table(columns, np.array([line for line, _ in kept], np.intp), choices)
 
 
 def _check_rows(
-    path: Path, rows: list[tuple[int, list[str]]], header: list[str], mark: str
-) -> list[tuple[int, list[str]]]:
+    path: Path, rows: list[NumberedCells], header: Sequence[str], mark: str
+) -> list[NumberedCells]:
     """Return the rows that do not repeat the header; raise `ValueError` for a ragged row."""
     lowered = [name.lower() for name in header]
     kept = []
     for line, cells in rows:
         while len(cells) > len(header) and not cells[-1]:
-            cells.pop()
+            cells = cells[:-1]
         is_header = cells[0].strip().lower() == lowered[0]
         if is_header and [cell.strip().lower() for cell in cells] == lowered:
             continue
@@ -256,7 +261,7 @@ def _check_rows(
     return kept
 
 
-def _split_lines(content: list[tuple[int, str]], mark: str) -> list[tuple[int, list[str]]]:
+def _split_lines(content: list[tuple[int, str]], mark: str) -> list[NumberedCells]:
     """Return the cells of each row with the line on which it starts."""
     # Quoted cells may contain line breaks, so the reader's own line count is used.
     reader = csv.reader([line for _, line in content], delimiter=mark, skipinitialspace=True)
@@ -265,7 +270,7 @@ def _split_lines(content: list[tuple[int, str]], mark: str) -> list[tuple[int, l
     for cells in reader:
         if mark == " ":
             cells = [cell for cell in cells if cell]
-        rows.append((content[lines_before][0], cells))
+        rows.append((content[lines_before][0], tuple(cells)))
         lines_before = reader.line_num
     if content[0][1].lstrip().startswith("|"):
         # A Markdown table has empty outer cells and a ruler below its header.
