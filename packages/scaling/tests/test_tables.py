@@ -417,6 +417,16 @@ def test_sweep_is_recognized_if_tokens_differ_by_rounding():
         assert load_runs(rows).loss.tolist() == [3.0, 3.0]
 
 
+def test_tokens_of_a_data_set_beside_epochs_are_refused():
+    base = {"N": BASE["N"], "dataset_tokens": BASE["D"], "loss": BASE["loss"]}
+    table = base | {"num_epochs": [1, 2, 4]}
+    with pytest.raises(ValueError, match=r"may count the data set or the tokens of all epochs"):
+        load_runs(table)
+    assert len(load_runs(table, columns={"tokens": "dataset_tokens"})) == 3
+    assert len(load_runs(base | {"num_epochs": [1, 1, 1]})) == 3
+    assert len(load_runs({**BASE, "epochs": [1, 2, 4]})) == 3
+
+
 def test_total_parameters_of_a_mixture_of_experts_are_refused():
     base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
     table = base | {"num_experts": [8, 8, 8]}
@@ -564,7 +574,13 @@ def test_batch_tokens_and_logarithms_are_not_read_as_tokens(name):
     np.testing.assert_allclose(load_runs(runs).tokens, BASE["D"])
 
 
-@pytest.mark.parametrize("name", ["reducible_loss", "initial_loss", "excess_loss", "loss_gap"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("reducible_loss", "initial_loss", "excess_loss", "loss_gap", "log_loss", "ln_loss"),
+        *("loss_ratio", "relative_loss", "predicted_val_loss", "val_loss_accuracy", "log10_ppl"),
+    ],
+)
 def test_part_of_a_loss_is_not_read_as_the_loss(name):
     with pytest.raises(ValueError, match="expected a loss and two of"):
         load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})

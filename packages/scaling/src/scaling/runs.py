@@ -66,6 +66,12 @@ LARGEST_COMPUTE_RATIO = 10.0
 
 COLUMNS = ("parameters", "tokens", "compute", "loss")
 
+#: Columns that show that N or D may be counted in two ways: the quantity, and how to name it.
+COUNTS = {
+    "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
+    "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
+}
+
 #: Rows of one size are the checkpoints of a training, rather than trainings of several lengths, if
 #: there are this many at even distances in tokens, or this many at any distance.
 EVEN_CHECKPOINTS = 4
@@ -245,8 +251,7 @@ def load_runs(
         present.append(columns["tokens"])
     matched = match_columns(present, columns, name)
     reading = _Reading(name, table, matched.chosen, units or {}, decimal, exclusions=exclusions)
-    if "parameters" not in columns:
-        _require_active_parameters(reading)
+    _require_whole_counts(reading, columns)
     dataset_warnings = _several_datasets(reading)
     _drop_rows_without_loss(reading)
     reading.values, reading.choices = _parse_columns(reading, reading.columns)
@@ -276,19 +281,19 @@ def load_runs(
     return replace(runs, explanation="\n".join([*lines, *reading.exclusions]))
 
 
-def _require_active_parameters(reading: _Reading) -> None:
-    """Raise `ValueError` if N may count experts that do not compute."""
-    column = reading.columns.get("parameters")
-    if column is None or "active" in column.kinds or "compute" in reading.columns:
-        return
+def _require_whole_counts(reading: _Reading, named: Container[str]) -> None:
+    """Raise `ValueError` if N may count experts that do not compute, or D the data of one epoch."""
     for name in reading.table.columns:
-        words = split_words(name)
-        is_count = words[-1:] == ["experts"] and not {"active", "shared"} & {*words}
-        if is_count and (parse_numbers(reading.table.cells(name), False) > 1).any():
+        ours, wanted, reason = COUNTS.get("".join(split_words(name)[-1:]), ("", "", ""))
+        column = reading.columns.get(ours)
+        if column is None or ours in named or "compute" in reading.columns:
+            continue
+        # Trained tokens already count every epoch, unlike the tokens of a data set.
+        is_whole = "active" in column.kinds or (ours == "tokens" and "data" not in column.name)
+        if not is_whole and (parse_numbers(reading.table.cells(name), False) > 1).any():
             raise ValueError(
-                f"column {column.name!r} may count all parameters or the active ones of a mixture"
-                f" of experts ({name!r} is above 1), and C = 6 N D needs the active ones: add a"
-                f" column active_params, or confirm with columns={{'parameters': {column.name!r}}}"
+                f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r},"
+                f" or confirm with columns={{{ours!r}: {column.name!r}}}"
             )
 
 

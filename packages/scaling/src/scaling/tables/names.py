@@ -279,7 +279,7 @@ def _split_kinds(words: list[str]) -> tuple[list[str], frozenset[str]]:
 
 def _recognize_loss(name: str, words: list[str]) -> Column | None:
     """Return a column if its name is recognized as a loss, otherwise None."""
-    if set(words) & {*WORDS["no_loss"]}:
+    if set(words) & {*WORDS["no_loss"], *LOGARITHMS}:
         return None
     joined = "".join(words)
     description, unit = _loss_unit(words)

@@ -327,8 +327,9 @@ def _flatten(record: Mapping[str, Any], path: str = "") -> Record:
     flat: Record = {}
     for name, value in record.items():
         nested = _parse_mapping(value) if isinstance(value, str) and value[:1] == "{" else value
-        if isinstance(nested, list) and nested and all(map(_is_key_and_value, nested)):
-            nested = {pair["key"]: pair["value"] for pair in nested}
+        pairs = nested if isinstance(nested, list) else []
+        if pairs and all(isinstance(p, Mapping) and {"key", "value"} <= set(p) for p in pairs):
+            nested = {pair["key"]: pair["value"] for pair in pairs}
         if not isinstance(nested, Mapping):
             flat[path + str(name)] = value
         elif "value" in nested and set(nested) <= {"value", "desc"}:
@@ -337,10 +338,6 @@ def _flatten(record: Mapping[str, Any], path: str = "") -> Record:
         else:
             flat.update(_flatten(nested, f"{path}{name}."))
     return flat
-
-
-def _is_key_and_value(item: Any) -> bool:
-    return isinstance(item, Mapping) and {"key", "value"} <= set(item)
 
 
 def _parse_mapping(text: str) -> Any:
