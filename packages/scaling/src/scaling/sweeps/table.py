@@ -211,8 +211,8 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
             number = numbers[ours][i]
             if not (number > 0 and (ours == "loss" or number < math.inf)):
                 raise ValueError(
-                    f"column {name!r} must be positive and finite, but row {rows[i]}:"
-                    f" {cells[ours][i]!r}"
+                    f"column {name!r} must be positive{'' if ours == 'loss' else ' and finite'},"
+                    f" but row {rows[i]}: {cells[ours][i]!r}"
                 )
         setting = (float(numbers["batch_size"][i]), float(numbers["rate"][i]))
         runs.setdefault(setting, []).append((rows[i], float(numbers["loss"][i])))
