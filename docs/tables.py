@@ -67,7 +67,7 @@ def markdown(header: list[str], cells: list[list[str]]) -> list[str]:
     ]
 
 
-def _with_merged_percentiles(row: Row) -> dict[str, Any]:
+def _with_merged_percentiles(row: Row) -> Row:
     """Return the row with each median, 10th and 90th percentile merged into one tuple."""
     merged: dict[str, Any] = {}
     for column, value in row.items():
@@ -79,7 +79,7 @@ def _with_merged_percentiles(row: Row) -> dict[str, Any]:
     return merged
 
 
-def _columns(rows: list[dict[str, Any]]) -> list[str]:
+def _columns(rows: list[Row]) -> list[str]:
     """Return the columns of all rows, each at its position in the row that has most columns."""
     columns: list[str] = []
     for row in sorted(rows, key=len, reverse=True):
@@ -87,12 +87,12 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
     return columns
 
 
-def _header(column: str, rows: list[dict[str, Any]]) -> str:
+def _header(column: str, rows: list[Row]) -> str:
     merged = any(isinstance(row.get(column), tuple) for row in rows)
     return column.replace("_", " ") + " (p10 to p90)" * merged
 
 
-def _best(rows: list[dict[str, Any]], column: str, layout: Mapping[str, Any]) -> list[int]:
+def _best(rows: list[Row], column: str, layout: Mapping[str, Any]) -> list[int]:
     """Return the indices of the rows with the best figure of a column within their group."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, row in enumerate(rows):
