@@ -217,6 +217,15 @@ def test_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys):
     ):
         assert main(["fit", str(path), *option]) == 2
         assert message in capsys.readouterr().err
+    # Four rows of two sizes are a history of two runs, or four runs, which are too few for a fit.
+    path.write_text("N,D,step,loss\n1e6,1e8,1,4\n1e6,2e8,2,3\n2e6,1e8,1,4\n2e6,2e8,2,3\n")
+    for options, message in (([], "history="), (["--history", "no"], "4 runs cannot fix")):
+        assert main(["fit", str(path), *options]) == 2
+        assert message in capsys.readouterr().err
+    path.write_text("N,steps,tokens_per_step,loss\n1e6,1.000,1e5,4\n2e6,2.000,1e5,3\n")
+    for options, message in (([], "may be 1 or 1000"), (["--decimal", ","], "2 runs cannot fix")):
+        assert main(["fit", str(path), *options]) == 2
+        assert message in capsys.readouterr().err
     assert main(["sweep", "--seeds", "1", "--device", "no-such-device"]) == 2
     assert "no-such-device" in capsys.readouterr().err
 

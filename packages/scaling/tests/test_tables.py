@@ -223,6 +223,9 @@ def test_rows_of_one_metric_each_are_read():
     np.testing.assert_allclose(runs.tokens, BASE["D"])
     np.testing.assert_allclose(runs.loss, np.add(BASE["loss"], 0.1))
     assert "each row is a metric, named by 'tag'" in runs.explanation
+    # Columns of these names in a table of runs do not hide its runs.
+    extra = {"key": ["a", "b", "c"], "value": [1, 2, 3], "step": [5, 6, 7]}
+    np.testing.assert_allclose(load_runs(BASE | extra).loss, BASE["loss"])
 
 
 def test_files_of_other_formats_are_refused_with_the_remedy(tmp_path):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
 from scaling.isoflop import IsoflopFit, Method, fit_isoflop
-from scaling.law import Interval
 from scaling.plan import plan
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
@@ -51,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     add = source.add_argument
     add("runs", metavar="RUNS", help="CSV, JSON or JSONL")
     add("--delimiter", help="delimiter of a CSV; by default it is detected")
+    add("--decimal", choices=[".", ","], help="decimal mark; by default it is detected")
+    add("--history", metavar="COLUMN", help="column of run names; 'no' if every row is a run")
     for option, example, description in (
         ("--column", "loss=NAME", "the name of a column"),
         ("--unit", "parameters=1e6", "the unit of a column"),
@@ -102,6 +103,8 @@ def _load(arguments: argparse.Namespace) -> Runs:
         columns=_pairs(arguments.column),
         units=units,
         where=_pairs(arguments.where),
+        history=False if arguments.history == "no" else arguments.history,
+        decimal=arguments.decimal,
     )
     return runs.without_highest(arguments.without_highest)
 
@@ -129,7 +132,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
         constants = asdict(fit.law) | {"exponent": fit.law.exponent}
         intervals = {k: resampled.interval(k) for k in constants}
         lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta, 95% of noise alone"]
-        lines += [f"  {k:<9}{v:<12.6g}{_range(intervals[k])}" for k, v in constants.items()]
+        lines += [f"  {k:<9}{v:<12.6g}{intervals[k]}" for k, v in constants.items()]
         ranges = {k: asdict(v) for k, v in intervals.items()}
         result: dict[str, Any] = {"law": constants, "intervals": ranges}
         result |= {"objective": fit.objective, "proof": asdict(fit.proof)}
@@ -143,7 +146,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
         lines = [runs.explanation]
         interval = fit.exponent_interval
         lines.append(f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)")
-        lines.append(f"  exponent    {fit.exponent:<12.4f}{_range(interval)} of noise alone")
+        lines.append(f"  exponent    {fit.exponent:<12.4f}{interval} of noise alone")
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
         result["intervals"] = {"exponent": asdict(interval)}
     lines += map(str, best)
@@ -161,7 +164,7 @@ def _plan(arguments: argparse.Namespace) -> Output:
         f"for {model.budget:.4g} FLOPs, serving {model.served_tokens:.4g} tokens",
     ]
     for k in ("parameters", "tokens", "loss"):
-        lines.append(f"  {k:<12}{getattr(model, k):<12.5g}{_range(model.intervals[k])}")
+        lines.append(f"  {k:<12}{getattr(model, k):<12.5g}{model.intervals[k]}")
     lines.append(f"  training {model.training:.4g} FLOPs, serving {model.serving:.4g}")
     return lines, asdict(model)
 
@@ -198,10 +201,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _range(interval: Interval) -> str:
-    return f"[{interval.low:.5g}, {interval.high:.5g}] {interval.level:.0%}"
 
 
 def _save_plot(result: Any, path: Path | None, **options: float) -> None:

@@ -38,7 +38,8 @@ from scaling.valley import Valley, fit_common_shape, polynomial_bottom
 
 Method = Literal["parabola"]
 
-#: Sizes next to the best run that are further apart than this factor are reported as coarse.
+#: Sizes next to the best run that are further apart than this factor are reported as coarse. At 2.5
+#: a parabola through noiseless runs of three laws is off by 4 to 13 % at 1e22 FLOPs.
 COARSE_GRID = 2.5
 
 #: Smallest singular value of (log N, log^2 N / 2) in a budget; three sizes 1.1 apart have 0.002.

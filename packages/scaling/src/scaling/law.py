@@ -36,6 +36,9 @@ class Interval:
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
 
+    def __str__(self) -> str:
+        return f"[{self.low:.5g}, {self.high:.5g}] {self.level:.0%}"
+
 
 def require_numbers(**named: object) -> None:
     """Raise `TypeError` unless each argument is a real number and not a bool."""
@@ -68,10 +71,8 @@ class Optimum(ComparesArrays):
         lines = [f"at {self.compute:.4g} FLOPs"]
         for name in ("parameters", "tokens", "loss"):
             interval = (self.intervals or {}).get(name)
-            line = f"  {name:<12}{getattr(self, name):<12.5g}"
-            if interval:
-                line += f"[{interval.low:.5g}, {interval.high:.5g}] {interval.level:.0%}"
             if interval or self.intervals is None:
+                line = f"  {name:<12}{getattr(self, name):<12.5g}{interval or ''}"
                 lines.append(line.rstrip())
         return "\n".join([*lines, *([f"  {self.coverage}"] if self.coverage else [])])
 

@@ -360,7 +360,8 @@ def _pivot(table: Table) -> Table:
     """
     lowered = {name.lower(): name for name in table.columns}
     metric = next((lowered[name] for name in METRIC_NAMES if name in lowered), None)
-    if metric is None or not {"value", "step"} <= set(lowered):
+    has_losses = any(recognize(name, "loss") for name in table.columns)
+    if metric is None or has_losses or not {"value", "step"} <= set(lowered):
         return table
     run_names = [lowered[name] for name in METRIC_RUNS if name in lowered][:1]
     runs = table.codes(run_names) if run_names else np.zeros(len(table), np.intp)
