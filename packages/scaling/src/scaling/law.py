@@ -64,7 +64,7 @@ class Optimum(ComparesArrays):
     loss: float
     #: Intervals by field name; None if the law is known and was not fitted to runs.
     intervals: dict[str, Interval] | None = None
-    #: How often such intervals covered later runs of published tables.
+    #: The measured coverage of such intervals in published tables; empty within the runs.
     coverage: str = ""
 
     def __str__(self) -> str:

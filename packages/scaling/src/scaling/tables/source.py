@@ -231,13 +231,13 @@ def _read_csv(path: Path, text: str, delimiter: str | None) -> Table:
     choices = [] if delimiter is not None else [f"cells are separated by {mark!r}"]
     if comments:
         choices.append(f"{len(comments)} lines that start with '#' are comments")
-    kept = _check_rows(path, rows, header, mark)
-    if len(kept) < len(rows):
-        choices.append(f"{len(rows) - len(kept)} rows that repeat the header are skipped")
+    data_rows = _check_rows(path, rows, header, mark)
+    if len(data_rows) < len(rows):
+        choices.append(f"{len(rows) - len(data_rows)} rows that repeat the header are skipped")
     columns = {}
-    for k, name in enumerate(header if kept else []):
-        columns[name] = _cells([cells[k].strip() for _, cells in kept])
-    return Table(columns, np.array([line for line, _ in kept], np.intp), choices)
+    for k, name in enumerate(header if data_rows else []):
+        columns[name] = _cells([cells[k].strip() for _, cells in data_rows])
+    return Table(columns, np.array([line for line, _ in data_rows], np.intp), choices)
 
 
 def _check_rows(
@@ -245,7 +245,7 @@ def _check_rows(
 ) -> list[NumberedCells]:
     """Return the rows that do not repeat the header; raise `ValueError` for a ragged row."""
     lowered = [name.lower() for name in header]
-    kept = []
+    data_rows = []
     for line, cells in rows:
         while len(cells) > len(header) and not cells[-1]:
             cells = cells[:-1]
@@ -257,8 +257,8 @@ def _check_rows(
                 f"{path}: line {line} has {len(cells)} cells under {len(header)} columns"
                 f" {header}; is {mark!r} the delimiter?"
             )
-        kept.append((line, cells))
-    return kept
+        data_rows.append((line, cells))
+    return data_rows
 
 
 def _split_lines(content: list[tuple[int, str]], mark: str) -> list[NumberedCells]:
