@@ -57,7 +57,7 @@ RUN_NOISE_RAMP = 0.5
 #: The coverage that Note [Calibration] measures.
 COVERAGE = (
     "of 19 published tables, each left out of the calibration in turn, such intervals contain 94%"
-    " of the later optima and 94% of the later losses"
+    " of the later optima, and those of `predict` contain 94% of the later losses"
 )
 VALLEY_COVERAGE = (
     "of 17 published tables, each left out of the calibration in turn, such intervals contain 94%"
