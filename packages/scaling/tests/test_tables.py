@@ -652,8 +652,10 @@ def test_several_data_sets_in_one_table_are_reported():
         for i, s in enumerate(("c4", "web"))
         for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
     ]
-    with pytest.warns(ScalingWarning, match="'dataset' names 2 sets of runs"):
-        assert len(load_runs(rows)) == 8
+    for name in ("dataset", "set", "subset", "config.recipe", "tokenizer"):
+        renamed = [{name: row["dataset"]} | row | {"dataset": "one"} for row in rows]
+        with pytest.warns(ScalingWarning, match=f"'{name}' names 2 sets of runs"):
+            assert len(load_runs(rows if name == "dataset" else renamed)) == 8
     assert load_runs(rows, where={"dataset": "web"}).loss.min() > 4
     with pytest.raises(ValueError, match="nowhere 'pile'; it is c4, web"):
         load_runs(rows, where={"dataset": "pile"})
