@@ -129,6 +129,30 @@ def adds_a_head() -> bool:
     return True
 
 
+def adds_a_frozen_layer() -> bool:
+    both = Both(net())
+    both.step()
+    for module in (both.module, both.twin):
+        torch.manual_seed(0)
+        module.append(nn.Linear(2, 2).double().requires_grad_(False))
+        module.append(nn.BatchNorm1d(2, affine=False).double().eval())
+        # The buffers are synchronized although the module had none when it was wrapped.
+        if both.rank == 0 or module is both.twin:
+            module[-1].running_mean.fill_(0.5)
+    if both.rank:
+        with pytest.warns(UserWarning, match="the buffers differed from those of rank 0"):
+            both.backward()
+    else:
+        both.backward()
+    assert both.module[-1].running_mean.tolist() == [0.5, 0.5]
+    for module in (both.module, both.twin):
+        module[-2].requires_grad_(True)
+    both.optimizers = [both.sgd(both.module), both.sgd(both.twin)]
+    for _ in range(2):
+        both.step()
+    return True
+
+
 def changes_dtype() -> bool:
     both = Both(net())
     both.step()
@@ -158,7 +182,15 @@ def replaces_data() -> bool:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    "program", ["unfreezes", "assigns", "adds_a_head", "changes_dtype", "replaces_data"]
+    "program",
+    [
+        "unfreezes",
+        "assigns",
+        "adds_a_head",
+        "adds_a_frozen_layer",
+        "changes_dtype",
+        "replaces_data",
+    ],
 )
 def test_parameters_that_change_after_wrapping_are_averaged(program: str) -> None:
     assert run_ranks(globals()[program], 2) == [True, True]
