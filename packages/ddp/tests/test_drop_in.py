@@ -618,7 +618,9 @@ def test_parameters_may_swap_gradients() -> None:
 def copies(kind: str) -> bool:
     both = Both(net())
     both.step()
-    if kind == "deepcopy":
+    if kind == "compiled":
+        both.model.compile(backend="eager")
+    if kind in ("deepcopy", "compiled"):
         copied = copy.deepcopy(both.model)
     elif kind == "average":
         copied = AveragedModel(both.model)
@@ -642,7 +644,7 @@ def copies(kind: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["deepcopy", "average", "pickle"])
+@pytest.mark.parametrize("kind", ["deepcopy", "compiled", "average", "pickle"])
 def test_copy_trains_independently(kind: str) -> None:
     assert run_ranks(copies, 2, kind) == [True, True]
 
