@@ -38,7 +38,7 @@ from ddp.process_group import AllReduce
 from ddp.replica import Replica
 from ddp.weighting import Average
 
-#: Attributes that belong to one process, and are rebuilt in a copy. As in torch, a copy of a compiled
+#: Attributes of one process, which are rebuilt in a copy. As in torch, a copy of a compiled
 #: module is not compiled: the compiled function would call the original.
 _PROCESS_STATE = ("_replica", "meter", "_compiled_call_impl")
 
