@@ -372,6 +372,27 @@ def evaluates_between() -> bool:
     return True
 
 
+def registers_hooks_after_wrapping() -> bool:
+    both = Both(net().append(nn.Linear(2, 9000)))
+
+    def scale(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(1 + both.rank)
+
+    for step in range(4):
+        if step in (0, 2):
+            for parameter in both.module.parameters():
+                parameter.register_post_accumulate_grad_hook(scale)
+        power = 1 if step < 2 else 2
+        both.zero_grad()
+        x = both.batches(3, 5)
+        both.model(x[both.rank]).square().mean().backward()
+        losses = [(1 + rank) ** power * both.twin(x[rank]).square().mean() for rank in range(2)]
+        (sum(losses) / 2).backward()
+        both.check_gradients()
+        both.update()
+    return True
+
+
 def takes_layers_in_any_order() -> bool:
     class Shuffled(nn.Module):
         def __init__(self) -> None:
@@ -400,6 +421,7 @@ def takes_layers_in_any_order() -> bool:
 
 
 LOOPS = [
+    "registers_hooks_after_wrapping",
     "takes_layers_in_any_order",
     "never_finishes",
     "several_losses",

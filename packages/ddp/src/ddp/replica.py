@@ -272,6 +272,8 @@ class Replica:
             return
         # A pass through outputs of several forward passes is synchronized if one of them is.
         self._backward_sync = is_synchronized or bool(self._backward_sync)
+        if not self._is_finish_queued:
+            self.hooks.move_to_end()
         self._queue_finish()
 
     def _queue_finish(self) -> None:
@@ -321,6 +323,11 @@ class Replica:
     def try_open_step(self) -> bool:
         """Open a step for the gradient that is ready; return False if it is not synchronized."""
         ddp = self._ddp
+        if not self._is_finish_queued and self.hooks.move_to_end():
+            raise RuntimeError(
+                "expected hooks on parameters to be registered before wrapping, but the backward "
+                "pass reached no output of the wrapper first; call the wrapper, not its .module"
+            )
         self._queue_finish()
         if not self._decide():
             # Rebuilding is a collective. With uneven inputs, ranks call collectives only at the
