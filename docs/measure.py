@@ -148,7 +148,7 @@ def quoted(name: str) -> str:
 
 def page(name: str) -> str:
     """Return the newest results of a package on every machine as Markdown, a table per case."""
-    lines = [f"# {name}: measurements", ""]
+    lines = [f"# {name}: measurements", "", f"The files `*/{name}-*.json` have all columns.", ""]
     layouts = settings(name)["cases"]
     for label in settings(name)["runs"]:
         for stored in newest_by_machine(name, label).values():
