@@ -34,7 +34,6 @@ PACKAGES = (
     "llmsys-suite",
 )
 GUIDES = (
-    "tutorial",
     "architecture",
     "choosing",
     "scaling_out",
@@ -45,6 +44,7 @@ GUIDES = (
     "contributing",
     "changelog",
 )
+FIRST_GUIDES = ("Getting started <getting_started>", "Overview <overview>")
 PICTURES = (".svg", ".png")
 #: Front matter of a page that the sidebar does not list, and of one without a list of its headings.
 UNLISTED = "---\norphan: true\n---\n"
@@ -136,8 +136,10 @@ def stage(folder: Path) -> None:
 
 def site_paths() -> dict[Path, str]:
     """Return the path in the site of each page of the repository."""
-    pages = {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "index.md"}
-    pages |= {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
+    pages = {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
+    pages |= {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "overview.md"}
+    # A reader meets the system first in the life of one model.
+    pages |= {DOCS / "tutorial.md": "index.md"}
     pages |= {path: f"results/{path.name}" for path in sorted(DOCS.glob("results/*.md"))}
     return pages | {ROOT / "packages" / p / "README.md": f"packages/{p}.md" for p in PACKAGES}
 
@@ -202,7 +204,7 @@ def _contents() -> str:
     return "\n".join(
         [
             "\n",
-            _tree(["Getting started <getting_started>", *GUIDES, "results/index"], "Guides"),
+            _tree([*FIRST_GUIDES, *GUIDES, "results/index"], "Guides"),
             _tree([f"packages/{name}" for name in PACKAGES], "Packages"),
             _tree([f"{name} <api/{name}>" for name in PACKAGES], "Public names"),
         ]
