@@ -108,7 +108,8 @@ def fetch(
             store.set(key, text)
         reader.read()
 
-    query_store(STORE_SECONDS, query, lambda: reader.last_answer)
+    # A store may be silent for a while: other threads of this process use the same connection.
+    query_store(max(0.0, deadline - start_time) + STORE_SECONDS, query)
     missing = reader.ended or [rank for rank in keys if rank not in reader.values]
     if missing:
         seconds = time.monotonic() - start_time
@@ -135,8 +136,6 @@ class _Reader:
         self.values: dict[int, bytes] = {}
         #: The ranks that ended before they wrote their values.
         self.ended: list[int] = []
-        #: The time of the store's last answer, a value of time.monotonic.
-        self.last_answer = time.monotonic()
         self._store = store
         self._keys = keys
         self._deadline = deadline
@@ -145,28 +144,27 @@ class _Reader:
     def read(self) -> None:
         """Read the value of every rank that writes it by the deadline, unless a rank ends."""
         for rank, key in self._keys.items():
-            if self._wait_for(key):
+            if self._wait_for(rank):
                 self.values[rank] = self._store.get(key)
             if self.ended:
                 return
 
-    def _is_written(self, key: str) -> bool:
-        is_written = bool(self._store.check([key]))
-        self.last_answer = time.monotonic()
-        return is_written
+    def _is_written(self, rank: int) -> bool:
+        return bool(self._store.check([self._keys[rank]]))
 
-    def _wait_for(self, key: str) -> bool:
-        """Return True when the key is written; False at the deadline or if a rank ends."""
+    def _wait_for(self, rank: int) -> bool:
+        """Return True when the rank has written; False at the deadline or if a rank ends."""
         pause = MIN_PAUSE_SECONDS
         next_check = time.monotonic() + CHECK_SECONDS
-        while not self._is_written(key):
-            if self.last_answer > self._deadline:
+        while not self._is_written(rank):
+            now = time.monotonic()
+            if now > self._deadline:
                 return False
-            if self.last_answer > next_check:
-                next_check = self.last_answer + CHECK_SECONDS
-                ended = [rank for rank in self._find_ended() if rank in self._keys]
+            if now > next_check:
+                next_check = now + CHECK_SECONDS
+                ended = [other for other in self._find_ended() if other in self._keys]
                 # A rank may have written its value before it ended.
-                self.ended = [rank for rank in ended if not self._is_written(self._keys[rank])]
+                self.ended = [other for other in ended if not self._is_written(other)]
                 if self.ended:
                     return False
             time.sleep(pause)
