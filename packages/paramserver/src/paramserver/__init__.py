@@ -6,6 +6,7 @@ argument, a policy of `paramserver.consistency`, bounds how far the workers may 
 
 from paramserver.compression import Integers, TopK
 from paramserver.consistency import Asynchronous, BulkSynchronous, LocalSteps, StaleSynchronous
+from paramserver.optimizers import OptimizerSpec
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
 from paramserver.running.job import Job, Result
@@ -20,6 +21,7 @@ __all__ = [
     "Integers",
     "Job",
     "LocalSteps",
+    "OptimizerSpec",
     "PeerLost",
     "Result",
     "Server",

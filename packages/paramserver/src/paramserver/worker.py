@@ -17,7 +17,8 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.consistency import Consistency, LocalSteps, OptimizerFactory
+from paramserver.consistency import Consistency, LocalSteps
+from paramserver.optimizers import OptimizerFactory, Updater, spec_of
 from paramserver.partition import partition
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.messages import Kind, Message
@@ -42,7 +43,7 @@ class Worker:
         rank: number of this worker.
         whole: whether each parameter is stored on one server.
         local: the policy, if it is `LocalSteps` and `servers` are connections.
-        optimizer: factory of the local optimizer; required with `LocalSteps`.
+        optimizer: factory of the local optimizer, or an `OptimizerSpec`; `LocalSteps` require it.
         site: process group whose ranks act as one worker. Every rank creates a `Worker`, calls the
             same methods and passes gradients that are already averaged over the group. Only the
             `servers` of the first rank are used. With FSDP, do not pass `site`: each rank is its
@@ -87,7 +88,7 @@ class Worker:
         self.loss = math.nan
         self._finished = False
         self._local = local
-        self._optimizer = optimizer(self._parameters.values()) if local and optimizer else None
+        self._updater = self._local_updater(optimizer) if local and optimizer else None
         #: Local steps taken so far.
         self._steps = 0
         #: The step at which each fragment was sent last.
@@ -162,15 +163,14 @@ class Worker:
                 module and the other workers are not affected.
         """
         self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        if self._local is None or self._optimizer is None:
+        if self._local is None or self._updater is None:
             self._on_communicator(self._push)
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
         if self._pull_due is not None and self._steps >= self._pull_due:
             raise RuntimeError(f"worker {self.rank} must pull before each step: an update is due")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._updater.step()
         self._steps += 1
         if self._steps % self._local.interval == 0:
             self._send_fragment(self._local.overlap)
@@ -205,6 +205,20 @@ class Worker:
         """Report to the servers that this worker has failed, so that no worker waits for it."""
         for connection in self._connections:
             connection.abort(reason)
+
+    def _local_updater(self, factory: OptimizerFactory) -> Updater:
+        parameters = self._parameters
+        spec = spec_of(factory)
+        is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
+        if spec.master_dtype or (spec.max_norm is not None and is_local):
+            raise ValueError(
+                "expected a local optimizer without master_dtype, and for sharded parameters "
+                "without max_norm; use float32 parameters with torch.autocast, and clip the "
+                "gradients before `push`"
+            )
+        spec.check_groups(parameters)
+        shapes = [parameter.shape for parameter in parameters.values()]
+        return Updater(spec, list(parameters.values()), list(parameters), shapes)
 
     def _on_communicator(self, function: Callable[[], object]) -> None:
         """Call `function` on the first rank of the site; all ranks raise its exception, if any."""

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.consistency import Consistency, OptimizerFactory
+from paramserver.consistency import Consistency
+from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
 from paramserver.server import Server
