@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join.add_argument("--rank", type=int, required=True, help="number of the worker")
     join.add_argument("--site", action="store_true", help="this process is one rank of the worker")
     join.set_defaults(call=_join)
+    join.add_argument("--checkpoint", type=Path, help="file of the state of local steps")
     for command in (serve, join):
         command.add_argument("job", help="module:function")
         command.add_argument("--address", action="append", required=True)
@@ -97,7 +98,10 @@ def _join(arguments: argparse.Namespace) -> None:
     if bool(secret) != bool(arguments.peer):
         raise ValueError("expected --keys and --peer together, got only one of them")
     keys = Keys(public, secret, arguments.peer.read_text().strip()) if secret else None
-    with join_servers(job, arguments.rank, arguments.address, keys=keys, site=site) as worker:
+    checkpoint = arguments.checkpoint
+    with join_servers(
+        job, arguments.rank, arguments.address, keys=keys, site=site, checkpoint=checkpoint
+    ) as worker:
         print(job.train(worker, *job.args), flush=True)
 
 

@@ -7,13 +7,16 @@ ranks, its site; then the first rank of the site communicates with the servers f
 
 import json
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -49,6 +52,9 @@ class Worker:
             `servers` of the first rank are used. With FSDP, do not pass `site`: each rank is its
             own worker and trains its shard with the ranks that have the same shard in the other
             sites.
+        checkpoint: file that receives the state of local steps before every exchange: the module,
+            the local optimizer and the random number generator of torch. If the file exists, the
+            worker continues exactly from it. With `LocalSteps` only.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class Worker:
         local: LocalSteps | None = None,
         optimizer: OptimizerFactory | None = None,
         site: dist.ProcessGroup | None = None,
+        checkpoint: str | Path | None = None,
     ) -> None:
         self._site = site
         self._is_communicator = site is None or dist.get_rank(site) == 0
@@ -72,6 +79,11 @@ class Worker:
             local = local_of(servers[0].consistency)
         if local and optimizer is None:
             raise ValueError("expected a local `optimizer` with LocalSteps, got None")
+        if checkpoint and (site is not None or not local):
+            raise ValueError(
+                "expected LocalSteps and one rank per worker with a checkpoint; pass None: the "
+                "servers store all state of other policies, and each rank of a site its own"
+            )
         self.module = module
         self.rank = rank
         self._parameters = trainable(module)
@@ -100,8 +112,12 @@ class Worker:
         self._exchange: Future[None] | None = None
         number = getattr(self._connections[0], "session", None) if self._connections else None
         number = secrets.randbits(48) if number is None else number
-        self._session = Session(rank, [layout(s, local) for s in shards], number)
+        self._layouts = [layout(shard, local) for shard in shards]
+        self._session = Session(rank, self._layouts, number)
         self._on_communicator(lambda: self._run_requests(self._session.join()))
+        self._checkpoint = Path(checkpoint) if checkpoint else None
+        if self._checkpoint and self._checkpoint.exists():
+            self._resume(torch.load(self._checkpoint, weights_only=True))
 
     @property
     def clock(self) -> int:
@@ -292,6 +308,8 @@ class Worker:
         """Send the changes of the next fragment, in another thread if the exchange may overlap."""
         fragment = self.clock % len(self._sent_at)
         self._payload.capture(fragment)
+        if self._checkpoint:
+            self._save(self._checkpoint)
         # With overlap, the other ranks of a site take part in `_receive_update` only.
         if overlap and self._exchange_thread and self._is_communicator:
             self._exchange = self._exchange_thread.submit(self._push_and_pull)
@@ -299,6 +317,74 @@ class Worker:
             self._on_communicator(self._push)
         self._sent_at[fragment] = self._steps
         self._pull_due = self._steps + overlap
+
+    def _save(self, path: Path) -> None:
+        """Write the state before the next push; see `_resume`."""
+        assert self._updater is not None
+        assert isinstance(self._payload, Changes)
+        session = self._session
+        state = {
+            "layouts": self._layouts,
+            "interval": self._local.interval if self._local else 1,
+            "at": (session.clock, session.pushes, session.version),
+            "steps": (self._steps, self._sent_at),
+            "module": self.module.state_dict(),
+            "updater": self._updater.state_dict(),
+            "payload": self._payload.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, which was saved before a push.
+
+        The servers know whether they have accepted that push: it is sent, or only its residuals are
+        carried over. If training continued without this worker since, the push is void, and the
+        worker continues with its local optimizer from the parameters of the servers.
+        """
+        assert self._local is not None
+        assert self._updater is not None
+        assert isinstance(self._payload, Changes)
+        session = self._session
+        clock, pushes, version = state["at"]
+        accepted = session.pushes - pushes
+        is_of_layout = state["layouts"] == self._layouts or (
+            self._local.fragments == 1 and not self._local.compression
+        )
+        if accepted not in (0, 1) or state["interval"] != self._local.interval or not is_of_layout:
+            raise ValueError(
+                f"expected a checkpoint of worker {self.rank} with {session.pushes} accepted "
+                f"pushes, intervals of {self._local.interval} steps and layouts {self._layouts}, "
+                f"got one with {pushes}, {state['interval']} and {state['layouts']}; remove "
+                f"{self._checkpoint} to continue without the state of the local optimizer"
+            )
+        self.module.load_state_dict(state["module"])
+        self._updater.load_state_dict(state["updater"])
+        torch.set_rng_state(state["random"])
+        if session.clock != clock + accepted:
+            return
+        self._payload.load_state_dict(state["payload"])
+        self._steps, self._sent_at = state["steps"]
+        session.version = version
+        fragment = clock % len(self._sent_at)
+        if accepted:
+            self._payload.capture(fragment)
+            for server in range(len(self._connections)):
+                self._payload.write(server)
+            self._payload.on_accepted()
+        else:
+            self._send_fragment()
+        self._sent_at[fragment] = self._steps
+        # The position exceeds the steps if the last round of a finished run was short.
+        added = self.position - self._steps
+        self._steps += added
+        self._sent_at = [step + added for step in self._sent_at]
+        self._pull_due = self._steps + self._local.overlap
 
     def _push_and_pull(self) -> None:
         self._push()
@@ -320,8 +406,10 @@ class Worker:
     def _load(self, alpha: float = 0.0) -> None:
         self._payload.load(alpha)
         if self._site is not None:
-            for flat in self._payload.flat.values():
-                dist.broadcast(flat, group_src=0, group=self._site)
+            flat = self._payload.flat()
+            for elements in flat.values():
+                dist.broadcast(elements, group_src=0, group=self._site)
+            self._payload.store(flat)
 
 
 def local_of(consistency: Consistency | None) -> LocalSteps | None:

@@ -24,7 +24,7 @@ from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
 from paramserver.running.processes import Processes, ReportProgress
 from paramserver.transport.connection import GRACE
 from paramserver.transport.zeromq import Keys, ZeroMQConnection, ZeroMQServer
-from paramserver.worker import Worker
+from paramserver.worker import Worker, local_of
 
 
 def open_server(
@@ -54,6 +54,7 @@ def join_servers(
     *,
     keys: Keys | None = None,
     site: dist.ProcessGroup | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Iterator[Worker]:
     """Provide a worker of the servers at these addresses, in the order of their shards.
 
@@ -66,7 +67,7 @@ def join_servers(
         return
     with (
         _connected(job, rank, addresses, keys) as connections,
-        job.worker(rank, connections, site) as worker,
+        job.worker(rank, connections, site, checkpoint) as worker,
     ):
         yield worker
 
@@ -129,7 +130,7 @@ def run_on_zeromq(
             processes.start(f"server {i}", _serve, packed, i, address, journal_folder)
         workers = [f"worker {w}" for w in range(job.workers)]
         for w, name in enumerate(workers):
-            processes.start(name, _work, packed, w, addresses)
+            processes.start(name, _work, packed, w, addresses, journal_folder)
         ended: dict[str, Outcome] = {}
         final_state: Future[list[ServerReport]] | None = None
         # In a thread, because a server may still die, and be restarted, while the state is read.
@@ -172,7 +173,11 @@ def _serve(
     open_server(pickle.loads(packed), number, address, journal=journal).serve(*report)
 
 
-def _work(packed: bytes, rank: int, addresses: Sequence[str]) -> Any:
+def _work(packed: bytes, rank: int, addresses: Sequence[str], journal: str | None) -> Any:
     job: Job = pickle.loads(packed)
-    with join_servers(job, rank, addresses) as worker:
+    checkpoint = None
+    if journal is not None and local_of(job.consistency):
+        Path(journal).mkdir(parents=True, exist_ok=True)
+        checkpoint = f"{journal}/worker-{rank}"
+    with join_servers(job, rank, addresses, checkpoint=checkpoint) as worker:
         return job.train(worker, *job.args)
