@@ -9,6 +9,7 @@ from paramserver.consistency import Asynchronous, BulkSynchronous, LocalSteps, S
 from paramserver.optimizers import OptimizerSpec
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
+from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job, Result
 from paramserver.running.launch import run
 from paramserver.server import Server
@@ -29,6 +30,7 @@ __all__ = [
     "StaleSynchronous",
     "TopK",
     "Worker",
+    "convert_journal",
     "join",
     "partition",
     "run",

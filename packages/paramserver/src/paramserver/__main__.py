@@ -1,11 +1,12 @@
-"""Start one server or one worker: `python -m paramserver serve | join | keys | recover`.
+"""Start one server or one worker: `python -m paramserver serve | join | keys | ...`.
 
     python -m paramserver serve mine:job --server 0 --address tcp://127.0.0.1:5550 --journal state
     python -m paramserver join mine:job --rank 0 --address tcp://127.0.0.1:5550
 
 `mine:job` names a function of an importable module that returns the `paramserver.Job`, equal in all
 processes. Addresses are in the order of the servers. `keys FILE` writes a pair of CURVE keys.
-`recover FOLDER` takes a damaged journal back to its last good record.
+`recover FOLDER` takes a damaged journal back to its last good record. `convert JOB OLD NEW` writes
+the journals in OLD for the number of servers of the job into NEW.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paramserver.journal import recover
+from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
 from paramserver.transport.connection import import_extra
@@ -61,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     back.add_argument("--before", metavar="FILE:BYTE", help="also discard this record")
     back.set_defaults(call=_recover)
+    convert = commands.add_parser("convert", help="convert journals to another number of servers")
+    convert.add_argument("job", help="module:function of the job with the new number of servers")
+    convert.add_argument("source", type=Path, help="folder of the journals of all servers")
+    convert.add_argument("target", type=Path, help="folder of the new journals")
+    convert.set_defaults(call=_convert)
     arguments = parser.parse_args(argv)
     try:
         arguments.call(arguments)
@@ -121,6 +128,10 @@ def _recover(arguments: argparse.Namespace) -> None:
         before = name, int(byte)
     for line in recover(arguments.folder, before=before):
         print(line)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    convert_journal(_load_job(arguments.job), arguments.source, arguments.target)
 
 
 def _read_key_pair(path: Path | None) -> tuple[str, str]:

@@ -228,7 +228,8 @@ class Replica:
                 f"expected the state of a shard with layout {self.shard.digest()}, which is server "
                 f"{self.shard.number} of {self.shard.servers}, got layout {state['layout']}; pass "
                 "the same parameters (names, shapes, dtypes), `servers` and `whole` as before, or "
-                "another folder"
+                "another folder. `python -m paramserver convert MODULE:JOB OLD NEW` converts "
+                "journals to another number of servers"
             )
         self._buffer.copy_(state["parameters"])
         self._updater.load_state_dict(state)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paramserver.journal import DiskJournal, JournalError
+from paramserver.journal import DiskJournal, require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
 from paramserver.running.processes import Processes, ReportProgress
@@ -34,15 +34,9 @@ def open_server(
     server = job.server(job.shards()[number], elastic=True)
     disk_journal = None
     if journal is not None:
-        disk_journal = DiskJournal(Path(journal) / f"server-{number}", fsync=job.fsync)
-        if not disk_journal.load(server.core):
-            # A job may initialize its parameters at random, so the initial state is stored.
-            disk_journal.snapshot(server.core)
-            disk_journal.wait()
-            if disk_journal.error:
-                raise RuntimeError(
-                    f"cannot write a journal in {disk_journal.folder}: {disk_journal.error}"
-                )
+        require_journals(Path(journal), job.servers, [number])
+        folder = Path(journal) / f"server-{number}"
+        disk_journal = DiskJournal.start(folder, server.core, fsync=job.fsync)
     return ZeroMQServer(server.core, address, keys=keys, journal=disk_journal)
 
 
@@ -119,7 +113,7 @@ def run_on_zeromq(
     packed = pickle.dumps(job)
     shards = job.shards()
     if journal is not None:
-        _require_all_journals(Path(journal), job.servers)
+        require_journals(Path(journal), job.servers, range(job.servers))
     with (
         tempfile.TemporaryDirectory() as folder,
         Processes(context, folder, job.timeout + GRACE, progress) as processes,
@@ -153,18 +147,6 @@ def run_on_zeromq(
         finally:
             reader.shutdown(wait=False)
         return assemble(job, shards, ended)
-
-
-def _require_all_journals(folder: Path, servers: int) -> None:
-    """Raise `JournalError` if only some servers have a journal, before any server starts."""
-    paths = [folder / f"server-{i}" for i in range(servers)]
-    lost = [str(path) for path in paths if not (path.is_dir() and any(path.iterdir()))]
-    if 0 < len(lost) < servers:
-        raise JournalError(
-            f"expected a journal of each of the {servers} servers in {folder}, or of none, but "
-            f"{', '.join(lost)} is empty or missing. Nothing was changed. Restore it from a copy "
-            "of the same time, or pass another folder"
-        )
 
 
 def _serve(
