@@ -174,22 +174,23 @@ def files_of(folder):
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_server_started_by_hand_refuses_its_lost_journal(tmp_path, number):
+def test_a_server_started_by_hand_refuses_its_lost_journal(tmp_path, number, monkeypatch, capsys):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     from paramserver.running.supervise import open_server
 
     job = Job(print, model(), SGD, Asynchronous(), servers=3)
     for i in range(3):  # servers that start one after the other before any push are no loss
+        require_journals(tmp_path / "state", 3, [i])
         open_server(job, i, f"ipc://{tmp_path}/s{i}", journal=tmp_path / "state").close()
-    shutil.rmtree(tmp_path / "state" / f"server-{number}")
-    open_server(job, number, f"ipc://{tmp_path}/s", journal=tmp_path / "state").close()
     fleet = Fleet(job, tmp_path / "state")
     fleet.train(0, 2)
     fleet.close()
     shutil.rmtree(tmp_path / "state" / f"server-{number}")
     before = files_of(tmp_path / "state")
-    with pytest.raises(JournalError, match=rf"server-{number} is empty or missing. Nothing was"):
-        open_server(job, number, f"ipc://{tmp_path}/s", journal=tmp_path / "state")
+    monkeypatch.setattr(command_line, "_load_job", lambda _: job)
+    serve = ["serve", "mine:job", "--server", str(number), "--address", f"ipc://{tmp_path}/s"]
+    assert command_line.main([*serve, "--journal", str(tmp_path / "state")]) == 2
+    assert f"server-{number} is empty or missing. Nothing was changed" in capsys.readouterr().err
     assert files_of(tmp_path / "state") == before
 
 

@@ -414,7 +414,8 @@ def disturb(context, server, number, *, joined):
         socket.send_multipart([json.dumps([rank, life, name, 0, *fields]).encode(), *data])
 
     if joined:
-        ask(9, 77, 1, [Kind.JOIN, 0, 4, number, 0, 0, -1, layout])
+        position = server.core.replica.position
+        ask(9, 77, 1, [Kind.JOIN, 0, 4, number, position, 0, -1, layout])
         assert socket.poll(5000)
         assert json.loads(socket.recv_multipart()[0])[3] == Kind.OK
     requests = [*nasty(layout, server.core.replica.position)]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paramserver.journal import recover
+from paramserver.journal import recover, require_journals
 from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
@@ -86,6 +86,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     if bool(secret) != bool(workers):
         raise ValueError("expected --keys and --peer together, got only one of them")
     keys = Keys(public, secret, workers=workers) if secret else None
+    if arguments.journal:
+        require_journals(arguments.journal, job.servers, [arguments.server])
     address = arguments.address[0]
     server = open_server(job, arguments.server, address, journal=arguments.journal, keys=keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())

@@ -31,6 +31,7 @@ import secrets
 import shutil
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -60,6 +61,8 @@ _START = b""
 _TORN = b"t"
 #: Number of bytes that are read at once for a checksum.
 _CHUNK = 2**20
+#: Number of times that the journal of another server, which may be running, is read.
+_READS = 5
 
 
 class JournalError(RuntimeError):
@@ -361,13 +364,15 @@ def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None
 
 def _has_pushes(folder: Path) -> bool:
     """Return True unless the journal contains no push; its server may be running."""
-    first = _newest_snapshot(folder)
-    try:
-        # Snapshot 1 contains the state with which the journal started.
-        is_later = first is not None and first > 1
-        return is_later or any(span.kind == _STAGED for span in _spans(folder, first))
-    except (JournalError, OSError):
-        return True
+    for _ in range(_READS):
+        try:
+            first = _newest_snapshot(folder)
+            # Snapshot 1 contains the state with which the journal started.
+            is_later = first is not None and first > 1
+            return is_later or any(span.kind == _STAGED for span in _spans(folder, first))
+        except (JournalError, OSError):  # damaged, or the server has just replaced its files
+            time.sleep(0.1)
+    return True
 
 
 def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> list[str]:

@@ -34,7 +34,6 @@ def open_server(
     server = job.server(job.shards()[number], elastic=True)
     disk_journal = None
     if journal is not None:
-        require_journals(Path(journal), job.servers, [number])
         folder = Path(journal) / f"server-{number}"
         disk_journal = DiskJournal.start(folder, server.core, fsync=job.fsync)
     return ZeroMQServer(server.core, address, keys=keys, journal=disk_journal)
