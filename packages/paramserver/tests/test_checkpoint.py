@@ -168,6 +168,17 @@ def test_a_job_of_processes_that_is_killed_and_run_again_equals_the_undisturbed_
         assert torch.equal(resumed.parameters[name], parameter)
 
 
+def test_the_position_counts_every_local_step_also_while_an_exchange_is_in_flight(tmp_path):
+    fleet = Fleet(tmp_path, POLICIES["streaming"], 1)
+    worker = fleet.start()
+    for step in range(7):
+        assert worker.position == step
+        train(worker, step + 1)
+    fleet.kill()
+    assert fleet.start().position == 6  # the steps after the last exchange are repeated
+    fleet.kill()
+
+
 def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
     fleet = Fleet(tmp_path, LocalSteps(2, OUTER), 1)
     train(fleet.start(), 2)
@@ -179,7 +190,12 @@ def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
         fleet.start()
     fleet.kill()
     (tmp_path / "worker").unlink()
-    assert fleet.start().position == 8
+    train(fleet.start(), 10)
+    fleet.kill()
+    faster = OptimizerSpec(partial(torch.optim.AdamW, lr=0.03), INNER.scheduler, max_norm=0.5)
+    assert fleet.start().position == 10
+    with pytest.raises(ValueError, match=r"options of 0\.weight lr=0\.03.*got one with lr=0\.02"):
+        Worker(noisy_model(), fleet.hosts, optimizer=faster, checkpoint=tmp_path / "worker")
     fleet.kill()
     with pytest.raises(ValueError, match="expected LocalSteps and one rank per worker"):
         Worker(noisy_model(), [], checkpoint=tmp_path / "worker")

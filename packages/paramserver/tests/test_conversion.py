@@ -179,7 +179,7 @@ def test_a_server_started_by_hand_refuses_its_lost_journal(tmp_path, number, mon
     from paramserver.running.supervise import open_server
 
     job = Job(print, model(), SGD, Asynchronous(), servers=3)
-    for i in range(3):  # servers that start one after the other before any push are no loss
+    for i in range(3):  # before the first push, a missing journal is new
         require_journals(tmp_path / "state", 3, [i])
         open_server(job, i, f"ipc://{tmp_path}/s{i}", journal=tmp_path / "state").close()
     fleet = Fleet(job, tmp_path / "state")

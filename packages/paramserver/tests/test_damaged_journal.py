@@ -432,13 +432,13 @@ def test_a_journal_that_another_process_writes_is_refused(tmp_path):
     is_open, opens = os.pipe()
     ends, may_end = os.pipe()
     holder = os.fork()
-    if not holder:  # a process of its own, because a process does not exclude itself
+    if not holder:  # another process, because a process does not exclude itself
         try:
-            held = opened(tmp_path / "job")
+            server = opened(tmp_path / "job")
             os.write(opens, b"1")
             os.read(ends, 1)
         finally:
-            os._exit(int(held is None))
+            os._exit(int(not server))
     try:
         assert os.read(is_open, 1) == b"1"
         for use in (opened, recover):

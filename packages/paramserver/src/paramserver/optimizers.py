@@ -85,7 +85,7 @@ class Updater:
         self.targets = parameters
         if spec.master_dtype:
             self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
-        #: None if there are no parameters.
+        #: The optimizer; None if `parameters` is empty.
         self.optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
         if self.targets:

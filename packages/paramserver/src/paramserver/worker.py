@@ -101,6 +101,7 @@ class Worker:
         self._finished = False
         self._local = local
         self._updater = self._local_updater(optimizer) if local and optimizer else None
+        self._settings = self._updater.settings() if self._updater else {}
         #: Local steps taken so far.
         self._steps = 0
         #: The step at which each fragment was sent last.
@@ -115,6 +116,8 @@ class Worker:
         self._layouts = [layout(shard, local) for shard in shards]
         self._session = Session(rank, self._layouts, number)
         self._on_communicator(lambda: self._run_requests(self._session.join()))
+        #: Position at local step 0.
+        self._first_position = self._position_of_pushes()
         self._checkpoint = Path(checkpoint) if checkpoint else None
         if self._checkpoint and self._checkpoint.exists():
             self._resume(torch.load(self._checkpoint, weights_only=True))
@@ -134,12 +137,12 @@ class Worker:
 
     @property
     def position(self) -> int:
-        """Number of local steps that this rank's accepted pushes cover: its position in the data.
+        """Number of steps that this rank has taken: its position in the data.
 
-        It includes the steps before the rank rejoined. A last round that ends early counts as a
-        whole round.
+        When a rank rejoins, it has taken the steps that its accepted pushes cover. A last round
+        that ended early counts as a whole round.
         """
-        return self.pushes * (self._local.interval if self._local else 1)
+        return self._first_position + self._steps if self._local else self.pushes
 
     @property
     def version(self) -> int:
@@ -325,6 +328,7 @@ class Worker:
         session = self._session
         state = {
             "layouts": self._layouts,
+            "settings": self._settings,
             "interval": self._local.interval if self._local else 1,
             "at": (session.clock, session.pushes, session.version),
             "steps": (self._steps, self._sent_at),
@@ -363,6 +367,13 @@ class Worker:
                 f"got one with {pushes}, {state['interval']} and {state['layouts']}; remove "
                 f"{self._checkpoint} to continue without the state of the local optimizer"
             )
+        for name, saved in state["settings"].items():
+            if self._settings.get(name) != saved:
+                raise ValueError(
+                    f"expected a checkpoint with {name} {self._settings.get(name)} of the local "
+                    f"optimizer, got one with {saved}; pass the same setting, or remove "
+                    f"{self._checkpoint} to continue without the state of the local optimizer"
+                )
         self.module.load_state_dict(state["module"])
         self._updater.load_state_dict(state["updater"])
         torch.set_rng_state(state["random"])
@@ -381,10 +392,14 @@ class Worker:
             self._send_fragment()
         self._sent_at[fragment] = self._steps
         # The position exceeds the steps if the last round of a finished run was short.
-        added = self.position - self._steps
+        added = self._position_of_pushes() - self._steps
         self._steps += added
         self._sent_at = [step + added for step in self._sent_at]
         self._pull_due = self._steps + self._local.overlap
+        self._first_position = 0
+
+    def _position_of_pushes(self) -> int:
+        return self.pushes * (self._local.interval if self._local else 1)
 
     def _push_and_pull(self) -> None:
         self._push()
