@@ -8,6 +8,7 @@ A call that fails makes the group unusable and names the ranks that caused it. T
 mismatch that is found before data moves.
 """
 
+import atexit
 import threading
 import time
 import weakref
@@ -46,7 +47,12 @@ from collectives.work import Work
 CALLS_REMEMBERED = 16
 # torch does not report that it destroys a gloo group, so a thread checks at this interval.
 DESTROYED_POLL_SECONDS = 0.2
+# A thread that is inside torch when the process exits gets this time to return.
+EXIT_SECONDS = 5.0
 
+#: The threads of this module that call torch, each with the event that stops it.
+_threads: "weakref.WeakKeyDictionary[threading.Thread, threading.Event]"
+_threads = weakref.WeakKeyDictionary()
 _watcher: threading.Thread | None = None
 _communicators: dict[Any, "Communicator"] = {}
 # Two threads may make a group's first call at the same time. Each group has a separate lock,
@@ -96,14 +102,35 @@ def _watch_for_destroyed_groups() -> None:
     global _watcher
     # A forked process inherits the object, but not the thread.
     if _watcher is None or not _watcher.is_alive():
-        _watcher = threading.Thread(target=_watch_groups, daemon=True, name="collectives groups")
-        _watcher.start()
+        _watcher = _start_thread("collectives groups", _watch_groups, threading.Event())
 
 
-def _watch_groups() -> None:
-    while True:
-        time.sleep(DESTROYED_POLL_SECONDS)
+def _watch_groups(stop: threading.Event) -> None:
+    while not stop.wait(DESTROYED_POLL_SECONDS):
         _close_destroyed_groups()
+
+
+def _start_thread(
+    name: str, function: Callable[[threading.Event], None], stop: threading.Event
+) -> threading.Thread:
+    """Start a thread that runs `function` until `stop` is set or the process exits."""
+    thread = threading.Thread(target=function, args=(stop,), daemon=True, name=name)
+    _threads[thread] = stop
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _stop_threads() -> None:
+    """Stop the threads before the interpreter ends.
+
+    A daemon thread that returns from torch's C++ code after that point aborts the process.
+    """
+    threads = dict(_threads)
+    for stop in threads.values():
+        stop.set()
+    for thread in threads:
+        thread.join(EXIT_SECONDS)
 
 
 class Communicator:
@@ -149,10 +176,11 @@ class Communicator:
         self.find_nan = False
         self.operation = Operation()
         self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
-        self._closed = threading.Event()
+        self._is_closed = False
+        self._stop_watching = threading.Event()
         if not self.topology.one_host:
-            watch = partial(_publish_long_waits, weakref.ref(self), self._closed)
-            threading.Thread(target=watch, daemon=True, name="collectives watch").start()
+            watch = partial(_publish_long_waits, weakref.ref(self))
+            _start_thread("collectives watch", watch, self._stop_watching)
 
     def run(
         self,
@@ -260,9 +288,10 @@ class Communicator:
 
     def close(self) -> None:
         """Announce to the other ranks that this rank leaves, after the queued calls."""
-        if self._closed.is_set():
+        if self._is_closed:
             return
-        self._closed.set()
+        self._is_closed = True
+        self._stop_watching.set()
         self.progress.close()
 
     @property
@@ -323,7 +352,7 @@ class _Execution:
                 comm.fail(error)
 
 
-def _publish_long_waits(ref: weakref.ref[Communicator], closed: threading.Event) -> None:
+def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -> None:
     """Publish that this rank waits whenever two successive polls find it in the same call.
 
     A rank that waits is then not mistaken for a late one: see Note [Attribution of a failure].
@@ -331,7 +360,7 @@ def _publish_long_waits(ref: weakref.ref[Communicator], closed: threading.Event)
     previous: Operation | None = None
     published: Operation | None = None
     seconds = 0.0
-    while not closed.wait(seconds):
+    while not stop.wait(seconds):
         comm = ref()
         if comm is None:
             return
