@@ -35,7 +35,7 @@ SIZES = {
 }  # fmt: skip
 DROPOUTS = (
     "attention_dropout attn_pdrop resid_pdrop embd_pdrop dropout hidden_dropout activation_dropout "
-    "attention_probs_dropout_prob hidden_dropout_prob"
+    "attention_probs_dropout_prob hidden_dropout_prob residual_dropout"
 )
 # Options that some families need in addition to these sizes.
 DECODERS = (
@@ -137,6 +137,8 @@ def gradients(model, **checkpointing):
     """Return the gradients of the parameters; only our model runs in checkpoints."""
     ids, mask = tokens("right")
     model.train()
+    # Some routers draw random numbers in training.
+    torch.manual_seed(0)
     is_ours = model.config._attn_implementation != "eager"
     if is_ours and checkpointing:
         model.gradient_checkpointing_enable(checkpointing)
@@ -145,9 +147,9 @@ def gradients(model, **checkpointing):
         out = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         model.zero_grad()
         out[mask.bool()].float().square().mean().backward()
-        named = model.named_parameters()
-        grads = [p.grad.flatten() for _, p in named if p.grad is not None]
-        return torch.cat(grads)
+        # An expert without tokens has no gradient, or one of zeros.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        return torch.cat([grad.flatten() for grad in grads])
     finally:
         model.eval()
         if is_ours and checkpointing:

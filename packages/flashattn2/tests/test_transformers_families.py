@@ -24,7 +24,26 @@ REFUSED = {
     **dict.fromkeys(MASK_READERS.split(), READS_MASK),
     **dict.fromkeys(("falcon", "gpt_neo", "gptj"), OWN_CLASSES),
     **dict.fromkeys(("inkling_text", "inkling2_text"), "does not support position_bias"),
-    "recurrent_gemma": "read the padding before a sequence",
+}
+
+
+# Families whose masks never separate packed sequences, and families without checkpoints.
+PACKED_IN_ONE_SEQUENCE = """
+    afmoe bart bert bert-generation bigbird_pegasus biogpt blenderbot blenderbot-small camembert
+    data2vec-text electra ernie gpt_oss marian mbart opt pegasus plbart roberta
+    roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod
+"""
+WITHOUT_CHECKPOINTS = "cpmant ctrl jetmoe openai-gpt xlm xlnet"
+LEFT_PADDED = ("left padding", "generation", "static cache", "beam search", "autocast", "compiled")
+REFUSED_SCENARIOS = {
+    **{("recurrent_gemma", name): "read the padding before a sequence" for name in LEFT_PADDED},
+    ("llama4_text", "packed"): "is not built from causal",
+    **{(f, "packed"): "position_ids restart within" for f in PACKED_IN_ONE_SEQUENCE.split()},
+    **{
+        (f, scenario): "does not support activation checkpointing"
+        for f in WITHOUT_CHECKPOINTS.split()
+        for scenario in ("checkpoints", "reentrant checkpoints")
+    },
 }
 
 

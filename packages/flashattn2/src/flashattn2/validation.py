@@ -44,22 +44,27 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
         )
     _check_matching(q, k, v)
     check_heads(q.shape[1], k.shape[1])
-    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.shape[0]:
-            raise ValueError(
-                f"expected {name} to be int32 of shape (sequences + 1,), such as "
-                f"torch.tensor([0, 3, 7], dtype=torch.int32), got {cu.dtype} of shape "
-                f"{tuple(cu.shape)}"
-            )
-        if cu.device != q.device:
-            raise ValueError(
-                f"expected {name} on the device of q, {q.device}, got {cu.device}; "
-                f"pass {name}.to(q.device)"
-            )
+    check_boundary_tensor("cu_seqlens_q", cu_q, q)
+    check_boundary_tensor("cu_seqlens_k", cu_k, q)
     if cu_q.shape != cu_k.shape:
         raise ValueError(
             f"expected the same number of sequences, got {cu_q.shape[0] - 1} in cu_seqlens_q and "
             f"{cu_k.shape[0] - 1} in cu_seqlens_k"
+        )
+
+
+def check_boundary_tensor(name: str, cu: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless `cu` is int32, has one dimension and is on the device of q."""
+    if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.shape[0]:
+        raise ValueError(
+            f"expected {name} to be int32 of shape (sequences + 1,), such as "
+            f"torch.tensor([0, 3, 7], dtype=torch.int32), got {cu.dtype} of shape "
+            f"{tuple(cu.shape)}"
+        )
+    if cu.device != q.device:
+        raise ValueError(
+            f"expected {name} on the device of q, {q.device}, got {cu.device}; "
+            f"pass {name}.to(q.device)"
         )
 
 

@@ -2,18 +2,17 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks, is_untransformed
 from flashattn2.backends import aten
-from flashattn2.dispatch import KERNEL_BACKENDS, Method, select_backend
-from flashattn2.kvcache import eager, validation
+from flashattn2.dispatch import Method, select_backend
+from flashattn2.kvcache import validation
 from flashattn2.kvcache.operators import append_op, decode_op
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
 from flashattn2.spec import UNBOUNDED, AttentionSpec, Window, make_spec
-from flashattn2.validation import check_boundaries, check_sinks, check_tensors
+from flashattn2.validation import check_sinks, check_tensors
 
 
 def flash_attention_with_kvcache(
@@ -99,9 +98,14 @@ def flash_attention_with_kvcache(
         plan = store_plan(signature, q, Plan(spec, method, is_cpu_kernel))
 
     # Run.
-    out, lse = _run(
-        *(q, k_cache, v_cache, k, v, cache_seqlens, block_table, cu_seqlens_q),
-        *(batch, new, plan.spec, plan.method),
+    lengths = validation.lengths(cache_seqlens, q, batch)
+    if k is not None and v is not None:
+        append_op(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend)
+        lengths = lengths + new
+    out, lse = decode_op(
+        *(q, k_cache, v_cache, lengths, block_table, cu_seqlens_q),
+        *plan.spec.scalars(),
+        *(plan.method.backend, plan.method.split_size),
     )
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
@@ -110,46 +114,6 @@ def flash_attention_with_kvcache(
     if cu_seqlens_q is not None:
         out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse.contiguous()) if return_lse else out
-
-
-def _run(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_seqlens: int | Tensor,
-    block_table: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    batch: int,
-    new: int,
-    spec: AttentionSpec,
-    method: Method,
-) -> tuple[Tensor, Tensor]:
-    """Append the new rows and attend, in plain Python or through the operators."""
-    if not _can_skip_operators(q, method):
-        lengths = validation.lengths(cache_seqlens, q, batch)
-        if k is not None and v is not None:
-            append_op(k_cache, v_cache, k, v, lengths, block_table, method.backend)
-            lengths = lengths + new
-        out, lse = decode_op(
-            *(q, k_cache, v_cache, lengths, block_table, cu_seqlens_q),
-            *spec.scalars(),
-            *(method.backend, method.split_size),
-        )
-        return out, lse
-    counts = validation.counts(cache_seqlens, q, batch)
-    validation.check_counts(counts, new, k_cache, block_table)
-    if k is not None and v is not None:
-        eager.append_rows(k_cache, v_cache, k, v, counts, block_table)
-        counts = [count + new for count in counts]
-    bounds = None
-    if cu_seqlens_q is not None:
-        check_boundaries("cu_seqlens_q", cu_seqlens_q, q.shape[2])
-        bounds = cu_seqlens_q.tolist()
-    return eager.attend_sequences(
-        q, k_cache, v_cache, counts, block_table, bounds, spec, method.backend
-    )
 
 
 def _select_method(
@@ -191,16 +155,6 @@ def _is_single_query_on_cpu(
         return False
     is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
     return is_single_query and aten.is_kernel_sufficient(q, v_cache)
-
-
-def _can_skip_operators(q: Tensor, method: Method) -> bool:
-    """Return True if plain Python may run on the CPU in place of the operators.
-
-    For one token, a call of a `torch.library` operator takes longer than the attention.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(q) is Tensor and q.is_cpu and method.backend not in KERNEL_BACKENDS
 
 
 def _call_cpu_kernel(

@@ -51,24 +51,6 @@ def attend_sequences(
     return torch.cat(outputs, dim), torch.cat(sums, dim)
 
 
-def append_rows(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    counts: list[int],
-    block_table: Tensor | None,
-) -> None:
-    """Write the new keys and values after the first `counts[b]` rows of each sequence `b`."""
-    if _is_one_batch(counts, block_table):
-        k_cache[:, :, counts[0] : counts[0] + k.shape[2]] = k
-        v_cache[:, :, counts[0] : counts[0] + v.shape[2]] = v
-        return
-    lengths = torch.tensor(counts, dtype=torch.int32, device=k.device)
-    scatter_rows(k_cache, k, lengths, block_table)
-    scatter_rows(v_cache, v, lengths, block_table)
-
-
 def scatter_rows(cache: Tensor, rows: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
     """Write `rows` after the first `lengths` rows of each sequence of one cache."""
     new = torch.arange(rows.shape[2], device=rows.device)

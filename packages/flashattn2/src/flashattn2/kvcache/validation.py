@@ -6,7 +6,7 @@ from torch import Tensor
 from flashattn2 import autocast
 from flashattn2.autograd_functions import is_untransformed
 from flashattn2.spec import MAX_ROWS
-from flashattn2.validation import DTYPES, check_heads, check_tensors
+from flashattn2.validation import DTYPES, check_boundary_tensor, check_heads, check_tensors
 
 
 def check_no_derivative(*tensors: Tensor | None) -> None:
@@ -26,12 +26,7 @@ def count_sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     if cu_seqlens_q is None:
         return q.shape[0] if q.dim() else 0
     check_tensors(cu_seqlens_q=cu_seqlens_q)
-    is_valid = cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.dim() == 1
-    if not is_valid or len(cu_seqlens_q) == 0 or cu_seqlens_q.device != q.device:
-        raise ValueError(
-            f"expected cu_seqlens_q to be int32 of shape (sequences + 1,) on {q.device}, got "
-            f"{cu_seqlens_q.dtype} of shape {tuple(cu_seqlens_q.shape)} on {cu_seqlens_q.device}"
-        )
+    check_boundary_tensor("cu_seqlens_q", cu_seqlens_q, q)
     return len(cu_seqlens_q) - 1
 
 
@@ -160,22 +155,9 @@ def would_overwrite_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
 
 
 def lengths(cache_seqlens: int | Tensor, q: Tensor, batch: int) -> Tensor:
-    """Return the lengths as a tensor, without waiting for their values."""
+    """Return the lengths as an int32 tensor with one length per sequence, without waiting."""
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    return _check_lengths(cache_seqlens, q, batch)
-
-
-def counts(cache_seqlens: int | Tensor, q: Tensor, batch: int) -> list[int]:
-    """Return the lengths as Python ints."""
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        return [cache_seqlens] * batch
-    values: list[int] = _check_lengths(cache_seqlens, q, batch).tolist()
-    return values
-
-
-def _check_lengths(cache_seqlens: object, q: Tensor, batch: int) -> Tensor:
-    """Raise an error unless the lengths are an int32 tensor with one length per sequence."""
     if not isinstance(cache_seqlens, Tensor):
         raise TypeError(
             f"expected cache_seqlens to be an int or an int32 tensor, got "
