@@ -74,8 +74,10 @@ def _gather_sequence(cache: Tensor, b: int, count: int, block_table: Tensor | No
     if block_table is None:
         return cache[b : b + 1, :, :count]
     pages = block_table[b, : -(-count // cache.shape[2])]
-    # Selecting along the second dimension copies each row once, into its place.
-    return cache.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None, :, :count]
+    if cache.is_cpu and count:
+        # Each row is copied once, into its place: an index and a transposition would copy it twice.
+        return torch.cat([cache[page] for page in pages.tolist()], 1)[None, :, :count]
+    return cache.index_select(0, pages).transpose(0, 1).flatten(1, 2)[None, :, :count]
 
 
 def _attend(
