@@ -98,8 +98,17 @@ def test_cpu_attention_over_a_cache_equals_the_reference_in_float64(backend, sha
     check(backend, shape, tolerance=1e-6, dtype=torch.float64, **case, **options)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("page_size", [None, 8, 48])
+@pytest.mark.parametrize(
+    ("splits", "page_size"),
+    [
+        (1, None),
+        (3, 8),
+        *(
+            pytest.param(*pair, marks=pytest.mark.exhaustive)
+            for pair in ((3, None), (1, 8), (1, 48), (3, 48))
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"is_causal": True, "softcap": 2.0}, {"window": (20, 3), "sinks": torch.arange(4.0) - 2},
@@ -164,6 +173,18 @@ def test_attention_compiles_in_one_graph(interpreter):
         compiled(q, *caches[:2], new, lengths), run(q, *caches[2:], new, lengths)
     )
     torch.testing.assert_close(caches[0], caches[2])
+
+
+def test_autocast_does_not_make_other_dtypes_match():
+    q, k = torch.randn(2, 4, 1, 16).half(), torch.randn(2, 2, 20, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float16, torch.bfloat16):
+            cache = k.to(dtype)
+            out = flash_attention_with_kvcache(q, cache, cache, cache_seqlens=9)
+            assert out.dtype == dtype
+        for dtype in (torch.float32, torch.float64):
+            with pytest.raises(ValueError, match="expected q to have the dtype of k_cache"):
+                flash_attention_with_kvcache(q, k.to(dtype), k.to(dtype), cache_seqlens=9)
 
 
 def pages_of_four():
@@ -313,6 +334,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
         ({"cache_seqlens": 9}, ValueError, r"cache_seqlens must be from 0 to 8: .* got \[9, 9\]"),
         ({"cache_seqlens": -1}, ValueError, "from 0 to 8"),
+        ({"cache_seqlens": 2**40}, ValueError, f"from 0 to the capacity .* got {2**40}"),
         ({"cache_seqlens": 7, "k": CACHE[:, :, :2], "v": CACHE[:, :, :2]}, ValueError, "0 to 6"),
         (
             {"cache_seqlens": [1, 2]},

@@ -66,8 +66,16 @@ def test_cpu_backends_equal_the_reference_in_float64(backend, heads, sinks, **ca
     check(backend, heads, dtype=torch.float64, tolerance=1e-6, **case, **options)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("page_size", [None, 8])
+@pytest.mark.parametrize(
+    ("splits", "page_size"),
+    [
+        (1, 8),
+        *(
+            pytest.param(*pair, marks=pytest.mark.exhaustive)
+            for pair in ((1, None), (3, None), (3, 8))
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"is_causal": True, "softcap": 2.0}, {"window": (20, 3), "sinks": torch.arange(6.0) - 2},

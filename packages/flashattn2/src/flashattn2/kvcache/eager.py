@@ -9,8 +9,7 @@ from flashattn2 import autocast
 from flashattn2.backends import aten, tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
-#: Largest number of scores for which a band is passed to torch's kernel as a mask.  The kernel
-#: computes hidden scores too, and the tiled backend skips them.
+#: Largest number of scores for which torch's kernel gets a mask; it computes hidden scores too.
 MAX_MASK = 2**22
 
 

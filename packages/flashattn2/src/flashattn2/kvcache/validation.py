@@ -88,7 +88,10 @@ def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
             f"expected caches of one dtype, got {k_cache.dtype} for k_cache and {v_cache.dtype} "
             "for v_cache"
         )
-    if q.dtype != k_cache.dtype and not autocast.is_enabled(q.device.type):
+    device = q.device.type
+    is_cast = autocast.is_enabled(device) and q.dtype != torch.float64
+    q_dtype = torch.get_autocast_dtype(device) if is_cast else q.dtype
+    if k_cache.dtype not in (q.dtype, q_dtype):
         raise ValueError(
             f"expected q to have the dtype of k_cache, {k_cache.dtype}, got {q.dtype}; "
             "pass q.to(k_cache.dtype)"
@@ -157,6 +160,8 @@ def would_overwrite_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
 def lengths(cache_seqlens: int | Tensor, q: Tensor, batch: int) -> Tensor:
     """Return the lengths as an int32 tensor with one length per sequence, without waiting."""
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        if not -MAX_ROWS <= cache_seqlens <= MAX_ROWS:
+            raise ValueError(f"cache_seqlens must be from 0 to the capacity, got {cache_seqlens}")
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if not isinstance(cache_seqlens, Tensor):
         raise TypeError(
