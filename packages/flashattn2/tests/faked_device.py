@@ -22,9 +22,13 @@ class FakedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, values, device):
         return torch.Tensor._make_wrapper_subclass(
-            cls, values.shape, strides=values.stride(), storage_offset=values.storage_offset(),
-            dtype=values.dtype, device=device,
-        )  # fmt: skip
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=device,
+        )
 
     def __init__(self, values, device):
         self.on_cpu = values

@@ -429,8 +429,11 @@ def test_shapes_of_a_cache_on_the_meta_device():
     for dtype in (torch.float32, torch.float64):
         out, lse = flash_attention_with_kvcache(
             *(x.to(dtype) for x in (q, k, k[..., :12], k[:2, :, :1], k[:2, :, :1, :12])),
-            cache_seqlens=2, block_table=table, window=2, return_lse=True,
-        )  # fmt: skip
+            cache_seqlens=2,
+            block_table=table,
+            window=2,
+            return_lse=True,
+        )
         assert (out.shape, lse.shape) == ((2, 4, 3, 12), (2, 4, 3))
         assert (out.dtype, lse.dtype, out.device.type) == (dtype, dtype, "meta")
 
@@ -438,7 +441,9 @@ def test_shapes_of_a_cache_on_the_meta_device():
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_opcheck_of_both_operators(interpreter, backend, page_size):
-    q, cache, new = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 2, 16)
+    q = torch.randn(2, 4, 3, 16)
+    cache = torch.randn(2, 2, 12, 16)
+    new = torch.randn(2, 2, 2, 16)
     table = None
     if page_size:
         cache, table = paged(cache, page_size)

@@ -31,8 +31,8 @@ def check(backend, heads, sequences, page_size, dims, dtype, tolerance, **option
     cu = torch.tensor((0, *counts)).cumsum(0).int()
     q = torch.randn(int(cu[-1]), heads[0], dims[0]).to(dtype)
     k, v = (torch.randn(len(counts), heads[1], max(lengths) + 3, d).to(dtype) for d in dims)
-    asked = {n: x for n, x in options.items() if n != "split_size"}
-    expected = reference(q, k, v, cu.tolist(), lengths, **asked)
+    reference_options = {n: x for n, x in options.items() if n != "split_size"}
+    expected = reference(q, k, v, cu.tolist(), lengths, **reference_options)
     for b, length in enumerate(lengths):
         k[b, :, length:] = v[b, :, length:] = torch.nan
     table = None
@@ -42,9 +42,16 @@ def check(backend, heads, sequences, page_size, dims, dtype, tolerance, **option
         torch.manual_seed(1)
         v, _ = paged(v, page_size)
     out, lse = flash_attention_with_kvcache(
-        q, k, v, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), block_table=table,
-        cu_seqlens_q=cu, return_lse=True, backend=backend, **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=table,
+        cu_seqlens_q=cu,
+        return_lse=True,
+        backend=backend,
+        **options,
+    )
     torch.testing.assert_close(out.double(), expected[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), expected[1], atol=tolerance, rtol=tolerance)
 
@@ -78,10 +85,14 @@ def test_cpu_backends_equal_the_reference_in_float64(backend, heads, sinks, **ca
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True, "softcap": 2.0}, {"window": (20, 3), "sinks": torch.arange(6.0) - 2},
-     {"is_causal": True, "split_size": 32}],
+    [
+        {},
+        {"is_causal": True, "softcap": 2.0},
+        {"window": (20, 3), "sinks": torch.arange(6.0) - 2},
+        {"is_causal": True, "split_size": 32},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_kernel_equals_the_reference(interpreter, splits, page_size, options):
     interpreter(splits=splits)
     sequences = ((1, 70), (40, 40), (0, 9), (7, 33), (3, 0))
@@ -160,9 +171,15 @@ def test_a_long_prefill_skips_half_of_its_tiles(monkeypatch, backend):
     monkeypatch.setattr(eager, "MAX_MASK", 1000)
     q, k = torch.randn(145, 1, 8), torch.randn(1, 1, 150, 8)
     flash_attention_with_kvcache(
-        q, k, k, cache_seqlens=150, is_causal=True, window=(149, 0), backend=backend,
+        q,
+        k,
+        k,
+        cache_seqlens=150,
+        is_causal=True,
+        window=(149, 0),
+        backend=backend,
         cu_seqlens_q=torch.tensor([0, 145], dtype=torch.int32),
-    )  # fmt: skip
+    )
     # Five keys are before the queries, so each of the ten rows of tiles has one more.
     assert len(seen) == sum(min(tile + 2, 10) for tile in range(10))
 
