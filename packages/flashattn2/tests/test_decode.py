@@ -334,7 +334,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
         ({"cache_seqlens": 9}, ValueError, r"cache_seqlens must be from 0 to 8: .* got \[9, 9\]"),
         ({"cache_seqlens": -1}, ValueError, "from 0 to 8"),
-        ({"cache_seqlens": 2**40}, ValueError, f"from 0 to the capacity .* got {2**40}"),
+        ({"cache_seqlens": 2**40}, ValueError, f"from 0 to the capacity, got {2**40}"),
         ({"cache_seqlens": 7, "k": CACHE[:, :, :2], "v": CACHE[:, :, :2]}, ValueError, "0 to 6"),
         (
             {"cache_seqlens": [1, 2]},
