@@ -17,7 +17,8 @@ SCORE = ("fp32", "fp32", "fp32", "i32", "i32")
 def jobs(paged, kind):
     """Yield the kernels, their argument types and their constants."""
     table, cell = "*i32" if paged else "constexpr", f"*{kind}"
-    meta = launch.Meta(128, 128, 128, 128, 16, 64, True, True, True, 4, EXACT=kind == "fp32")
+    # Packed queries are compiled for pages, and dense ones for a contiguous cache.
+    meta = launch.Meta(128, 128, 128, 128, 16, 64, True, True, True, 4, paged, EXACT=kind == "fp32")
     yield (
         decode.decode_kernel,
         {
@@ -27,6 +28,7 @@ def jobs(paged, kind):
             "lengths": "*i32",
             "table": table,
             "strides": (THREE,) * 4,
+            "cuts": ("*i32",) * 2 if paged else "constexpr",
             "table_shape": ("i32", "i32"),
             "sizes": ("i32",) * 6,
             "spec": SCORE,

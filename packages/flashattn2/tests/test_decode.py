@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from faked_device import faked_device
 from flashattn2 import attention_reference, flash_attention_with_kvcache
 from flashattn2.backends import aten
 from flashattn2.kvcache.eager import attend_sequences
+from flashattn2.kvcache.operators import append_op, decode_op
 from flashattn2.kvcache.validation import assert_values
 from flashattn2.spec import AttentionSpec, make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 
 def paged(cache, page_size, spare=3):
@@ -37,7 +40,7 @@ def expected(q, k, v, lengths, **options):
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
-def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **options):
+def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, device="cpu", **options):
     """Compare with the reference; rows after a sequence's keys are NaN and must not be read."""
     heads, kv_heads, seq_q = shape
     batch, capacity = len(lengths), max(lengths) + new + 5
@@ -61,17 +64,18 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **opt
         k, table = paged(k, page_size)
         torch.manual_seed(1)
         v, _ = paged(v, page_size)
-    out, lse = flash_attention_with_kvcache(
-        q,
-        k,
-        v,
-        *(appended if new else ()),
-        block_table=table,
-        return_lse=True,
-        backend=backend,
-        cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
-        **options,
-    )
+    with faked_device(device) as faked:
+        tensors = (q, k, v, *(appended if new else ()))
+        out, lse = flash_attention_with_kvcache(
+            *(faked.to_device(x) for x in tensors),
+            block_table=None if table is None else faked.to_device(table),
+            return_lse=True,
+            backend=backend,
+            cache_seqlens=faked.to_device(torch.tensor(lengths, dtype=torch.int32)),
+            **options,
+        )
+        assert out.device.type == lse.device.type == device
+        out, lse = out.cpu(), lse.cpu()
     torch.testing.assert_close(out.double(), truth[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), truth[1], atol=tolerance, rtol=tolerance)
 
@@ -86,15 +90,25 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **opt
     window=st.none() | st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
     softcap=st.none() | st.just(2.0),
     sinks=st.booleans(),
+    backend=st.sampled_from(("auto", "torch")),
 )
-@settings(max_examples=80, deadline=None)
-def test_cpu_attention_over_a_cache_equals_the_reference_in_float64(shape, sinks, **case):
+@settings(max_examples=120, deadline=None)
+def test_cpu_attention_over_a_cache_equals_the_reference_in_float64(backend, shape, sinks, **case):
     options = {"sinks": torch.randn(shape[0])} if sinks else {}
-    check("auto", shape, tolerance=1e-6, dtype=torch.float64, **case, **options)
+    check(backend, shape, tolerance=1e-6, dtype=torch.float64, **case, **options)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("page_size", [None, 8, 48])
+@pytest.mark.parametrize(
+    ("splits", "page_size"),
+    [
+        (1, None),
+        (3, 8),
+        *(
+            pytest.param(*pair, marks=pytest.mark.exhaustive)
+            for pair in ((3, None), (1, 8), (1, 48), (3, 48))
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"is_causal": True, "softcap": 2.0}, {"window": (20, 3), "sinks": torch.arange(4.0) - 2},
@@ -159,6 +173,18 @@ def test_attention_compiles_in_one_graph(interpreter):
         compiled(q, *caches[:2], new, lengths), run(q, *caches[2:], new, lengths)
     )
     torch.testing.assert_close(caches[0], caches[2])
+
+
+def test_autocast_does_not_make_other_dtypes_match():
+    q, k = torch.randn(2, 4, 1, 16).half(), torch.randn(2, 2, 20, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float16, torch.bfloat16):
+            cache = k.to(dtype)
+            out = flash_attention_with_kvcache(q, cache, cache, cache_seqlens=9)
+            assert out.dtype == dtype
+        for dtype in (torch.float32, torch.float64):
+            with pytest.raises(ValueError, match="expected q to have the dtype of k_cache"):
+                flash_attention_with_kvcache(q, k.to(dtype), k.to(dtype), cache_seqlens=9)
 
 
 def pages_of_four():
@@ -234,7 +260,7 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
     q, k, v, new = pages_of_four()
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
     spec = make_spec(16, False, None, None, None)
-    out, lse = decode.decode(q, k, v, lengths, table, spec, "ieee", 0)
+    out, lse = decode.decode(q, k, v, lengths, table, None, spec, 0)
     wrong = [
         not 0 <= n <= 8 or not all(0 <= p < 6 for p in t[: -(-n // 4)])
         for t, n in zip(table.tolist(), lengths.tolist(), strict=True)
@@ -308,6 +334,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
         ({"cache_seqlens": 9}, ValueError, r"cache_seqlens must be from 0 to 8: .* got \[9, 9\]"),
         ({"cache_seqlens": -1}, ValueError, "from 0 to 8"),
+        ({"cache_seqlens": 2**40}, ValueError, f"from 0 to the capacity, got {2**40}"),
         ({"cache_seqlens": 7, "k": CACHE[:, :, :2], "v": CACHE[:, :, :2]}, ValueError, "0 to 6"),
         (
             {"cache_seqlens": [1, 2]},
@@ -322,6 +349,19 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
             ValueError,
             "split_size applies to the Triton kernels, got split_size=4",
         ),
+        ({"scale": True}, TypeError, "scale to be a float, .* got True"),
+        ({"sinks": torch.full((4,), torch.inf)}, ValueError, r"finite sinks, got \[inf"),
+        ({"q": Q[..., :0], "k_cache": CACHE[..., :0]}, ValueError, "got head dim 0"),
+        (
+            {"k_cache": CACHE[:, :, :0], "v_cache": CACHE[:, :, :0], "block_table": TABLE},
+            ValueError,
+            r"pages of at least one row, got k_cache of shape \(2, 2, 0, 16\)",
+        ),
+        (
+            dict.fromkeys(("q", "k_cache", "v_cache"), Q.int()),
+            ValueError,
+            "q to be float64, .*int32",
+        ),
     ],
 )
 def test_wrong_cache_arguments_are_refused(change, error, message):
@@ -330,9 +370,90 @@ def test_wrong_cache_arguments_are_refused(change, error, message):
         flash_attention_with_kvcache(**arguments)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 def test_attention_over_a_cache_has_no_gradient():
+    def run(q):
+        return flash_attention_with_kvcache(q, CACHE, CACHE, cache_seqlens=3)
+
     with pytest.raises(RuntimeError, match=r"no gradient; call it under torch.no_grad"):
-        flash_attention_with_kvcache(Q.clone().requires_grad_(), CACHE, CACHE, cache_seqlens=3)
+        run(Q.clone().requires_grad_())
+    # The kernel would drop the tangent without an error.
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="outside of forward-mode AD"):
+        run(forward_ad.make_dual(Q, Q + 1))
+    with pytest.raises(RuntimeError, match=r"outside of forward-mode AD and torch\.func"):
+        torch.func.jvp(run, (Q,), (Q + 1,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+def test_quantized_caches_are_refused_with_the_reason(dtype):
+    cache = CACHE.to(dtype)
+    with pytest.raises(ValueError, match=r"quantized caches need scales, .* keep the cache in bfl"):
+        flash_attention_with_kvcache(Q, cache, cache, cache_seqlens=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_devices_without_triton_run_the_fallback(dtype):
+    """The faked device has no assertions and no float64, and reads values only by a copy."""
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for seq_q, page_size, new, options in (
+        (1, None, 0, {}),
+        (1, 4, 2, {"window": (2, 1), "softcap": 2.0}),
+        (3, None, 2, {"is_causal": True}),
+        (3, 4, 0, {"window": (2, 1), "scale": 0.3}),
+    ):
+        check(
+            *("auto", (4, 2, seq_q), (7, 0, 5), page_size, new, (20, 12), tolerance, dtype),
+            device="cuda",
+            **options,
+        )
+
+
+def test_values_are_checked_on_devices_without_triton():
+    q, k, v, new = pages_of_four()
+    with faked_device("cuda") as faked:
+        for table, lengths in WRONG_CACHES.values():
+            wrong = (torch.tensor(x, dtype=torch.int32) for x in (lengths, table))
+            moved = [faked.to_device(x) for x in (q, k, v, new, *wrong)]
+            for rows in ((), (moved[3], moved[3])):
+                with pytest.raises(
+                    ValueError, match=r"block_table must name|cache_seqlens must be"
+                ):
+                    flash_attention_with_kvcache(
+                        *moved[:3], *rows, cache_seqlens=moved[4], block_table=moved[5]
+                    )
+
+
+def test_shapes_of_a_cache_on_the_meta_device():
+    q, k = torch.empty(2, 4, 3, 20, device="meta"), torch.empty(6, 2, 4, 20, device="meta")
+    table = torch.empty(2, 3, dtype=torch.int32, device="meta")
+    for dtype in (torch.float32, torch.float64):
+        out, lse = flash_attention_with_kvcache(
+            *(x.to(dtype) for x in (q, k, k[..., :12], k[:2, :, :1], k[:2, :, :1, :12])),
+            cache_seqlens=2,
+            block_table=table,
+            window=2,
+            return_lse=True,
+        )
+        assert (out.shape, lse.shape) == ((2, 4, 3, 12), (2, 4, 3))
+        assert (out.dtype, lse.dtype, out.device.type) == (dtype, dtype, "meta")
+
+
+@pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_opcheck_of_both_operators(interpreter, backend, page_size):
+    q = torch.randn(2, 4, 3, 16)
+    cache = torch.randn(2, 2, 12, 16)
+    new = torch.randn(2, 2, 2, 16)
+    table = None
+    if page_size:
+        cache, table = paged(cache, page_size)
+        cache = cache.nan_to_num()
+    lengths = torch.tensor([9, 5], dtype=torch.int32)
+    scalars = (0.25, -1, 0, 0.0, backend, 0)
+    torch.library.opcheck(decode_op, (q, cache, cache, lengths, table, None, *scalars))
+    rows, cu = q.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None], torch.tensor([0, 1, 6]).int()
+    torch.library.opcheck(decode_op, (rows, cache, cache, lengths, table, cu, *scalars))
+    torch.library.opcheck(append_op, (cache, cache.clone(), new, new, lengths, table, backend))
 
 
 @pytest.mark.parametrize("seq_q", [1, 2])
@@ -343,7 +464,7 @@ def test_other_devices_without_triton_do_not_run_the_cpu_kernel(monkeypatch, seq
         q, k, v = (torch.empty(2, 2, n, 20, device="cuda") for n in (seq_q, 4, 4))
         for spec in (AttentionSpec(1.0), AttentionSpec(1.0, 2, 0), AttentionSpec(1.0, softcap=2.0)):
             for counts in ([4, 4], [3, 4]):
-                out, lse = attend_sequences(q, k, v, counts, None, spec)
+                out, lse = attend_sequences(q, k, v, counts, None, None, spec, "torch")
                 assert out.shape == q.shape
                 assert out.device == lse.device == q.device
 

@@ -1,5 +1,7 @@
 """Forward mode and the double backward of the tiled version, against finite differences."""
 
+import functools
+
 import pytest
 import torch
 from flashattn2 import attention_reference, flash_attention
@@ -130,7 +132,25 @@ def test_forward_within_backward_is_right_and_backward_within_forward_refused():
         torch.func.jvp(torch.func.grad(loss(flash_attention)), (q,), (moved,))
 
 
-def test_vmap_is_refused():
+@pytest.mark.parametrize("backend", ["torch", "aten"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_jacobians_of_forward_mode_equal_the_reference(backend, is_causal):
+    q, k, v = (x.detach() for x in inputs(6, 6))
+
+    def jacobians(function, **options):
+        run = functools.partial(function, is_causal=is_causal, **options)
+        return torch.func.jacfwd(run, argnums=(0, 1, 2))(q, k, v)
+
+    ours, expected = jacobians(flash_attention, backend=backend), jacobians(attention_reference)
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.jacrev, torch.func.hessian, torch.vmap], ids=lambda f: f.__name__
+)
+def test_vmap_is_refused(transform):
     q = torch.randn(3, 2, 2, 5, 3)
+    if transform is not torch.vmap:
+        q = q[0]
     with pytest.raises(NotImplementedError, match="the mapped dimension part of the batch"):
-        torch.vmap(lambda x: flash_attention(x, x, x))(q)
+        transform(lambda x: flash_attention(x, x, x))(q)

@@ -18,7 +18,11 @@ HUGE = (2**30, 2**31 - 20, 2**31 - 1, 2**31, 2**32 + 3, sys.maxsize, 2**70)
 
 @pytest.mark.parametrize(
     ("backend", "bound"),
-    [*itertools.product(("torch", "auto"), HUGE), ("triton", 2**31 - 1), ("triton", sys.maxsize)],
+    [
+        *itertools.product(("torch", "auto"), HUGE),
+        ("triton", 2**31 - 1),
+        pytest.param("triton", sys.maxsize, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_bound_beyond_every_key_hides_nothing(interpreter, backend, bound):
     q, k, v = tensors("more keys", 16)

@@ -5,6 +5,7 @@ from typing import Literal, get_overloads
 from unittest import mock
 
 import flashattn2.attention as attention
+import numpy
 import pytest
 import torch
 from flashattn2 import (
@@ -39,6 +40,16 @@ KV = torch.zeros(1, 2, 8, 16)
         ({"scale": float("nan")}, r"scale to be positive and finite, .* got nan"),
         ({"softcap": -1.0}, r"softcap to be positive and finite, .* got -1.0"),
         ({"softcap": float("inf")}, r"softcap to be positive and finite, .* got inf"),
+        (
+            {"softcap": 1e-40},
+            r"softcap to be positive and finite, .* range of float32, .* got 1e-40",
+        ),
+        ({"scale": 1e39}, r"scale to be positive and finite, .* range of float32, .* got 1e\+39"),
+        (
+            {"sinks": torch.tensor([0, torch.inf, 0, 0])},
+            r"finite sinks, got \[0.0, inf, 0.0, 0.0\]",
+        ),
+        ({"sinks": torch.full((4,), -torch.inf)}, r"finite sinks, got \[-inf, .* such as -1e4"),
         ({"window": -1}, r"window to be an int >= 0, .* got -1"),
         ({"window": (3, -2)}, r"got \(3, -2\)"),
         ({"window": (1, 2, 3)}, r"got \(1, 2, 3\) with 3 sides"),
@@ -54,12 +65,21 @@ def test_wrong_tensors_and_options_are_refused(function, change, message):
 
 
 def test_checked_signature_does_not_skip_checks_of_another():
-    flash_attention(Q, KV, KV, window=1, scale=1.0)
-    flash_attention(Q, KV, KV, window=1, scale=1.0)
+    for window in (1, (1, 1)):
+        for _ in range(2):
+            flash_attention(Q, KV, KV, window=window, scale=1.0, softcap=1.0)
+            flash_attention(Q, KV, KV, window=window, scale=1.0)
     for wrong, error in (
         ({"window": 1.5}, ValueError),
         ({"window": True}, ValueError),
+        ({"window": (True, 1)}, ValueError),
+        ({"window": (1, True)}, ValueError),
+        ({"window": (1,)}, ValueError),
+        ({"is_causal": 0.0}, TypeError),
+        ({"scale": True}, TypeError),
         ({"scale": True, "softcap": "1"}, TypeError),
+        ({"softcap": True}, TypeError),
+        ({"split_size": True}, ValueError),
         ({"v": KV[:, :, :7]}, ValueError),
         ({"v": KV.half()}, ValueError),
         ({"k": None}, TypeError),
@@ -69,6 +89,20 @@ def test_checked_signature_does_not_skip_checks_of_another():
         for _ in range(2):
             with pytest.raises(error):
                 flash_attention(**{"q": Q, "k": KV, "v": KV, "window": 1, "scale": 1.0, **wrong})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_infinite_sinks_whose_values_cannot_be_read_give_nan(compiled):
+    def run(q, sinks):
+        return flash_attention(q, q, q, sinks=sinks)
+
+    q, sinks = torch.randn(1, 2, 5, 16), torch.tensor([0.0, torch.inf])
+    if compiled:
+        out = torch.compile(run, fullgraph=True, backend="aot_eager")(q, sinks)
+    else:
+        out = torch.func.vjp(run, q, sinks)[0]
+    assert out[:, 1].isnan().all()
+    assert out[:, 0].isfinite().all()
 
 
 def test_plan_follows_changes_of_the_torch_precision(interpreter):
@@ -121,6 +155,11 @@ def test_other_types_are_refused_by_packed_and_paper_functions(value):
         ({"softcap": [2.0]}, r"softcap to be a float, or None for no cap, got \[2.0\]"),
         ({"is_causal": None}, "is_causal to be True or False, got None"),
         ({"is_causal": "yes"}, "is_causal to be True or False, got 'yes'"),
+        ({"is_causal": 1.0}, "is_causal to be True or False, got 1.0"),
+        ({"scale": True}, "scale to be a float, or None for 1/sqrt.* got True"),
+        ({"softcap": numpy.bool_(True)}, "softcap to be a float, .* got .*True"),
+        ({"scale": numpy.ones(1)}, r"scale to be a float, .* got array\(\[1.\]\)"),
+        ({"scale": 1j}, "scale to be a float, .* got 1j"),
     ],
 )
 @pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])

@@ -73,7 +73,11 @@ BANDS = {
 }
 
 
-@pytest.mark.parametrize("lengths", [(129, 400), (300, 129), (1, 257)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [(129, 400), pytest.param((300, 129), marks=pytest.mark.exhaustive), (1, 257)],
+    ids=str,
+)
 @pytest.mark.parametrize("band", BANDS)
 def test_gluon_lines_compute_attention(machine, band, lengths):
     """Errors against float64 are half a unit in the last place of P and of the output."""
@@ -107,7 +111,9 @@ def test_gluon_lines_compute_attention_in_random_cases(machine, seed):
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
-@pytest.mark.parametrize("lengths", [(129, 300), (200, 150)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [pytest.param((129, 300), marks=pytest.mark.exhaustive), (200, 150)], ids=str
+)
 @pytest.mark.parametrize("band", BANDS)
 def test_gluon_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
     """Gradients of queries that see no key, and of the log-sum-exp, are included."""

@@ -208,7 +208,9 @@ def test_masks_of_wrong_shapes_are_refused():
             attend(mask, *wrong)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
 def test_compiled_functions_may_pass_the_mask_but_not_read_it(backend):
     torch._dynamo.reset()
     mask = draw()

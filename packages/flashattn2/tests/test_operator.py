@@ -118,7 +118,9 @@ def test_autocast_casts_the_inputs_that_sdpa_casts(function):
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=str
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_autocast_casts_the_inputs_and_nothing_inside(interpreter, backend, dtype, packed):
     """Sums and scores remain in float32: the bits equal those of inputs cast beforehand."""

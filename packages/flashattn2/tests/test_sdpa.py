@@ -75,6 +75,8 @@ MASKS = {
     "dropout": {"dropout_p": 0.5},
     "infinite scale": {"scale": math.inf},
     "undefined scale": {"scale": math.nan},
+    "scale of another type": {"scale": True},
+    "scale below float32": {"scale": 1e-40},
 }
 
 
@@ -119,6 +121,9 @@ def test_arguments_that_torch_refuses_are_refused():
         sdpa(q, k, k)
     with pytest.raises(RuntimeError, match="attn_mask"):
         sdpa(q, q, q, attn_mask=torch.zeros(5, 5), is_causal=True)
+    for number in (0, 1, 1.0, None):
+        with pytest.raises(TypeError, match=r"'is_causal'.* must be bool"):
+            sdpa(q, q, q, is_causal=number)
 
 
 @pytest.mark.parametrize("options", [{}, {"attn_mask": torch.ones(5, 6) > 0}, {"dropout_p": 0.5}])
@@ -184,7 +189,7 @@ def test_sdpa_compiles_in_one_graph():
         torch.testing.assert_close(compiled(q, keys, keys, is_causal=True), expected)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_changing_scales_and_lengths_compile_without_graph_breaks(is_causal):
     torch._dynamo.reset()
 

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from flashattn2 import attention_reference, flash_attention, flash_attention_with_kvcache
+from flashattn2 import attention_reference, flash_attention, flash_attention_with_kvcache, sdpa
+from flashattn2.bench.measure import processor
 
 pytestmark = [
     pytest.mark.timing,
@@ -163,3 +164,92 @@ def test_decoding_with_grouped_heads_takes_the_time_of_sdpa():
         F.scaled_dot_product_attention(q, keys, keys, enable_gqa=True)
 
     assert processor_ratio(ours, sdpa, 101) <= 1.05
+
+
+# The figures that the README states.  A quiet machine may exceed one by 15 %.
+MARGIN = 1.15
+
+
+def assert_at_most(expected, measured, what):
+    """Assert that a measurement is within the margin of its figure, and print both."""
+    report = f"{what}: expected <= {expected}, measured {measured:.3g} on {processor()}"
+    print(report)
+    assert measured <= MARGIN * expected, report
+
+
+@pytest.mark.parametrize("seq", [128, 512, 2048])
+def test_figure_of_sdpa(seq):
+    q, k, v = torch.randn(3, max(1, 2048 // seq), 4, seq, 64)
+    sides = (
+        (lambda: sdpa(q, k, v, is_causal=True)),
+        (lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+    )
+    assert_at_most(1.03, processor_ratio(*sides, 31), f"sdpa over torch's, {seq} tokens")
+
+
+def test_figure_of_decoding_with_grouped_heads():
+    q, k = torch.randn(2, 32, 1, 64), torch.randn(2, 8, 2048, 64)
+    ratio = processor_ratio(
+        lambda: flash_attention_with_kvcache(q, k, k, cache_seqlens=2000),
+        lambda: F.scaled_dot_product_attention(q, k[:, :, :2000], k[:, :, :2000], enable_gqa=True),
+        101,
+    )
+    assert_at_most(0.9, ratio, "decoding over a contiguous cache, over torch's")
+
+
+def test_figure_of_decoding_over_pages():
+    """A page is copied once before torch's kernel reads it, which bounds the ratio."""
+    q, k = torch.randn(2, 32, 1, 64), torch.randn(2, 8, 2048, 64)
+    table = torch.randperm(256).view(2, 128).int()
+    pages = torch.empty(256, 8, 16, 64)
+    pages[table.long()] = k.unflatten(2, (128, 16)).transpose(1, 2)
+    lengths = torch.full((2,), 2000, dtype=torch.int32)
+    ratio = processor_ratio(
+        lambda: flash_attention_with_kvcache(
+            q, pages, pages, cache_seqlens=lengths, block_table=table
+        ),
+        lambda: F.scaled_dot_product_attention(q, k[:, :, :2000], k[:, :, :2000], enable_gqa=True),
+        31,
+    )
+    assert_at_most(3.0, ratio, "decoding over pages of 16 rows, over torch's contiguous")
+
+
+@pytest.mark.parametrize("kind", ["sliding", "packed"])
+def test_figure_of_masks(kind):
+    """Four times the tokens take at most four times the time."""
+    masking_utils = pytest.importorskip("transformers.masking_utils")
+    from flashattn2.integrations.transformers import make_mask
+
+    def seconds(seq):
+        function = masking_utils.sliding_window_causal_mask_function(64)
+        if kind == "packed":
+            positions = torch.arange(512).repeat(seq // 512)[None]
+            number = masking_utils.find_packed_sequence_indices(positions)
+            function = masking_utils.packed_sequence_compatibility_function(
+                function, positions, number
+            )
+        return lambda: make_mask(1, seq, seq, mask_function=function)
+
+    ratio = processor_ratio(seconds(32768), seconds(8192), 31)
+    assert_at_most(4.0, ratio, f"{kind} mask of 32,768 tokens, over that of 8,192")
+
+
+def test_figure_of_the_host_path(monkeypatch):
+    """The kernel is replaced by nothing, so what remains is all that precedes its launch."""
+    from flashattn2 import plan_cache
+    from flashattn2.kernels import forward, launch
+
+    class Skipped:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    gpu = launch.Device("H200", 227 * 1024, 132, has_tma=True)
+    monkeypatch.setattr(launch, "device_of", lambda _: gpu)
+    monkeypatch.setattr(forward, "forward_kernel", Skipped())
+    # On a GPU, the plans of kernels are stored.  The CPU allocates small tensors quickly.
+    monkeypatch.setattr(plan_cache, "KERNEL_BACKENDS", ())
+    q = torch.randn(1, 2, 64, 64, dtype=torch.float16)
+    microseconds = processor_microseconds_beyond(
+        lambda: flash_attention(q, q, q, is_causal=True, backend="triton"), lambda: None
+    )
+    assert_at_most(60, microseconds, "microseconds before the launch of the forward kernel")

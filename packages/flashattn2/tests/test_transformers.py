@@ -162,57 +162,46 @@ def visible(mask):
     return seen
 
 
-@pytest.mark.parametrize("vmap", [False, True])
-def test_any_mask_is_followed_exactly_or_refused(vmap):
-    """Random bands and packed sequences are recognized; one changed entry is an error."""
-    generator = torch.Generator().manual_seed(0)
+def test_unknown_mask_functions_are_refused_and_never_called():
+    """A mask is found by its structure, in linear time, or not at all."""
+    from transformers import masking_utils
 
-    def random(high):
-        return int(torch.randint(high, (), generator=generator))
+    def unknown(b, h, q, k):
+        raise AssertionError("the mask function was evaluated")
 
-    for _ in range(25):
-        seq = 2 + random(20)
-        cuts = torch.rand(seq, generator=generator) < 0.2
-        segment = cuts.long().cumsum(0)
-        left, right = random(seq), random(3)
-
-        def band(b, h, q, k, segment=segment, left=left, right=right):
-            return (segment[q] == segment[k]) & (q - k <= left) & (k - q <= right)
-
-        mask = ours.make_mask(2, seq, seq, mask_function=band, use_vmap=vmap)
-        q, k = torch.arange(seq)[:, None], torch.arange(seq)[None]
-        assert torch.equal(visible(mask)[0], band(None, None, q, k))
-
-        flip = random(seq), random(seq)
-
-        def changed(b, h, q, k, band=band, flip=flip):
-            return band(b, h, q, k) ^ ((q == flip[0]) & (k == flip[1]))
-
-        mask = ours.make_mask(1, seq, seq, mask_function=changed, use_vmap=vmap)
-        if mask.rule.refusal:
-            assert "flashattn2 would not follow it" in mask.rule.refusal
-            with pytest.raises(ValueError, match="flashattn2 would not follow it"):
-                ours.attention(torch.nn.Identity(), *torch.randn(3, 1, 1, seq, 8), mask)
-            continue
-        assert torch.equal(visible(mask)[0], changed(None, None, q, k))
+    causal = masking_utils.causal_mask_function
+    q = torch.randn(3, 1, 1, 9, 8)
+    for function in (
+        unknown,
+        masking_utils.and_masks(causal, unknown),
+        masking_utils.or_masks(causal, unknown),
+        masking_utils.blockwise_overlay(torch.zeros(1, 9)),
+        masking_utils.add_offsets_to_mask_function(causal, 2, 0),
+    ):
+        mask = ours.make_mask(1, 9, 9, mask_function=function)
+        with pytest.raises(ValueError, match=r"mask function .* flashattn2 would not follow it"):
+            ours.attention(torch.nn.Identity(), *q, mask)
 
 
-def test_known_masks_are_recognized_without_evaluating_them(monkeypatch):
-    """A recognized mask equals the evaluated one, for windows, packed sequences and caches."""
+def test_known_masks_are_recognized_exactly():
+    """A recognized mask equals transformers', for windows, chunks, packed sequences and caches."""
     from flashattn2.integrations import mask_functions
     from flashattn2.integrations.masks import AttentionMask, Rule
     from transformers import masking_utils
 
     positions = torch.cat([torch.arange(n) for n in (3, 1, 5, 4)])[None].expand(2, -1)
     packed = masking_utils.find_packed_sequence_indices(positions)
-    square = mask_functions.Grid(2, 13, 13, 0, 0, "cpu", False)
-    cached = mask_functions.Grid(2, 2, 13, 11, 0, "cpu", False)
-    sliding_cache = mask_functions.Grid(2, 3, 9, 20, 14, "cpu", False)
+    square = mask_functions.Grid(2, 13, 13, 0, 0, "cpu")
+    cached = mask_functions.Grid(2, 2, 13, 11, 0, "cpu")
+    sliding_cache = mask_functions.Grid(2, 3, 9, 20, 14, "cpu")
     for window in (1, 2, 6, 12, 13, 40):
         sliding = masking_utils.sliding_window_causal_mask_function(window)
         both_sides = masking_utils.sliding_window_bidirectional_mask_function(window)
+        chunks = masking_utils.chunked_causal_mask_function(window, torch.tensor([0, 3]))
         cases = [
-            (f, grid) for f in (sliding, both_sides) for grid in (square, cached, sliding_cache)
+            (f, grid)
+            for f in (sliding, both_sides, chunks)
+            for grid in (square, cached, sliding_cache)
         ]
         for function in (sliding, masking_utils.causal_mask_function):
             function = masking_utils.packed_sequence_compatibility_function(
@@ -225,9 +214,7 @@ def test_known_masks_are_recognized_without_evaluating_them(monkeypatch):
                 *(function,),
                 allow_is_causal_skip=False,
             )
-            with monkeypatch.context() as patch:
-                patch.setattr(mask_functions, "evaluate", None)
-                pattern = mask_functions.find_pattern(function, grid)
+            pattern = mask_functions.find_pattern(function, grid)
             sequence = pattern.sequence
             if sequence is None:
                 sequence = torch.ones(2, grid.kv_length, dtype=torch.int32)

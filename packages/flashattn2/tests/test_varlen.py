@@ -38,7 +38,13 @@ def tensors(dim=16, dtype=torch.float32):
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton", "triton by TMA"])
 @pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.exhaustive),
+        pytest.param({"is_causal": True}, marks=pytest.mark.exhaustive),
+        {"window": (9, 4), "softcap": 2.0},
+    ],
+    ids=str,
 )
 def test_packed_attention_is_attention_over_each_sequence(interpreter, backend, options):
     interpreter(packed=backend == "triton by TMA")
@@ -104,7 +110,7 @@ def test_values_of_other_sequences_are_not_read(interpreter):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
-@pytest.mark.parametrize("by_tma", [False, True])
+@pytest.mark.parametrize("by_tma", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, pytest.param(torch.float16, marks=pytest.mark.exhaustive)],

@@ -27,7 +27,8 @@ FLOPS = {90: 4096, 80: 2048}
 EXPONENTIALS = 16
 BYTES = 32
 REGISTERS = 65536
-FEW_BYTES, MOST_WORK = 48, 1.02
+#: The most bytes that a tile may spill, and the most FLOPs that it may issue per needed FLOP.
+FEW_BYTES, MOST_WORK = 48, {90: 1.02, 80: 1.05}
 
 
 def entries(arch):
@@ -68,12 +69,12 @@ def candidates(key, block_d, arch):
 
 def passes(result):
     """Return True if the compiled tile passes every gate."""
-    half = result["kind"] == "half" and result["arch"] == 90 and result["dim"] <= 128
+    half = result["kind"] == "half" and result["dim"] <= 128
     return (
         result["stack_bytes"] <= FEW_BYTES
         and result["shared_bytes"] <= SHARED_BYTES[result["arch"]]
         and (result["kind"] == "ieee" or result["wgmma"] + result["mma"] > 0)
-        and (not half or result["work"] <= MOST_WORK)
+        and (not half or result["work"] <= MOST_WORK[result["arch"]])
     )
 
 

@@ -107,10 +107,9 @@ def flash_attention(
         ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
             Dropout and additive masks are not supported.
     """
-    # The type distinguishes True, an invalid window, from 1: both hash alike.
     options = (
-        *(is_causal, scale, window, type(window), softcap, backend, precision, deterministic),
-        *(split_size, return_max_logits),
+        *(is_causal, scale, softcap, backend, precision, deterministic, split_size),
+        *(return_max_logits, type(window), *(window if type(window) is tuple else (window,))),
     )
     signature, plan = look_up_plan(q, k, v, options)
     if plan is not None and plan.is_cpu_kernel and sinks is None:

@@ -67,7 +67,8 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     sink = sinks.to(lse.dtype)[None, :, None]
     # A row that sees no key has L = -inf, and its output stays 0.  The weight is exp(log σ) because
     # the gradient of σ, σ (1 - σ), rounds to 0 for a small sink, and that of log σ does not.
-    weight = torch.nn.functional.logsigmoid(lse - sink).exp()
+    # An infinite sink, whose value is checked in eager calls on a CPU only, gives NaN.
+    weight = torch.nn.functional.logsigmoid(lse - sink).exp() + sink * 0
     return (out * weight[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
 
 
@@ -101,6 +102,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(q, k, v, out, lse, cu_q, cu_k)
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+    """Raise the error of a function that `torch.func.vmap` cannot map."""
+    raise NotImplementedError(
+        "torch.func.vmap, and with it jacrev and hessian, is not supported; make the mapped "
+        "dimension part of the batch, or use attention_reference"
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -180,12 +189,7 @@ class _Transformed(_Attention):
     forward = staticmethod(_run)  # type: ignore[assignment]
     setup_context = staticmethod(_save)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        raise NotImplementedError(
-            "torch.func.vmap is not supported; make the mapped dimension part of the batch, or use "
-            "attention_reference"
-        )
+    vmap = staticmethod(_refuse_vmap)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -193,6 +197,8 @@ class _AttentionBackward(torch.autograd.Function):
 
     The inputs `out` and `lse` have no gradient, because they are functions of q, k and v.
     """
+
+    vmap = staticmethod(_refuse_vmap)
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,19 +42,23 @@ def tangent(
     tk_ = flatten_heads(t_k)
     tv_ = flatten_heads(t_v)
     out_, lse_ = group_queries(out, k), row_lse(lse, k)
-    t_out, t_lse = torch.zeros_like(out_), torch.zeros_like(lse_)
+    # Nothing is written in place: `torch.func.jacfwd` maps the tangents, but not the inputs.
+    t_out = [torch.zeros_like(out_[:, :, :0])]
+    t_lse = [torch.zeros_like(lse_[:, :, :0])]
     for rows in tiles.queries():
         q_i, tq_i, o_i, l_i = (x[:, :, rows].flatten(1, 2) for x in (q_, tq_, out_, lse_))
         to_i, tl_i = torch.zeros_like(o_i), torch.zeros_like(l_i)
         for columns, hidden in tiles.keys(rows, q.device):
             p, slope, _ = _probabilities(q_i, k_[:, columns], l_i, spec, hidden)
             px = p * (tq_i @ k_[:, columns].mT + q_i @ tk_[:, columns].mT) * slope
-            tl_i += px.sum(-1)
-            to_i += px @ v_[:, columns] + p @ tv_[:, columns]
-        to_i -= tl_i[..., None] * o_i
-        t_out[:, :, rows] = to_i.view_as(t_out[:, :, rows])
-        t_lse[:, :, rows] = tl_i.view_as(t_lse[:, :, rows])
-    return t_out.view(out.shape).to(out.dtype), t_lse.view(lse.shape).to(lse.dtype)
+            tl_i = tl_i + px.sum(-1)
+            to_i = to_i + px @ v_[:, columns] + p @ tv_[:, columns]
+        to_i = to_i - tl_i[..., None] * o_i
+        shape = out_.shape[1], rows.stop - rows.start
+        t_out.append(to_i.unflatten(1, shape))
+        t_lse.append(tl_i.unflatten(1, shape))
+    t_out_, t_lse_ = torch.cat(t_out, 2), torch.cat(t_lse, 2)
+    return t_out_.reshape(out.shape).to(out.dtype), t_lse_.reshape(lse.shape).to(lse.dtype)
 
 
 def double_backward(

@@ -1,6 +1,5 @@
 """The backend that `flash_attention` would select for an input, with the reason."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.backends.tiled import TILE
 from flashattn2.dispatch import Method, select_backend
-from flashattn2.spec import AttentionSpec, Window, make_spec
+from flashattn2.spec import FLOAT32_RANGE, AttentionSpec, Window, make_spec
 from flashattn2.validation import DTYPES, check_dense, check_sinks, check_tensors, check_varlen
 
 
@@ -102,9 +101,14 @@ def find_torch_reason(
         return "sdpa passes an attn_mask to torch's own function; flashattn2 reads no mask tensor"
     if dropout_p:
         return "sdpa passes dropout to torch's own function; flashattn2 has no dropout"
-    # A comparison, unlike math.isfinite, is possible for a symbolic scale in a compiled graph.
-    if isinstance(scale, (int, float)) and not -math.inf < scale < math.inf:
-        return f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a finite scale"
+    if isinstance(scale, (int, float)):
+        low, high = FLOAT32_RANGE
+        is_normal = low <= scale <= high or -high <= scale <= -low or scale == 0
+        if isinstance(scale, bool) or not is_normal:
+            return (
+                f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a normal "
+                "number of float32"
+            )
     tensors = (query, key, value)
     for x in tensors:
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() < 2:

@@ -9,6 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flashattn2.dispatch import KERNEL_BACKENDS, Method
 from flashattn2.spec import AttentionSpec
+from flashattn2.validation import PLAIN_TYPES
 
 # Note [Plan cache]
 # Validation and the choice of a backend depend only on shapes, dtypes, layouts, devices and
@@ -26,8 +27,6 @@ class Plan(NamedTuple):
     is_cpu_kernel: bool
 
 
-#: Tensor types without overridden behavior.  A subclass may return anything for its properties.
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 PLANS: dict[Hashable, Plan] = {}
 MAX_PLANS = 1024
 
@@ -37,8 +36,9 @@ def look_up_plan(
 ) -> tuple[Hashable | None, Plan | None]:
     """Return the signature of a call and its stored plan.  See Note [Plan cache].
 
-    The signature is None if the call must not be cached: in a compiled graph, which is validated
-    once, for tensor subclasses, under autocast and for options that cannot be hashed.
+    The signature contains the types of the options, because True, 1 and 1.0 have one hash.  It is
+    None if the call must not be cached: in a compiled graph, which is validated once, for tensor
+    subclasses, under autocast and for options that cannot be hashed.
     """
     if is_dynamo_compiling():
         return None, None
@@ -57,7 +57,8 @@ def look_up_plan(
         return None, None
     layouts = q.layout, k.layout, v.layout
     dtypes = q.dtype, k.dtype, v.dtype
-    signature = (q.shape, k.shape, v.shape, dtypes, layouts, device_state, options)
+    types = tuple(map(type, options))
+    signature = (q.shape, k.shape, v.shape, dtypes, layouts, device_state, options, types)
     try:
         return signature, PLANS.get(signature)
     except TypeError:

@@ -5,7 +5,7 @@ band.  Query `i` is at position `p = i + seq_k - seq_q`, which aligns the last q
 key, and it sees keys `p - left` to `p + right`.
 """
 
-import math
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,9 @@ UNBOUNDED = -1
 #: Exclusive upper bound of every dimension and window bound.  The kernels add positions and window
 #: bounds in int32, so each must stay below half of the int32 range.
 MAX_ROWS = 2**30
+
+#: The positive normal numbers of float32, in which the scores are computed.
+FLOAT32_RANGE = 2.0**-126, 2.0**127
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -71,7 +74,8 @@ def make_spec(
     head_dim: int, is_causal: bool, scale: float | None, window: Window, softcap: float | None
 ) -> AttentionSpec:
     """Validate the user's options and return them as an `AttentionSpec`."""
-    if isinstance(is_causal, Tensor) or is_causal not in (True, False):
+    # The numbers 1 and 1.0 equal True, but may be a scale in the wrong position.
+    if not isinstance(is_causal, (bool, torch.SymBool)):
         raise TypeError(f"expected is_causal to be True or False, got {is_causal!r}")
     if scale is None:
         scale = head_dim**-0.5
@@ -86,16 +90,18 @@ def make_spec(
 
 
 def _check_positive(name: str, value: float, default: str) -> None:
-    """Raise an error unless `value` is a positive, finite Python number.
+    """Raise an error unless `value` is a positive, finite Python number that float32 represents.
 
     A tensor is refused because it would lose its gradient and make the CPU wait for the GPU.
     """
-    if isinstance(value, (Tensor, str)) or not hasattr(value, "__float__"):
+    is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
+    if not is_number or isinstance(value, bool):
         raise TypeError(f"expected {name} to be a float, or None for {default}, got {value!r}")
     # A comparison, unlike math.isfinite, is possible for a symbolic value in a compiled graph.
-    if not 0 < value < math.inf:
+    if not FLOAT32_RANGE[0] <= value <= FLOAT32_RANGE[1]:
         raise ValueError(
-            f"expected {name} to be positive and finite, or None for {default}, got {value}"
+            f"expected {name} to be positive and finite, within the normal range of float32, or "
+            f"None for {default}, got {value}"
         )
 
 

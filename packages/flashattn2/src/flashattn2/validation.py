@@ -5,6 +5,8 @@ from torch import Tensor
 
 from flashattn2.spec import MAX_ROWS
 
+#: Tensor types without overridden behavior.  A subclass may return anything for its properties.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,18 +44,8 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
         )
     _check_matching(q, k, v)
     check_heads(q.shape[1], k.shape[1])
-    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.shape[0]:
-            raise ValueError(
-                f"expected {name} to be int32 of shape (sequences + 1,), such as "
-                f"torch.tensor([0, 3, 7], dtype=torch.int32), got {cu.dtype} of shape "
-                f"{tuple(cu.shape)}"
-            )
-        if cu.device != q.device:
-            raise ValueError(
-                f"expected {name} on the device of q, {q.device}, got {cu.device}; "
-                f"pass {name}.to(q.device)"
-            )
+    check_boundary_tensor("cu_seqlens_q", cu_q, q)
+    check_boundary_tensor("cu_seqlens_k", cu_k, q)
     if cu_q.shape != cu_k.shape:
         raise ValueError(
             f"expected the same number of sequences, got {cu_q.shape[0] - 1} in cu_seqlens_q and "
@@ -61,16 +53,33 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
         )
 
 
-def check_boundaries(name: str, cu: Tensor, total: int) -> None:
-    """Raise an error unless the boundaries `cu` rise from 0 to `total`; on a GPU, assert it there.
+def check_boundary_tensor(name: str, cu: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless `cu` is int32, has one dimension and is on the device of q."""
+    if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.shape[0]:
+        raise ValueError(
+            f"expected {name} to be int32 of shape (sequences + 1,), such as "
+            f"torch.tensor([0, 3, 7], dtype=torch.int32), got {cu.dtype} of shape "
+            f"{tuple(cu.shape)}"
+        )
+    if cu.device != q.device:
+        raise ValueError(
+            f"expected {name} on the device of q, {q.device}, got {cu.device}; "
+            f"pass {name}.to(q.device)"
+        )
+
+
+def check_boundaries(name: str, cu: Tensor, total: int, waits: bool = False) -> None:
+    """Raise an error unless the boundaries `cu` rise from 0 to `total`.
+
+    On a GPU, the check is a device-side assertion unless the caller `waits` for values.
 
     The operators call this function because a compiled graph has values only inside its operators.
     """
     rule = f"{name} must start at 0, never fall, and end at {total}, the number of rows"
     is_valid = (cu[0] == 0) & (cu[-1] == total) & (cu[1:] >= cu[:-1]).all()
-    if cu.device.type == "cpu":
+    if waits or cu.device.type == "cpu":
         if not is_valid:
-            raise ValueError(f"{rule}, got {cu.tolist()}")
+            raise ValueError(f"{rule}, got {cu.cpu().tolist()}")
     else:
         torch._assert_async(is_valid, rule)
 
@@ -90,6 +99,18 @@ def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
             f"expected sinks on the device of q, {q.device}, got {sinks.device}; "
             "pass sinks.to(q.device)"
         )
+    if has_readable_values(sinks) and sinks.isinf().any():
+        raise ValueError(
+            f"expected finite sinks, got {sinks.tolist()}; a head without a sink has a large "
+            "negative number, such as -1e4"
+        )
+
+
+def has_readable_values(x: Tensor) -> bool:
+    """Return True for a plain CPU tensor outside of compiled graphs and transforms."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(x) in PLAIN_TYPES and x.is_cpu
 
 
 def check_tensors(**tensors: Tensor) -> None:

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashattn2.attention import flash_attention
-from flashattn2.bench import record
 from flashattn2.bench.measure import (
     elapsed_ms,
     memory_bytes,
     peak_extra_bytes,
+    processor,
     saved_bytes,
     time_ms,
 )
-from flashattn2.bench.record import Row
 from flashattn2.kvcache import flash_attention_with_kvcache
 from flashattn2.reference import attention_reference
 
+Row = dict[str, float | int | str]
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 #: A function to time for each implementation and pass.
 Runs = dict[tuple[str, str], Callable[[], Any]]
@@ -56,7 +55,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 def machine(device: str) -> Row:
     """Return the row that describes the machine and the date."""
-    name = torch.cuda.get_device_name() if device == "cuda" else record.processor()
+    name = torch.cuda.get_device_name() if device == "cuda" else processor()
     return {
         "case": "machine",
         "device": name,
@@ -356,26 +355,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
     parser.add_argument("--json", type=Path, help="write the rows, and nothing else, to this file")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="write OUT/DATE-cpu or -gpu/flashattn2.json with the machine; "
-        "a full run without --json and --out writes to docs/results, or to results if that folder "
-        "does not exist",
-    )
     arguments = parser.parse_args(argv)
     rows = bench(device=arguments.device, quick=arguments.quick)
     print(table(rows))
-    out = arguments.out
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    elif out is None and not arguments.quick:
-        docs = Path("docs/results")
-        out = docs if docs.is_dir() else Path("results")
-    if out:
-        options = sys.argv[1:] if argv is None else argv
-        command = ["python", "-m", "flashattn2.bench", *options]
-        print(record.write(rows, out, command, arguments.device))
 
 
 def table(rows: list[Row]) -> str:

@@ -1,6 +1,7 @@
 """Measurement of the time and memory of a run, on a GPU or a CPU."""
 
 import itertools
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,3 +74,11 @@ def memory_bytes(device: str) -> int:
     raise RuntimeError(
         "expected a line MemAvailable in /proc/meminfo, got none; run the bench on Linux"
     )
+
+
+def processor() -> str:
+    """Return the processor's name in /proc/cpuinfo, or the architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,9 +1,8 @@
 """The band and the packed sequences of a mask function of transformers.
 
 A mask function decides for two positions whether a query sees a key.  Known functions are
-recognized by their code and closures, in time linear in the sequence.  Other functions are
-evaluated for every pair of positions, and are accepted only if a band over packed sequences equals
-the result.
+recognized by their code and closures, in time linear in the sequence.  A function is never
+evaluated for pairs of positions of a model: attention under any other function is refused.
 """
 
 import functools
@@ -13,9 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-#: Rows of a mask that are evaluated at a time, so that memory stays linear in the sequence.
-ROWS = 256
 
 MaskFunction = Callable[..., Any]
 
@@ -46,7 +42,6 @@ class Grid:
     #: Position of the first key.
     first_key: int
     device: torch.device | str
-    use_vmap: bool
 
     @property
     def shift(self) -> int:
@@ -60,11 +55,11 @@ class Grid:
 
 
 def find_pattern(function: MaskFunction, grid: Grid) -> Pattern | None:
-    """Return the pattern that equals the mask function on the grid, or None."""
+    """Return the pattern that equals the mask function on the grid, or None if it is unknown."""
     pattern = recognize(function, grid) if _has_known_factories() else None
-    if pattern is not None and pattern.is_separated:
-        return _without_unreached_bounds(pattern, grid)
-    return evaluate(function, grid)
+    if pattern is None or not pattern.is_separated:
+        return None
+    return _without_unreached_bounds(pattern, grid)
 
 
 def recognize(function: MaskFunction, grid: Grid) -> Pattern | None:
@@ -85,6 +80,8 @@ def recognize(function: MaskFunction, grid: Grid) -> Pattern | None:
         return _band(variables["sliding_window"], left=-1, right=None)
     if name == "sliding_window_bidirectional_overlay":
         return _band(variables["sliding_window"], left=0, right=0)
+    if name == "chunked_overlay":
+        return _chunked_pattern(variables["chunk_size"], variables["left_padding"], grid)
     if name == "packed_sequence_mask_function":
         return _packed_pattern(variables["packed_sequence_mask"], grid)
     return _remapped_pattern(variables["mask_function"], variables["position_ids"], grid)
@@ -102,6 +99,18 @@ def _band(window: Any, left: int, right: int | None) -> Pattern | None:
     if not isinstance(window, int) or window + left < 0:
         return None
     return Pattern(window + left, None if right is None else window + right)
+
+
+def _chunked_pattern(size: Any, left_padding: Any, grid: Grid) -> Pattern | None:
+    """Return the pattern of chunks of consecutive keys, counted after the left padding, or None."""
+    if not isinstance(size, int) or not isinstance(left_padding, Tensor):
+        return None
+    if left_padding.shape != (grid.batch,):
+        return None
+    keys = torch.arange(grid.first_key, grid.first_key + grid.kv_length, device=grid.device)
+    chunk = (keys - left_padding.to(grid.device)[:, None]) // size
+    number = chunk - chunk.amin(1, keepdim=True) + 1 if chunk.numel() else chunk
+    return Pattern(sequence=number.int())
 
 
 def _packed_pattern(sequence: Tensor, grid: Grid) -> Pattern | None:
@@ -167,6 +176,7 @@ FACTORIES: dict[str, tuple[Any, ...]] = {
     "and_masks": (lambda b, h, q, k: k >= 0,),
     "sliding_window_overlay": (3,),
     "sliding_window_bidirectional_overlay": (2,),
+    "chunked_overlay": (2, torch.tensor([1])),
     "packed_sequence_mask_function": (torch.tensor([[0, 0, 1, 1, 1, 2]]),),
     "remap_positions_for_packed_sequence": (
         lambda b, h, q, k: k <= q,
@@ -192,7 +202,7 @@ def _factory_codes() -> dict[Any, str]:
 def _has_known_factories() -> bool:
     """Return True if the installed factories return the expected masks for their examples.
 
-    Another version of transformers may change their meaning; then masks are evaluated instead.
+    Another version of transformers may change their meaning; then only causal masks are known.
     """
     from transformers import masking_utils
 
@@ -204,6 +214,7 @@ def _has_known_factories() -> bool:
         "and_masks": k >= 0 * q,
         "sliding_window_overlay": k > q - 3,
         "sliding_window_bidirectional_overlay": (q - k).abs() <= 2,
+        "chunked_overlay": (q + 1) // 2 == (k + 1) // 2,
         "packed_sequence_mask_function": sequence[q] == sequence[k],
         "remap_positions_for_packed_sequence": positions[k] <= positions[q],
     }
@@ -219,62 +230,6 @@ def _has_known_factories() -> bool:
     bidirectional: Any = masking_utils.bidirectional_mask_function
     is_causal = torch.equal(causal(0, 0, q, k), k <= q)
     return is_causal and bool(bidirectional(0, 0, q, k).all())
-
-
-def evaluate(function: MaskFunction, grid: Grid) -> Pattern | None:
-    """Return the pattern that equals the evaluated mask, or None.  The time is quadratic.
-
-    Only one candidate is possible: a sequence ends where neighbors do not see each other, and the
-    band extends as far as any query sees.  Every entry of the mask is then compared with it.
-    """
-    tiles = [(first, min(first + ROWS, grid.q_length)) for first in range(0, grid.q_length, ROWS)]
-    rows = functools.partial(_evaluate_rows, function, grid)
-    sequence = _separate_sequences(rows, tiles, grid) if grid.is_square else None
-    keys = torch.arange(grid.kv_length, device=grid.device)
-    left = right = -1
-    for first, last in tiles:
-        distance = torch.arange(first, last, device=grid.device)[:, None] + grid.shift - keys
-        visible_distance = torch.where(rows(first, last), distance, 0)
-        left = max(left, int(visible_distance.amax()))
-        right = max(right, int((-visible_distance).amax()))
-    for first, last in tiles:
-        queries = torch.arange(first, last, device=grid.device)
-        distance = queries[:, None] + grid.shift - keys
-        band = (distance <= left) & (-distance <= right)
-        if sequence is not None:
-            band = band & (sequence[:, queries, None] == sequence[:, None, :])
-        if not torch.equal(rows(first, last), band.expand(grid.batch, -1, -1)):
-            return None
-    return _without_unreached_bounds(Pattern(left, right, sequence), grid)
-
-
-def _evaluate_rows(function: MaskFunction, grid: Grid, first: int, last: int) -> Tensor:
-    """Return the mask `(batch, last - first, seq_k)` of some queries."""
-    from transformers import masking_utils
-
-    mask: Any = masking_utils.sdpa_mask(
-        *(grid.batch, last - first, grid.kv_length, grid.first_query + first, grid.first_key),
-        function,
-        allow_is_causal_skip=False,
-        use_vmap=grid.use_vmap,
-        device=grid.device,
-    )
-    visible: Tensor = mask[:, 0]
-    return visible
-
-
-def _separate_sequences(
-    rows: Callable[[int, int], Tensor], tiles: list[tuple[int, int]], grid: Grid
-) -> Tensor:
-    """Return the number of each key's sequence; neighbors of one sequence see each other."""
-    starts = torch.ones((grid.batch, grid.kv_length), dtype=torch.int32, device=grid.device)
-    for first, last in tiles:
-        mask = rows(first, last)
-        queries = torch.arange(max(first, 1), last, device=grid.device)
-        starts[:, queries] *= ~mask[:, queries - first, queries - 1]
-        queries = torch.arange(first, min(last, grid.kv_length - 1), device=grid.device)
-        starts[:, queries + 1] *= ~mask[:, queries - first, queries + 1]
-    return starts.cumsum(1, dtype=torch.int32)
 
 
 def _without_unreached_bounds(pattern: Pattern, grid: Grid) -> Pattern:

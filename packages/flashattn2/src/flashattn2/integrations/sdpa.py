@@ -34,7 +34,9 @@ def sdpa(
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)
         _check_lengths(key, value)
-    is_ours = find_torch_reason(query, key, value, attn_mask, dropout_p, scale) is None
+    reason = find_torch_reason(query, key, value, attn_mask, dropout_p, scale)
+    # torch refuses a number as `is_causal`.
+    is_ours = reason is None and isinstance(is_causal, (bool, torch.SymBool))
     if not is_ours or (enable_gqa and not _is_grouped(query, key, value)):
         return F.scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),

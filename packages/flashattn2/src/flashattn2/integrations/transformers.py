@@ -198,7 +198,6 @@ def make_mask(
     kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Tensor] | None = None,
     attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     config: Any = None,
     **_: Any,
@@ -210,7 +209,7 @@ def make_mask(
     """
     from transformers import masking_utils
 
-    grid = Grid(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), device, use_vmap)
+    grid = Grid(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), device)
     function = mask_function or masking_utils.causal_mask_function
     pattern = Pattern(right=0)
     refusal = ""
@@ -218,8 +217,9 @@ def make_mask(
         found_pattern = find_pattern(function, grid)
         if found_pattern is None:
             refusal = (
-                "this mask is not a band (causal, sliding window) over packed sequences, and "
-                "flashattn2 would not follow it"
+                f"the mask function {getattr(function, '__qualname__', function)} is not built "
+                "from causal, sliding, chunked and packed masks of transformers, and flashattn2 "
+                "would not follow it"
             )
         pattern = found_pattern or Pattern()
     sequence = pattern.sequence

@@ -24,6 +24,7 @@ from flashattn2.kernels.tiles import (
     exponential,
     is_visible,
     load_tile,
+    locate_tile,
     program,
     split_range,
     store_tile,
@@ -33,25 +34,32 @@ from flashattn2.spec import AttentionSpec
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, spec: AttentionSpec,
-    precision: str, split_size: int,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, cu_q: Tensor | None,
+    spec: AttentionSpec, split_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output and log-sum-exp of `q` over the first `lengths` keys of each sequence."""
+    """Return the output and log-sum-exp of `q` over the first `lengths` keys of each sequence.
+
+    With `cu_q`, the queries are packed: `(1, heads, total_q, dim)`.
+    """
     batch, heads, seq_q, dim = q.shape
     kv_heads, v_dim = k.shape[1], v.shape[-1]
-    out = q.new_empty((batch, heads, seq_q, v_dim))
-    lse = q.new_empty((batch, heads, seq_q), dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse.fill_(-math.inf)
+        out = q.new_zeros((batch, heads, seq_q, v_dim))
+        return out, q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
     k, v = launch.rows_contiguous(k, v)
     lengths, table = lengths.contiguous(), None if table is None else table.contiguous()
     group = heads // kv_heads
-    rows = group * seq_q
-    # [batch, kv_heads, group · seq_q, dim]: the queries of one key head are the rows of a tile.
-    packed = q.reshape(batch, kv_heads, rows, dim).contiguous()
-    block_m, block_n = tile_rows(rows, max(dim, v_dim), q.element_size())
+    rows = seq_q * group
+    # The query heads of one key head are rows of a tile, in the order of their positions, so a
+    # causal tile ends at the keys of its last query.
+    by_row = q.unflatten(1, (kv_heads, group)).transpose(2, 3)
+    by_row = by_row.reshape(batch, kv_heads, rows, dim).contiguous()
+    cuts = None if cu_q is None else (cu_q * group,) * 2
+    block_m, block_n = tile_rows(
+        rows if cu_q is None else launch.cdiv(rows, len(lengths)), max(dim, v_dim), q.element_size()
+    )
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
-    tiles = launch.cdiv(rows, block_m)
+    tiles = launch.tiles_of(by_row, cu_q, block_m)
     loop = launch.cdiv(capacity, block_n)
     if split_size:
         flag = -launch.cdiv(split_size, block_n) * block_n
@@ -59,30 +67,34 @@ def decode(
     else:
         processors = launch.device_of(q.device).processors
         flag = splits = launch.split_count(tiles * batch * kv_heads, loop, processors)
-    to_out, to_lse = out.view(batch, kv_heads, rows, v_dim), lse.view(batch, kv_heads, rows)
+    out = q.new_empty((batch, kv_heads, rows, v_dim))
+    lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
+    to_out, to_lse = out, lse
     if splits > 1:
         to_out = q.new_empty((splits * batch, kv_heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, kv_heads, rows), dtype=torch.float32)
     exact = q.dtype == torch.float32
     meta = launch.Meta(
         dim, launch.power_of_two(dim), v_dim, launch.power_of_two(v_dim), block_m, block_n,
-        spec.left >= 0, spec.right >= 0, spec.softcap > 0, flag, EXACT=exact,
+        spec.left >= 0, spec.right >= 0, spec.softcap > 0, flag, cu_q is not None, EXACT=exact,
     )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
-        packed, k, v, to_out, to_lse, lengths, table, launch.strides(packed, k, v, to_out),
-        (0, 1) if table is None else tuple(table.shape),
-        (tiles, kv_heads, rows, seq_q, k.shape[0], k.shape[2]),
+        by_row, k, v, to_out, to_lse, lengths, table, launch.strides(by_row, k, v, to_out),
+        cuts, (0, 1) if table is None else tuple(table.shape),
+        (tiles, kv_heads, rows, group, k.shape[0], k.shape[2]),
         launch.score_factors(spec, exact), meta,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         tiles = launch.cdiv(rows, 32)
-        whole = out.view(batch, kv_heads, rows, v_dim)
         combine_kernel[launch.grid(tiles, batch * kv_heads, 1)](
-            to_out, to_lse, whole, lse, whole.stride()[:3],
+            to_out, to_lse, out, lse, out.stride()[:3],
             (tiles, kv_heads, rows, splits, batch * kv_heads * rows),
             D=v_dim, BLOCK_D=meta.BLOCK_DV, BLOCK_M=32, enable_fp_fusion=True,
         )  # fmt: skip
+    # [batch, kv_heads, seq_q, group, ...] to [batch, heads, seq_q, ...]
+    by_query = (x.unflatten(2, (seq_q, group)).transpose(2, 3) for x in (out, lse))
+    out, lse = (x.flatten(1, 2).contiguous() for x in by_query)
     return out, lse
 
 
@@ -137,33 +149,45 @@ def tile_rows(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, lengths, table, strides, table_shape, sizes, spec,
+    q, k, v, out, lse, lengths, table, strides, cuts, table_shape, sizes, spec,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of one tile of rows.
 
-    Grid: (row tiles · batch · kv_heads, splits of the keys).
+    Grid: (row tiles · batch · kv_heads, splits of the keys).  A row is one head of one query; the
+    `cuts` of packed queries count rows.
     """
     q_strides, k_strides, v_strides, out_strides = strides
-    tiles, kv_heads, rows, seq_q, pages, page_size = sizes
-    _, _, _, left, _ = spec
+    tiles, kv_heads, rows, group, pages, page_size = sizes
+    _, _, _, left, right = spec
     tile, batch, kv_head, at, num_lines = program(tiles, kv_heads, False)
     split = tl.program_id(1)
-    first = tile * meta.BLOCK_M
+    first, begin, _, count, _, sequence = locate_tile(
+        tile, tiles, cuts, (rows, rows), meta.BLOCK_M, False, meta.PACKED
+    )
+    if meta.PACKED and first < 0:
+        return
+    part = split * (num_lines // kv_heads) + batch
+    q_tile = load_tile(
+        q, q_strides, (batch, kv_head, begin, count), first, meta.BLOCK_M, meta.D, meta.BLOCK_D
+    )  # [M, D]
+    if meta.PACKED:
+        batch = sequence
     seq_k = tl.load(lengths + batch)
     # See Note [Pages that do not exist].
     capacity = page_size * tl.cast(table_shape[1], tl.int64)
     fits = (seq_k >= 0) & (seq_k <= capacity)
     invalid_sequence = tl.where(fits, 0.0, float("nan"))
     seq_k = tl.where(fits, seq_k, 0)
-    q_tile = load_tile(
-        q, q_strides, (batch, kv_head, 0, rows), first, meta.BLOCK_M, meta.D, meta.BLOCK_D
-    )  # [M, D]
     lines = first + tl.arange(0, meta.BLOCK_M)
-    positions = (lines % seq_q + seq_k - seq_q)[:, None]
+    shift = seq_k - count // group
+    positions = (lines // group + shift)[:, None]
     lo, hi = 0, seq_k
     if meta.LEFT:
-        lo = tl.maximum(seq_k - seq_q - left, 0) // meta.BLOCK_N * meta.BLOCK_N
+        lo = tl.maximum(first // group + shift - left, 0) // meta.BLOCK_N * meta.BLOCK_N
+    if meta.RIGHT:
+        last = tl.minimum(first + meta.BLOCK_M, count) - 1
+        hi = tl.maximum(tl.minimum(seq_k, last // group + shift + right + 1), 0)
     lo, _, _, hi = split_range(lo, lo, hi, hi, split, meta.BLOCK_N, meta.SPLITS)
     k += tl.cast(kv_head, tl.int64) * k_strides[1]
     v += tl.cast(kv_head, tl.int64) * v_strides[1]
@@ -173,15 +197,14 @@ def decode_kernel(
     )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     total += invalid_sequence
-    part = split * (num_lines // kv_heads) + batch
     acc = acc / total[:, None]
-    store_tile(out, out_strides, (part, kv_head, 0, rows), first, acc, meta.DV)
-    line = (tl.cast(split, tl.int64) * num_lines + at) * rows
+    store_tile(out, out_strides, (part, kv_head, begin, count), first, acc, meta.DV)
+    line = (tl.cast(split, tl.int64) * num_lines + at) * rows + begin
     if meta.EXACT:
         sums = maximum + tl.log(total)
     else:
         sums = (maximum + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + line + lines, sums, mask=lines < rows)
+    tl.store(lse + line + lines, sums, mask=lines < count)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ def dkdv_kernel(
     # With a causal mask the first tiles are seen by the most queries; they start first.
     tile, batch, kv_head, _, num_lines = program(tiles, kv_heads, False)
     split = tl.program_id(1)
-    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
+    first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_N, True, meta.PACKED
     )
     if meta.PACKED and first < 0:

@@ -108,7 +108,7 @@ def sums_kernel(
     _, inner, outer, left, right = spec
     tile, batch, head, at, num_lines = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
-    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
+    first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:

@@ -38,7 +38,7 @@ def program(tiles, heads, LAST_FIRST: tl.constexpr):
 def locate_tile(
     tile, tiles, cuts, lengths, BLOCK: tl.constexpr, BY_KEY: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Return the tile's first row in its sequence, the sequence's offsets and its lengths.
+    """Return the tile's first row in its sequence, the sequence's offsets, lengths and number.
 
     The `cuts` are (cu_q, cu_k) and the `lengths` the total numbers of queries and keys.  With
     BY_KEY the tiles are tiles of keys.  The last tile of a sequence may be partly filled, so the
@@ -47,6 +47,7 @@ def locate_tile(
     """
     seq_q, seq_k = lengths
     first = tile * BLOCK
+    sequence = 0
     q_begin = 0
     k_begin = 0
     if PACKED:
@@ -65,7 +66,7 @@ def locate_tile(
         q_begin, k_begin = tl.load(cu_q + sequence), tl.load(cu_k + sequence)
         seq_q = tl.load(cu_q + sequence + 1) - q_begin
         seq_k = tl.load(cu_k + sequence + 1) - k_begin
-    return first, q_begin, k_begin, seq_q, seq_k
+    return first, q_begin, k_begin, seq_q, seq_k, sequence
 
 
 @triton.jit

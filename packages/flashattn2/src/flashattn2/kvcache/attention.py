@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks, is_untransformed
 from flashattn2.backends import aten
-from flashattn2.dispatch import KERNEL_BACKENDS, Method, select_backend
-from flashattn2.kvcache import eager, validation
+from flashattn2.dispatch import Method, select_backend
+from flashattn2.kvcache import validation
 from flashattn2.kvcache.operators import append_op, decode_op
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
 from flashattn2.spec import UNBOUNDED, AttentionSpec, Window, make_spec
@@ -25,6 +24,7 @@ def flash_attention_with_kvcache(
     *,
     cache_seqlens: int | Tensor,
     block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     window: Window = None,
@@ -37,11 +37,12 @@ def flash_attention_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of new queries over the first keys of a cache.
 
-    The function has no gradient: call it under `torch.no_grad()`.  On a GPU it does not wait for
-    the values of `cache_seqlens`.
+    The function has no gradient: call it under `torch.no_grad()`.  The Triton kernels do not wait
+    for the values of `cache_seqlens`; other backends do.
 
     Args:
-        q: Queries `(batch, heads, seq_q, dim)`.  The last query is at the last key.
+        q: Queries `(batch, heads, seq_q, dim)`, or packed `(total_q, heads, dim)` with
+            `cu_seqlens_q`.  The last query of a sequence is at its last key.
         k_cache: Keys `(batch, kv_heads, capacity, dim)`, or `(pages, kv_heads, page_size, dim)`
             with a `block_table`.
         v_cache: Values with the shape of `k_cache`, except for the head dim.
@@ -52,21 +53,26 @@ def flash_attention_with_kvcache(
         cache_seqlens: Number of keys in the cache before `k`: one int, or int32 `(batch,)`.
         block_table: int32 `(batch, max_pages)`.  Key `j` of sequence `b` is row `j % page_size` of
             page `block_table[b, j // page_size]`.
+        cu_seqlens_q: Boundaries of packed queries, int32 `(batch + 1,)`, for sequences of
+            different numbers of queries (prefill and decode in one call).  The keys of all queries
+            must be in the cache already: `k` and `v` are refused.
 
-    The remaining options are those of `flash_attention`.
+    The remaining options are those of `flash_attention`.  The backend "aten" selects torch's CPU
+    kernel for each sequence that it supports, and "auto" does so on a CPU.
 
     Returns:
         The output `(batch, heads, seq_q, dim_v)` and, with `return_lse`, the log-sum-exp
-        `(batch, heads, seq_q)`.
+        `(batch, heads, seq_q)`; with `cu_seqlens_q`, `(total_q, heads, dim_v)` and `(heads,
+        total_q)`.
     """
     is_paged = block_table is not None
     options = (
-        *(is_causal, scale, window, type(window), softcap, backend, precision, split_size),
-        *(is_paged, _signature_of_new_rows(k, v)),
+        *(is_causal, scale, softcap, backend, precision, split_size, is_paged),
+        *(_signature_of_new_rows(k, v), getattr(cu_seqlens_q, "shape", None), type(window)),
+        *(window if type(window) is tuple else (window,)),
     )
     signature, plan = look_up_plan(q, k_cache, v_cache, options)
-    if is_grad_enabled():
-        validation.check_no_gradient(q, k_cache, v_cache, k, v)
+    validation.check_no_derivative(q, k_cache, v_cache, k, v)
     if plan is not None and plan.is_cpu_kernel and sinks is None:
         # Fast path for a decoded token; with it, Python takes at most 15 us (test_speed.py).
         result = _call_cpu_kernel(q, k_cache, v_cache, k, v, cache_seqlens, plan.spec)
@@ -74,49 +80,64 @@ def flash_attention_with_kvcache(
             return (result[0], result[1].contiguous()) if return_lse else result[0]
 
     # Validate.
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    batch = validation.count_sequences(q, cu_seqlens_q)
     if plan is None:
-        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-        validation.check_shapes(q, k_cache, v_cache, is_paged)
-    validation.check_table(block_table, q)
+        validation.check_shapes(q, k_cache, v_cache, is_paged, cu_seqlens_q is not None, batch)
+    validation.check_table(block_table, q, batch)
     check_sinks(sinks, q.shape[1], q)
-    new = validation.check_new_rows(q, k_cache, v_cache, k, v)
+    new = validation.check_new_rows(q, k_cache, v_cache, k, v, is_packed=cu_seqlens_q is not None)
 
     # Specify the scores and select a backend.
+    q = q if cu_seqlens_q is None else q.transpose(0, 1)[None]
     if plan is None:
-        if q.dtype != k_cache.dtype:
-            (q,) = cast_for_autocast(q)
+        (q,) = (q,) if q.dtype == k_cache.dtype else cast_for_autocast(q)
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
-        # The CPU backends are chosen per sequence: see `kvcache/eager.py`.
-        method, _ = select_backend(
-            q,
-            k_cache,
-            v_cache,
-            spec,
-            backend="auto" if backend == "aten" else backend,
-            precision=precision,
-            packed=True,
-            split_size=split_size,
-        )
+        method = _select_method(q, k_cache, v_cache, spec, backend, precision, split_size)
         is_cpu_kernel = not is_paged and _is_single_query_on_cpu(q, k_cache, v_cache, spec, method)
         plan = store_plan(signature, q, Plan(spec, method, is_cpu_kernel))
 
     # Run.
-    if _can_skip_operators(q, plan.method):
-        counts = validation.counts(cache_seqlens, q)
-        validation.check_counts(counts, new, k_cache, block_table)
-        if k is not None and v is not None:
-            eager.append_rows(k_cache, v_cache, k, v, counts, block_table)
-            counts = [count + new for count in counts]
-        out, lse = eager.attend_sequences(q, k_cache, v_cache, counts, block_table, plan.spec)
-    else:
-        out, lse = _call_operators(
-            q, k_cache, v_cache, k, v, cache_seqlens, block_table, new, plan.spec, plan.method
-        )
+    lengths = validation.lengths(cache_seqlens, q, batch)
+    if k is not None and v is not None:
+        append_op(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend)
+        lengths = lengths + new
+    out, lse = decode_op(
+        *(q, k_cache, v_cache, lengths, block_table, cu_seqlens_q),
+        *plan.spec.scalars(),
+        *(plan.method.backend, plan.method.split_size),
+    )
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
 
     # Format.
+    if cu_seqlens_q is not None:
+        out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse.contiguous()) if return_lse else out
+
+
+def _select_method(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    spec: AttentionSpec,
+    backend: str,
+    precision: str | None,
+    split_size: int | None,
+) -> Method:
+    """Return the method; on a CPU, "aten" stands for a choice per sequence: see `eager.py`."""
+    is_per_sequence = q.device.type == "cpu" and backend in ("auto", "aten")
+    method, _ = select_backend(
+        q,
+        k_cache,
+        v_cache,
+        spec,
+        backend="torch" if is_per_sequence else backend,
+        precision=precision,
+        packed=True,
+        split_size=split_size,
+    )
+    return method._replace(backend="aten") if is_per_sequence else method
 
 
 def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
@@ -130,20 +151,10 @@ def _is_single_query_on_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, method: Method
 ) -> bool:
     """Return True if torch's CPU kernel alone computes attention over a contiguous cache."""
-    if not q.is_cpu or method.backend in KERNEL_BACKENDS or spec.softcap:
+    if method.backend != "aten" or q.dim() != 4 or spec.softcap:
         return False
     is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
     return is_single_query and aten.is_kernel_sufficient(q, v_cache)
-
-
-def _can_skip_operators(q: Tensor, method: Method) -> bool:
-    """Return True if plain Python may run on the CPU in place of the operators.
-
-    For one token, a call of a `torch.library` operator takes longer than the attention.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(q) is Tensor and q.is_cpu and method.backend != "triton"
 
 
 def _call_cpu_kernel(
@@ -193,28 +204,3 @@ def _call_cpu_kernel(
     rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
     out, lse = aten.kernel(rows, keys, values, False, spec.scale)
     return out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
-
-
-def _call_operators(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_seqlens: int | Tensor,
-    block_table: Tensor | None,
-    new: int,
-    spec: AttentionSpec,
-    method: Method,
-) -> tuple[Tensor, Tensor]:
-    """Append the new rows and attend through the operators, which check the lengths' values."""
-    lengths = validation.lengths(cache_seqlens, q)
-    if k is not None and v is not None:
-        append_op(k_cache, v_cache, k, v, lengths, block_table, method.backend)
-        lengths = lengths + new
-    out, lse = decode_op(
-        *(q, k_cache, v_cache, lengths, block_table),
-        *spec.scalars(),
-        *(method.backend, method.precision, method.split_size),
-    )
-    return out, lse

@@ -9,6 +9,9 @@ from flashattn2 import autocast
 from flashattn2.backends import aten, tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
+#: Largest number of scores for which torch's kernel gets a mask; it computes hidden scores too.
+MAX_MASK = 2**22
+
 
 def attend_sequences(
     q: Tensor,
@@ -16,46 +19,35 @@ def attend_sequences(
     v_cache: Tensor,
     counts: list[int],
     block_table: Tensor | None,
+    bounds: list[int] | None,
     spec: AttentionSpec,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp over the first `counts[b]` keys of each sequence `b`.
 
-    Contiguous sequences of equal length are one batch; other sequences run one after another.
+    Contiguous sequences of equal length are one batch; other sequences run one after another.  With
+    `bounds`, the queries are packed, and `bounds[b]` is the first query of sequence `b`.  The
+    backend is "torch" (tiled, for every device) or "aten" (torch's CPU kernel if it supports the
+    sequence).
     """
     if autocast.is_enabled(q.device.type):
         with autocast.disabled(q):
-            return attend_sequences(q, k_cache, v_cache, counts, block_table, spec)
-    if _is_one_batch(counts, block_table):
-        return _attend(q, k_cache[:, :, : counts[0]], v_cache[:, :, : counts[0]], spec)
+            return attend_sequences(q, k_cache, v_cache, counts, block_table, bounds, spec, backend)
+    if bounds is None and _is_one_batch(counts, block_table):
+        return _attend(q, k_cache[:, :, : counts[0]], v_cache[:, :, : counts[0]], spec, backend)
     outputs = []
     sums = []
     for b, count in enumerate(counts):
         keys = _gather_sequence(k_cache, b, count, block_table)
         values = _gather_sequence(v_cache, b, count, block_table)
-        out, lse = _attend(q[b : b + 1], keys, values, spec)
+        rows = q[b : b + 1] if bounds is None else q[:, :, bounds[b] : bounds[b + 1]]
+        out, lse = _attend(rows, keys, values, spec, backend)
         outputs.append(out)
         sums.append(lse)
     if not outputs:
-        return _attend(q, k_cache[:0], v_cache[:0], spec)
-    return torch.cat(outputs), torch.cat(sums)
-
-
-def append_rows(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    counts: list[int],
-    block_table: Tensor | None,
-) -> None:
-    """Write the new keys and values after the first `counts[b]` rows of each sequence `b`."""
-    if _is_one_batch(counts, block_table):
-        k_cache[:, :, counts[0] : counts[0] + k.shape[2]] = k
-        v_cache[:, :, counts[0] : counts[0] + v.shape[2]] = v
-        return
-    lengths = torch.tensor(counts, dtype=torch.int32)
-    scatter_rows(k_cache, k, lengths, block_table)
-    scatter_rows(v_cache, v, lengths, block_table)
+        return _attend(q, k_cache[:0], v_cache[:0], spec, "torch")
+    dim = 0 if bounds is None else 2
+    return torch.cat(outputs, dim), torch.cat(sums, dim)
 
 
 def scatter_rows(cache: Tensor, rows: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
@@ -80,12 +72,16 @@ def _gather_sequence(cache: Tensor, b: int, count: int, block_table: Tensor | No
     """Return the rows of sequence `b` as `(1, kv_heads, count, dim)`."""
     if block_table is None:
         return cache[b : b + 1, :, :count]
-    num_pages = -(-count // cache.shape[2])
-    pages = cache[block_table[b, :num_pages].long()]
-    return pages.transpose(0, 1).flatten(1, 2)[None, :, :count]
+    pages = block_table[b, : -(-count // cache.shape[2])]
+    if cache.is_cpu and count:
+        # Each row is copied once, into its place: an index and a transposition would copy it twice.
+        return torch.cat([cache[page] for page in pages.tolist()], 1)[None, :, :count]
+    return cache.index_select(0, pages).transpose(0, 1).flatten(1, 2)[None, :, :count]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
+) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp for sequences of one length."""
     seq_q, seq_k = q.shape[2], k.shape[2]
     if seq_q == 1 and spec.left != UNBOUNDED:
@@ -94,12 +90,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         v = v[:, :, -spec.left - 1 :]
     sees_all_keys = seq_q == 1 or spec.left == spec.right == UNBOUNDED
     if q.shape[1] and sees_all_keys:
-        return _attend_without_mask(q, k, v, replace(spec, left=UNBOUNDED, right=UNBOUNDED))
-    if q.device.type != "cpu" or q.numel() == 0:
+        spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
+        return _attend_without_mask(q, k, v, spec, backend)
+    if backend == "torch" or q.numel() == 0:
         return tiled.forward(q, k, v, spec)[:2]
     if spec.right == 0 and seq_q == seq_k and spec.left == UNBOUNDED:
         return aten.forward_or_tiled(q, k, v, spec)
-    if spec.softcap or seq_k < seq_q or k.shape[-1] != v.shape[-1]:
+    is_too_long = seq_q * seq_k > MAX_MASK
+    if is_too_long or spec.softcap or seq_k < seq_q or k.shape[-1] != v.shape[-1]:
         return tiled.forward(q, k, v, spec)[:2]
     queries, keys = torch.arange(seq_q), torch.arange(seq_k)
     hidden = spec.hidden(queries, keys, seq_k - seq_q)
@@ -108,7 +106,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
 
 
 def _attend_without_mask(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of queries that see all keys.
 
@@ -117,7 +115,7 @@ def _attend_without_mask(
     batch, heads, _, dim = q.shape
     kv_heads = k.shape[1]
     rows = q if heads == kv_heads else q.reshape(batch, kv_heads, -1, dim)
-    if q.device.type != "cpu" or spec.softcap or q.numel() == 0 or k.numel() == 0:
+    if backend == "torch" or spec.softcap or q.numel() == 0 or k.numel() == 0:
         out, lse, _ = tiled.forward(rows, k, v, spec)
     else:
         out, lse = aten.forward(rows, k, v, spec.scale, False)

@@ -9,6 +9,7 @@ from torch import Tensor
 from flashattn2.kvcache import eager
 from flashattn2.kvcache.validation import check_values
 from flashattn2.spec import AttentionSpec
+from flashattn2.validation import check_boundaries
 
 
 @torch.library.custom_op("flashattn2::decode", mutates_args=())
@@ -18,25 +19,29 @@ def decode_op(
     v_cache: Tensor,
     lengths: Tensor,
     block_table: Tensor | None,
+    cu_q: Tensor | None,
     scale: float,
     left: int,
     right: int,
     softcap: float,
     backend: str,
-    precision: str,
     split_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp over the first `lengths` keys of each sequence."""
-    check_values(lengths, 0, k_cache, block_table)
+    counts = check_values(lengths, 0, k_cache, block_table, backend)
+    if cu_q is not None:
+        check_boundaries("cu_seqlens_q", cu_q, q.shape[2], backend != "triton")
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "triton":
         from flashattn2.kernels import decode
 
         with torch.cuda.device_of(q):
-            return decode.decode(
-                q, k_cache, v_cache, lengths, block_table, spec, precision, split_size
-            )
-    return eager.attend_sequences(q, k_cache, v_cache, lengths.tolist(), block_table, spec)
+            return decode.decode(q, k_cache, v_cache, lengths, block_table, cu_q, spec, split_size)
+    bounds = None if cu_q is None else cu_q.cpu().tolist()
+    out, lse = eager.attend_sequences(
+        q, k_cache, v_cache, counts, block_table, bounds, spec, backend
+    )
+    return out.contiguous(), lse.contiguous()
 
 
 @decode_op.register_fake
@@ -57,7 +62,7 @@ def append_op(
     backend: str,
 ) -> None:
     """Write the new rows after the first `lengths` rows of each sequence."""
-    check_values(lengths, k.shape[2], k_cache, block_table)
+    check_values(lengths, k.shape[2], k_cache, block_table, backend)
     for cache, rows in ((k_cache, k), (v_cache, v)):
         if backend == "triton":
             from flashattn2.kernels import decode

@@ -3,39 +3,50 @@
 import torch
 from torch import Tensor
 
+from flashattn2 import autocast
+from flashattn2.autograd_functions import is_untransformed
 from flashattn2.spec import MAX_ROWS
-from flashattn2.validation import check_heads, check_tensors
+from flashattn2.validation import DTYPES, check_boundary_tensor, check_heads, check_tensors
 
 
-def check_no_gradient(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError if a tensor requires a gradient."""
-    if any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+def check_no_derivative(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError if a tensor requires a gradient or a transform is active."""
+    needs_gradient = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tensors
+    )
+    if needs_gradient or not (torch.compiler.is_compiling() or is_untransformed()):
         raise RuntimeError(
-            "attention over a cache has no gradient; call it under torch.no_grad(), or call "
-            "flash_attention for training"
+            "attention over a cache has no gradient; call it under torch.no_grad() and outside of "
+            "forward-mode AD and torch.func, or call flash_attention for training"
         )
 
 
-def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, is_paged: bool) -> None:
-    """Raise ValueError unless the queries and the caches match."""
+def count_sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    """Return the number of sequences; raise an error unless `cu_seqlens_q` fits packed queries."""
+    if cu_seqlens_q is None:
+        return q.shape[0] if q.dim() else 0
+    check_tensors(cu_seqlens_q=cu_seqlens_q)
+    check_boundary_tensor("cu_seqlens_q", cu_seqlens_q, q)
+    return len(cu_seqlens_q) - 1
+
+
+def check_shapes(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, is_paged: bool, is_packed: bool, batch: int
+) -> None:
+    """Raise ValueError unless the queries, packed or not, and the caches match."""
+    if is_packed and q.dim() != 3:
+        raise ValueError(
+            f"expected q with cu_seqlens_q to be (total_q, heads, dim), got shape {tuple(q.shape)}"
+        )
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.dim() != 4:
+        if x.dim() != 4 and not (name == "q" and is_packed):
             raise ValueError(f"expected {name} to have four dimensions, got shape {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(
                 f"expected {name} on the device of q, {q.device}, got {x.device}; "
                 f"pass {name}.to(q.device)"
             )
-    if k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            f"expected caches of one dtype, got {k_cache.dtype} for k_cache and {v_cache.dtype} "
-            "for v_cache"
-        )
-    if q.dtype != k_cache.dtype and not torch.is_autocast_enabled(q.device.type):
-        raise ValueError(
-            f"expected q to have the dtype of k_cache, {k_cache.dtype}, got {q.dtype}; "
-            "pass q.to(k_cache.dtype)"
-        )
+    _check_dtypes(q, k_cache, v_cache)
     if k_cache.shape[:-1] != v_cache.shape[:-1] or q.shape[-1] != k_cache.shape[-1]:
         raise ValueError(
             "expected k_cache to have the head dim of q, and v_cache the shape of k_cache except "
@@ -44,22 +55,57 @@ def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, is_paged: bool) ->
         )
     if k_cache.shape[1] == 0:
         raise ValueError("expected at least one key head, got 0")
-    check_heads(q.shape[1], k_cache.shape[1])
-    if not is_paged and q.shape[0] != k_cache.shape[0]:
+    if 0 in (q.shape[-1], v_cache.shape[-1]):
+        raise ValueError("expected a head dim of at least 1, got head dim 0")
+    if is_paged and k_cache.shape[2] == 0:
         raise ValueError(
-            f"expected one batch size, got batch {q.shape[0]} for q and {k_cache.shape[0]} for "
+            f"expected pages of at least one row, got k_cache of shape {tuple(k_cache.shape)}"
+        )
+    check_heads(q.shape[1], k_cache.shape[1])
+    if not is_paged and batch != k_cache.shape[0]:
+        raise ValueError(
+            f"expected one batch size, got batch {batch} for q and {k_cache.shape[0]} for "
             "k_cache; pass a block_table for a paged cache"
         )
 
 
-def check_table(block_table: Tensor | None, q: Tensor) -> None:
+def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise ValueError unless both caches have the dtype of q, or autocast converts q to it."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dtype in DTYPES:
+            continue
+        reason = ""
+        if x.dtype.itemsize == 1 and x.dtype != torch.bool:
+            reason = (
+                "; quantized caches need scales, which no kernel here applies and which cannot be "
+                "verified without a GPU: keep the cache in bfloat16, or convert it with its scale"
+            )
+        raise ValueError(
+            f"expected {name} to be float64, float32, bfloat16 or float16, got {x.dtype}{reason}"
+        )
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"expected caches of one dtype, got {k_cache.dtype} for k_cache and {v_cache.dtype} "
+            "for v_cache"
+        )
+    device = q.device.type
+    is_cast = autocast.is_enabled(device) and q.dtype != torch.float64
+    q_dtype = torch.get_autocast_dtype(device) if is_cast else q.dtype
+    if k_cache.dtype not in (q.dtype, q_dtype):
+        raise ValueError(
+            f"expected q to have the dtype of k_cache, {k_cache.dtype}, got {q.dtype}; "
+            "pass q.to(k_cache.dtype)"
+        )
+
+
+def check_table(block_table: Tensor | None, q: Tensor, batch: int) -> None:
     """Raise an error unless the block table is None or int32 with one row per sequence."""
     if block_table is None:
         return
     check_tensors(block_table=block_table)
-    if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != len(q):
+    if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != batch:
         raise ValueError(
-            f"expected block_table to be int32 of shape ({len(q)}, max_pages), got "
+            f"expected block_table to be int32 of shape ({batch}, max_pages), got "
             f"{block_table.dtype} of shape {tuple(block_table.shape)}"
         )
     if block_table.device != q.device:
@@ -70,13 +116,23 @@ def check_table(block_table: Tensor | None, q: Tensor) -> None:
 
 
 def check_new_rows(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    is_packed: bool,
 ) -> int:
     """Raise an error unless `k` and `v` fit the caches; return the number of new rows."""
     if (k is None) != (v is None):
         raise ValueError("expected both k and v to append them, or neither, got one of them")
     if k is None or v is None:
         return 0
+    if is_packed:
+        raise ValueError(
+            "expected no k and v with cu_seqlens_q, got new keys; write them into the cache before "
+            "the call, such as k_cache[pages, :, rows] = k, and count them in cache_seqlens"
+        )
     check_tensors(k=k, v=v)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         shape = (q.shape[0], cache.shape[1], k.shape[-2], cache.shape[3])
@@ -101,47 +157,40 @@ def would_overwrite_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
     return k_cache.data_ptr() == v_cache.data_ptr() and k.data_ptr() != v.data_ptr()
 
 
-def lengths(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
-    """Return the lengths as a tensor, without waiting for their values."""
+def lengths(cache_seqlens: int | Tensor, q: Tensor, batch: int) -> Tensor:
+    """Return the lengths as an int32 tensor with one length per sequence, without waiting."""
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        return torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
-    return _check_lengths(cache_seqlens, q)
-
-
-def counts(cache_seqlens: int | Tensor, q: Tensor) -> list[int]:
-    """Return the lengths as Python ints."""
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        return [cache_seqlens] * len(q)
-    values: list[int] = _check_lengths(cache_seqlens, q).tolist()
-    return values
-
-
-def _check_lengths(cache_seqlens: object, q: Tensor) -> Tensor:
-    """Raise an error unless the lengths are an int32 tensor with one length per sequence."""
+        if not -MAX_ROWS <= cache_seqlens <= MAX_ROWS:
+            raise ValueError(f"cache_seqlens must be from 0 to the capacity, got {cache_seqlens}")
+        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if not isinstance(cache_seqlens, Tensor):
         raise TypeError(
             f"expected cache_seqlens to be an int or an int32 tensor, got "
             f"{type(cache_seqlens).__name__}"
         )
     shape = tuple(cache_seqlens.shape)
-    is_valid = cache_seqlens.dtype == torch.int32 and shape == (len(q),)
+    is_valid = cache_seqlens.dtype == torch.int32 and shape == (batch,)
     if not is_valid or cache_seqlens.device != q.device:
         raise ValueError(
-            f"expected cache_seqlens to be int32 of shape ({len(q)},) on {q.device}, got "
+            f"expected cache_seqlens to be int32 of shape ({batch},) on {q.device}, got "
             f"{cache_seqlens.dtype} of shape {shape} on {cache_seqlens.device}"
         )
     return cache_seqlens
 
 
-def check_values(lengths: Tensor, new: int, cache: Tensor, table: Tensor | None) -> None:
-    """Check the lengths and the pages in use.
+def check_values(
+    lengths: Tensor, new: int, cache: Tensor, table: Tensor | None, backend: str
+) -> list[int]:
+    """Check the lengths and the pages in use; return the lengths, if the backend reads them.
 
-    Raises ValueError on a CPU.  On another device the check is a device-side assertion.
+    The Triton kernels do not wait for a GPU: there the check is a device-side assertion.
     """
-    if lengths.device.type == "cpu":
-        check_counts(lengths.tolist(), new, cache, table)
-    elif lengths.device.type != "meta":
+    if backend == "triton" and lengths.device.type != "cpu":
         assert_values(lengths, new, cache, table)
+        return []
+    counts: list[int] = lengths.cpu().tolist()
+    check_counts(counts, new, cache, table)
+    return counts
 
 
 def assert_values(lengths: Tensor, new: int, cache: Tensor, table: Tensor | None) -> None:
@@ -163,6 +212,7 @@ def check_counts(counts: list[int], new: int, cache: Tensor, table: Tensor | Non
         raise ValueError(f"{_length_rule(new, cache, table)}, got {counts}")
     if table is None:
         return
+    table = table.cpu()
     pages = -(-(torch.tensor(counts, dtype=torch.int32) + new) // cache.shape[2])
     is_used = torch.arange(table.shape[1]) < pages[:, None]
     wrong = table[is_used & ((table < 0) | (table >= len(cache)))]
