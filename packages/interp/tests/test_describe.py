@@ -416,16 +416,9 @@ def change_in_place(parameter: nn.Parameter, how: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm = True is not supported"),
         ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 12}, "word_embed_proj_dim = 12"),
         ("FalconForCausalLM", {"alibi": True}, "alibi = True is not supported"),
-        ("StableLmForCausalLM", {"qk_layernorm": True}, r"q_layernorm.* has no known role"),
-        (
-            "LlamaForCausalLM",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type 'dynamic' is not one of",
-        ),
     ],
 )
 def test_unsupported_options_of_families_are_refused(

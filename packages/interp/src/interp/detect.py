@@ -5,13 +5,14 @@ The score of a head is its mean attention to the target keys of a kind:
     previous    the previous token
     duplicate   earlier occurrences of the current token
     induction   the tokens after earlier occurrences of the current token
-    first       position 0, a frequent attention sink
+    first       the first token, a frequent attention sink
     current     the current token
     successor   (from weights, not patterns) the rate at which a token's output raises its successor
 
 The mean is over all queries that have a target key. `chance` is the score of uniform attention to
-the past. One of the heads always has the best score of a kind. Its p-value is an upper bound of the
-probability that the best of all heads has such a score if keys are permuted.
+the past. Padding is neither a query nor a key. One of the heads always has the best score of a
+kind. Its p-value is an upper bound of the probability that the best of all heads has such a score
+if keys are permuted.
 
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 
 from interp.circuits.low_rank import LowRank
+from interp.prompts import Prompt, tokens_of
 
 #: The largest p-value of a significant head.
 _SIGNIFICANCE = 0.05
@@ -105,7 +107,7 @@ class HeadScores:
 @torch.no_grad()
 def detect_heads(
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
-    tokens: Tensor | None = None,
+    tokens: Prompt | None = None,
     *,
     queries: Tensor | slice | None = None,
     successors: tuple[LowRank, Tensor] | None = None,
@@ -113,16 +115,21 @@ def detect_heads(
     """Score every head from its attention patterns.
 
     Args:
-        patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1.
-        tokens: (batch, seq) or (seq,). Without them, only positional kinds have a score.
-        queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), such as
-            the `attention_mask` of padded prompts.
+        patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
+            model has attention sinks (gpt-oss).
+        tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`.
+            Without them, only positional kinds have a score.
+        queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq). The
+            default is the `attention_mask` of the prompt, or all positions.
         successors: Circuits from token to token, `full_ov(...)`, and the ids of ordered tokens
             (one, two, ...).
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
         raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
+    if isinstance(tokens, Mapping):
+        queries = tokens.get("attention_mask") if queries is None else queries
+        tokens = tokens_of(tokens)
     if tokens is None:
         tokens = torch.arange(layers[0].shape[-1], device=layers[0].device)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
@@ -137,9 +144,10 @@ def detect_heads(
 
     # Half precision would lose a mean over thousands of queries.
     dtype = torch.promote_types(layers[0].dtype, torch.float32)
-    uniform = torch.ones(length, length, dtype=dtype, device=tokens.device).tril()
-    uniform = uniform / uniform.sum(-1, keepdim=True)
-    kinds = targets(tokens)
+    real = _real_keys(layers, chosen)
+    uniform = real[:, None].to(dtype).expand(-1, length, -1).tril()
+    uniform = uniform / uniform.sum(-1, keepdim=True).clamp_min(1)
+    kinds = targets(tokens, real)
     used = {kind: chosen & mask.any(-1) for kind, mask in kinds.items()}
     scores: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     bounds: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
@@ -150,16 +158,9 @@ def detect_heads(
     }
     chance = {kind: float((uniform * weight).sum()) for kind, weight in weights.items()}
     clusters = {kind: _clusters(kind, tokens, used[kind]) for kind in kinds}
-    real = _real_keys(layers, chosen)
     for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
-        # A query at padding may have no visible key.
-        error = ((wide.sum(-1) - 1).abs() * chosen[:, None].to(wide)).max().item()
-        if not error <= 0.02:
-            raise ValueError(
-                f"a row of layer {i}'s pattern deviates from a sum of 1 by {error:.3g}; pass "
-                "patterns after the softmax, and leave padding out with queries="
-            )
+        _require_softmax(i, wide, chosen.to(wide.device))
         visible = _visible_keys(wide, chosen.to(wide.device), real.to(wide.device))
         for kind, mask in kinds.items():
             weight = weights[kind].to(wide.device)
@@ -253,21 +254,37 @@ def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor
     return score, 1 / count, p_values
 
 
-def targets(tokens: Tensor) -> dict[str, Tensor]:
-    """Return the target keys of each kind as booleans (batch, seq_q, seq_k)."""
-    batch, length = tokens.shape
+def targets(tokens: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the target keys of each kind as booleans (batch, seq_q, seq_k).
+
+    `real` (batch, seq) is False at padding, which is never a target.
+    """
+    length = tokens.shape[1]
+    real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
     ones = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-    past, shape = ones.tril(-1), (batch, -1, -1)
-    same = (tokens[:, :, None] == tokens[:, None, :]) & past
-    first = torch.arange(length, device=tokens.device) == 0
+    past, key = ones.tril(-1), real[:, None]
+    same = (tokens[:, :, None] == tokens[:, None, :]) & past & key
+    first = (real.cumsum(-1) == 1)[:, None] & key
     return {
-        "previous": (past & ones.triu(-1)).expand(shape),
+        "previous": past & ones.triu(-1) & key,
         "duplicate": same,
         # Key j is a target if token j - 1 equals the query's token; j may be the query itself.
-        "induction": torch.nn.functional.pad(same, (1, 0))[..., :length],
-        "first": (past & first).expand(shape),
-        "current": (ones.tril() & ones.triu()).expand(shape),
+        "induction": torch.nn.functional.pad(same, (1, 0))[..., :length] & key,
+        "first": past & first,
+        "current": (ones.tril() & ones.triu()) & key,
     }
+
+
+def _require_softmax(layer: int, pattern: Tensor, chosen: Tensor) -> None:
+    """Raise ValueError if a row of a query is not a softmax, or has no visible key."""
+    rows = pattern.sum(-1).masked_fill(~chosen[:, None], 1.0)
+    lowest, highest = float(rows.min()), float(rows.max())
+    if not (lowest > 0 and highest <= 1.02 and float(pattern.min()) >= 0):
+        raise ValueError(
+            f"the rows of layer {layer}'s pattern sum to {lowest:.3g} ... {highest:.3g}, and its "
+            f"smallest entry is {float(pattern.min()):.3g}; pass patterns after the softmax, and "
+            "leave padding out with queries="
+        )
 
 
 def _check(layers: list[Tensor], tokens: Tensor) -> None:

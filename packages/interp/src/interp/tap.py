@@ -138,6 +138,7 @@ def _report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> It
         if depth == 1:  # Inner modules see a cache to which earlier blocks have appended.
             values = (*args, *kwargs.values())
             caches = [value for value in values if hasattr(value, "get_seq_length")]
+            _require_no_padding_at_the_start(kwargs.get("attention_mask"))
             inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
             lengths = [x.shape[1] for x in inputs if isinstance(x, Tensor) and x.ndim > 1]
             for at in patches.values():
@@ -159,6 +160,14 @@ def _report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> It
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _require_no_padding_at_the_start(mask: Any) -> None:
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool((mask[:, 0] != 0).all()):
+        raise RuntimeError(
+            "at_positions() counts from the start of the text, and this batch is padded on the "
+            "left; pass prompts of equal length, or patch one prompt per call"
+        )
 
 
 class AtPositions:
@@ -234,8 +243,9 @@ def at_positions(
     of the cache. With `cached=False`, each call contains the whole text. `new` is a tensor that
     broadcasts to the patched positions, or a function of the old values.
 
-    A patch belongs to one text. Raises RuntimeError if it is used for another text, and if none of
-    the positions occurred. Raises ValueError for negative positions, which depend on the length.
+    A patch belongs to one text. Raises RuntimeError if it is used for another text or for prompts
+    that are padded on the left, and if none of the positions occurred. Raises ValueError for
+    negative positions, which depend on the length.
     """
     ends = positions if not isinstance(positions, slice) else [positions.start, positions.stop]
     if any(end is not None and end < 0 for end in ends):

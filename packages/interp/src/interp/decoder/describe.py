@@ -19,6 +19,7 @@ from interp.decoder.decoder import Decoder, Settings
 from interp.decoder.families import (
     constants_of,
     layer_types,
+    length_limit,
     rotary_angles,
     settings_from_config,
 )
@@ -29,7 +30,7 @@ from interp.decoder.names import (
     features_of_heads,
     roles_of,
 )
-from interp.decoder.source import Source
+from interp.decoder.source import Source, weights_of
 from interp.decoder.verify import COPY_BYTES, call, distance, evaluating, matching_settings
 
 
@@ -50,7 +51,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     """
     if isinstance(model, Decoder) and not settings:
         return model
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors = weights_of(model)
     theta = settings.pop("rope_theta", None)
     if unknown := settings.keys() - Settings.__dataclass_fields__:
         known = ", ".join(["rope_theta", *Settings.__dataclass_fields__])
@@ -59,6 +60,12 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "to_dict") and hasattr(model_config, "model_type"):
         config = model_config.to_dict()
+        limit = length_limit(config)
+        if limit is not None and (settings.get("context") or 0) > limit:
+            raise ValueError(
+                f"expected a context of at most {limit}, got {settings['context']}: beyond it, the "
+                "angles of rope_type 'dynamic' depend on earlier calls of the model"
+            )
         candidates = _settings_from_model(model, config)
     else:
         candidates = list(_settings_from_module(model, tensors, theta))

@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder
+from interp.decoder.decoder import Decoder, Latent
 
 
 @torch.no_grad()
@@ -105,10 +105,13 @@ def fold_decoder(model: Decoder) -> Decoder:
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     model.source = source  # Folded weights are copies.
     for block in model.layers:
-        attention = block.attention
-        fold_norm(block.norm1, attention.q, attention.k, attention.v)
+        attention, readers = block.attention, list[nn.Linear]()
+        for part in (attention.q, attention.k, attention.v):
+            readers += part.readers if isinstance(part, Latent) else [part]
+        fold_norm(block.norm1, *readers)
         fold_norm(block.norm2, *_linears(block.mlp, "gate", "up", "router", "shared_gate"))
-        fold_value_bias(attention.v, attention.o, d_head=attention.d_head)
+        if isinstance(attention.v, nn.Linear) and attention.sinks is None:
+            fold_value_bias(attention.v, attention.o, d_head=attention.d_head)
     if _can_center(model):
         tables = [model.embed] if model.position is None else [model.embed, model.position]
         center_writes(*tables)

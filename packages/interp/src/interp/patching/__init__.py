@@ -65,7 +65,7 @@ from interp.patching.activation import (
 )
 from interp.patching.attribution import attribute_parts, attribution_patching, edge_attribution
 from interp.patching.paths import EdgeEffects, Node, patch_edges, path_patching
-from interp.patching.prompts import Metric, Prompt
+from interp.prompts import Metric, Prompt
 
 __all__ = [
     "AblationResult",

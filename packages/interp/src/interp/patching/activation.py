@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from interp.patching.batching import Patches, run_patches
-from interp.patching.prompts import (
+from interp.patching.restart import Restart
+from interp.prompts import (
     Metrics,
     Prompt,
     forward,
@@ -20,7 +21,6 @@ from interp.patching.prompts import (
     split_pairs,
     standard_error,
 )
-from interp.patching.restart import Restart
 from interp.tap import record
 
 Replacement = Literal["zero", "mean", "resample"]

@@ -18,7 +18,7 @@ from interp.patching.paths import (
     projection,
     sender_changes,
 )
-from interp.patching.prompts import (
+from interp.prompts import (
     Metrics,
     Prompt,
     forward,
@@ -196,8 +196,9 @@ def _receiver_effects(
         return effects
     q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
     q, k = (new, k) if receiver.kind == "q" else (q, new)
-    pattern = attention.scores(q, k, *layout).softmax(-1)
-    pattern_effects = (pattern - seen[f"{site}.pattern"]) * gradients[f"{site}.pattern"]
+    old_pattern = seen[f"{site}.pattern"]
+    pattern = attention.scores(q, k, *layout).softmax(-1)[..., : old_pattern.shape[-1]]
+    pattern_effects = (pattern - old_pattern) * gradients[f"{site}.pattern"]
     # A key head changes the patterns of all query heads that share it.
     effects = pattern_effects.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
     return effects
@@ -218,6 +219,7 @@ def _effect_through_softmax(
     q, k = old
     scores = attention.scores(q, k, *layout)[0].double()
     gradient = gradient[0].double()  # [heads, seq_q, seq_k]
+    gradient = nn.functional.pad(gradient, (0, scores.shape[-1] - gradient.shape[-1]))  # a sink
     if part == "q":
         after = attention.scores(new, k, *layout)[0].double().softmax(-1)
         return ((after - scores.softmax(-1)) * gradient).sum(-1).to(q.dtype)
@@ -232,7 +234,7 @@ def _effect_through_softmax(
     rest, weighted_rest = _sum_of_others(e), _sum_of_others(e * gradient)
     before = (weighted_rest + e * gradient) / (rest + e)
     effect = (weighted_rest + e_new * gradient) / (rest + e_new) - before
-    by_head = torch.where(scores > float("-inf"), effect, 0).sum(-2)
+    by_head = torch.where(scores > float("-inf"), effect, 0).sum(-2)[..., : k.shape[1]]
     by_key_head: Tensor = by_head.unflatten(0, (attention.kv_heads, -1)).sum(1)
     return by_key_head.to(q.dtype)
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderAttention
 from interp.patching.batching import replace_heads
-from interp.patching.prompts import (
+from interp.patching.restart import Restart
+from interp.prompts import (
     Metrics,
     Prompt,
     forward,
@@ -23,7 +24,6 @@ from interp.patching.prompts import (
     split_pairs,
     standard_error,
 )
-from interp.patching.restart import Restart
 from interp.tap import patch, record
 
 
@@ -156,9 +156,9 @@ def _receiver_patch(
     return f"{name}.attention.{receiver.kind}", partial(replace_heads, index, new, heads)
 
 
-def projection(attention: DecoderAttention, kind: str) -> tuple[nn.Linear, int]:
+def projection(attention: DecoderAttention, kind: str) -> tuple[nn.Module, int]:
     """Return the projection to queries, keys or values, and its number of heads."""
-    linear = cast(nn.Linear, getattr(attention, kind))
+    linear = cast(nn.Module, getattr(attention, kind))
     return linear, attention.heads if kind == "q" else attention.kv_heads
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderBlock
-from interp.patching.prompts import Prompt, forward, is_cache, is_close
+from interp.prompts import Prompt, forward, is_cache, is_close
 from interp.tap import expand_sites, record
 
 # The modules of a Decoder's blocks. Attention alone mixes positions; all others act on each

@@ -1,8 +1,7 @@
 """One HTML file with patterns, patching results, kinds of heads, the logit lens and attributions.
 
 The file contains its styles, script and data and fetches nothing. Patterns are stored as one byte
-per weight in base64, with an error of at most 1/510. `figure` draws a heat map with matplotlib,
-which is an optional dependency.
+per weight in base64, with an error of at most 1/510.
 """
 
 from __future__ import annotations
@@ -81,27 +80,6 @@ def view(
     parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
     return _write(Path(path), page)
-
-
-def figure(patched: Patched, *, tokens: Sequence[str] | None = None, title: str = "") -> Any:
-    """Return a heat map as a `matplotlib.figure.Figure`; requires `pip install "interp[plot]"`."""
-    from matplotlib.figure import Figure
-
-    length = patched.values.shape[-1]
-    labels = list(tokens) if tokens else [str(i) for i in range(length)]
-    content = _heat_map(title, patched, labels)
-    values = torch.tensor(content["values"], dtype=torch.float64)
-    limit = float(values.abs().max())
-    drawn = Figure(
-        figsize=(2 + 0.25 * values.shape[1], 1.5 + 0.2 * len(values)), layout="constrained"
-    )
-    axes = drawn.subplots()
-    image = axes.imshow(values.numpy(), cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-    axes.set_xticks(range(values.shape[1]), content["columns"], rotation=70)
-    axes.set_yticks(range(len(values)), content["rows"])
-    axes.set(xlabel=content["across"], ylabel=content["down"], title=title)
-    drawn.colorbar(image, label=content["note"])
-    return drawn
 
 
 def _heat_map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,8 @@ def tokens_of(prompt: Prompt) -> Tensor:
     """Return the token ids of a prompt."""
     if isinstance(prompt, Tensor):
         return prompt
+    if prompt.get("cache") is not None:
+        raise ValueError("a prompt has a cache of a Decoder, which grows; pass the whole text")
     tokens = prompt.get("input_ids")
     if not isinstance(tokens, Tensor):
         keys = ", ".join(map(str, prompt)) or "nothing"
@@ -42,12 +44,15 @@ def split_pairs(
             f"prompts are {tuple(clean_tokens.shape)} and {tuple(corrupted_tokens.shape)}; "
             "both must be (1, seq), or (pairs, seq)"
         )
+    if not isinstance(metric, Sequence | _MetricOfPair):
+        for prompt in (clean, corrupted):
+            _require_no_padding_at_the_end(prompt)
     if isinstance(metric, Sequence):
         if len(metric) != count:
             raise ValueError(
                 f"got {len(metric)} metrics for {count} pairs; pass one, or one per pair"
             )
-        metrics = list(metric)
+        metrics: list[Metric] = [_MetricOfPair(of_pair) for of_pair in metric]
     elif count == 1:
         return []
     else:
@@ -56,6 +61,26 @@ def split_pairs(
         (_prompt_at(clean, i, count), _prompt_at(corrupted, i, count), metrics[i])
         for i in range(count)
     ]
+
+
+@dataclass(frozen=True)
+class _MetricOfPair:
+    """A metric that was passed for one pair, and may read a position before its padding."""
+
+    metric: Metric
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        return self.metric(streams)
+
+
+def _require_no_padding_at_the_end(prompt: Prompt) -> None:
+    """Raise ValueError if one metric for all pairs could read padding at position -1."""
+    mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and not bool((mask[:, -1] != 0).all()):
+        raise ValueError(
+            "a prompt ends with padding, which a metric of the last position would read; pad on "
+            "the left, or pass one metric per pair that reads a position of its prompt"
+        )
 
 
 def _prompt_at(prompt: Prompt, index: int, count: int) -> Prompt:
