@@ -767,38 +767,13 @@ def test_padded_prompts_have_the_same_logits_and_patches_as_unpadded_ones(name: 
     for part, values in estimates[0].items():
         torch.testing.assert_close(values[..., 4:], estimates[1][part], rtol=1e-5, atol=1e-5)
     edges = [
-        edge_attribution(decoder, *pair, metric, exact=True)
+        edge_attribution(decoder, *pair, metric, exact=None)
         for pair in (padded, (clean[:, 4:], corrupted[:, 4:]))
     ]
     torch.testing.assert_close(edges[0].exact, edges[1].exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(edges[0].values, edges[1].values, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"attention_mask is \(2, 3\); pass \(2, 13\)"):
         decoder(TOKENS, attention_mask=mask[:, :3])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_prompts_after_a_cached_prefix_have_the_same_patches_as_whole_ones(name: str) -> None:
-    model = peer(name, "sdpa")
-    blocks, part = (
-        ("transformer.h.*", "attn.c_proj:input")
-        if "GPT2" in name
-        else ("model.layers.*", "self_attn.o_proj:input")
-    )
-    clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
-    corrupted[0, [6, 8]] = torch.tensor([1, 2])
-    cache = model(clean[:, :5], use_cache=True).past_key_values
-    after = [{"input_ids": x[:, 5:], "past_key_values": cache} for x in (clean, corrupted)]
-
-    def metric(stream: Tensor) -> Tensor:
-        return stream[:, -1].square().sum(-1)
-
-    for scan, more in ((patch_streams, ()), (patch_parts, (part,))):
-        heads = {"heads": 4} if more else {}
-        whole = scan(model, blocks, *more, clean, corrupted, metric, batch=3, **heads)
-        rest = scan(model, blocks, *more, *after, metric, batch=3, **heads)
-        torch.testing.assert_close(rest.values, whole.values[..., 5:], rtol=1e-6, atol=1e-6)
-    assert cache.get_seq_length() == 5
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interp import AttentionOnly, detect_heads, record_patterns
-from interp.circuits.low_rank import synthesize
-from interp.circuits.vocabulary import full_ov
 from interp.detect import targets
 
 
@@ -223,22 +221,3 @@ def test_strong_heads_are_significant_and_weak_heads_are_not() -> None:
     none = detect_heads([torch.stack(heads)[None, :, :12, :12].softmax(-1)], period)
     assert none.best("induction").is_noise
     assert none.significant("induction") == []
-
-
-def test_successor_heads_are_detected_from_weights() -> None:
-    torch.manual_seed(0)
-    embed, chain = torch.randn(20, 16, dtype=torch.float64), torch.tensor([7, 3, 12, 5, 9, 1])
-    ov = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    # Head 1.2 maps each token of the chain to the next one.
-    ov[1, 2] = embed[chain[1:]].T @ torch.linalg.pinv(embed[chain[:-1]].T)
-    circuits = full_ov(synthesize(ov, 16), embed, torch.linalg.pinv(embed).T)
-    result = detect_heads([torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain))
-    assert [(h.layer, h.head, h.score) for h in result.significant("successor")] == [(1, 2, 1.0)]
-    others = result.scores["successor"].flatten()[:5]
-    assert others.max() < 1
-    backwards = detect_heads(
-        [torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain.flip(0))
-    )
-    assert backwards.best("successor").is_noise
-    with pytest.raises(ValueError, match="3 distinct token ids"):
-        detect_heads([torch.eye(4)[None, None]], successors=(circuits, torch.tensor([1, 1, 2])))

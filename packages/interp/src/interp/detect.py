@@ -7,7 +7,6 @@ The score of a head is its mean attention to the target keys of a kind:
     induction   the tokens after earlier occurrences of the current token
     first       the first token, a frequent attention sink
     current     the current token
-    successor   (from weights, not patterns) the rate at which a token's output raises its successor
 
 The mean is over all queries that have a target key. `chance` is the score of uniform attention to
 the past. Padding is neither a query nor a key. One of the heads always has the best score of a
@@ -17,14 +16,17 @@ if keys are permuted.
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
 repeated tokens repeat the same choice of a head. The queries of each distinct token therefore form
-a cluster c that counts once, with its mean x_c. (For `first`, all queries of a prompt have the same
-target, so prompts that start with the same two tokens form a cluster.) Nothing is assumed about the
-dependence within a cluster or among a query's m target keys. Because exp is convex,
-E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's bound
+a cluster c that counts once, with its mean x_c. Queries at the same position of several prompts
+are not independent either, if a head attends by position. The p-value is the larger one of both
+clusterings, so a kind needs several tokens and several positions. (For `first`, all queries of a
+prompt have the same target, so prompts that start with the same two tokens form a cluster.)
+Nothing is assumed about the dependence within a cluster or among a query's m target keys. Because
+exp is convex, E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by
+Chernoff's bound
 
     p <= heads * min_t prod_c (mean over q in c of mean_k exp(t m A_qk)) / exp(t sum_c x_c)
 
-Olsson et al. 2022, "In-context Learning and Induction Heads"; Gould et al. 2023, "Successor Heads".
+Olsson et al. 2022, "In-context Learning and Induction Heads".
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from interp.circuits.low_rank import LowRank
 from interp.prompts import Prompt, tokens_of
 
 #: The largest p-value of a significant head.
@@ -110,7 +111,6 @@ def detect_heads(
     tokens: Prompt | None = None,
     *,
     queries: Tensor | slice | None = None,
-    successors: tuple[LowRank, Tensor] | None = None,
 ) -> HeadScores:
     """Score every head from its attention patterns.
 
@@ -121,8 +121,6 @@ def detect_heads(
             Without them, only positional kinds have a score.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq). The
             default is the `attention_mask` of the prompt, or all positions.
-        successors: Circuits from token to token, `full_ov(...)`, and the ids of ordered tokens
-            (one, two, ...).
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
@@ -157,7 +155,7 @@ def detect_heads(
         for kind, mask in kinds.items()
     }
     chance = {kind: float((uniform * weight).sum()) for kind, weight in weights.items()}
-    clusters = {kind: _clusters(kind, tokens, used[kind]) for kind in kinds}
+    clusters = {kind: _clusters(kind, tokens, used[kind], real) for kind in kinds}
     for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
         _require_softmax(i, wide, chosen.to(wide.device))
@@ -166,26 +164,30 @@ def detect_heads(
             weight = weights[kind].to(wide.device)
             score = torch.einsum("bhqk,bqk->h", wide, weight)
             scores[kind].append(score.cpu())
-            cluster = clusters[kind].to(wide.device)
-            bound = _log_bound(wide, visible, mask.to(wide.device), cluster)
-            bounds[kind].append(bound.exp().cpu())
+            log_bounds = [
+                _log_bound(wide, visible, mask.to(wide.device), cluster.to(wide.device))
+                for cluster in clusters[kind]
+            ]
+            bounds[kind].append(torch.stack(log_bounds).amax(0).exp().cpu())
     stacked = {kind: torch.stack(values) for kind, values in scores.items()}
     heads = stacked["first"].numel()
     p_values = {kind: (torch.stack(p) * heads).clamp_max(1.0) for kind, p in bounds.items()}
-    if successors is not None:
-        kind = "successor"
-        stacked[kind], chance[kind], p_values[kind] = _successors(*successors)
     return HeadScores(stacked, chance, p_values)
 
 
-def _clusters(kind: str, tokens: Tensor, used: Tensor) -> Tensor:
-    """Return the cluster index of each query, (batch, seq), or -1 for unused queries."""
+def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Tensor]:
+    """Return cluster indices of all queries, (batch, seq), -1 for unused queries."""
+    position = real.cumsum(-1)
     if kind == "first":
-        start = tokens[:, :2].unique(dim=0, return_inverse=True)[1]
-        number = start[:, None].expand(tokens.shape)
+        row = torch.arange(len(tokens), device=tokens.device)
+        begin = (position == 1).to(torch.uint8).argmax(-1)
+        after = (begin + 1).clamp_max(tokens.shape[1] - 1)
+        start = torch.stack([tokens[row, begin], tokens[row, after]], 1)
+        same_start = start.unique(dim=0, return_inverse=True)[1]
+        numbers = [same_start[:, None].expand(tokens.shape)]
     else:
-        number = tokens.unique(return_inverse=True)[1]
-    return torch.where(used, number, -1)
+        numbers = [tokens.unique(return_inverse=True)[1], position]
+    return [torch.where(used, number, -1) for number in numbers]
 
 
 def _real_keys(layers: list[Tensor], chosen: Tensor) -> Tensor:
@@ -235,23 +237,6 @@ def _log_bound(pattern: Tensor, visible: Tensor, targets: Tensor, clusters: Tens
         total = torch.zeros_like(largest).index_add(0, cluster, terms)
         log_p.append((largest + (total / size[:, None]).log()).sum(0) - t * observed)
     return torch.stack(log_p).amin(0)
-
-
-def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor]:
-    """Return the rate at which heads most boost the correct next token, chance, and p-values."""
-    count = len(chain)
-    if chain.ndim != 1 or count < 3 or len(chain.unique()) < count:
-        raise ValueError(f"expected at least 3 distinct token ids in order, got {chain}")
-    chain = chain.to(circuits.a.device)
-    raised = circuits.a[..., chain, :] @ circuits.b[..., chain]  # [layers, heads, to, from]
-    raises = raised.argmax(-2).cpu()
-    # The null distribution is the best score of all heads for permuted chains.
-    shuffled = torch.rand(999, count, generator=torch.Generator().manual_seed(0)).argsort(-1)
-    orders = torch.cat([torch.arange(count)[None], shuffled])
-    hits = (raises[..., orders[:, :-1]] == orders[:, 1:]).to(torch.float32).mean(-1)
-    score, best = hits[..., 0], hits[..., 1:].amax((0, 1))
-    p_values = ((best >= score[..., None]).sum(-1) + 1) / (len(best) + 1)
-    return score, 1 / count, p_values
 
 
 def targets(tokens: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:

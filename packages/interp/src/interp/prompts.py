@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,8 +23,8 @@ def tokens_of(prompt: Prompt) -> Tensor:
     """Return the token ids of a prompt."""
     if isinstance(prompt, Tensor):
         return prompt
-    if prompt.get("cache") is not None:
-        raise ValueError("a prompt has a cache of a Decoder, which grows; pass the whole text")
+    if cached := [name for name, value in prompt.items() if hasattr(value, "get_seq_length")]:
+        raise ValueError(f"the prompt has a cache, {cached[0]}=; pass the whole text instead")
     tokens = prompt.get("input_ids")
     if not isinstance(tokens, Tensor):
         keys = ", ".join(map(str, prompt)) or "nothing"
@@ -87,10 +86,6 @@ def _prompt_at(prompt: Prompt, index: int, count: int) -> Prompt:
     """Return prompt number `index` of a batch of `count` prompts, with a batch dimension of 1."""
     if isinstance(prompt, Tensor):
         return prompt[index : index + 1]
-    if count > 1 and any(is_cache(value) for value in prompt.values()):
-        raise ValueError(
-            "a prompt with past_key_values must be the only pair; pass one pair per call"
-        )
     arguments = dict(prompt)
     for name, value in prompt.items():
         if isinstance(value, Tensor) and value.ndim > 1 and len(value) == count:
@@ -121,19 +116,13 @@ def standard_error(per_pair: Tensor | None) -> Tensor:
 
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
-    """Return the model's output for a prompt, without filling a cache.
-
-    A cache in the prompt is copied first, because the model would append to it.
-    """
+    """Return the model's output for a prompt, without filling a cache."""
     options: dict[str, Any] = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
         options["use_cache"] = False
     if isinstance(prompt, Tensor):
         return model(prompt, **options)
-    arguments = {
-        name: copy.deepcopy(value) if is_cache(value) else value for name, value in prompt.items()
-    }
-    return model(**arguments, **options)
+    return model(**prompt, **options)
 
 
 def measure(metric: Metrics, streams: Tensor) -> Tensor:
@@ -147,11 +136,6 @@ def measure(metric: Metrics, streams: Tensor) -> Tensor:
             "must return one number per stream"
         )
     return result
-
-
-def is_cache(value: object) -> bool:
-    """Return True for Hugging Face's caches, to which blocks append keys and values."""
-    return hasattr(value, "batch_repeat_interleave")
 
 
 def is_close(repeated: Tensor, original: Tensor) -> bool:

@@ -666,7 +666,8 @@ class Decoder(nn.Module):
         elif cache is not None:
             new = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
             new = new if earlier is None else new + earlier[:, -1:] + 1
-        if position_ids is None and padding is not None and self.position is not None:
+        is_default = position_ids is None and earlier is None
+        if is_default and padding is not None and self.position is not None:
             _warn_if_tokens_follow(padding)
         if new is not None and earlier is not None:
             new = torch.cat([earlier, new], 1)

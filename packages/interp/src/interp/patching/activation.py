@@ -96,7 +96,7 @@ def patch_streams(
         blocks: The pattern that names the blocks in order ("blocks.*"). Each takes the residual
             stream first and returns the next block's input.
         clean: Token ids (1, seq), or the model's keyword arguments, such as `input_ids` with an
-            `attention_mask` or `past_key_values`. Several prompts are (pairs, seq).
+            `attention_mask`. Several prompts are (pairs, seq).
         corrupted: A prompt of the same shape.
         metric: A function from final streams (n, seq, d_model), the outputs of the last block, to
             (n,), such as `logit_difference`; or one function per pair.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from interp.decoder.decoder import Decoder, DecoderAttention
 from interp.patching.paths import (
     EdgeEffects,
     Node,
-    patch_edges,
+    measured,
     projection,
     sender_changes,
 )
 from interp.prompts import (
+    Metric,
     Metrics,
     Prompt,
     forward,
@@ -120,17 +121,51 @@ def edge_attribution(
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
-    exact: bool = False,
+    exact: int | None = 8,
     batch: int = 64,
 ) -> EdgeEffects:
     """Estimate the effects that `patch_edges` measures, from one backward pass.
 
     The receiver's norm, projection and softmax are computed; everything after them is linearized.
-    `exact=True` also measures each edge, so that `.error` is known.
+    The `exact` edges with the largest estimates, or all edges if it is None, are measured too:
+    `.error` is the difference.
     """
-    if pairs := split_pairs(clean, corrupted, metric):
-        estimate = partial(edge_attribution, model, senders=senders, receivers=receivers)
-        return mean_over_pairs([estimate(*pair, exact=exact, batch=batch) for pair in pairs])
+    pairs = split_pairs(clean, corrupted, metric) or [(clean, corrupted, cast(Metric, metric))]
+    results, changes = [], []
+    for pair in pairs:
+        result, change = _estimated_edges(model, *pair, senders, receivers, batch)
+        results.append(result)
+        changes.append(change)
+    edges = mean_over_pairs(results) if len(pairs) > 1 else results[0]
+    wanted = _largest(edges, exact)
+    exact_values = [
+        measured(model, prompt, of_pair, edges, wanted, change, batch=batch)
+        for (_, prompt, of_pair), change in zip(pairs, changes, strict=True)
+    ]
+    mean = torch.stack(exact_values).mean(0)
+    return replace(edges, exact=torch.where(wanted | ~edges.exists, mean, float("nan")))
+
+
+def _largest(edges: EdgeEffects, count: int | None) -> Tensor:
+    """Return True for the `count` edges with the largest values, or for all edges."""
+    if count is None or count >= int(edges.exists.sum()):
+        return edges.exists
+    sizes = torch.where(edges.exists, edges.values.abs(), -1.0).flatten()
+    wanted = torch.zeros_like(sizes, dtype=torch.bool)
+    wanted[sizes.topk(count).indices] = True
+    return wanted.view_as(edges.exists)
+
+
+def _estimated_edges(
+    model: Decoder,
+    clean: Prompt,
+    corrupted: Prompt,
+    metric: Metrics,
+    senders: Sequence[Node] | None,
+    receivers: Sequence[Node] | None,
+    batch: int,
+) -> tuple[EdgeEffects, Tensor]:
+    """Return the estimates for one pair, and the changes of the senders' outputs."""
     with torch.no_grad():
         edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
@@ -161,12 +196,7 @@ def edge_attribution(
             ]
             effects[key] = torch.cat(chunks)
         edges.values[rows, column] = effects[key][:, receiver.head]
-    if not exact:
-        return edges
-    measured = patch_edges(
-        model, clean, corrupted, metric, senders=senders, receivers=receivers, batch=batch
-    )
-    return replace(edges, exact=measured.values)
+    return edges, changes
 
 
 @torch.no_grad()
