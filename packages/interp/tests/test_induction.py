@@ -138,6 +138,7 @@ def is_textbook_circuit(result: Confirmation) -> bool:
     )
 
 
+@pytest.mark.exhaustive  # the quick start of the README is tested in every run
 def test_a_trained_model_grows_the_circuit_and_needs_it() -> None:
     """Training finds both heads, and the model fails without the previous-token head.
 
