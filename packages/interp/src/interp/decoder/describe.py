@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, Settings
 from interp.decoder.families import (
+    FAMILIES,
     constants_of,
     layer_types,
     length_limit,
@@ -60,6 +61,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "to_dict") and hasattr(model_config, "model_type"):
         config = model_config.to_dict()
+        _require_known(config, tensors)
         limit = length_limit(config)
         if limit is not None and (settings.get("context") or 0) > limit:
             raise ValueError(
@@ -87,6 +89,22 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     decoder.comparisons = comparisons
     decoder.source = Source(model, tensors, _copied_names(tensors, folded, chosen))
     return decoder
+
+
+def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a family that is not supported, with a property that is not known."""
+    kind = config.get("model_type")
+    if kind in FAMILIES:
+        return
+    unknown = "its norms, positions and activation are unknown"
+    try:
+        roles_of(tensors)
+    except ValueError as error:
+        unknown = str(error)
+    raise ValueError(
+        f"model_type {kind!r} is not one of {', '.join(FAMILIES)}: {unknown}; record() and patch() "
+        "support any model, and describe() modules whose configuration does not name a family"
+    )
 
 
 def _copied_names(
