@@ -71,12 +71,10 @@ def test_cached_calls_have_the_logits_of_one_call(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
     # A padded prompt, with the mask of all tokens.
     padded = decoder(TOKENS, attention_mask=MASK, position_ids=POSITIONS)
-    cache = Cache()
-    first = decoder(TOKENS[:, :8], MASK[:, :8], POSITIONS[:, :8], cache=cache)
     for last in (POSITIONS[:, 8:], None):
-        again = Cache()
-        decoder(TOKENS[:, :8], MASK[:, :8], POSITIONS[:, :8], cache=again)
-        ours = torch.cat([first, decoder(TOKENS[:, 8:], MASK, last, cache=again)], 1)
+        cache = Cache()
+        first = decoder(TOKENS[:, :8], MASK[:, :8], POSITIONS[:, :8], cache=cache)
+        ours = torch.cat([first, decoder(TOKENS[:, 8:], MASK, last, cache=cache)], 1)
         torch.testing.assert_close(ours[MASK.bool()], padded[MASK.bool()], rtol=1e-4, atol=1e-5)
 
 
@@ -218,8 +216,7 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
     assert torch.equal(heads.scores["previous"], masked.scores["previous"])
     page = view(tmp_path / "page.html", tokens=prompt, patterns=patterns, heads=heads, example=0)
     assert '["","","","1",' in page.read_text()
-    one = encode(words, CLEAN[0])
-    assert list(one) == ["input_ids"]
+    assert list(encode(words, CLEAN[0])) == ["input_ids"]
     # The columns of a DataFrame.
     table = {"clean": CLEAN, "corrupted": CORRUPTED, "right": ["b", 5], "wrong": [8, 9]}
     with pytest.raises(ValueError, match="the answer 'b' is 2 tokens"):

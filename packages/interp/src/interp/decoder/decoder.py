@@ -43,7 +43,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "relu": F.relu,
 }
-#: The epsilon of the norms inside DeepSeek's latent attention, whatever the configuration.
+#: The epsilon of the norms inside DeepSeek's latent attention, which has no option.
 _LATENT_EPS = 1e-6
 
 
@@ -139,7 +139,8 @@ class Cache:
 
     def commit(self, position_ids: Tensor) -> None:
         """Store the keys and values of a call that reached the last layer."""
-        self.layers, self.grown, self.position_ids = self.grown, {}, position_ids
+        self.layers, self.position_ids = self.grown, position_ids
+        self.grown = {}
 
 
 class Weights:
@@ -232,11 +233,11 @@ class Latent(nn.Module):
         out: Tensor = self.up(self.norm(self.down(x)))
         return out if self.rotary is None else self._join(self.rotary(x), out, -1)
 
-    def _join(self, shared: Tensor, own: Tensor, dim: int) -> Tensor:
-        """Put the shared dimensions in front of those of each head."""
-        own = own.unflatten(dim, (self.heads, -1))
-        shared = shared.unsqueeze(dim - 1).expand(*own.shape[:dim], *shared.shape[dim:])
-        return torch.cat([shared, own], dim).flatten(dim - 1, dim)
+    def _join(self, shared: Tensor, separate: Tensor, dim: int) -> Tensor:
+        """Put the shared dimensions in front of the separate ones of each head."""
+        heads = separate.unflatten(dim, (self.heads, -1))
+        shared = shared.unsqueeze(dim - 1).expand(*heads.shape[:dim], *shared.shape[dim:])
+        return torch.cat([shared, heads], dim).flatten(dim - 1, dim)
 
     @property
     def weight(self) -> Tensor:
@@ -261,7 +262,8 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, weights: Weights, name: str, settings: Settings, layer: int) -> None:
         super().__init__()
-        self.settings, self.window, self.layer = settings, settings.windows[layer], layer
+        self.settings, self.layer = settings, layer
+        self.window = settings.windows[layer]
         self.heads, self.d_head = settings.heads, settings.d_head
         self.q, self.k, self.v = (self._projection(weights, name, part) for part in "qkv")
         self.q_norm = weights.norm(f"{name}.q_norm", settings)
@@ -311,7 +313,8 @@ class DecoderAttention(nn.Module):
         With a cache, `padding` and `position_ids` are those of all tokens.
         """
         located = x if position is None else x + position
-        q, k, v = self.q(located), self.k(located), self.v(x)
+        q, k = self.q(located), self.k(located)
+        v = self.v(x)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, keys]
