@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interp import describe, patch, record, record_patterns
-from interp.decoder.families import FAMILIES
+from interp.decoder.families import FAMILIES, settings_from_config
 from interp.tap import expand_sites
 from torch import Tensor, nn
 
@@ -66,6 +66,9 @@ def small_model(kind: str) -> nn.Module:
             model(TOKENS)
     except Exception as error:  # any error of a configuration with these sizes
         SKIPPED.append(kind)
+        assert kind not in FAMILIES
+        with pytest.raises(ValueError, match=f"model_type '{kind}' is not one of"):
+            settings_from_config({"model_type": kind})
         pytest.skip(f"not made small: {type(error).__name__} {str(error)[:80]}")
     return model
 
@@ -85,9 +88,10 @@ def test_records_and_patches_work_and_descriptions_are_right_or_refused(kind: st
     site = blocks_of(model)
     with record(model, site, clone=True) as seen:
         assert torch.equal(model(TOKENS).logits, expected)
-    with patch(model, {site: seen[site]}):
+    assert seen[site].isfinite().all()
+    with patch(model, {site: torch.clone}):
         assert torch.equal(model(TOKENS).logits, expected)
-    with patch(model, {site: torch.zeros_like}), contextlib.suppress(AssertionError):
+    with patch(model, {site: torch.zeros_like}):
         assert not torch.equal(model(TOKENS).logits, expected)
     with contextlib.suppress(RuntimeError), record_patterns(model) as patterns:
         assert torch.equal(model(TOKENS).logits, expected)
@@ -95,8 +99,9 @@ def test_records_and_patches_work_and_descriptions_are_right_or_refused(kind: st
             assert pattern.min() >= 0
             assert pattern.sum(-1).max() <= 1 + 1e-4
     assert expand_sites(model, ("**",))
-    if kind not in FAMILIES:
-        with pytest.raises(ValueError, match=f"model_type '{kind}' is not"):
+    family = model.config.model_type  # some types share a configuration
+    if family not in FAMILIES:
+        with pytest.raises(ValueError, match=f"model_type '{family}' is not"):
             describe(model)
         return
     decoder = describe(model)
@@ -117,4 +122,4 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def test_most_types_are_tested() -> None:
-    assert len(SKIPPED) <= len(TYPES) // 2, SKIPPED
+    assert len(SKIPPED) <= len(TYPES) // 3, SKIPPED

@@ -1,5 +1,6 @@
 """Descriptions of every family, compared with transformers' models with random weights."""
 
+import functools
 import itertools
 import json
 from functools import partial
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interp import attribution, composition_scores, detect_heads, logit_lens, patch, record
+from interp import Decoder, attribution, composition_scores, detect_heads, logit_lens, patch, record
 from interp.bench import random_decoder
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.describe import describe
@@ -173,8 +174,8 @@ FAMILIES = {
         "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
             "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 4.0, 9.0],
-            "original_max_position_embeddings": 12,
         },
+        "original_max_position_embeddings": 12,
     },
     "LlamaForCausalLM dynamic": COMMON
     | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -219,6 +220,12 @@ def peer(name: str, attention: str = "eager") -> torch.nn.Module:
             else:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     return model
+
+
+@functools.cache
+def described(name: str) -> Decoder:
+    """Return a description that several tests read and none changes."""
+    return describe(peer(name))
 
 
 @torch.no_grad()
@@ -338,7 +345,7 @@ def test_patterns_equal_output_attentions_and_outputs_are_unchanged(
     for ours, pattern in zip(patterns.values(), theirs, strict=True):
         torch.testing.assert_close(ours.to(pattern), pattern, rtol=1e-5, atol=1e-6)
     # The description has the same patterns.
-    decoder = describe(model)
+    decoder = described(name)
     with record(decoder, "blocks.*.attention.pattern") as seen:
         decoder(TOKENS)
     for ours, pattern in zip(seen.values(), theirs, strict=True):
@@ -349,7 +356,7 @@ def test_patterns_equal_output_attentions_and_outputs_are_unchanged(
 @torch.no_grad()
 @pytest.mark.parametrize("name", SAMPLED)
 def test_folding_keeps_log_probabilities_and_leaves_the_original_alone(name: str) -> None:
-    decoder = describe(peer(name))
+    decoder = described(name)
     before = {k: v.clone() for k, v in decoder.state_dict().items()}
     expected = decoder(TOKENS)
     folded = fold_decoder(decoder)
@@ -368,7 +375,7 @@ def test_folding_keeps_log_probabilities_and_leaves_the_original_alone(name: str
 @torch.no_grad()
 @pytest.mark.parametrize("name", SAMPLED)
 def test_lens_and_attribution_support_every_family(name: str) -> None:
-    decoder = describe(peer(name))
+    decoder = described(name)
     with record(decoder, "blocks.*", "norm:input") as seen:
         logits = decoder(TOKENS)
     lens = logit_lens(
@@ -385,7 +392,7 @@ def test_lens_and_attribution_support_every_family(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_patch_streams_of_families_equals_one_forward_pass_per_patch(name: str) -> None:
-    decoder = describe(peer(name))
+    decoder = described(name)
     clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
     corrupted[0, [3, 7]] = torch.tensor([1, 2])
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
@@ -409,7 +416,7 @@ def test_patch_streams_of_families_equals_one_forward_pass_per_patch(name: str) 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 @pytest.mark.parametrize("part", ["attention.o:input", "attention.q", "attention.k", "mlp_out"])
 def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> None:
-    decoder = describe(peer(name))
+    decoder = described(name)
     clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
     corrupted[0, [3, 7]] = torch.tensor([1, 2])
     attention = decoder.layers[0].attention
@@ -440,7 +447,7 @@ def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> 
 @torch.no_grad()
 @pytest.mark.parametrize("name", SAMPLED)
 def test_patching_affected_positions_equals_patching_whole_rows(name: str) -> None:
-    decoder = describe(peer(name))
+    decoder = described(name)
     corrupted = TOKENS[:1].clone()
     corrupted[0, [3, 7]] = torch.tensor([1, 2])
     mask = torch.ones(1, 13, dtype=torch.long)
@@ -487,7 +494,7 @@ def test_unaffected_positions_are_not_recomputed() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
 def test_several_pairs_return_their_mean(name: str) -> None:
-    decoder = describe(peer(name))
+    decoder = described(name)
     clean, corrupted = TOKENS, TOKENS.roll(3, 1)
     metrics = [logit_difference(decoder.norm, decoder.unembed, i, 8) for i in (5, 6)]
     pairs = [(clean[[i]], corrupted[[i]], metrics[i]) for i in range(2)]
@@ -511,8 +518,8 @@ def test_several_pairs_return_their_mean(name: str) -> None:
             assert both.clean == pytest.approx((per_pair[0].clean + per_pair[1].clean) / 2)
             assert both.recovered.shape == both.values.shape
     parts = [attribute_parts(decoder, *pair) for pair in pairs]
-    described = attribute_parts(decoder, clean, corrupted, metrics)
-    for part, values in described.items():
+    means = attribute_parts(decoder, clean, corrupted, metrics)
+    for part, values in means.items():
         torch.testing.assert_close(values, (parts[0][part] + parts[1][part]) / 2)
     without = [
         ablate_parts(decoder, "blocks.*", "mlp_out", pair[0], pair[2]).values for pair in pairs

@@ -286,9 +286,9 @@ def _rotary(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -
         return _Rotary(angles)
     if method == "linear":
         return _Rotary(tuple(angle / rope["factor"] for angle in angles))
+    length = rope["original_max_position_embeddings"] = _original_length(config, rope)
     if method == "llama3":
         return _Rotary(tuple(_llama3(angle, rope) for angle in angles))
-    length = _original_length(config, rope)
     if method in ("yarn", "longrope", "su") and not rope.get("factor"):
         rope["factor"] = config["max_position_embeddings"] / length
     if method == "yarn":
@@ -331,9 +331,9 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the length of the pretraining."""
+    """Return the length of the pretraining; that outside of the rotary options has priority."""
     name = "original_max_position_embeddings"
-    length: int = rope.get(name) or config.get(name) or config["max_position_embeddings"]
+    length: int = config.get(name) or rope.get(name) or config["max_position_embeddings"]
     return length
 
 
