@@ -521,6 +521,8 @@ def test_several_pairs_return_their_mean(name: str) -> None:
     means = attribute_parts(decoder, clean, corrupted, metrics)
     for part, values in means.items():
         torch.testing.assert_close(values, (parts[0][part] + parts[1][part]) / 2)
+        expected = (parts[0][part] - parts[1][part]).abs() / 2
+        torch.testing.assert_close(means.standard_error[part], expected)
     without = [
         ablate_parts(decoder, "blocks.*", "mlp_out", pair[0], pair[2]).values for pair in pairs
     ]
@@ -581,6 +583,22 @@ def test_circuits_under_rotary_positions_give_the_scores_at_every_distance(name:
     expected = torch.einsum("bhsd,hmd->bhsm", v, heads)
     torch.testing.assert_close(ov.apply(x[:, None]), expected)
     assert composition_scores(decoder.ov(), decoder.qk(1), kind="k").shape == (3, 4, 3, 4)
+
+
+@torch.no_grad()
+def test_circuits_of_latent_attention_leave_out_the_scale_of_the_norm() -> None:
+    attention = described("DeepseekV3ForCausalLM").layers[1].attention
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    for part in (attention.q, attention.k, attention.v):
+        scale = (part.down(x).square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        ours = (x @ part.weight.T).unflatten(-1, (4, -1))
+        expected = part(x).unflatten(-1, (4, -1))
+        # The first dimensions of keys are rotated, and are not normed.
+        rotated = 4 if part is attention.k else 0
+        torch.testing.assert_close(ours[..., :rotated], expected[..., :rotated])
+        normed = ours[..., rotated:] * scale[..., None]
+        torch.testing.assert_close(normed, expected[..., rotated:])
+    assert attention.qk().dense().shape == attention.ov().dense().shape == (4, 24, 24)
 
 
 def test_custom_decoders_are_described_by_structure(decoder: nn.Module) -> None:

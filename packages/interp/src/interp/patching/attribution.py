@@ -28,11 +28,27 @@ from interp.prompts import (
     require_equal_shapes,
     require_repeatable,
     split_pairs,
+    standard_error,
 )
 from interp.tap import Replacement, patch, record
 
 #: The padding and the position ids of a prompt, both (1, seq) or None.
 Layout = tuple[Tensor | None, Tensor | None]
+
+
+class PartEffects(dict[str, Tensor]):
+    """Effects by part, with those of each pair of prompts in `per_pair` if there are several."""
+
+    def __init__(
+        self, effects: Mapping[str, Tensor], per_pair: Mapping[str, Tensor] | None = None
+    ) -> None:
+        super().__init__(effects)
+        self.per_pair = per_pair or {}
+
+    @property
+    def standard_error(self) -> dict[str, Tensor]:
+        """The standard error of each effect over pairs of prompts."""
+        return {part: standard_error(self.per_pair.get(part)) for part in self}
 
 
 def attribution_patching(
@@ -63,7 +79,7 @@ def attribute_parts(
     metric: Metrics,
     *,
     corrected: bool = True,
-) -> dict[str, Tensor]:
+) -> PartEffects:
     """Estimate the effects that `patch_parts` measures, for "q", "k", "v", "z" and "mlp".
 
     An effect is the metric of the patched run minus that of the corrupted run. Each tensor is
@@ -73,7 +89,8 @@ def attribute_parts(
     """
     if pairs := split_pairs(clean, corrupted, metric):
         results = [attribute_parts(model, *pair, corrected=corrected) for pair in pairs]
-        return {part: torch.stack([r[part] for r in results]).mean(0) for part in results[0]}
+        per_pair = {part: torch.stack([r[part] for r in results]) for part in results[0]}
+        return PartEffects({part: x.mean(0) for part, x in per_pair.items()}, per_pair)
     names = {
         "q": "attention.q",
         "k": "attention.k",
@@ -110,7 +127,7 @@ def attribute_parts(
                 count = heads.get(part, attention.kv_heads)
                 values = effects.unflatten(-1, (count, -1)).sum(-1).T
             parts[part].append(values)
-    return {part: torch.stack(values) for part, values in parts.items()}
+    return PartEffects({part: torch.stack(values) for part, values in parts.items()})
 
 
 def edge_attribution(
