@@ -114,11 +114,13 @@ def test_patches_of_a_cached_text_act_at_their_positions() -> None:
 
 def test_at_positions_refuses_prompts_that_are_padded_on_the_left() -> None:
     model = peer("LlamaForCausalLM")
-    with (
-        pytest.raises(RuntimeError, match="padded on the left; pass prompts of equal length"),
-        patch(model, {"model.layers.0": at_positions([0], torch.zeros(24))}),
-    ):
-        model(TOKENS, attention_mask=MASK)
+    message = "padded on the left; pass prompts of equal length"
+    for arguments, options in (((TOKENS,), {"attention_mask": MASK}), ((TOKENS, MASK), {})):
+        with (
+            pytest.raises(RuntimeError, match=message),
+            patch(model, {"model.layers.0": at_positions([0], torch.zeros(24))}),
+        ):
+            model(*arguments, **options)
 
 
 @torch.no_grad()
@@ -150,11 +152,16 @@ def test_scores_of_heads_do_not_depend_on_padding(attention: str) -> None:
         model(text)
     with record_patterns(model) as padded:
         model(**prompt)
-    expected, scores = detect_heads(bare, text), detect_heads(padded, prompt)
-    for kind, values in expected.scores.items():
-        torch.testing.assert_close(scores.scores[kind], values, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(scores.p_values[kind], expected.p_values[kind])
-        assert scores.chance[kind] == pytest.approx(expected.chance[kind])
+    expected = detect_heads(bare, text)
+    masked = detect_heads(padded, prompt["input_ids"], queries=prompt["attention_mask"])
+    for scores in (detect_heads(padded, prompt), masked):
+        for kind, values in expected.scores.items():
+            torch.testing.assert_close(scores.scores[kind], values, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(scores.p_values[kind], expected.p_values[kind])
+            assert scores.chance[kind] == pytest.approx(expected.chance[kind])
+    some = detect_heads(bare, text, queries=slice(6, None)).scores["induction"]
+    ours = detect_heads(padded, prompt, queries=slice(10, None)).scores["induction"]
+    torch.testing.assert_close(ours, some, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

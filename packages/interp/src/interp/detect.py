@@ -119,30 +119,24 @@ def detect_heads(
             model has attention sinks (gpt-oss).
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`.
             Without them, only positional kinds have a score.
-        queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq). The
-            default is the `attention_mask` of the prompt, or all positions.
+        queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
+            default all. Without the `attention_mask` of a prompt, positions that are not queries
+            and that no query attends to count as padding.
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
         raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
-    if isinstance(tokens, Mapping):
-        queries = tokens.get("attention_mask") if queries is None else queries
-        tokens = tokens_of(tokens)
+    mask = tokens.get("attention_mask") if isinstance(tokens, Mapping) else None
+    tokens = tokens_of(tokens) if isinstance(tokens, Mapping) else tokens
     if tokens is None:
         tokens = torch.arange(layers[0].shape[-1], device=layers[0].device)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
     _check(layers, tokens)
-    batch, length = tokens.shape
-    chosen = torch.ones(batch, length, dtype=torch.bool, device=tokens.device)
-    if isinstance(queries, slice):
-        chosen = torch.zeros_like(chosen)
-        chosen[:, queries] = True
-    elif queries is not None:
-        chosen = queries.to(tokens.device).bool().expand(batch, length)
+    chosen, real = _queries_and_keys(layers, tokens, queries, mask)
+    length = tokens.shape[1]
 
     # Half precision would lose a mean over thousands of queries.
     dtype = torch.promote_types(layers[0].dtype, torch.float32)
-    real = _real_keys(layers, chosen)
     uniform = real[:, None].to(dtype).expand(-1, length, -1).tril()
     uniform = uniform / uniform.sum(-1, keepdim=True).clamp_min(1)
     kinds = targets(tokens, real)
@@ -190,16 +184,26 @@ def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Ten
     return [torch.where(used, number, -1) for number in numbers]
 
 
-def _real_keys(layers: list[Tensor], chosen: Tensor) -> Tensor:
-    """Return True for the keys (batch, seq) that are not padding.
-
-    A padding token is not a query, and no query attends to it.
-    """
+def _queries_and_keys(
+    layers: list[Tensor], tokens: Tensor, queries: Tensor | slice | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return True for the queries to average over, and for the keys that are not padding."""
+    chosen = torch.ones_like(tokens, dtype=torch.bool)
+    if isinstance(queries, slice):
+        chosen = torch.zeros_like(chosen)
+        chosen[:, queries] = True
+    elif queries is not None:
+        chosen = queries.to(tokens.device).bool().expand(tokens.shape)
+    if mask is not None:
+        real = mask.to(tokens.device).bool()
+        return chosen & real, real
+    if queries is None or isinstance(queries, slice):
+        return chosen, torch.ones_like(chosen)
     real = chosen.clone()
     for pattern in layers:
         attends = (pattern > 0).any(1) & chosen.to(pattern.device)[..., None]
         real |= attends.any(1).to(real.device)
-    return real
+    return chosen, real
 
 
 def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:

@@ -148,7 +148,8 @@ def _report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> It
         if depth == 1:  # Inner modules see a cache to which earlier blocks have appended.
             values = (*args, *kwargs.values())
             caches = [value for value in values if hasattr(value, "get_seq_length")]
-            _require_no_padding_at_the_start(kwargs.get("attention_mask"))
+            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+            _require_no_padding_at_the_start(mask)
             inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
             lengths = [x.shape[1] for x in inputs if isinstance(x, Tensor) and x.ndim > 1]
             for at in patches.values():
