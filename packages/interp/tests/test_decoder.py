@@ -164,7 +164,7 @@ FAMILIES = {
     },
     "DeepseekV2ForCausalLM": LATENT
     | {
-        "q_lora_rank": 14, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy",
+        "q_lora_rank": 14, "n_group": 3, "topk_group": 1, "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 3.0, "rope_parameters": YARN | {"mscale_all_dim": 0.8},
     },
     "DeepseekV2ForCausalLM lite": LATENT | {"q_lora_rank": None, "attention_bias": True},

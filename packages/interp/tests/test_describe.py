@@ -463,6 +463,41 @@ def test_angles_of_short_and_long_texts_are_verified() -> None:
         describe(model, long_frequencies=wrong)
 
 
+# For each constant: the family, the class of the modules that have it, and another value.
+CONSTANTS: dict[str, tuple[str, str, float]] = {
+    "limit": ("GptOssForCausalLM", "GptOssExperts", 6.0),
+    "alpha": ("GptOssForCausalLM", "GptOssExperts", 1.6),
+    "top_k": ("GptOssForCausalLM", "GptOssTopKRouter", 1),
+    "routed_scaling_factor": ("DeepseekV3ForCausalLM", "DeepseekV3TopkRouter", 1.0),
+    "topk_group": ("DeepseekV3ForCausalLM", "DeepseekV3TopkRouter", 3),
+    "norm_topk_prob": ("DeepseekV3ForCausalLM", "DeepseekV3TopkRouter", False),
+    "variance_epsilon": ("DeepseekV3ForCausalLM", "DeepseekV3RMSNorm", 1e-5),
+    "scaling": ("DeepseekV3ForCausalLM", "DeepseekV3Attention", 0.33),
+}
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        name
+        if name in ("limit", "topk_group")
+        else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in CONSTANTS
+    ],
+)
+def test_other_constants_than_those_of_the_configuration_are_refused(constant: str) -> None:
+    name, module_type, value = CONSTANTS[constant]
+    model = family(name)
+    changed = [m for m in model.modules() if type(m).__name__ == module_type]
+    if constant == "variance_epsilon":  # Norms inside latent attention have no option.
+        changed = [norm for norm in changed if len(norm.weight) != 24]
+    for module in changed:
+        assert getattr(module, constant) != value
+        setattr(module, constant, value)
+    with pytest.raises(ValueError, match=f"no description of this {name} has its logits"):
+        describe(model)
+
+
 @pytest.mark.parametrize("how", ["optimizer", "data", "no_grad"])
 @pytest.mark.parametrize(
     "name",
