@@ -120,8 +120,8 @@ def detect_heads(
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`.
             Without them, only positional kinds have a score.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
-            default all. Without the `attention_mask` of a prompt, positions that are not queries
-            and that no query attends to count as padding.
+            default all. Without the `attention_mask` of a prompt, equal tokens at the start or the
+            end count as padding if they are not queries and no query attends to them.
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
@@ -199,11 +199,13 @@ def _queries_and_keys(
         return chosen & real, real
     if queries is None or isinstance(queries, slice):
         return chosen, torch.ones_like(chosen)
-    real = chosen.clone()
+    unused = ~chosen
     for pattern in layers:
         attends = (pattern > 0).any(1) & chosen.to(pattern.device)[..., None]
-        real |= attends.any(1).to(real.device)
-    return chosen, real
+        unused &= ~attends.any(1).to(unused.device)
+    before = (unused & (tokens == tokens[:, :1])).long().cumprod(-1)
+    after = (unused & (tokens == tokens[:, -1:])).long().flip(-1).cumprod(-1).flip(-1)
+    return chosen, (before + after) == 0
 
 
 def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
