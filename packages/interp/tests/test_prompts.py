@@ -1,6 +1,7 @@
 """Prompts with padding, in parts, and as text, give the numbers of one whole prompt each."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,24 @@ def words(text: str) -> list[int]:
 
 CLEAN = ["a b c d a", "a b c d e f a b"]
 CORRUPTED = ["a b x d a", "a b c d e y a b"]
+
+
+@torch.no_grad()
+def test_means_over_a_padded_reference_leave_out_padding() -> None:
+    decoder = describe(peer("LlamaForCausalLM"))
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    reference = {"input_ids": TOKENS, "attention_mask": MASK}
+    ablate = partial(ablate_parts, decoder, "blocks.*", "mlp_out", TOKENS[:1], metric)
+    with record(decoder, "blocks.1.mlp_out") as seen:
+        decoder(**reference)
+    mean = seen["blocks.1.mlp_out"][MASK.bool()].mean(0)
+    with patch(decoder, {"blocks.1.mlp_out": mean}), record(decoder, "norm:input") as last:
+        decoder(TOKENS[:1])
+    expected = metric(last["norm:input"]).item()
+    ours = ablate(how="mean", reference=reference).values[1, 0].item()
+    assert ours == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(ValueError, match=r"\(2, 12\) with 3 positions of padding"):
+        ablate(how="resample", reference=reference)
 
 
 @torch.no_grad()
