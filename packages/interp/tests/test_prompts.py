@@ -268,6 +268,17 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
         encode(lambda text: [], "")
 
 
+def test_pairs_of_a_data_frame_are_those_of_its_rows() -> None:
+    pandas = pytest.importorskip("pandas", reason="any mapping of columns is accepted")
+    frame = pandas.DataFrame(
+        {"clean": CLEAN, "corrupted": CORRUPTED, "right": [7, 5], "wrong": [8, 9]}
+    )
+    clean, corrupted, metrics = pairs_of(frame[::-1], words, None, torch.eye(40))
+    assert torch.equal(clean["input_ids"], encode(words, CLEAN[::-1])["input_ids"])
+    assert torch.equal(corrupted["input_ids"], encode(words, CORRUPTED[::-1])["input_ids"])
+    assert metrics[0](torch.arange(40.0).reshape(1, 1, 40)).tolist() == [5.0 - 9.0]
+
+
 def test_tokenizers_of_transformers_are_accepted() -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
     vocabulary = {"<s>": 0, "Paris": 1, "is": 2, "in": 3, "France": 4, "?": 5}
