@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 Replacement = Tensor | Callable[[Tensor], Tensor]
@@ -41,16 +40,15 @@ def record(
     *sites: str,
     detach: bool = True,
     clone: bool = False,
-    device: torch.device | str | None = None,
     names: str | None = None,
 ) -> Iterator[Record]:
     """Record the activations at `sites` while the block runs, of the latest call of each module.
 
     A site is a module's name for its output, or `name:input`. `*` matches one part of a dotted name
     and `**` any number of parts. If a module has several inputs or outputs, the first tensor is
-    recorded. `detach=False` keeps the graph, `device` moves each tensor, and `clone=True` copies
-    it. With `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and
-    queries, keys, values and z are split into heads.
+    recorded. `detach=False` keeps the graph, and `clone=True` copies each tensor. With
+    `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
+    keys, values and z are split into heads.
 
     Raises RuntimeError at the end if the model changed a tensor in place that was not copied.
     """
@@ -59,17 +57,16 @@ def record(
 
     def keep(site: str, heads: int, tensor: Tensor) -> None:
         tensor = tensor.unflatten(-1, (heads, -1)) if heads else tensor
-        source = tensor.detach() if detach else tensor
-        moved = source if device is None else source.to(device)
+        kept = tensor.detach() if detach else tensor
         # Inference tensors have no version counter that would show a change, so they are copied.
-        if clone or (moved is source and source.is_inference()):
-            moved = moved.clone()
+        if clone or kept.is_inference():
+            kept = kept.clone()
         seen.pop(site, None)
-        seen[site] = moved
-        if moved.is_inference():
+        seen[site] = kept
+        if kept.is_inference():
             versions.pop(site, None)
         else:
-            versions[site] = moved._version
+            versions[site] = kept._version
 
     points = _points(model, sites, names)
     with tapped(model, {site: partial(keep, n, heads) for n, (site, heads) in points.items()}):
