@@ -57,16 +57,16 @@ def record(
 
     def keep(site: str, heads: int, tensor: Tensor) -> None:
         tensor = tensor.unflatten(-1, (heads, -1)) if heads else tensor
-        kept = tensor.detach() if detach else tensor
+        recorded = tensor.detach() if detach else tensor
         # Inference tensors have no version counter that would show a change, so they are copied.
-        if clone or kept.is_inference():
-            kept = kept.clone()
+        if clone or recorded.is_inference():
+            recorded = recorded.clone()
         seen.pop(site, None)
-        seen[site] = kept
-        if kept.is_inference():
+        seen[site] = recorded
+        if recorded.is_inference():
             versions.pop(site, None)
         else:
-            versions[site] = kept._version
+            versions[site] = recorded._version
 
     points = _points(model, sites, names)
     with tapped(model, {site: partial(keep, n, heads) for n, (site, heads) in points.items()}):
