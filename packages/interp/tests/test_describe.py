@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from interp import Decoder, describe
 from interp.decoder import verify
 from interp.decoder.fold import fold_decoder
+from interp.decoder.source import weights_of
 from torch import Tensor, nn
 
 D_MODEL = 32
@@ -389,7 +390,15 @@ FAMILIES = {
     "CohereForCausalLM": SMALL
     | {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
        "pad_token_id": None},
-    "StableLmForCausalLM": SMALL | {"hidden_size": 32, "num_key_value_heads": 2},
+    "StableLmForCausalLM": SMALL
+    | {"hidden_size": 32, "num_key_value_heads": 2, "qk_layernorm": True},
+    "GptOssForCausalLM": SMALL
+    | {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+       "pad_token_id": None},
+    "DeepseekV3ForCausalLM": SMALL
+    | {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 14, "qk_rope_head_dim": 4,
+       "qk_nope_head_dim": 6, "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0},
 }  # fmt: skip
 
 
@@ -402,7 +411,7 @@ def family(name: str, **options: object) -> nn.Module:
     return model_class(config).eval()
 
 
-def change_in_place(parameter: nn.Parameter, how: str) -> None:
+def change_in_place(parameter: Tensor, how: str) -> None:
     if how == "optimizer":
         parameter.grad = torch.ones_like(parameter)
         torch.optim.SGD([parameter], lr=0.5).step()
@@ -416,16 +425,9 @@ def change_in_place(parameter: nn.Parameter, how: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm = True is not supported"),
         ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 12}, "word_embed_proj_dim = 12"),
         ("FalconForCausalLM", {"alibi": True}, "alibi = True is not supported"),
-        ("StableLmForCausalLM", {"qk_layernorm": True}, r"q_layernorm.* has no known role"),
-        (
-            "LlamaForCausalLM",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type 'dynamic' is not one of",
-        ),
     ],
 )
 def test_unsupported_options_of_families_are_refused(
@@ -433,6 +435,67 @@ def test_unsupported_options_of_families_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         describe(family(name, **options))
+
+
+def test_lengths_at_which_angles_depend_on_earlier_calls_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = family("LlamaForCausalLM", rope_parameters=rope)
+    assert describe(model, context=32).settings.context == 32
+    with pytest.raises(ValueError, match=r"at most 32, got 33: .*'dynamic' depend on earlier"):
+        describe(model, context=33)
+
+
+def test_angles_of_short_and_long_texts_are_verified() -> None:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [2.0, 4.0, 9.0],
+    }  # fmt: skip
+    model = family("Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=12)
+    decoder = describe(model)
+    tokens = torch.arange(26).reshape(1, 26) * 7 % 37
+    with torch.no_grad():
+        for length in (12, 13, 26, 12):
+            expected = model(tokens[:, :length]).logits
+            torch.testing.assert_close(decoder(tokens[:, :length]), expected, rtol=1e-4, atol=1e-5)
+    # Wrong angles of long texts are refused, if the context contains such texts.
+    wrong = tuple(tuple(2 * x for x in angles) for angles in decoder.settings.long_frequencies)
+    with pytest.raises(ValueError, match="no description of this Phi3ForCausalLM"):
+        describe(model, long_frequencies=wrong)
+
+
+# For each constant: the family, the class of the modules that have it, and another value.
+CONSTANTS: dict[str, tuple[str, str, float]] = {
+    "limit": ("GptOssForCausalLM", "GptOssExperts", 6.0),
+    "alpha": ("GptOssForCausalLM", "GptOssExperts", 1.6),
+    "top_k": ("GptOssForCausalLM", "GptOssTopKRouter", 1),
+    "routed_scaling_factor": ("DeepseekV3ForCausalLM", "DeepseekV3TopkRouter", 1.0),
+    "topk_group": ("DeepseekV3ForCausalLM", "DeepseekV3TopkRouter", 3),
+    "norm_topk_prob": ("DeepseekV3ForCausalLM", "DeepseekV3TopkRouter", False),
+    "variance_epsilon": ("DeepseekV3ForCausalLM", "DeepseekV3RMSNorm", 1e-5),
+    "scaling": ("DeepseekV3ForCausalLM", "DeepseekV3Attention", 0.33),
+}
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        name
+        if name in ("limit", "topk_group")
+        else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in CONSTANTS
+    ],
+)
+def test_other_constants_than_those_of_the_configuration_are_refused(constant: str) -> None:
+    name, module_type, value = CONSTANTS[constant]
+    model = family(name)
+    changed = [m for m in model.modules() if type(m).__name__ == module_type]
+    if constant == "variance_epsilon":  # Norms inside latent attention have no option.
+        changed = [norm for norm in changed if len(norm.weight) != 24]
+    for module in changed:
+        assert getattr(module, constant) != value
+        setattr(module, constant, value)
+    with pytest.raises(ValueError, match=f"no description of this {name} has its logits"):
+        describe(model)
 
 
 @pytest.mark.parametrize("how", ["optimizer", "data", "no_grad"])
@@ -449,12 +512,13 @@ def test_unsupported_options_of_families_are_refused(
 def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -> None:
     """Each parameter of one layer and outside of layers is changed separately."""
     tokens = torch.arange(26).reshape(2, 13) * 7 % 37
-    names = [name for name, _ in family(name).named_parameters() if ".1." not in name]
-    for parameter_name in names if how == "data" else names[:2]:
-        model = family(name)
-        decoder = describe(model)
-        folded = fold_decoder(decoder)
-        change_in_place(model.get_parameter(parameter_name), how)
+    model = family(name)
+    decoder = describe(model)
+    folded = fold_decoder(decoder)
+    weights = {key: x for key, x in weights_of(model).items() if ".1." not in key}
+    for key, weight in list(weights.items()) if how == "data" else list(weights.items())[:2]:
+        before = weight.detach().clone()
+        change_in_place(weight, how)
         refusal = ""
         with torch.no_grad():
             try:
@@ -462,7 +526,7 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
             except RuntimeError as error:
                 refusal = str(error)
             if refusal:
-                assert f"{parameter_name} was changed in place" in refusal
+                assert f"{key} was changed in place" in refusal
                 for read in (decoder.ov, decoder.qk):
                     with pytest.raises(RuntimeError, match="the model again"):
                         read()
@@ -470,6 +534,7 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
                 torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
             with pytest.raises(RuntimeError, match="changed in place"):
                 folded(tokens)
+            weight.copy_(before)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interp import AttentionOnly, detect_heads, record_patterns
-from interp.circuits.low_rank import synthesize
-from interp.circuits.vocabulary import full_ov
 from interp.detect import targets
+from scipy import stats
 
 
 def plain_score(
@@ -162,27 +161,52 @@ def prompts_of_every_kind() -> dict[str, torch.Tensor]:
         "same prefix": same_prefix,
         "repeated": torch.cat([tokens, tokens], 1),
         "few tokens": torch.randint(5, (8, 24), generator=generator),
+        "one other token": template(generator),
     }
 
 
+def template(generator: torch.Generator) -> torch.Tensor:
+    """Return copies of one prompt in which one token, at two positions, differs."""
+    tokens = torch.randint(97, (1, 24), generator=generator).repeat(12, 1)
+    tokens[:, 7] = tokens[:, 18] = torch.randperm(97, generator=generator)[:12]
+    return tokens
+
+
+def random_patterns(tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+    """Return the patterns of a model with sharp random heads, some of which attend by position."""
+    torch.manual_seed(seed)
+    model = AttentionOnly(vocabulary=97, context=24, d_model=48, layers=2, heads=8)
+    for name, parameter in model.named_parameters():
+        embeds = name.startswith(("embed", "position"))
+        torch.nn.init.normal_(parameter, std=(1.0, 2.0)[seed % 2] if embeds else 1.5 * 48**-0.5)
+    with record_patterns(model) as patterns:
+        model(tokens)
+    return patterns
+
+
+def largest_count(trials: int) -> int:
+    """Return the number of errors that 5 % exceed in 2 % of all cases."""
+    return int(stats.binom(trials, 0.05).ppf(0.98))
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("prompts", prompts_of_every_kind())
-def test_false_positive_rate_on_random_models_is_at_most_five_percent(prompts: str) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "models"),
+    [
+        pytest.param(name, models, marks=[] if is_fast else pytest.mark.exhaustive)
+        for name in prompts_of_every_kind()
+        for models, is_fast in ((16, name in ("same prefix", "one other token")), (200, False))
+    ],
+)
+def test_one_random_model_in_twenty_has_a_significant_head(prompts: str, models: int) -> None:
+    """The rate is family-wise: over all heads of a model, for each kind."""
     tokens = prompts_of_every_kind()[prompts]
-    heads, result = 0, dict.fromkeys(targets(tokens), 0)
-    for seed in range(8):
-        torch.manual_seed(seed)
-        model = AttentionOnly(vocabulary=97, context=24, d_model=64, layers=4, heads=8)
-        for name, parameter in model.named_parameters():
-            embeds = name.startswith(("embed", "position"))
-            torch.nn.init.normal_(parameter, std=1.0 if embeds else 1.5 * 64**-0.5)
-        with record_patterns(model) as patterns:
-            model(tokens)
-        scores = detect_heads(patterns, tokens)
-        heads += scores.scores["first"].numel()
-        for kind in result:
-            result[kind] += len(scores.significant(kind))
-    assert all(count <= 0.05 * heads for count in result.values()), result
+    named = dict.fromkeys(targets(tokens), 0)
+    for seed in range(models):
+        scores = detect_heads(random_patterns(tokens, seed), tokens)
+        for kind in named:
+            named[kind] += bool(scores.significant(kind))
+    assert all(count <= largest_count(models) for count in named.values()), named
 
 
 @torch.no_grad()
@@ -223,22 +247,3 @@ def test_strong_heads_are_significant_and_weak_heads_are_not() -> None:
     none = detect_heads([torch.stack(heads)[None, :, :12, :12].softmax(-1)], period)
     assert none.best("induction").is_noise
     assert none.significant("induction") == []
-
-
-def test_successor_heads_are_detected_from_weights() -> None:
-    torch.manual_seed(0)
-    embed, chain = torch.randn(20, 16, dtype=torch.float64), torch.tensor([7, 3, 12, 5, 9, 1])
-    ov = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    # Head 1.2 maps each token of the chain to the next one.
-    ov[1, 2] = embed[chain[1:]].T @ torch.linalg.pinv(embed[chain[:-1]].T)
-    circuits = full_ov(synthesize(ov, 16), embed, torch.linalg.pinv(embed).T)
-    result = detect_heads([torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain))
-    assert [(h.layer, h.head, h.score) for h in result.significant("successor")] == [(1, 2, 1.0)]
-    others = result.scores["successor"].flatten()[:5]
-    assert others.max() < 1
-    backwards = detect_heads(
-        [torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain.flip(0))
-    )
-    assert backwards.best("successor").is_noise
-    with pytest.raises(ValueError, match="3 distinct token ids"):
-        detect_heads([torch.eye(4)[None, None]], successors=(circuits, torch.tensor([1, 1, 2])))

@@ -2,10 +2,10 @@ import copy
 
 import pytest
 import torch
-from interp import Decoder, record
+from interp import Decoder, describe, record
 from interp.bench import random_decoder
-from interp.decoder.fold import center_unembed, fold_decoder, fold_norm
-from torch import Tensor, nn
+from interp.decoder.fold import fold_decoder
+from torch import nn
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
 
@@ -55,30 +55,12 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     torch.testing.assert_close(refolded, logits, atol=tolerance * 10, rtol=tolerance)
 
 
-def test_folding_rms_norms_of_any_decoder_keeps_its_logits(decoder: nn.Module) -> None:
+def test_folding_rms_norms_of_a_custom_decoder_keeps_its_log_probabilities(
+    decoder: nn.Module,
+) -> None:
     tokens = TOKENS % 17
     expected = decoder(tokens)
-    for layer in decoder.layers:
-        fold_norm(layer.norm1, layer.q, layer.k, layer.v)
-        fold_norm(layer.norm2, layer.gate, layer.up)
-    fold_norm(decoder.norm, decoder.head)
-    torch.testing.assert_close(decoder(tokens), expected)
-    assert (decoder.norm.weight == 1).all()
-    assert decoder.head.bias is None
-    center_unembed(decoder.head)
-    torch.testing.assert_close(decoder(tokens).log_softmax(-1), expected.log_softmax(-1))
-
-
-def test_norms_of_other_forms_are_refused_without_changes() -> None:
-    class OnePlus(nn.RMSNorm):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.rms_norm(x, (6,)) * (1 + self.weight)
-
-    norm, reader = OnePlus(6), nn.Linear(6, 4)
-    nn.init.normal_(norm.weight)
-    weight = reader.weight
-    with pytest.raises(ValueError, match="OnePlus is not weight"):
-        fold_norm(norm, reader)
-    assert reader.weight is weight
-    with pytest.raises(ValueError, match="norm's 6 features, got one of 5"):
-        fold_norm(nn.LayerNorm(6), nn.Linear(5, 4))
+    folded = fold_decoder(describe(decoder, rope_theta=100.0))
+    torch.testing.assert_close(folded(tokens).log_softmax(-1), expected.log_softmax(-1))
+    assert (folded.norm.weight == 1).all()
+    assert folded.unembed.bias is None

@@ -1,11 +1,6 @@
 import torch
 from interp import LowRank, ov_circuit, qk_circuit
-from interp.circuits.heads import (
-    attention_head,
-    heads_by_addition,
-    heads_by_concatenation,
-)
-from interp.patterns import sdpa_pattern
+from interp.circuits.heads import attention_head
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -33,12 +28,9 @@ def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
     scale = d_head**-0.5
     qk = qk_circuit(w_q, w_k, heads=heads, kv_heads=kv_heads)
     ov = ov_circuit(w_v, w_o, heads=heads, kv_heads=kv_heads)
-    added = heads_by_addition(x, qk, ov, scale=scale)
+    added = attention_head(x.unsqueeze(-3), qk, ov, scale=scale).sum(-3)
     q, k, v = ((x @ w.mT).unflatten(-1, (-1, d_head)).transpose(1, 2) for w in (w_q, w_k, w_v))
     torch_says = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(added, torch_says.transpose(1, 2).flatten(-2) @ w_o.mT)
-    pattern = sdpa_pattern(q, k, v, is_causal=True, enable_gqa=True)
-    all_heads = w_v.unflatten(0, (kv_heads, -1)).repeat_interleave(2, 0).flatten(0, 1)
-    torch.testing.assert_close(heads_by_concatenation(pattern, x, all_heads, w_o), added)

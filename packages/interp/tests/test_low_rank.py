@@ -87,7 +87,8 @@ def test_circuits_of_linear_weights_score_and_move_as_the_layer_does() -> None:
 def test_a_head_writes_into_its_write_space_and_is_blind_outside_its_read_space() -> None:
     torch.manual_seed(0)
     ov = LowRank(random(3, 12, 4), random(3, 4, 12))
-    read, write = ov.read_space(), ov.write_space()
+    write, _, read_rows = ov.svd()
+    read = read_rows.mT
     eye = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
     torch.testing.assert_close(read.mT @ read, eye)
     torch.testing.assert_close(write.mT @ write, eye)

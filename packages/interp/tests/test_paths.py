@@ -147,7 +147,7 @@ def test_attribution_of_edges_and_parts_has_second_order_error(
     errors = []
     for size in (1e-2, 1e-3):  # the tokens that differ have embeddings this far apart
         table[[9, 11]] = table[[3, 2]] + size * step
-        edges = edge_attribution(decoder, CLEAN, CORRUPTED, metric, exact=True)
+        edges = edge_attribution(decoder, CLEAN, CORRUPTED, metric, exact=None)
         assert edges.values[edges.exists].abs().max() > size / 100
         estimated_parts = attribute_parts(decoder, CLEAN, CORRUPTED, metric, corrected=corrected)
         largest = [edges.error.abs().max().item()]
@@ -225,7 +225,7 @@ def test_corrected_attribution_is_exact_if_linear_after_the_softmax(
     last = [
         node for node in patch_edges(two, CLEAN, CORRUPTED, metric).receivers if node.layer == 1
     ]
-    edges = edge_attribution(two, CLEAN, CORRUPTED, metric, receivers=last, exact=True)
+    edges = edge_attribution(two, CLEAN, CORRUPTED, metric, receivers=last, exact=None)
     assert edges.values.abs().max() > 1e-4
     assert edges.error.abs().max() < 1e-9 * edges.values.abs().max()
 
@@ -241,10 +241,25 @@ def test_k_composition_is_the_only_path_through_the_induction_circuit() -> None:
     edges = patch_edges(decoder, clean, corrupted, metric, senders=[Node("head", 0, 0)])
     effects = {str(b): value for _, b, value in edges.top(99) if abs(value) > 1e-12}
     assert effects == {"k 1.0": pytest.approx(1.0)}
-    estimated = edge_attribution(decoder, clean, corrupted, metric, exact=True)
+    estimated = edge_attribution(decoder, clean, corrupted, metric, exact=None)
     assert estimated.error[estimated.senders.index(Node("head", 0, 0))].abs().max() < 1e-12
     # Edges of the embedding have an error, because the second layer's softmax is linearized.
     assert estimated.error[0].abs().max() == pytest.approx(1.0)
+
+
+def test_errors_of_the_largest_estimates_are_reported() -> None:
+    decoder = attention_only(2, 1.0)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
+    clean, corrupted = torch.cat([CLEAN, CORRUPTED.flip(1)]), torch.cat([CORRUPTED, CLEAN.flip(1)])
+    for pair in ((CLEAN, CORRUPTED), (clean, corrupted)):
+        edges = edge_attribution(decoder, *pair, metric, exact=5)
+        exact = patch_edges(decoder, *pair, metric)
+        measured = edges.exists & ~edges.error.isnan()
+        assert measured.sum() == 5
+        torch.testing.assert_close(edges.exact[measured], exact.values[measured])
+        smallest = edges.values[measured].abs().min()
+        assert (edges.values[edges.exists & ~measured].abs() <= smallest).all()
+        assert not edge_attribution(decoder, *pair, metric).error[edges.exists].isnan().all()
 
 
 def test_unknown_edges_are_refused() -> None:
@@ -254,7 +269,7 @@ def test_unknown_edges_are_refused() -> None:
         patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=[Node("head", 1, 0)])
     with pytest.raises(TypeError, match=r"got a Linear; describe\(\) the model"):
         patch_edges(torch.nn.Linear(2, 2), CLEAN, CORRUPTED, metric)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pass exact=True"):
-        edge_attribution(decoder, CLEAN, CORRUPTED, metric).error  # noqa: B018
+    with pytest.raises(ValueError, match="pass exact= to edge_attribution"):
+        patch_edges(decoder, CLEAN, CORRUPTED, metric).error  # noqa: B018
     with pytest.raises(ValueError, match=r"both must be \(1, seq\)"):
         attribute_parts(decoder, CLEAN, CORRUPTED[:, :3], metric)

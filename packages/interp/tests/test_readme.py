@@ -1,32 +1,53 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from interp.detect import DetectedHead
+import torch
+from interp import detect_heads
+from interp.circuits.induction import confirm_circuit
+from torch import Tensor
 
 PACKAGE = Path(__file__).parents[1]
 README = (PACKAGE / "README.md").read_text()
 
 
-def finds_induction_heads(seed: int) -> bool:
-    """Run the quick start with another seed and return True if it confirms induction heads."""
+def quick_start(seed: int) -> dict[str, Any]:
+    """Return the names that the quick start defines with another seed."""
     (snippet,) = re.findall(r"## Quick start\n.*?```python\n(.*?)```", README, re.DOTALL)
     seeded = snippet.replace("train_induction()", f"train_induction(InductionTask(seed={seed}))")
     assert seeded != snippet
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec("from interp.circuits.induction import InductionTask\n" + seeded, names)
-    heads: list[DetectedHead] = names["induction"]
+    return names
+
+
+def has_the_circuit(names: dict[str, Any]) -> bool:
+    """Return True if the detected heads are an induction circuit that the model needs."""
     tokens, repeated = names["tokens"], names["repeated"]
 
-    def accuracy(logits) -> float:
+    def accuracy(logits: Tensor) -> float:
         correct = logits[:, :-1].argmax(-1) == tokens[:, 1:]
         return correct[repeated[:, 1:]].float().mean().item()
 
+    circuit = confirm_circuit(names["model"], tokens, repeated)
     return (
-        {head.layer for head in heads} == {1}
+        {head.layer for head in names["induction"]} == {1}
         and accuracy(names["logits"]) > 0.9
         and accuracy(names["without"]) < 0.2
+        and (circuit.previous.layer, circuit.induction.layer) == (0, 1)
+        and circuit.accuracy_without_previous < 0.2
+        and circuit.k_composition > 1.5 * circuit.k_composition_others
     )
+
+
+def permuted(pattern: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a pattern with the weights of the visible keys of each query permuted."""
+    future = torch.ones(pattern.shape[-2:], dtype=torch.bool).triu(1)
+    order = (
+        torch.rand(pattern[:, :1].shape, generator=generator).masked_fill(future, 2.0).argsort(-1)
+    )
+    return pattern.gather(-1, order.expand_as(pattern))
 
 
 def test_quick_start_finds_and_ablates_induction_heads(
@@ -34,8 +55,22 @@ def test_quick_start_finds_and_ablates_induction_heads(
 ) -> None:
     """Some seeds spread the circuit over more heads, so several may be trained."""
     monkeypatch.chdir(tmp_path)
-    assert any(finds_induction_heads(seed) for seed in range(4))
+    runs = (quick_start(seed) for seed in range(5))
+    names = next(run for run in runs if has_the_circuit(run))
     assert (tmp_path / "heads.html").stat().st_size > 1000
+    # Permutations of the trained model's patterns have no significant heads.
+    tokens, repeated = names["tokens"][:6], names["repeated"][:6]
+    patterns = [pattern[:6] for pattern in names["patterns"].values()]
+    assert detect_heads(patterns, tokens, queries=repeated).significant("induction")
+    generator = torch.Generator().manual_seed(0)
+    counts: dict[str, int] = {}
+    for _ in range(20):
+        null = detect_heads(
+            [permuted(pattern, generator) for pattern in patterns], tokens, queries=repeated
+        )
+        for kind in null.scores:
+            counts[kind] = counts.get(kind, 0) + bool(null.significant(kind))
+    assert all(count <= 3 for count in counts.values()), counts
 
 
 def test_sections_are_in_the_order_of_the_style_guide() -> None:

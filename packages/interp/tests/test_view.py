@@ -10,7 +10,6 @@ import pytest
 import torch
 from interp import AttentionOnly, attribution, detect_heads, logit_lens, view
 from interp.patching import ablate_parts, logit_difference, patch_edges, patch_parts, patch_streams
-from interp.view import figure
 
 WORDS = ["<b>", "</script>", "a&b", "\u2028", "naïve"]
 TOKENS = torch.tensor([[0, 1, 2, 0, 1]])
@@ -174,19 +173,6 @@ def test_large_page_is_written_within_a_second(tmp_path: Path) -> None:
         for _ in range(3)
     ]
     assert sorted(times)[1] < 1000
-
-
-def test_a_map_is_drawn_with_matplotlib(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plot")
-    for title, scan in scans().items():
-        drawing = figure(scan, tokens=WORDS if title in ("Streams", "Heads") else None, title=title)
-        axes = drawing.axes[0]
-        assert axes.get_title() == title
-        shown = torch.tensor(axes.images[0].get_array())
-        values = scan.recovered if hasattr(scan, "recovered") else scan.values
-        values = scan.effect if hasattr(scan, "effect") else values
-        torch.testing.assert_close(shown, values.reshape(shown.shape))
-        drawing.savefig(tmp_path / f"{title}.png")
 
 
 def test_layers_are_labeled_by_their_distinguishing_parts(tmp_path: Path) -> None:

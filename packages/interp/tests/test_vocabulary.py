@@ -1,4 +1,3 @@
-import interp.circuits.vocabulary
 import pytest
 import torch
 from interp import LowRank
@@ -8,7 +7,6 @@ from interp.circuits.vocabulary import (
     copying_scores,
     full_ov,
     full_qk,
-    top_entries,
 )
 from torch import Tensor, nn
 
@@ -61,15 +59,3 @@ def test_a_head_that_copies_scores_one() -> None:
     assert copying_scores(head, embed, embed).item() == pytest.approx(1)
     against = LowRank(-head.a, head.b)
     assert copying_scores(against, embed, embed).item() == pytest.approx(-1)
-
-
-@pytest.mark.parametrize("block", [1 << 23, 40, 1])
-def test_streamed_summaries_equal_the_dense_ones(
-    monkeypatch: pytest.MonkeyPatch, ov: LowRank, block: int
-) -> None:
-    monkeypatch.setattr(interp.circuits.vocabulary, "_BLOCK_NUMBERS", block)
-    dense = ov.dense()
-    values, rows, columns = top_entries(ov, 7)
-    best = dense.flatten(-2).topk(7)
-    torch.testing.assert_close(values, best.values)
-    assert torch.equal(rows * 8 + columns, best.indices)

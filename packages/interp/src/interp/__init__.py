@@ -5,7 +5,7 @@ from interp.circuits.induction import induction_circuit
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
 from interp.decoder.attention_only import AttentionOnly
 from interp.decoder.checkpoint import load_decoder, load_gpt2
-from interp.decoder.decoder import Decoder
+from interp.decoder.decoder import Cache, Decoder
 from interp.decoder.describe import describe
 from interp.detect import detect_heads
 from interp.interventions import (
@@ -16,12 +16,12 @@ from interp.interventions import (
 )
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
-from interp.store import open_records, record_to
 from interp.tap import at_positions, patch, record
 from interp.view import view
 
 __all__ = [
     "AttentionOnly",
+    "Cache",
     "Decoder",
     "LowRank",
     "SparseAutoencoder",
@@ -35,13 +35,11 @@ __all__ = [
     "load_decoder",
     "load_gpt2",
     "logit_lens",
-    "open_records",
     "ov_circuit",
     "patch",
     "qk_circuit",
     "record",
     "record_patterns",
-    "record_to",
     "steer",
     "steering_vector",
     "view",

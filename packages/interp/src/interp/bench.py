@@ -22,12 +22,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interp.circuits.composition import composition_scores
-from interp.circuits.induction import (
-    InductionTask,
-    confirm_circuit,
-    repeated_tokens,
-    train_induction,
-)
 from interp.circuits.low_rank import LowRank
 from interp.circuits.vocabulary import copying_eigenvalues
 from interp.decoder.decoder import Decoder, Settings
@@ -51,7 +45,6 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     length = 8 if quick else 15
     for shape, model in models.items():
         rows += [patching(model, shape, part, length) for part in (":input", "attention.o:input")]
-    rows.append(trained_circuit(InductionTask(steps=20 if quick else 1000)))
     return rows
 
 
@@ -190,28 +183,6 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
     sizes = {**_sizes(model.ov()), "patches": len(patches)}
     scaled = len(patches) / len(chosen)
     return _compared(case, sizes, one_forward_each, ours, pairs=2, scaled=scaled)
-
-
-def trained_circuit(task: InductionTask) -> Row:
-    """Train, detect and ablate an induction circuit."""
-    start = time.perf_counter()
-    model, _ = train_induction(task)
-    generator = torch.Generator().manual_seed(task.seed + 1)
-    sequences = repeated_tokens(
-        64, task.length, task.vocabulary, periods=task.periods, generator=generator
-    )
-    circuit = confirm_circuit(model, *sequences)
-    return {
-        "case": "trained_circuit",
-        "steps": task.steps,
-        "time_s": time.perf_counter() - start,
-        "accuracy": circuit.accuracy,
-        "accuracy_without_previous": circuit.accuracy_without_previous,
-        "previous_score": circuit.previous.score,
-        "induction_score": circuit.induction.score,
-        "k_composition": circuit.k_composition,
-        "k_composition_others": circuit.k_composition_others,
-    }
 
 
 def _sizes(ov: LowRank) -> Row:

@@ -5,25 +5,28 @@ The score of a head is its mean attention to the target keys of a kind:
     previous    the previous token
     duplicate   earlier occurrences of the current token
     induction   the tokens after earlier occurrences of the current token
-    first       position 0, a frequent attention sink
+    first       the first token, a frequent attention sink
     current     the current token
-    successor   (from weights, not patterns) the rate at which a token's output raises its successor
 
 The mean is over all queries that have a target key. `chance` is the score of uniform attention to
-the past. One of the heads always has the best score of a kind. Its p-value is an upper bound of the
-probability that the best of all heads has such a score if keys are permuted.
+the past. Padding is neither a query nor a key. One of the heads always has the best score of a
+kind. Its p-value is an upper bound of the probability that the best of all heads has such a score
+if keys are permuted.
 
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
 repeated tokens repeat the same choice of a head. The queries of each distinct token therefore form
-a cluster c that counts once, with its mean x_c. (For `first`, all queries of a prompt have the same
-target, so prompts that start with the same two tokens form a cluster.) Nothing is assumed about the
-dependence within a cluster or among a query's m target keys. Because exp is convex,
-E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's bound
+a cluster c that counts once, with its mean x_c. Queries at the same position of several prompts
+are not independent either, if a head attends by position. The p-value is the larger one of both
+clusterings, so a kind needs several tokens and several positions. (For `first`, all queries of a
+prompt have the same target, so prompts that start with the same two tokens form a cluster.)
+Nothing is assumed about the dependence within a cluster or among a query's m target keys. Because
+exp is convex, E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by
+Chernoff's bound
 
     p <= heads * min_t prod_c (mean over q in c of mean_k exp(t m A_qk)) / exp(t sum_c x_c)
 
-Olsson et al. 2022, "In-context Learning and Induction Heads"; Gould et al. 2023, "Successor Heads".
+Olsson et al. 2022, "In-context Learning and Induction Heads".
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from interp.circuits.low_rank import LowRank
+from interp.prompts import Prompt, tokens_of
 
 #: The largest p-value of a significant head.
 _SIGNIFICANCE = 0.05
@@ -105,41 +108,38 @@ class HeadScores:
 @torch.no_grad()
 def detect_heads(
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
-    tokens: Tensor | None = None,
+    tokens: Prompt | None = None,
     *,
     queries: Tensor | slice | None = None,
-    successors: tuple[LowRank, Tensor] | None = None,
 ) -> HeadScores:
     """Score every head from its attention patterns.
 
     Args:
-        patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1.
-        tokens: (batch, seq) or (seq,). Without them, only positional kinds have a score.
-        queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), such as
-            the `attention_mask` of padded prompts.
-        successors: Circuits from token to token, `full_ov(...)`, and the ids of ordered tokens
-            (one, two, ...).
+        patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
+            model has attention sinks (gpt-oss).
+        tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`.
+            Without them, only positional kinds have a score.
+        queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
+            default all. Without the `attention_mask` of a prompt, equal tokens at the start or the
+            end count as padding if they are not queries and no query attends to them.
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
         raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
+    mask = tokens.get("attention_mask") if isinstance(tokens, Mapping) else None
+    tokens = tokens_of(tokens) if isinstance(tokens, Mapping) else tokens
     if tokens is None:
         tokens = torch.arange(layers[0].shape[-1], device=layers[0].device)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
     _check(layers, tokens)
-    batch, length = tokens.shape
-    chosen = torch.ones(batch, length, dtype=torch.bool, device=tokens.device)
-    if isinstance(queries, slice):
-        chosen = torch.zeros_like(chosen)
-        chosen[:, queries] = True
-    elif queries is not None:
-        chosen = queries.to(tokens.device).bool().expand(batch, length)
+    chosen, real = _queries_and_keys(layers, tokens, queries, mask)
+    length = tokens.shape[1]
 
     # Half precision would lose a mean over thousands of queries.
     dtype = torch.promote_types(layers[0].dtype, torch.float32)
-    uniform = torch.ones(length, length, dtype=dtype, device=tokens.device).tril()
-    uniform = uniform / uniform.sum(-1, keepdim=True)
-    kinds = targets(tokens)
+    uniform = real[:, None].to(dtype).expand(-1, length, -1).tril()
+    uniform = uniform / uniform.sum(-1, keepdim=True).clamp_min(1)
+    kinds = targets(tokens, real)
     used = {kind: chosen & mask.any(-1) for kind, mask in kinds.items()}
     scores: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     bounds: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
@@ -149,54 +149,63 @@ def detect_heads(
         for kind, mask in kinds.items()
     }
     chance = {kind: float((uniform * weight).sum()) for kind, weight in weights.items()}
-    clusters = {kind: _clusters(kind, tokens, used[kind]) for kind in kinds}
-    real = _real_keys(layers, chosen)
+    clusters = {kind: _clusters(kind, tokens, used[kind], real) for kind in kinds}
     for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
-        # A query at padding may have no visible key.
-        error = ((wide.sum(-1) - 1).abs() * chosen[:, None].to(wide)).max().item()
-        if not error <= 0.02:
-            raise ValueError(
-                f"a row of layer {i}'s pattern deviates from a sum of 1 by {error:.3g}; pass "
-                "patterns after the softmax, and leave padding out with queries="
-            )
+        _require_softmax(i, wide, chosen.to(wide.device))
         visible = _visible_keys(wide, chosen.to(wide.device), real.to(wide.device))
         for kind, mask in kinds.items():
             weight = weights[kind].to(wide.device)
             score = torch.einsum("bhqk,bqk->h", wide, weight)
             scores[kind].append(score.cpu())
-            cluster = clusters[kind].to(wide.device)
-            bound = _log_bound(wide, visible, mask.to(wide.device), cluster)
-            bounds[kind].append(bound.exp().cpu())
+            log_bounds = [
+                _log_bound(wide, visible, mask.to(wide.device), cluster.to(wide.device))
+                for cluster in clusters[kind]
+            ]
+            bounds[kind].append(torch.stack(log_bounds).amax(0).exp().cpu())
     stacked = {kind: torch.stack(values) for kind, values in scores.items()}
     heads = stacked["first"].numel()
     p_values = {kind: (torch.stack(p) * heads).clamp_max(1.0) for kind, p in bounds.items()}
-    if successors is not None:
-        kind = "successor"
-        stacked[kind], chance[kind], p_values[kind] = _successors(*successors)
     return HeadScores(stacked, chance, p_values)
 
 
-def _clusters(kind: str, tokens: Tensor, used: Tensor) -> Tensor:
-    """Return the cluster index of each query, (batch, seq), or -1 for unused queries."""
+def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Tensor]:
+    """Return cluster indices of all queries, (batch, seq), -1 for unused queries."""
+    position = real.cumsum(-1)
     if kind == "first":
-        start = tokens[:, :2].unique(dim=0, return_inverse=True)[1]
-        number = start[:, None].expand(tokens.shape)
+        row = torch.arange(len(tokens), device=tokens.device)
+        begin = (position == 1).to(torch.uint8).argmax(-1)
+        after = (begin + 1).clamp_max(tokens.shape[1] - 1)
+        start = torch.stack([tokens[row, begin], tokens[row, after]], 1)
+        same_start = start.unique(dim=0, return_inverse=True)[1]
+        numbers = [same_start[:, None].expand(tokens.shape)]
     else:
-        number = tokens.unique(return_inverse=True)[1]
-    return torch.where(used, number, -1)
+        numbers = [tokens.unique(return_inverse=True)[1], position]
+    return [torch.where(used, number, -1) for number in numbers]
 
 
-def _real_keys(layers: list[Tensor], chosen: Tensor) -> Tensor:
-    """Return True for the keys (batch, seq) that are not padding.
-
-    A padding token is not a query, and no query attends to it.
-    """
-    real = chosen.clone()
+def _queries_and_keys(
+    layers: list[Tensor], tokens: Tensor, queries: Tensor | slice | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return True for the queries to average over, and for the keys that are not padding."""
+    chosen = torch.ones_like(tokens, dtype=torch.bool)
+    if isinstance(queries, slice):
+        chosen = torch.zeros_like(chosen)
+        chosen[:, queries] = True
+    elif queries is not None:
+        chosen = queries.to(tokens.device).bool().expand(tokens.shape)
+    if mask is not None:
+        real = mask.to(tokens.device).bool()
+        return chosen & real, real
+    if queries is None or isinstance(queries, slice):
+        return chosen, torch.ones_like(chosen)
+    unused = ~chosen
     for pattern in layers:
         attends = (pattern > 0).any(1) & chosen.to(pattern.device)[..., None]
-        real |= attends.any(1).to(real.device)
-    return real
+        unused &= ~attends.any(1).to(unused.device)
+    before = (unused & (tokens == tokens[:, :1])).long().cumprod(-1)
+    after = (unused & (tokens == tokens[:, -1:])).long().flip(-1).cumprod(-1).flip(-1)
+    return chosen, (before + after) == 0
 
 
 def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
@@ -236,38 +245,37 @@ def _log_bound(pattern: Tensor, visible: Tensor, targets: Tensor, clusters: Tens
     return torch.stack(log_p).amin(0)
 
 
-def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor]:
-    """Return the rate at which heads most boost the correct next token, chance, and p-values."""
-    count = len(chain)
-    if chain.ndim != 1 or count < 3 or len(chain.unique()) < count:
-        raise ValueError(f"expected at least 3 distinct token ids in order, got {chain}")
-    chain = chain.to(circuits.a.device)
-    raised = circuits.a[..., chain, :] @ circuits.b[..., chain]  # [layers, heads, to, from]
-    raises = raised.argmax(-2).cpu()
-    # The null distribution is the best score of all heads for permuted chains.
-    shuffled = torch.rand(999, count, generator=torch.Generator().manual_seed(0)).argsort(-1)
-    orders = torch.cat([torch.arange(count)[None], shuffled])
-    hits = (raises[..., orders[:, :-1]] == orders[:, 1:]).to(torch.float32).mean(-1)
-    score, best = hits[..., 0], hits[..., 1:].amax((0, 1))
-    p_values = ((best >= score[..., None]).sum(-1) + 1) / (len(best) + 1)
-    return score, 1 / count, p_values
+def targets(tokens: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the target keys of each kind as booleans (batch, seq_q, seq_k).
 
-
-def targets(tokens: Tensor) -> dict[str, Tensor]:
-    """Return the target keys of each kind as booleans (batch, seq_q, seq_k)."""
-    batch, length = tokens.shape
+    `real` (batch, seq) is False at padding, which is never a target.
+    """
+    length = tokens.shape[1]
+    real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
     ones = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-    past, shape = ones.tril(-1), (batch, -1, -1)
-    same = (tokens[:, :, None] == tokens[:, None, :]) & past
-    first = torch.arange(length, device=tokens.device) == 0
+    past, key = ones.tril(-1), real[:, None]
+    same = (tokens[:, :, None] == tokens[:, None, :]) & past & key
+    first = (real.cumsum(-1) == 1)[:, None] & key
     return {
-        "previous": (past & ones.triu(-1)).expand(shape),
+        "previous": past & ones.triu(-1) & key,
         "duplicate": same,
         # Key j is a target if token j - 1 equals the query's token; j may be the query itself.
-        "induction": torch.nn.functional.pad(same, (1, 0))[..., :length],
-        "first": (past & first).expand(shape),
-        "current": (ones.tril() & ones.triu()).expand(shape),
+        "induction": torch.nn.functional.pad(same, (1, 0))[..., :length] & key,
+        "first": past & first,
+        "current": (ones.tril() & ones.triu()) & key,
     }
+
+
+def _require_softmax(layer: int, pattern: Tensor, chosen: Tensor) -> None:
+    """Raise ValueError if a row of a query is not a softmax, or has no visible key."""
+    rows = pattern.sum(-1).masked_fill(~chosen[:, None], 1.0)
+    lowest, highest = float(rows.min()), float(rows.max())
+    if not (lowest > 0 and highest <= 1.02 and float(pattern.min()) >= 0):
+        raise ValueError(
+            f"the rows of layer {layer}'s pattern sum to {lowest:.3g} ... {highest:.3g}, and its "
+            f"smallest entry is {float(pattern.min()):.3g}; pass patterns after the softmax, and "
+            "leave padding out with queries="
+        )
 
 
 def _check(layers: list[Tensor], tokens: Tensor) -> None:

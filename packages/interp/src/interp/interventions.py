@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from interp.patching.prompts import Prompt, forward
+from interp.prompts import Prompt, forward
 from interp.tap import record
 
 

@@ -55,9 +55,11 @@ def logit_lens(
 ) -> Lens:
     """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
+    The last of Hugging Face's `hidden_states` is behind the final norm and is refused: pass the
+    recorded input of that norm instead.
     `norm` is the final norm or None. `unembed` is an `nn.Linear`, its weight (vocabulary, d_model)
-    or any function to logits. `targets` (batch, seq) are token ids whose probability and rank are
-    computed per layer.
+    or any function to logits: with a cap on logits (Gemma 2), pass `None` and `decoder.decode`.
+    `targets` (batch, seq) are token ids whose probability and rank are computed per layer.
     """
     if isinstance(residuals, Mapping):
         names, streams = tuple(residuals), list(residuals.values())
@@ -69,6 +71,7 @@ def logit_lens(
 
     if isinstance(unembed, Tensor):
         require_alike("the streams and the unembedding", *streams, unembed)
+    _require_unnormed(streams[-1], norm)
 
     def decode(x: Tensor) -> Tensor:
         x = x if norm is None else norm(x)
@@ -104,6 +107,19 @@ def logit_lens(
     )
 
 
+def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
+    """Raise ValueError if the stream is g * u + b with |u|^2 = d_model at every position."""
+    if norm is None or stream[..., 0].numel() < 4:  # Few positions may have that size by chance.
+        return
+    gain, shift, _ = _gain_and_shift(norm, stream)
+    size = ((stream - shift) / gain).square().mean(-1).sqrt()
+    if bool(((size - 1).abs() < max(1e-3, torch.finfo(stream.dtype).eps)).all()):
+        raise ValueError(
+            "the last stream is an output of the norm, such as the last of Hugging Face's "
+            "hidden_states; pass the input of the final norm, recorded with record()"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Attribution:
     """A logit as a sum of terms: `terms.sum(0)` equals `logits` up to rounding."""
@@ -133,7 +149,8 @@ def attribution(
 
     `components` broadcast to the final stream (batch, seq, d_model) and sum to it. Token ids are
     (batch, seq). The terms "norm bias" and "unembed bias" are added if the model has these biases.
-    Pass the recorded final stream as `final` to check that no component is missing.
+    Pass the recorded final stream as `final` to check that no component is missing. A cap on logits
+    (Gemma 2) is not a sum of terms: the logits here are those before it.
     """
     if not components:
         raise ValueError("expected at least one component of the stream, got none")
@@ -176,13 +193,7 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     """
     if norm is None:
         return torch.ones_like(x), torch.zeros_like(x), False
-    # With alternating signs, no entry is small, before and after the mean is subtracted.
-    probe = x.new_ones((1,) * (x.ndim - 1) + x.shape[-1:])
-    probe[..., 1::2] = -1
-    response, mirrored = norm(probe), norm(-probe)
-    shift = (response + mirrored) / 2
-    centered = _close(norm(probe + 3), response)
-    gain = (response - shift) / (probe - probe.mean(-1, keepdim=True) if centered else probe)
+    gain, shift, centered = _gain_and_shift(norm, x)
     projected = gain * (x - x.mean(-1, keepdim=True) if centered else x)
     moved = norm(x) - shift
     scale = (moved * projected).sum(-1, keepdim=True) / projected.square().sum(
@@ -194,6 +205,18 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
             "not a sum of terms; patch the components instead"
         )
     return gain * scale, shift.expand_as(x), centered
+
+
+def _gain_and_shift(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Return g, b and whether P subtracts the mean, for a norm g * P x / s(x) + b."""
+    # With alternating signs, no entry is small, before and after the mean is subtracted.
+    probe = x.new_ones((1,) * (x.ndim - 1) + x.shape[-1:])
+    probe[..., 1::2] = -1
+    response, mirrored = norm(probe), norm(-probe)
+    shift = (response + mirrored) / 2
+    centered = _close(norm(probe + 3), response)
+    gain = (response - shift) / (probe - probe.mean(-1, keepdim=True) if centered else probe)
+    return gain, shift, centered
 
 
 def head_outputs(

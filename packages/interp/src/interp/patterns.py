@@ -27,29 +27,6 @@ _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 class Patterns(dict[str, Tensor]):
     """Patterns (batch, heads, seq_q, seq_k) by the name of the attention module."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        #: The norms of the values, (batch, heads, seq_k), by the same names.
-        self.norms: dict[str, Tensor] = {}
-
-    def value_weighted(self) -> dict[str, Tensor]:
-        """Return each weight times the norm of its value, relative to the head's largest norm.
-
-        Attention to a token with a small value moves little (Kobayashi et al. 2020). Raises
-        RuntimeError if the values of a module were not recorded.
-        """
-        weighted = {}
-        for name, pattern in self.items():
-            if name not in self.norms:
-                raise RuntimeError(
-                    f"the values of {name!r} were not seen (dropout, or no product of the pattern "
-                    "with the values): use eval(), or SDPA"
-                )
-            norms = self.norms[name]
-            largest = norms.amax(-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
-            weighted[name] = pattern * (norms / largest)[..., None, :].to(pattern)
-        return weighted
-
     def __missing__(self, name: str) -> Tensor:
         raise KeyError(
             f"{name!r} computed no attention; modules that did: {', '.join(self) or 'none'}"
@@ -60,9 +37,11 @@ class Patterns(dict[str, Tensor]):
 def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patterns]:
     """Record the pattern of every attention of `model` while the block runs, of the latest call.
 
-    Recorded are a softmax over the last of four dimensions and `scaled_dot_product_attention`.
-    Custom kernels and compiled graphs are not visible: RuntimeError is raised at the end if no
-    attention was seen. `nn.MultiheadAttention` does not use its inference fast path meanwhile.
+    Recorded are a softmax over the last of four dimensions and `scaled_dot_product_attention`. If
+    fewer columns are multiplied with the values, only those are kept, as without the sink of
+    gpt-oss: rows then sum to less than 1. Custom kernels and compiled graphs are not visible:
+    RuntimeError is raised at the end if no attention was seen. `nn.MultiheadAttention` does not use
+    its inference fast path meanwhile.
     """
     patterns = Patterns()
     inside: list[str] = []
@@ -75,31 +54,25 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
         inside.pop()
 
     def keep(pattern: Tensor) -> None:
-        name = inside[-1] if inside else ""
+        name = inside[-1]
         patterns.pop(name, None)
-        patterns.norms.pop(name, None)
         patterns[name] = pattern.detach() if detach else pattern
 
-    def weigh(pattern: Tensor | None, value: Tensor) -> None:
-        name = inside[-1] if inside else ""
-        recorded = patterns.get(name)
-        if recorded is None or name in patterns.norms:
-            return
-        # Other matrix products of the module do not have the pattern as their left factor.
-        if pattern is not None and (
-            pattern.shape != recorded.shape or not torch.equal(pattern, recorded.to(pattern.dtype))
-        ):
-            return
-        norms = torch.linalg.vector_norm(value.detach(), dim=-1, dtype=_wide(value))
-        shared = recorded.shape[-3] // norms.shape[-2]
-        patterns.norms[name] = norms.repeat_interleave(shared, dim=-2)
+    def trim(factor: Tensor) -> None:
+        """Keep the columns of the pattern that are multiplied with the values."""
+        recorded = patterns.get(inside[-1])
+        width = factor.shape[-1]
+        if recorded is not None and width < recorded.shape[-1]:
+            columns = recorded[..., :width]
+            if columns.shape == factor.shape and torch.equal(columns.to(factor.dtype), factor):
+                patterns[inside[-1]] = columns
 
     try:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(enter, name)))
             # always_call: after an exception, another call may follow in the same block.
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with _Watch(keep, weigh, inside):
+        with _Watch(keep, trim, inside):
             yield patterns
     finally:
         for handle in handles:
@@ -117,12 +90,12 @@ class _Watch(TorchFunctionMode):
     def __init__(
         self,
         keep: Callable[[Tensor], None],
-        weigh: Callable[[Tensor | None, Tensor], None],
+        trim: Callable[[Tensor], None],
         inside: list[str],
     ) -> None:
         super().__init__()
         self.keep = keep
-        self.weigh = weigh
+        self.trim = trim
         self.inside = inside
 
     def __torch_function__(
@@ -138,7 +111,6 @@ class _Watch(TorchFunctionMode):
             return out
         if func is F.scaled_dot_product_attention:
             self.keep(sdpa_pattern(*args, **kwargs))
-            self.weigh(None, args[2] if len(args) > 2 else kwargs["value"])
         elif func is F.multi_head_attention_forward:
             # Functions inside this one are not intercepted, so it is called again for its weights.
             options = {"need_weights": True, "average_attn_weights": False, "training": False}
@@ -148,7 +120,7 @@ class _Watch(TorchFunctionMode):
             # Cloned, because the model may change it in place.
             self.keep(out.clone())
         elif func in _PRODUCTS and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
-            self.weigh(*args)
+            self.trim(args[0])
         return out
 
 

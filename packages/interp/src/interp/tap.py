@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 Replacement = Tensor | Callable[[Tensor], Tensor]
@@ -41,32 +40,36 @@ def record(
     *sites: str,
     detach: bool = True,
     clone: bool = False,
-    device: torch.device | str | None = None,
+    names: str | None = None,
 ) -> Iterator[Record]:
     """Record the activations at `sites` while the block runs, of the latest call of each module.
 
     A site is a module's name for its output, or `name:input`. `*` matches one part of a dotted name
     and `**` any number of parts. If a module has several inputs or outputs, the first tensor is
-    recorded. `detach=False` keeps the graph, `device` moves each tensor, and `clone=True` copies
-    it. Raises RuntimeError at the end if the model changed a tensor in place that was not copied.
+    recorded. `detach=False` keeps the graph, and `clone=True` copies each tensor. With
+    `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
+    keys, values and z are split into heads.
+
+    Raises RuntimeError at the end if the model changed a tensor in place that was not copied.
     """
     seen = Record()
     versions: dict[str, int] = {}
 
-    def keep(site: str, tensor: Tensor) -> None:
-        source = tensor.detach() if detach else tensor
-        moved = source if device is None else source.to(device)
+    def keep(site: str, heads: int, tensor: Tensor) -> None:
+        tensor = tensor.unflatten(-1, (heads, -1)) if heads else tensor
+        recorded = tensor.detach() if detach else tensor
         # Inference tensors have no version counter that would show a change, so they are copied.
-        if clone or (moved is source and source.is_inference()):
-            moved = moved.clone()
+        if clone or recorded.is_inference():
+            recorded = recorded.clone()
         seen.pop(site, None)
-        seen[site] = moved
-        if moved.is_inference():
+        seen[site] = recorded
+        if recorded.is_inference():
             versions.pop(site, None)
         else:
-            versions[site] = moved._version
+            versions[site] = recorded._version
 
-    with tapped(model, {site: partial(keep, site) for site in expand_sites(model, sites)}):
+    points = _points(model, sites, names)
+    with tapped(model, {site: partial(keep, n, heads) for n, (site, heads) in points.items()}):
         yield seen
     changed = [site for site, version in versions.items() if seen[site]._version != version]
     if changed:
@@ -74,26 +77,30 @@ def record(
 
 
 @contextmanager
-def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator[None]:
+def patch(
+    model: nn.Module, replacements: Mapping[str, Replacement], *, names: str | None = None
+) -> Iterator[None]:
     """Replace activations while the block runs, by tensors or by functions of the old values.
 
-    Sites are named as in `record`. The new value must broadcast to the shape of the old one, and is
-    converted to its dtype and device. Nested contexts act in the order of entry: a `record` inside
-    a `patch` sees the patched value.
+    Sites are named as in `record`, by `names` too. The new value must broadcast to the shape of the
+    old one, and is converted to its dtype and device. Nested contexts act in the order of entry: a
+    `record` inside a `patch` sees the patched value.
 
     Raises ValueError for a wrong shape, and RuntimeError at the end if a patch never ran.
     """
     reached: set[str] = set()
 
-    def replace(site: str, new: Replacement, old: Tensor) -> Tensor:
+    def replace(site: str, heads: int, new: Replacement, old: Tensor) -> Tensor:
         reached.add(site)
+        old = old.unflatten(-1, (heads, -1)) if heads else old
         value = new(old) if callable(new) else new
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"the patch of {site!r} returned a {type(value).__name__}; return a tensor"
             )
         try:
-            return value.to(old).expand_as(old)
+            value = value.to(old).expand_as(old)
+            return value.flatten(-2) if heads else value
         except RuntimeError as error:
             raise ValueError(
                 f"the patch of {site!r} is {tuple(value.shape)}; it replaces {tuple(old.shape)}"
@@ -102,12 +109,12 @@ def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
     positioned: dict[str, AtPositions] = {}
     for pattern, new in replacements.items():
-        for site in expand_sites(model, (pattern,)):
+        for site, heads in _points(model, (pattern,), names).values():
             if isinstance(new, AtPositions):
                 positioned[site] = new
-                hooks[site] = partial(replace, site, new.replace)
+                hooks[site] = partial(replace, site, heads, new.replace)
             else:
-                hooks[site] = partial(replace, site, new)
+                hooks[site] = partial(replace, site, heads, new)
     with _report_calls(model, positioned), tapped(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
@@ -138,6 +145,8 @@ def _report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> It
         if depth == 1:  # Inner modules see a cache to which earlier blocks have appended.
             values = (*args, *kwargs.values())
             caches = [value for value in values if hasattr(value, "get_seq_length")]
+            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+            _require_no_padding_at_the_start(mask)
             inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
             lengths = [x.shape[1] for x in inputs if isinstance(x, Tensor) and x.ndim > 1]
             for at in patches.values():
@@ -159,6 +168,14 @@ def _report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> It
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _require_no_padding_at_the_start(mask: Any) -> None:
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool((mask[:, 0] != 0).all()):
+        raise RuntimeError(
+            "at_positions() counts from the start of the text, and this batch is padded on the "
+            "left; pass prompts of equal length, or patch one prompt per call"
+        )
 
 
 class AtPositions:
@@ -234,8 +251,9 @@ def at_positions(
     of the cache. With `cached=False`, each call contains the whole text. `new` is a tensor that
     broadcasts to the patched positions, or a function of the old values.
 
-    A patch belongs to one text. Raises RuntimeError if it is used for another text, and if none of
-    the positions occurred. Raises ValueError for negative positions, which depend on the length.
+    A patch belongs to one text. Raises RuntimeError if it is used for another text or for prompts
+    that are padded on the left, and if none of the positions occurred. Raises ValueError for
+    negative positions, which depend on the length.
     """
     ends = positions if not isinstance(positions, slice) else [positions.start, positions.stop]
     if any(end is not None and end < 0 for end in ends):
@@ -246,6 +264,17 @@ def at_positions(
     if isinstance(positions, slice):
         return AtPositions(range(*positions.indices(sys.maxsize)), new, cached=cached)
     return AtPositions(frozenset(map(int, positions)), new, cached=cached)
+
+
+def _points(
+    model: nn.Module, patterns: tuple[str, ...], names: str | None
+) -> dict[str, tuple[str, int]]:
+    """Return the site of each matching name, and the number of heads it is split into, or 0."""
+    if names is None:
+        return {site: (site, 0) for site in expand_sites(model, patterns)}
+    from interp.hook_points import hook_points  # imports this module
+
+    return hook_points(model, patterns, names)
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:

@@ -38,23 +38,6 @@ def attention_head(
     return circuit_pattern(x, qk, scale=scale, causal=causal) @ moved
 
 
-def heads_by_addition(
-    x: Tensor, qk: LowRank, ov: LowRank, *, scale: float = 1.0, causal: bool = True
-) -> Tensor:
-    """Return attention on `x` (..., seq, d_model) as a sum over circuits with batch (heads,)."""
-    return attention_head(x.unsqueeze(-3), qk, ov, scale=scale, causal=causal).sum(dim=-3)
-
-
-def heads_by_concatenation(pattern: Tensor, x: Tensor, w_v: Tensor, w_o: Tensor) -> Tensor:
-    """Return attention as implementations compute it: mix values, concatenate heads, project.
-
-    `pattern` is (..., heads, seq, seq), `x` is (..., seq, d_model), `w_v` and `w_o` are weights of
-    `nn.Linear`.
-    """
-    values = (x @ w_v.mT).reshape(*x.shape[:-1], pattern.shape[-3], -1).transpose(-3, -2)
-    return (pattern @ values).transpose(-3, -2).flatten(-2) @ w_o.mT
-
-
 def _softmax(scores: Tensor, causal: bool) -> Tensor:
     if causal:
         queries, keys = scores.shape[-2:]

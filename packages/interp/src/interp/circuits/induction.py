@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from interp.circuits.composition import composition_scores
-from interp.circuits.heads import attention_head
 from interp.decoder.attention_only import AttentionOnly
 from interp.detect import DetectedHead, detect_heads
 from interp.patching import drop_heads
@@ -45,7 +44,6 @@ def induction_circuit(
     The logits are exactly the mean of the one-hot successors of all earlier occurrences of a token,
     and 0 without one. This holds at the default `sharpness`: twice the difference of scores at
     which a softmax weight of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
-    `InductionExercise` is a smaller variant.
     """
     if sharpness is None:
         sharpness = 2 * math.ceil(
@@ -80,36 +78,6 @@ def induction_circuit(
         second.v.weight[1:v] = token[1:]
         second.o.weight[:, 1:v] = output[1:].T
     return model.requires_grad_(False)
-
-
-class InductionExercise:
-    """An induction circuit on vectors [token | position] of 4 + 5 = 9 dimensions, without a stream.
-
-    The first head's output, the previous token, replaces the position in the input of the second
-    head. Position 0 is left out because it has no predecessor. Without a match, the copying head
-    attends evenly to all positions. The circuits are `previous_qk`, `previous_ov`, `match_qk` and
-    `copy_ov`.
-    """
-
-    def __init__(self, vocabulary: int = 4, context: int = 5, *, sharpness: float = 10.0) -> None:
-        v, d = vocabulary, vocabulary + context
-        token, position = torch.eye(d).split([v, context])
-        # Position i scores position i - 1.
-        self.previous_qk = 10 * sharpness * position[1:].T @ position[:-1]
-        self.previous_ov = token.T @ token
-        before, current = torch.eye(2 * v).split(v)  # the input of the second head
-        self.match_qk = sharpness * current.T @ before
-        self.copy_ov = current.T @ current
-        self.vocabulary = v
-        self.embed = token
-        self.positions = position
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return the weights (batch, vocabulary) of the token after the last of `tokens`."""
-        x = self.embed[tokens] + self.positions[: tokens.shape[-1]]
-        moved = attention_head(x, self.previous_qk, self.previous_ov)
-        both = torch.cat([moved[..., : self.vocabulary], x[..., : self.vocabulary]], -1)[..., 1:, :]
-        return attention_head(both, self.match_qk, self.copy_ov)[..., -1, self.vocabulary :]
 
 
 def repeated_tokens(

@@ -134,14 +134,6 @@ class LowRank:
         """Return the matrix with factors in half precision converted to float32."""
         return LowRank(decomposable(self.a), decomposable(self.b))
 
-    def write_space(self, rank: int | None = None) -> Tensor:
-        """Return an orthonormal basis of the column space, (..., m, rank), strongest first."""
-        return self.svd()[0][..., :rank]
-
-    def read_space(self, rank: int | None = None) -> Tensor:
-        """Return an orthonormal basis of the row space, (..., n, rank), strongest first."""
-        return self.svd()[2].mT[..., :rank]
-
 
 def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = None) -> LowRank:
     """Return W_QK = W_Q^T W_K of every head, (..., heads, d_model, d_model).

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from interp.circuits.low_rank import LowRank, decomposable, require_alike
 
-# The number of entries of one block of columns: 32 MiB in float32.
-_BLOCK_NUMBERS = 1 << 23
-
 
 def bigrams(embed: Tensor, unembed: Tensor) -> LowRank:
     """Return the zero-layer transformer W_U W_E; column t holds the logits after token t."""
@@ -51,21 +48,3 @@ def copying_scores(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     """Return sum(eigenvalues) / sum(|eigenvalues|) of W_U W_OV W_E; 1 for pure copying."""
     values = copying_eigenvalues(ov, embed, unembed)
     return values.real.sum(-1) / values.abs().sum(-1)
-
-
-def top_entries(matrix: LowRank, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `(values, rows, columns)` of the largest entries, (..., count), largest first."""
-    rows, columns = matrix.shape[-2:]
-    if not 0 < count <= rows * columns:
-        raise ValueError(f"count {count} is not within 1 and the {rows * columns} entries")
-    best = matrix.a.new_full((*matrix.batch_shape, 0), 0)
-    best_indices = torch.zeros_like(best, dtype=torch.long)
-    width = max(1, _BLOCK_NUMBERS // (matrix.batch_shape.numel() * rows))
-    for chosen in torch.arange(columns, device=matrix.a.device).split(width):
-        flat = (matrix.a @ matrix.b[..., chosen]).flatten(-2)
-        values, in_block = flat.topk(min(count, flat.shape[-1]), dim=-1)
-        indices = in_block // len(chosen) * columns + chosen[in_block % len(chosen)]
-        best, best_indices = torch.cat([best, values], -1), torch.cat([best_indices, indices], -1)
-        best, order = best.topk(min(count, best.shape[-1]), dim=-1)
-        best_indices = best_indices.gather(-1, order)
-    return best, best_indices // columns, best_indices % columns

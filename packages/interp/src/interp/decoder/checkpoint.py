@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from interp.decoder.decoder import Decoder
-from interp.decoder.families import FAMILIES, constants_of, settings_from_config
+from interp.decoder.families import FAMILIES, constants_of, length_limit, settings_from_config
 from interp.decoder.names import canonical_weights, count_layers
 
 
@@ -34,7 +35,7 @@ def load_decoder(
     kind = config.get("model_type")
     if kind not in families:
         raise ValueError(f"model_type {kind!r} is not one of {', '.join(families)}")
-    settings = settings_from_config(config)
+    settings = replace(settings_from_config(config), context=length_limit(config))
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         with safe_open(file, framework="pt", device=str(device)) as opened:
@@ -76,16 +77,23 @@ def _require_file(path: Path) -> None:
 
 
 def _require_equal_layers(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise ValueError if a layer has no weight or bias of a kind that another layer has."""
+    """Raise ValueError if a layer has no weight or bias of a kind that another layer has.
+
+    Layers with and without experts (DeepSeek) are compared separately.
+    """
     roles: dict[str, set[str]] = {}
     for name in weights:
         if name.startswith("blocks."):
             _, layer, role = name.split(".", 2)
             roles.setdefault(layer, set()).add(role)
-    all_roles = set().union(*roles.values())
     for layer, present in roles.items():
-        if missing := sorted(all_roles - present):
+        like = [x for x in roles.values() if _has_experts(x) == _has_experts(present)]
+        if missing := sorted(set().union(*like) - present):
             raise ValueError(
                 f"{folder}: layer {layer} has no {', '.join(missing)}, others have; is a shard "
                 "missing?"
             )
+
+
+def _has_experts(roles: set[str]) -> bool:
+    return any(role.startswith("mlp.experts.") for role in roles)

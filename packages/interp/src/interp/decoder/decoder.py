@@ -1,4 +1,4 @@
-"""One decoder-only transformer for all families: GPT-2, Llama, Gemma, OLMo, Falcon and others.
+"""One decoder-only transformer for all families: GPT-2, Llama, Gemma, DeepSeek and others.
 
     stream -> norm1 -> attention -> attention_out -> + -> norm2 -> mlp -> mlp_out -> +
 
@@ -17,6 +17,7 @@ Modules share the memory of the weights that they are built from.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,8 +40,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "relu": F.relu,
 }
+#: The epsilon of the norms inside DeepSeek's latent attention, which has no option.
+_LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,9 @@ class Settings:
     #: True if the norms have no weights (OLMo 1).
     bare_norms: bool = False
     activation: str = "silu"
+    #: The same for texts of more than `long_after` tokens (LongRoPE); () if they do not change.
+    long_frequencies: tuple[tuple[float, ...], ...] = ()
+    long_after: int = 0
     #: For each layer, the factor of rotated queries and keys (YaRN); () for 1.
     rotary_scales: tuple[float, ...] = ()
     #: True if rotated pairs are (2i, 2i + 1), as in GPT-J; False for (i, i + n / 2).
@@ -75,8 +82,21 @@ class Settings:
     parallel: bool = False
     score_cap: float | None = None
     logit_cap: float | None = None
+    #: The bound of queries, keys and values (OLMo 1).
+    clip: float | None = None
+    #: The bound of the gate and up projections of gpt-oss, which also adds 1 to the latter.
+    mlp_clip: float | None = None
     experts_used: int = 0
     experts_sum_to_one: bool = True
+    #: The factor of the chosen experts' outputs.
+    experts_scale: float = 1.0
+    #: The number of groups of experts, and of those that a token may use (DeepSeek).
+    expert_groups: int = 1
+    expert_groups_used: int = 1
+    #: "sigmoid" (DeepSeek V3), or "softmax".
+    router: str = "softmax"
+    #: True if the router multiplies in float32 (DeepSeek).
+    router_in_float32: bool = False
     #: The largest number of tokens that `describe` has verified, None without a limit.
     context: int | None = None
 
@@ -92,6 +112,35 @@ class Comparison:
     #: The largest deviation of a position's logits, relative to the size of all logits.
     error: float
     tolerance: float
+
+
+class Cache:
+    """Keys and values of earlier tokens, so that `Decoder` is called with the new tokens only.
+
+    Keys are stored before their norm and rotation. A call that raises an error adds nothing.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.grown: dict[int, tuple[Tensor, Tensor]] = {}
+        #: The positions of all tokens, (batch, tokens), once there are any.
+        self.position_ids: Tensor | None = None
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens."""
+        return 0 if self.position_ids is None else self.position_ids.shape[1]
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values (batch, tokens, features) of all tokens in a layer."""
+        if layer in self.layers:
+            k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v), strict=True))
+        self.grown[layer] = k, v
+        return k, v
+
+    def commit(self, position_ids: Tensor) -> None:
+        """Store the keys and values of a call that reached the last layer."""
+        self.layers, self.position_ids = self.grown, position_ids
+        self.grown = {}
 
 
 class Weights:
@@ -125,6 +174,9 @@ class Weights:
 
     def norm(self, name: str, settings: Settings) -> nn.Module:
         """Return the norm of that name, or the identity if the family does not have it."""
+        if f"{name}.0" in self:
+            heads = [key for key in self.tensors if re.fullmatch(rf"{name}\.\d+\.weight", key)]
+            return HeadNorms(self.norm(f"{name}.{i}", settings) for i in range(len(heads)))
         if name not in self:
             return nn.Identity()
         size = len(self.parameter(f"{name}.weight"))
@@ -149,32 +201,104 @@ class Weights:
         return module
 
 
+class HeadNorms(nn.ModuleList):
+    """A separate norm for each head (Cohere, StableLM)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed heads (batch, heads, seq, d_head)."""
+        return torch.stack([norm(x[:, i]) for i, norm in enumerate(self)], 1)
+
+
+class Latent(nn.Module):
+    """A projection through a narrow, normed layer: the latent attention of DeepSeek.
+
+    The first dimensions of each head of keys come from `rotary` and are the same for all heads.
+    """
+
+    bias = None
+
+    def __init__(self, weights: Weights, name: str, part: str, heads: int) -> None:
+        super().__init__()
+        narrow = f"{name}.q" if part == "q" else f"{name}.kv"
+        self.down = weights.linear(f"{narrow}_down")
+        gain = weights.parameter(f"{narrow}_latent_norm.weight")
+        self.norm = nn.RMSNorm(len(gain), eps=_LATENT_EPS, device="meta")
+        self.norm.weight = gain
+        self.up = weights.linear(f"{name}.{part}_up")
+        self.rotary = weights.linear(f"{name}.k_rotary") if part == "k" else None
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return queries, keys or values (batch, seq, features)."""
+        out: Tensor = self.up(self.norm(self.down(x)))
+        return out if self.rotary is None else self._join(self.rotary(x), out, -1)
+
+    def _join(self, shared: Tensor, separate: Tensor, dim: int) -> Tensor:
+        """Put the shared dimensions in front of the separate ones of each head."""
+        heads = separate.unflatten(dim, (self.heads, -1))
+        shared = shared.unsqueeze(dim - 1).expand(*heads.shape[:dim], *shared.shape[dim:])
+        return torch.cat([shared, heads], dim).flatten(dim - 1, dim)
+
+    @property
+    def weight(self) -> Tensor:
+        """The product of the projections, without the scale of the norm."""
+        product = self.up.weight @ (self.norm.weight[:, None] * self.down.weight)
+        return product if self.rotary is None else self._join(self.rotary.weight, product, -2)
+
+    @property
+    def out_features(self) -> int:
+        """The number of features of all heads."""
+        shared = 0 if self.rotary is None else self.heads * self.rotary.out_features
+        return self.up.out_features + shared
+
+    @property
+    def readers(self) -> list[nn.Linear]:
+        """The linear layers that read the stream."""
+        return [self.down] if self.rotary is None else [self.down, self.rotary]
+
+
 class DecoderAttention(nn.Module):
     """Causal attention with grouped heads, a sliding window, a cap, and any kind of positions."""
 
     def __init__(self, weights: Weights, name: str, settings: Settings, layer: int) -> None:
         super().__init__()
-        self.settings, self.window = settings, settings.windows[layer]
+        self.settings, self.layer = settings, layer
+        self.window = settings.windows[layer]
         self.heads, self.d_head = settings.heads, settings.d_head
-        self.q = weights.linear(f"{name}.q")
-        self.k = weights.linear(f"{name}.k")
-        self.v = weights.linear(f"{name}.v")
+        self.q, self.k, self.v = (self._projection(weights, name, part) for part in "qkv")
         self.q_norm = weights.norm(f"{name}.q_norm", settings)
         self.k_norm = weights.norm(f"{name}.k_norm", settings)
         self.pattern = nn.Identity()
         self.o = weights.linear(f"{name}.o")
+        #: The logit of each head's sink, which takes weight from all keys (gpt-oss), or None.
+        self.sinks = None
+        if f"{name}.sinks" in weights:
+            self.sinks = weights.parameter(f"{name}.sinks.weight")
         self.kv_heads = max(1, self.k.out_features // self.d_head)
-        all_heads, all_kv_heads = self.heads * self.d_head, self.kv_heads * self.d_head
         sizes = self.q.out_features, self.k.out_features, self.v.out_features, self.o.in_features
-        expected = (all_heads, all_kv_heads, all_kv_heads, all_heads)
+        #: The width of a head's values, which differs from `d_head` in DeepSeek.
+        self.d_value = sizes[3] // self.heads
+        expected = (
+            self.heads * self.d_head,
+            self.kv_heads * self.d_head,
+            self.kv_heads * self.d_value,
+            self.heads * self.d_value,
+        )
         if sizes != expected or self.heads % self.kv_heads:
             raise ValueError(
                 f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
                 f"{self.heads} heads of {self.d_head}, evenly shared"
             )
         # Not a buffer: .bfloat16() would round the angles, which matters at position 1,000.
-        self.frequencies = settings.frequencies[layer]
+        self.frequencies = self.long_frequencies = settings.frequencies[layer]
+        if settings.long_frequencies:
+            self.long_frequencies = settings.long_frequencies[layer]
         self.rotary_scale = settings.rotary_scales[layer] if settings.rotary_scales else 1.0
+
+    def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | Latent:
+        if f"{name}.{part}_up" in weights:
+            return Latent(weights, name, part, self.heads)
+        return weights.linear(f"{name}.{part}")
 
     def forward(
         self,
@@ -182,16 +306,24 @@ class DecoderAttention(nn.Module):
         padding: Tensor | None = None,
         position: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
-        """Return the sum of the heads' outputs (batch, seq, d_model)."""
+        """Return the sum of the heads' outputs (batch, seq, d_model).
+
+        With a cache, `padding` and `position_ids` are those of all tokens.
+        """
         located = x if position is None else x + position
-        v = self._split_heads(self.v(x)).repeat_interleave(self.heads // self.kv_heads, dim=1)
         q, k = self.q(located), self.k(located)
-        scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, seq]
+        v = self.v(x)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, keys]
         # Half precision: the sum over keys is computed in float32, as in every family.
         wide = torch.promote_types(scores.dtype, torch.float32)
-        pattern = self.pattern(scores.softmax(-1, dtype=wide).to(x.dtype))
-        mixed: Tensor = self.o((pattern @ v).transpose(1, 2).flatten(2))
+        pattern = self.pattern(scores.softmax(-1, dtype=wide)[..., : k.shape[1]].to(x.dtype))
+        values = self._clip(v).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        values = values.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        mixed: Tensor = self.o((pattern @ values).transpose(1, 2).flatten(2))
         return mixed
 
     def scores(
@@ -201,32 +333,47 @@ class DecoderAttention(nn.Module):
         padding: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the input of the softmax, (batch, heads, seq, seq), from the sites q and k.
+        """Return the input of the softmax, (batch, heads, seq, keys), from the sites q and k.
 
-        Keys where `padding` (batch, seq) is True are visible to their own query only, so that no
-        row is empty. `position_ids` (batch, seq) are the positions, by default the columns.
+        Queries are those of the last keys. Keys where `padding` (batch, keys) is True are visible
+        to their own query only, so that no row is empty. `position_ids` (batch, keys) are the
+        positions, by default the columns. A sink is one more column.
         """
-        q, k = self._norm_heads(q, self.q_norm), self._norm_heads(k, self.k_norm)
-        column = torch.arange(q.shape[-2], device=q.device)
+        q = self._norm_heads(self._clip(q), self.q_norm)
+        k = self._norm_heads(self._clip(k), self.k_norm)
+        column = torch.arange(k.shape[-2], device=q.device)
+        first = k.shape[-2] - q.shape[-2]
         positions = column if position_ids is None else position_ids[:, None]
-        q, k = self.rotate(q, positions), self.rotate(k, positions)
+        is_long = bool(self.settings.long_after) and self._is_long(positions)
+        q = self.rotate(q, positions[..., first:], is_long=is_long)
+        k = self.rotate(k, positions, is_long=is_long)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
         scores = (q @ k.mT) * self.settings.scale
         if self.settings.alibi_slopes:
             slopes = torch.tensor(self.settings.alibi_slopes, dtype=q.dtype, device=q.device)
-            distance = positions[..., :, None] - positions[..., None, :]
+            distance = positions[..., first:, None] - positions[..., None, :]
             scores = scores - slopes[:, None, None] * distance
         if cap := self.settings.score_cap:
             scores = (scores / cap).tanh() * cap
-        columns_back = column[:, None] - column
+        columns_back = column[first:, None] - column
         hidden = columns_back < 0
         if self.window is not None:
             hidden = hidden | (columns_back >= self.window)
         if padding is not None:
             hidden = hidden | (padding[:, None, None, :] & (columns_back != 0))
-        return scores.masked_fill(hidden, float("-inf"))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks is None:
+            return scores
+        return torch.cat([scores, self.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _is_long(self, positions: Tensor) -> bool:
+        return int(positions.max()) + 1 > self.settings.long_after
+
+    def _clip(self, x: Tensor) -> Tensor:
+        bound = self.settings.clip
+        return x if bound is None else x.clamp(-bound, bound)
+
+    def rotate(self, x: Tensor, positions: Tensor, *, is_long: bool = False) -> Tensor:
         """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by their positions.
 
         `positions` is (seq,), or has the dimensions of `x` before the last.
@@ -234,7 +381,8 @@ class DecoderAttention(nn.Module):
         if not self.frequencies:
             return x
         half = len(self.frequencies)
-        angles = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
+        frequencies = self.long_frequencies if is_long else self.frequencies
+        angles = torch.tensor(frequencies, dtype=torch.float32, device=x.device)
         angle = positions[..., None].float() * angles  # [..., seq, half]
         cos = (angle.cos() * self.rotary_scale).to(x.dtype)
         sin = (angle.sin() * self.rotary_scale).to(x.dtype)
@@ -249,7 +397,10 @@ class DecoderAttention(nn.Module):
         return torch.cat([new_left, new_right, rest], -1)
 
     def qk(self, distance: int = 0) -> LowRank:
-        """Return W_QK of the heads for a key `distance` positions before the query."""
+        """Return W_QK of the heads for a key `distance` positions before the query.
+
+        LongRoPE's angles are those of texts within the original length.
+        """
         w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
         # Rotary scores depend on the difference of positions only: the key is rotated by all of it.
         position = torch.tensor([-distance], device=w_k.device)
@@ -269,7 +420,7 @@ class DecoderAttention(nn.Module):
         return heads
 
     def _norm_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Split into heads and apply the norm: per head (Qwen 3, Gemma 3) or to all (OLMo 2)."""
+        """Split into heads and apply the norm: to each head (Qwen 3) or to all (OLMo 2)."""
         gain = getattr(norm, "weight", None)
         if gain is not None and len(gain) == x.shape[-1]:
             return self._split_heads(norm(x))
@@ -285,13 +436,21 @@ class DecoderMLP(nn.Module):
         if settings.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation {settings.activation!r} is not one of {known}")
-        self.act = ACTIVATIONS[settings.activation]
+        self.act, self.clip = ACTIVATIONS[settings.activation], settings.mlp_clip
         self.gate = weights.linear(f"{name}.gate") if f"{name}.gate" in weights else None
         self.up, self.down = weights.linear(f"{name}.up"), weights.linear(f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map each position (..., d_model) separately."""
-        inner = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x)
+        up = self.up(x)
+        if self.gate is None:
+            inner = self.act(up)
+        elif self.clip is None:
+            inner = self.act(self.gate(x)) * up
+        else:
+            inner = self.act(self.gate(x).clamp(max=self.clip)) * (
+                up.clamp(-self.clip, self.clip) + 1
+            )
         out: Tensor = self.down(inner)
         return out
 
@@ -301,8 +460,12 @@ class Experts(nn.Module):
 
     def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
         super().__init__()
+        self.settings = settings
         self.router = weights.linear(f"{name}.router")
-        self.used, self.sum_to_one = settings.experts_used, settings.experts_sum_to_one
+        #: Added to the probabilities when experts are chosen, but not to their weights.
+        self.correction = None
+        if f"{name}.correction.bias" in weights.tensors:
+            self.correction = weights.parameter(f"{name}.correction.bias")
         self.experts = nn.ModuleList(
             DecoderMLP(weights, f"{name}.experts.{i}", settings)
             for i in range(self.router.out_features)
@@ -310,14 +473,12 @@ class Experts(nn.Module):
         self.shared = self.shared_gate = None
         if f"{name}.shared.up" in weights:
             self.shared = DecoderMLP(weights, f"{name}.shared", settings)
-            self.shared_gate = weights.linear(f"{name}.shared_gate")
+            if f"{name}.shared_gate" in weights:
+                self.shared_gate = weights.linear(f"{name}.shared_gate")
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the chosen experts' outputs, weighted by the router."""
-        probabilities = self.router(x).softmax(-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.used, dim=-1)
-        if self.sum_to_one:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._choose(x)
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             is_chosen = chosen == i  # [batch, seq, used]
@@ -325,9 +486,33 @@ class Experts(nn.Module):
             if bool(tokens.any()):
                 weight = (weights * is_chosen).sum(-1)[tokens].to(x.dtype)
                 out[tokens] += weight[:, None] * expert(x[tokens])
-        if self.shared is not None and self.shared_gate is not None:
-            out = out + self.shared_gate(x).sigmoid() * self.shared(x)
+        if self.shared is not None:
+            gate = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
+            out = out + gate * self.shared(x)
         return out
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the indices of each token's experts, (batch, seq, used)."""
+        options = self.settings
+        if options.router_in_float32 and x.dtype != torch.float32:
+            logits = F.linear(x.float(), self.router.weight.float())
+        else:
+            logits = self.router(x)
+        is_sigmoid = options.router == "sigmoid"
+        probabilities = logits.sigmoid() if is_sigmoid else logits.softmax(-1, dtype=torch.float32)
+        ranked = probabilities if self.correction is None else probabilities + self.correction
+        if options.expert_groups > 1:
+            groups = ranked.unflatten(-1, (options.expert_groups, -1))
+            # DeepSeek V3 ranks a group by its two best experts, V2 by the best.
+            best = groups.topk(2 if is_sigmoid else 1, dim=-1).values.sum(-1)
+            used = best.topk(options.expert_groups_used, dim=-1).indices
+            is_hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, used, False)
+            ranked = groups.masked_fill(is_hidden[..., None], float("-inf")).flatten(-2)
+        chosen = ranked.topk(options.experts_used, dim=-1).indices
+        weights = probabilities.gather(-1, chosen)
+        if options.experts_sum_to_one:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * options.experts_scale, chosen
 
 
 class NoMLP(nn.Module):
@@ -367,9 +552,10 @@ class DecoderBlock(nn.Module):
         padding: Tensor | None = None,
         position: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Map the residual stream (batch, seq, d_model) to the stream after the block."""
-        heads = self.attention(self.norm1(x), padding, position, position_ids)
+        heads = self.attention(self.norm1(x), padding, position, position_ids, cache)
         after_attention = x + self.attention_out(heads)
         mlp_input = x if self.parallel else after_attention
         out: Tensor = after_attention + self.mlp_out(self.mlp(self.norm2(mlp_input)))
@@ -384,6 +570,19 @@ def _warn_if_tokens_follow(padding: Tensor) -> None:
             "prompt without padding",
             stacklevel=3,
         )
+
+
+def _require_one_text_per_row(position_ids: Tensor, padding: Tensor | None) -> None:
+    """Raise ValueError if a row of positions (batch, seq) packs several texts."""
+    for row, ids in enumerate(position_ids):
+        steps = ids.diff() if padding is None else ids[~padding[row]].diff()
+        # Without a mask, Hugging Face's models start another text at any step other than 1.
+        if bool((steps < 1).any()) or (padding is None and bool((steps > 1).any())):
+            raise ValueError(
+                f"position_ids of row {row} are {ids.tolist()}; they must count up by 1 along "
+                "the text (increase, with an attention_mask): packed texts are not supported, "
+                "pass one text per row"
+            )
 
 
 class Decoder(nn.Module):
@@ -418,6 +617,7 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Return the logits of the tokens.
 
@@ -425,30 +625,58 @@ class Decoder(nn.Module):
         of learned and rotary positions. Their default is that of the family in Hugging Face: the
         columns, or the number of earlier tokens that are not padding (OPT, Bloom). Pass them if
         tokens follow padding and positions are learned; otherwise a warning is issued.
+
+        With a `cache` of earlier tokens, `attention_mask` covers these tokens too, and the new
+        tokens are added to the cache.
         """
         self.require_fresh()
-        self._require_tokens(input_ids)
+        past = 0 if cache is None else cache.get_seq_length()
+        self._require_tokens(input_ids, past)
         padding = None if attention_mask is None else attention_mask == 0
-        if padding is not None and padding.shape != input_ids.shape:
+        if padding is not None and padding.shape != (len(input_ids), past + input_ids.shape[1]):
             raise ValueError(
-                f"attention_mask is {tuple(padding.shape)}; pass {tuple(input_ids.shape)}, the "
-                "shape of the tokens"
+                f"attention_mask is {tuple(padding.shape)}; pass "
+                f"{(len(input_ids), past + input_ids.shape[1])}, the shape of the tokens"
+                + (" and those in the cache" if past else "")
             )
-        if position_ids is not None:
-            position_ids = self._checked_positions(position_ids, padding, input_ids)
-        elif padding is not None and self.settings.positions_skip_padding:
-            position_ids = ((~padding).cumsum(-1) - 1).clamp(min=0)
+        positions = self._positions(input_ids, padding, position_ids, cache)
         x, position = self.embed_norm(self.embed(input_ids)), None
         if self.position is not None:
-            if position_ids is None and padding is not None:
-                _warn_if_tokens_follow(padding)
             columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-            position = self.position(columns if position_ids is None else position_ids)
+            position = self.position(columns if positions is None else positions[:, past:])
             if not self.settings.positions_in_attention:
                 x, position = x + position, None
         for block in self.blocks:
-            x = block(x, padding, position, position_ids)
+            x = block(x, padding, position, positions, cache)
+        if cache is not None and positions is not None:
+            cache.commit(positions)
         return self._logits(x)
+
+    def _positions(
+        self,
+        tokens: Tensor,
+        padding: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor | None:
+        """Return the positions of all tokens, (batch, tokens), or None for the columns."""
+        earlier = None if cache is None else cache.position_ids
+        new: Tensor | None = None
+        if position_ids is not None:
+            new = self._new_positions(position_ids, tokens)
+        elif padding is not None and self.settings.positions_skip_padding:
+            return ((~padding).cumsum(-1) - 1).clamp(min=0)
+        elif cache is not None:
+            new = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+            new = new if earlier is None else new + earlier[:, -1:] + 1
+        is_default = position_ids is None and earlier is None
+        if is_default and padding is not None and self.position is not None:
+            _warn_if_tokens_follow(padding)
+        if new is not None and earlier is not None:
+            new = torch.cat([earlier, new], 1)
+        if new is not None and position_ids is not None:
+            _require_one_text_per_row(new, padding)
+        return new
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         # Conversions and moves copy the weights, which then no longer follow the described model.
@@ -462,7 +690,7 @@ class Decoder(nn.Module):
         if self.source is not None:
             self.source.require_fresh()
 
-    def _require_tokens(self, tokens: Tensor) -> None:
+    def _require_tokens(self, tokens: Tensor, past: int) -> None:
         if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
             raise ValueError(
                 f"tokens are {tokens.dtype} {tuple(tokens.shape)}; pass at least one id, in a "
@@ -473,7 +701,7 @@ class Decoder(nn.Module):
                 f"token ids reach from {int(tokens.min())} to {int(tokens.max())}; this vocabulary "
                 f"has {self.embed.num_embeddings}: is it the tokenizer of another model?"
             )
-        length, context = tokens.shape[1], self.settings.context
+        length, context = past + tokens.shape[1], self.settings.context
         if self.position is not None and length > self.position.num_embeddings:
             raise ValueError(
                 f"expected at most {self.position.num_embeddings} tokens, the number of learned "
@@ -485,10 +713,8 @@ class Decoder(nn.Module):
                 f"describe(model, context={length}) verifies more"
             )
 
-    def _checked_positions(
-        self, position_ids: Tensor, padding: Tensor | None, tokens: Tensor
-    ) -> Tensor:
-        """Return the positions (batch, seq). Raise ValueError if a row packs several texts."""
+    def _new_positions(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
+        """Return the positions of the tokens, (batch, seq)."""
         if position_ids.is_floating_point() or position_ids.shape not in (
             tokens.shape,
             (1, tokens.shape[1]),
@@ -497,7 +723,6 @@ class Decoder(nn.Module):
                 f"position_ids are {position_ids.dtype} {tuple(position_ids.shape)}; pass "
                 f"integers {tuple(tokens.shape)}"
             )
-        position_ids = position_ids.expand(tokens.shape)
         table = self.position.num_embeddings if self.position is not None else None
         lowest, highest = int(position_ids.min()), int(position_ids.max())
         if lowest < 0 or (table is not None and highest >= table):
@@ -505,16 +730,7 @@ class Decoder(nn.Module):
                 f"position_ids reach from {lowest} to {highest}; they must be within 0 and "
                 f"{'the length of the text' if table is None else table - 1}"
             )
-        for row, ids in enumerate(position_ids):
-            steps = ids.diff() if padding is None else ids[~padding[row]].diff()
-            # Without a mask, Hugging Face's models start another text at any step other than 1.
-            if bool((steps < 1).any()) or (padding is None and bool((steps > 1).any())):
-                raise ValueError(
-                    f"position_ids of row {row} are {ids.tolist()}; they must count up by 1 along "
-                    "the text (increase, with an attention_mask): packed texts are not supported, "
-                    "pass one text per row"
-                )
-        return position_ids
+        return position_ids.expand(tokens.shape)
 
     def decode(self, stream: Tensor) -> Tensor:
         """Return the logits of a stream: the final norm, the unembedding and the cap."""
@@ -545,20 +761,24 @@ class Decoder(nn.Module):
         return stack_layers([block.attention.ov() for block in self.layers])
 
     @torch.no_grad()
-    def components(self, tokens: Tensor) -> dict[str, Tensor]:
+    def components(self, prompt: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all terms of the residual stream by name; they sum to the input of `norm`.
 
-        An attention's output is split into heads unless a norm follows it.
+        `prompt` are tokens or keyword arguments of `forward`. An attention's output is split into
+        heads unless a norm follows it.
         """
         outputs = ("blocks.*.attention.o:input", "blocks.*.attention_out", "blocks.*.mlp_out")
         sites = ["embed_norm", *outputs]
         if self.position is not None:
             sites.append("position")
         with record(self, *sites, clone=True) as seen:
-            self(tokens)
+            if isinstance(prompt, Tensor):
+                self(prompt)
+            else:
+                self(**prompt)
         parts = {"embed": seen["embed_norm"]}
         if self.position is not None and not self.settings.positions_in_attention:
-            parts["position"] = seen["position"].unsqueeze(0)
+            parts["position"] = seen["position"].expand(parts["embed"].shape)
         for i, block in enumerate(self.layers):
             o = block.attention.o
             if isinstance(block.attention_out, nn.Identity):

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, Settings
 from interp.decoder.families import (
+    FAMILIES,
     constants_of,
     layer_types,
+    length_limit,
     rotary_angles,
     settings_from_config,
 )
@@ -29,7 +31,7 @@ from interp.decoder.names import (
     features_of_heads,
     roles_of,
 )
-from interp.decoder.source import Source
+from interp.decoder.source import Source, weights_of
 from interp.decoder.verify import COPY_BYTES, call, distance, evaluating, matching_settings
 
 
@@ -50,7 +52,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     """
     if isinstance(model, Decoder) and not settings:
         return model
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors = weights_of(model)
     theta = settings.pop("rope_theta", None)
     if unknown := settings.keys() - Settings.__dataclass_fields__:
         known = ", ".join(["rope_theta", *Settings.__dataclass_fields__])
@@ -59,6 +61,13 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "to_dict") and hasattr(model_config, "model_type"):
         config = model_config.to_dict()
+        _require_known(config, tensors)
+        limit = length_limit(config)
+        if limit is not None and (settings.get("context") or 0) > limit:
+            raise ValueError(
+                f"expected a context of at most {limit}, got {settings['context']}: beyond it, the "
+                "angles of rope_type 'dynamic' depend on earlier calls of the model"
+            )
         candidates = _settings_from_model(model, config)
     else:
         candidates = list(_settings_from_module(model, tensors, theta))
@@ -80,6 +89,22 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     decoder.comparisons = comparisons
     decoder.source = Source(model, tensors, _copied_names(tensors, folded, chosen))
     return decoder
+
+
+def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a family that is not supported, with a property that is not known."""
+    kind = config.get("model_type")
+    if kind in FAMILIES:
+        return
+    unknown = "its norms, positions and activation are unknown"
+    try:
+        roles_of(tensors)
+    except ValueError as error:
+        unknown = str(error)
+    raise ValueError(
+        f"model_type {kind!r} is not one of {', '.join(FAMILIES)}: {unknown}; record() and patch() "
+        "support any model, and describe() modules whose configuration does not name a family"
+    )
 
 
 def _copied_names(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,11 @@ class Family:
     positions_skip_padding: bool = False
     #: Layers may have sliding windows.
     windowed: bool = False
-    #: The activation if the configuration does not name one.
+    #: The activation if the configuration does not name one, and one that overrides it.
     activation: str | None = None
+    fixed_activation: str | None = None
+    #: Latent attention and routing as in DeepSeek.
+    latent: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -76,6 +79,9 @@ FAMILIES: Mapping[str, Family] = {
         centered=True, rotary=False, alibi=True, positions_skip_padding=True, activation="gelu_new"
     ),
     "falcon": Family(centered=True, parallel=True, parallel_option="parallel_attn"),
+    "gpt_oss": Family(windowed=True, default_theta=1.5e5, fixed_activation="quick_gelu"),
+    "deepseek_v2": Family(latent=True, interleaved=True),
+    "deepseek_v3": Family(latent=True, interleaved=True),
 }
 
 #: Options that change the function, with the only value that is supported.
@@ -84,16 +90,15 @@ _REQUIRED: Mapping[str, object] = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
     "use_bidirectional_attention": False,
-    "clip_qkv": None,
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
-    "use_qk_norm": False,
     "do_layer_norm_before": True,
     "_remove_final_layer_norm": False,
     "layer_norm_elementwise_affine": True,
     "apply_residual_connection_post_layernorm": False,
     "slow_but_exact": False,
     "alibi": False,
+    "swiglu_alpha": 1.702,
 }
 
 #: OPT's table of positions starts with two rows that its padding selects.
@@ -118,9 +123,12 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
     heads = _first(config, "num_attention_heads", "n_head")
     layers = _first(config, "num_hidden_layers", "n_layer")
     d_head = config.get("head_dim") or d_model // heads
+    if family.latent:
+        d_head = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     kinds = layer_types(config, layers)
     rotary = [_rotary(config, family, d_head, kind) for kind in kinds]
-    scales = tuple(scale for _, scale in rotary)
+    scales = tuple(angles.scale for angles in rotary)
+    is_stretched = any(angles.long_after for angles in rotary)
     windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
     return Settings(
         heads=heads,
@@ -133,19 +141,44 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         centered=family.centered,
         bare_norms=family.bare_norms,
         activation=_activation(config, family),
-        scale=_score_scale(config, d_head),
-        frequencies=tuple(angles for angles, _ in rotary),
+        scale=_score_scale(config, family, d_head),
+        frequencies=tuple(angles.angles for angles in rotary),
+        long_frequencies=tuple(angles.long_angles for angles in rotary) if is_stretched else (),
+        long_after=max(angles.long_after for angles in rotary),
         rotary_scales=scales if any(scale != 1 for scale in scales) else (),
-        interleaved=family.interleaved,
+        interleaved=family.interleaved and config.get("rope_interleave", True) is not False,
         alibi_slopes=alibi_slopes(heads) if family.alibi else (),
         positions_skip_padding=family.positions_skip_padding,
         windows=tuple(windows),
         parallel=_is_parallel(config, family),
         score_cap=config.get("attn_logit_softcapping"),
         logit_cap=config.get("final_logit_softcapping"),
+        clip=config.get("clip_qkv") if name == "olmo" else None,
+        mlp_clip=config.get("swiglu_limit", 7.0) if name == "gpt_oss" else None,
         experts_used=config.get("num_experts_per_tok") or 0,
-        experts_sum_to_one=name == "mixtral" or bool(config.get("norm_topk_prob")),
+        experts_sum_to_one=name in ("mixtral", "gpt_oss")
+        or (name != "deepseek_v2" and bool(config.get("norm_topk_prob"))),
+        **_routing_of_deepseek(config),
     )
+
+
+def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of DeepSeek's routers; {} for other families."""
+    if not FAMILIES[config["model_type"]].latent:
+        return {}
+    is_grouped = config["model_type"] == "deepseek_v3"
+    if not is_grouped:
+        method = config.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ValueError(f"topk_method = {method!r} is not 'greedy' or 'group_limited_greedy'")
+        is_grouped = method == "group_limited_greedy"
+    return {
+        "router": "sigmoid" if config["model_type"] == "deepseek_v3" else "softmax",
+        "router_in_float32": True,
+        "experts_scale": float(config.get("routed_scaling_factor") or 1.0),
+        "expert_groups": config.get("n_group") or 1 if is_grouped else 1,
+        "expert_groups_used": config.get("topk_group") or 1 if is_grouped else 1,
+    }
 
 
 def _require_supported(config: Mapping[str, Any]) -> None:
@@ -171,6 +204,8 @@ def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> str:
+    if family.fixed_activation is not None:
+        return family.fixed_activation
     options = ("hidden_activation", "hidden_act", "activation_function", "activation")
     activation: str = _first(config, *options, default=family.activation)
     if config["model_type"] == "gemma" and activation == "gelu":
@@ -179,8 +214,13 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     return activation
 
 
-def _score_scale(config: Mapping[str, Any], d_head: int) -> float:
+def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> float:
     scale: float = d_head**-0.5
+    if family.latent:
+        rope = _rope_parameters(config, family, "full_attention")
+        method = rope.get("rope_type") or rope.get("type") or "default"
+        if method != "default" and rope.get("mscale_all_dim"):
+            scale *= _yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
     if config["model_type"] in ("gemma2", "gemma3_text"):
         scale = _first(config, "query_pre_attn_scalar") ** -0.5
     elif config["model_type"] == "granite":
@@ -211,6 +251,7 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
         # The last layer of each period has full attention.
         period = {
             "gemma2": 2,
+            "gpt_oss": 2,
             "gemma3_text": config.get("sliding_window_pattern", 6),
             "cohere2": config.get("sliding_window_pattern", 4),
             "olmo3": 4,
@@ -219,32 +260,96 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
-def _rotary(
-    config: Mapping[str, Any], family: Family, d_head: int, kind: str
-) -> tuple[tuple[float, ...], float]:
-    """Return the angle per position of each rotated pair, and the factor of rotated vectors."""
+@dataclass(frozen=True)
+class _Rotary:
+    """The rotary positions of one layer."""
+
+    #: The angle per position of each rotated pair.
+    angles: tuple[float, ...] = ()
+    #: The factor of rotated vectors.
+    scale: float = 1.0
+    #: The angles in texts of more than `long_after` tokens.
+    long_angles: tuple[float, ...] = ()
+    long_after: int = 0
+
+
+def _rotary(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> _Rotary:
+    """Return the rotary positions of a kind of layer."""
     if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
-        return (), 1.0
+        return _Rotary()
     rope = _rope_parameters(config, family, kind)
-    dims = d_head
+    dims = _rotated_dims(config, family, d_head, rope)
+    method = rope.get("rope_type") or rope.get("type") or "default"
+    angles = rotary_angles(dims, rope["rope_theta"])
+    if method in ("default", "dynamic"):
+        # Dynamic angles change beyond the original length, which `length_limit` excludes.
+        return _Rotary(angles)
+    if method == "linear":
+        return _Rotary(tuple(angle / rope["factor"] for angle in angles))
+    length = rope["original_max_position_embeddings"] = _original_length(config, rope)
+    if method == "llama3":
+        return _Rotary(tuple(_llama3(angle, rope) for angle in angles))
+    if method in ("yarn", "longrope", "su") and not rope.get("factor"):
+        rope["factor"] = config["max_position_embeddings"] / length
+    if method == "yarn":
+        return _Rotary(_yarn(angles, dims, length, rope), _yarn_scale(rope))
+    if method in ("longrope", "su"):
+        short, long = (
+            _divided(dims, rope["rope_theta"], rope[factors])
+            for factors in ("short_factor", "long_factor")
+        )
+        return _Rotary(short, _longrope_scale(rope, length), long, length)
+    raise ValueError(
+        f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
+    )
+
+
+def _rotated_dims(
+    config: Mapping[str, Any], family: Family, d_head: int, rope: Mapping[str, Any]
+) -> int:
+    """Return the number of dimensions per head that are rotated."""
     if family.rotary_fraction is not None:
         fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
         fraction = fraction or config.get("rotary_pct") or family.rotary_fraction
-        dims = int(d_head * fraction)
-    elif config["model_type"] == "gptj":
-        dims = config.get("rotary_dim") or d_head
-    method = rope.get("rope_type") or rope.get("type") or "default"
-    angles = rotary_angles(dims, rope["rope_theta"])
-    if method == "default":
-        return angles, 1.0
-    if method == "linear":
-        return tuple(angle / rope["factor"] for angle in angles), 1.0
-    if method == "llama3":
-        return tuple(_llama3(angle, rope) for angle in angles), 1.0
-    if method == "yarn":
-        length = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        return _yarn(angles, dims, length, rope), _yarn_scale(rope)
-    raise ValueError(f"rope_type {method!r} is not one of default, linear, llama3, yarn")
+        return int(d_head * fraction)
+    name = "qk_rope_head_dim" if family.latent else "rotary_dim"
+    is_named = family.latent or config["model_type"] == "gptj"
+    return (config.get(name) if is_named else None) or d_head
+
+
+def length_limit(config: Mapping[str, Any]) -> int | None:
+    """Return the length beyond which rotary angles depend on earlier calls, or None.
+
+    The "dynamic" method of transformers keeps the angles of the longest text until a short one.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.rotary:
+        return None
+    rope = _rope_parameters(config, family, "full_attention")
+    is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
+    return int(config["max_position_embeddings"]) if is_dynamic else None
+
+
+def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    """Return the length of the pretraining; that outside of the rotary options has priority."""
+    name = "original_max_position_embeddings"
+    length: int = config.get(name) or rope.get(name) or config["max_position_embeddings"]
+    return length
+
+
+def _divided(dims: int, theta: float, factors: Sequence[float]) -> tuple[float, ...]:
+    """Return LongRoPE's angles, rounded as in every implementation."""
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
+    divisors = torch.tensor(factors, dtype=torch.float32) * theta**exponents
+    return tuple((1.0 / divisors).tolist())
+
+
+def _longrope_scale(rope: Mapping[str, Any], length: int) -> float:
+    """Return LongRoPE's factor of rotated queries and keys."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    factor: float = rope["factor"]
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
 
 
 def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
@@ -308,12 +413,15 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float:
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
 
-    def temperature(weight: float) -> float:
-        return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
-
+    factor: float = rope["factor"]
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return temperature(rope["mscale"]) / temperature(rope["mscale_all_dim"])
-    return temperature(1.0)
+        whole = _yarn_temperature(factor, rope["mscale_all_dim"])
+        return _yarn_temperature(factor, rope["mscale"]) / whole
+    return _yarn_temperature(factor, 1.0)
+
+
+def _yarn_temperature(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -11,46 +11,30 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder
+from interp.decoder.decoder import Decoder, DecoderAttention, Latent
 
 
 @torch.no_grad()
-def fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
-    """Move `norm.weight` and `norm.bias` into `readers`, all modules that read the norm.
+def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
+    """Move the norm's weight and bias into `readers`, all modules that read the norm.
 
-    For y = weight * n(x) + bias, W y + b = (W * weight) n(x) + (W bias + b). The norm is checked on
-    random vectors. Raises ValueError, without any change, for norms of another form.
+    For y = weight * n(x) + bias, W y + b = (W * weight) n(x) + (W bias + b).
     """
     gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if gain is None:
         return
     for reader in readers:
-        if reader.in_features != gain.numel():
-            raise ValueError(
-                f"expected readers of the norm's {gain.numel()} features, got one of "
-                f"{reader.in_features}; pass the modules that read this norm"
-            )
-    # A separate generator keeps the global random state.
-    generator = torch.Generator(gain.device).manual_seed(0)
-    x = torch.randn(3, gain.numel(), generator=generator, device=gain.device).to(gain.dtype)
-    bare = {"weight": torch.ones_like(gain)}
-    if shift is not None:
-        bare["bias"] = torch.zeros_like(shift)
-    normed, scaled = norm(x), torch.func.functional_call(norm, bare, (x,)) * gain
-    error = (scaled + (0 if shift is None else shift) - normed).abs().max()
-    if error > torch.finfo(gain.dtype).eps ** 0.5 * normed.abs().max():
-        raise ValueError(f"{type(norm).__name__} is not weight * n(x) + bias, so it does not fold")
-    for reader in readers:
         if shift is not None:
             added = reader.weight @ shift
             _set(reader, "bias", added if reader.bias is None else reader.bias + added)
         _set(reader, "weight", reader.weight * gain)
-    for name, value in bare.items():
-        _set(norm, name, value)
+    _set(norm, "weight", torch.ones_like(gain))
+    if shift is not None:
+        _set(norm, "bias", torch.zeros_like(shift))
 
 
 @torch.no_grad()
-def center_writes(*writers: nn.Linear | nn.Embedding) -> None:
+def _center_writes(*writers: nn.Linear | nn.Embedding) -> None:
     """Subtract the mean over d_model from the outputs of `writers`, which add to the stream.
 
     The function stays the same if every reader of the stream subtracts this mean, as layer norm
@@ -64,7 +48,7 @@ def center_writes(*writers: nn.Linear | nn.Embedding) -> None:
 
 
 @torch.no_grad()
-def center_unembed(unembed: nn.Linear) -> None:
+def _center_unembed(unembed: nn.Linear) -> None:
     """Subtract the mean over the vocabulary, which keeps the log-probabilities."""
     _set(unembed, "weight", unembed.weight - unembed.weight.mean(0, keepdim=True))
     if unembed.bias is not None:
@@ -72,23 +56,17 @@ def center_unembed(unembed: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def fold_value_bias(value: nn.Linear, output: nn.Linear, *, d_head: int | None = None) -> None:
+def _fold_value_bias(attention: DecoderAttention) -> None:
     """Move the bias of the values into that of the output projection.
 
-    This keeps the function because the rows of a pattern sum to 1. With grouped queries, pass
-    `d_head`: the bias of a value head counts once per query head.
+    This keeps the function if the rows of a pattern sum to 1, as without sinks. The bias of a value
+    head counts once per query head.
     """
-    if value.bias is None:
+    value, output = attention.v, attention.o
+    if value.bias is None or attention.sinks is not None:
         return
-    bias = value.bias
-    if value.out_features != output.in_features:
-        if d_head is None or output.in_features % value.out_features:
-            raise ValueError(
-                f"values of {value.out_features} features feed an output of {output.in_features}; "
-                "with grouped queries pass d_head="
-            )
-        shared = output.in_features // value.out_features
-        bias = bias.unflatten(0, (-1, d_head)).repeat_interleave(shared, 0).flatten()
+    shared = attention.heads // attention.kv_heads
+    bias = value.bias.unflatten(0, (attention.kv_heads, -1)).repeat_interleave(shared, 0).flatten()
     added = output.weight @ bias
     _set(output, "bias", added if output.bias is None else output.bias + added)
     _set(value, "bias", torch.zeros_like(value.bias))
@@ -105,18 +83,20 @@ def fold_decoder(model: Decoder) -> Decoder:
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     model.source = source  # Folded weights are copies.
     for block in model.layers:
-        attention = block.attention
-        fold_norm(block.norm1, attention.q, attention.k, attention.v)
-        fold_norm(block.norm2, *_linears(block.mlp, "gate", "up", "router", "shared_gate"))
-        fold_value_bias(attention.v, attention.o, d_head=attention.d_head)
+        attention, readers = block.attention, list[nn.Linear]()
+        for part in (attention.q, attention.k, attention.v):
+            readers += part.readers if isinstance(part, Latent) else [part]
+        _fold_norm(block.norm1, *readers)
+        _fold_norm(block.norm2, *_linears(block.mlp, "gate", "up", "router", "shared_gate"))
+        _fold_value_bias(attention)
     if _can_center(model):
         tables = [model.embed] if model.position is None else [model.embed, model.position]
-        center_writes(*tables)
+        _center_writes(*tables)
         for block in model.layers:
-            center_writes(block.attention.o, *_linears(block.mlp, "down"))
-    fold_norm(model.norm, model.unembed)
+            _center_writes(block.attention.o, *_linears(block.mlp, "down"))
+    _fold_norm(model.norm, model.unembed)
     if model.settings.logit_cap is None:
-        center_unembed(model.unembed)
+        _center_unembed(model.unembed)
     return model
 
 

@@ -15,6 +15,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+# Parameters whose names do not end in "weight" or "bias": stacked experts, sinks, a correction.
+_UNNAMED = (
+    (re.compile(r"(experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
+    (re.compile(r"(experts\.(?:gate_up|down)_proj)_bias$"), r"\1.bias"),
+    (re.compile(r"(\.sinks)$"), r"\1.weight"),
+    (re.compile(r"(e_score_correction)_bias$"), r"\1.bias"),
+)
 # Buffers of old checkpoints: causal masks and rotary tables.
 _BUFFER = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 _LAYER = re.compile(r"(?:^|.*?\.)(\d+)\.(.+)\.(weight|bias)$")
@@ -37,6 +44,14 @@ _INSIDE = {
     r"|out|o",
     "attention.q_norm": r"(?:.*\.)?(?:q_norm|q_layernorm)",
     "attention.k_norm": r"(?:.*\.)?(?:k_norm|k_layernorm)",
+    "attention.q_down": r"(?:.*\.)?q_a_proj",
+    "attention.q_latent_norm": r"(?:.*\.)?q_a_layernorm",
+    "attention.q_up": r"(?:.*\.)?q_b_proj",
+    "attention.kv_down": r"(?:.*\.)?kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": r"(?:.*\.)?kv_a_layernorm",
+    "attention.kv_up": r"(?:.*\.)?kv_b_proj",
+    "attention.sinks": r"(?:.*\.)?sinks",
+    "mlp.correction": r"(?:.*\.)?e_score_correction",
     "mlp.gate_up": r"(?:.*\.)?gate_up_proj",
     "mlp.gate": r"(?:.*\.)?(?:gate_proj|w1|gate)",
     "mlp.up": r"(?:.*\.)?(?:up_proj|w3|up|c_fc|dense_h_to_4h|fc1|fc_in)",
@@ -72,11 +87,22 @@ def canonical_parts(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the name of each tensor, and the canonical name and value of each part of it."""
     is_conv1d = _is_input_first(tensors)
-    for name, role in roles_of(tensors).items():
+    # The experts of gpt-oss have biases, weights (in, out) and alternating gates and ups.
+    is_gpt_oss = any(name.endswith("experts.gate_up_proj_bias") for name in tensors)
+    roles = roles_of(tensors)
+    rotated = _latent_rotary_dims(tensors, roles)
+    for name, role in roles.items():
         tensor = tensors[name]
         if is_conv1d and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
             tensor = tensor.T
-        for part, value in _split_fused(role, tensor, heads, d_head):
+        if is_gpt_oss and ".experts.all." in role:
+            tensor = tensor.mT if role.endswith("weight") else tensor
+            role = role.replace(".gate_up.", ".gate_up_alternating.")
+        if rotated and ".attention." in role:
+            parts = _split_latent(role, tensor, heads, d_head, rotated)
+        else:
+            parts = _split_fused(role, tensor, heads, d_head)
+        for part, value in parts:
             yield name, part, value
 
 
@@ -92,8 +118,7 @@ def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         if _BUFFER.search(name):
             continue
-        stacked = re.sub(r"(experts\.(?:gate_up|down)_proj)$", r"\1.weight", name)
-        role = _role(stacked, experts=experts, sandwiched=sandwiched)
+        role = _role(_with_kind(name), experts=experts, sandwiched=sandwiched)
         if role is None:
             raise ValueError(
                 f"{name} {tuple(tensor.shape)} has no known role in a decoder; rename the module, "
@@ -105,16 +130,13 @@ def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def is_norm_role(role: str) -> bool:
     """Return True if a role is the weight or bias of a norm."""
-    part = role.rpartition(".")[0].split(".")[-1]
-    return part in ("norm", "norm1", "norm2", "embed_norm", "q_norm", "k_norm") or (
-        part in ("attention_out", "mlp_out")
-    )
+    part = re.sub(r"\.\d+$", "", role.rpartition(".")[0]).split(".")[-1]
+    return part.endswith("norm") or part in ("norm1", "norm2", "attention_out", "mlp_out")
 
 
 def layer_of(name: str) -> int:
     """Return the number of the block that a tensor belongs to, or -1."""
-    stacked = re.sub(r"(experts\.(?:gate_up|down)_proj)$", r"\1.weight", name)
-    match = _LAYER.match(stacked)
+    match = _LAYER.match(_with_kind(name))
     return int(match[1]) if match else -1
 
 
@@ -144,6 +166,13 @@ def _is_input_first(tensors: Mapping[str, Tensor]) -> bool:
     return any(x.shape[1] > x.shape[0] for x in fused)
 
 
+def _with_kind(name: str) -> str:
+    """Return a parameter's name with ".weight" or ".bias" at the end."""
+    for regex, replacement in _UNNAMED:
+        name = regex.sub(replacement, name)
+    return name
+
+
 def _role(name: str, *, experts: bool, sandwiched: bool) -> str | None:
     match = _LAYER.match(name)
     if match is None:
@@ -164,12 +193,14 @@ def _role_in_block(inner: str, *, experts: bool, sandwiched: bool) -> str | None
         return "attention_out"
     if inner.endswith("shared_expert_gate"):
         return "mlp.shared_gate"
+    if head := re.fullmatch(r"(?:.*\.)?([qk])_layernorm\.norms\.(\d+)", inner):
+        return f"attention.{head[1]}_norm.{head[2]}"
     number = re.search(r"\.experts\.(\d+)\.", inner)
     if experts and number is None and re.fullmatch(r"(?:.*\.)?(?:gate|router)", inner):
         return "mlp.router"
     for role, regex in _INSIDE.items():
         if re.fullmatch(regex, inner):
-            if "shared_expert." in inner:
+            if re.search(r"shared_experts?\.", inner):
                 return role.replace("mlp.", "mlp.shared.")
             if number:
                 return role.replace("mlp.", f"mlp.experts.{number[1]}.")
@@ -187,24 +218,66 @@ def _split_fused(
         for i, expert in enumerate(tensor):
             yield from _split_fused(role.replace(".all.", f".{i}."), expert, heads, d_head)
     elif ".qkv_by_group." in role:
-        kv_heads = (len(tensor) // d_head - heads) // 2
-        if kv_heads < 1 or len(tensor) != (heads + 2 * kv_heads) * d_head or heads % kv_heads:
-            raise ValueError(
-                f"{role} has {len(tensor)} rows, which are not {heads} query heads of {d_head} and "
-                "key and value heads that they share evenly; check the number of heads"
-            )
-        # Each group holds the query heads that share a key head, that key head and its value head.
-        groups = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, d_head))
-        yield role.replace("qkv_by_group", "q"), groups[:, :-2].flatten(0, 2)
-        yield role.replace("qkv_by_group", "k"), groups[:, -2].flatten(0, 1)
-        yield role.replace("qkv_by_group", "v"), groups[:, -1].flatten(0, 1)
+        yield from _split_groups(role, tensor, heads, d_head)
     elif ".qkv." in role:
         kv_features = (len(tensor) - heads * d_head) // 2
         sizes = [heads * d_head, kv_features, kv_features]
         for part, value in zip("qkv", tensor.split(sizes), strict=True):
             yield role.replace("qkv", part), value
-    elif ".gate_up." in role:
-        for part, value in zip(("gate", "up"), tensor.chunk(2), strict=True):
-            yield role.replace("gate_up", part), value
+    elif ".gate_up" in role:
+        is_alternating = ".gate_up_alternating." in role
+        fused = "gate_up_alternating" if is_alternating else "gate_up"
+        values = (tensor[::2], tensor[1::2]) if is_alternating else tensor.chunk(2)
+        for part, value in zip(("gate", "up"), values, strict=True):
+            yield role.replace(fused, part), value
+    elif re.search(r"\.[qk]_norm\.weight$", role) and tensor.ndim == 2:
+        for i, gain in enumerate(tensor):
+            yield role.replace(".weight", f".{i}.weight"), gain
     else:
         yield role, tensor
+
+
+def _latent_rotary_dims(tensors: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
+    """Return the number of rotated dimensions per head in latent attention, otherwise 0."""
+    rows = [len(tensors[k]) for k, role in roles.items() if role.endswith(".kv_down.weight")]
+    ranks = [
+        len(tensors[k]) for k, role in roles.items() if role.endswith(".kv_latent_norm.weight")
+    ]
+    return rows[0] - ranks[0] if rows and ranks else 0
+
+
+def _split_latent(
+    role: str, tensor: Tensor, heads: int, d_head: int, rotated: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of a tensor of latent attention, with rotated dimensions in front."""
+    part, _, kind = role.rpartition(".")
+    block, _, part = part.rpartition(".")
+    if part in ("q", "q_up"):
+        by_head = tensor.unflatten(0, (heads, d_head))
+        yield role, by_head.roll(rotated, 1).flatten(0, 1)
+    elif part == "kv_down":
+        yield role, tensor[:-rotated]
+        yield f"{block}.k_rotary.{kind}", tensor[-rotated:]
+    elif part == "kv_up":
+        by_head = tensor.unflatten(0, (heads, -1))
+        yield f"{block}.k_up.{kind}", by_head[:, : d_head - rotated].flatten(0, 1)
+        yield f"{block}.v_up.{kind}", by_head[:, d_head - rotated :].flatten(0, 1)
+    else:
+        yield role, tensor
+
+
+def _split_groups(
+    role: str, tensor: Tensor, heads: int, d_head: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield queries, keys and values of a tensor that holds them by group of heads."""
+    kv_heads = (len(tensor) // d_head - heads) // 2
+    if kv_heads < 1 or len(tensor) != (heads + 2 * kv_heads) * d_head or heads % kv_heads:
+        raise ValueError(
+            f"{role} has {len(tensor)} rows, which are not {heads} query heads of {d_head} and "
+            "key and value heads that they share evenly; check the number of heads"
+        )
+    # Each group holds the query heads that share a key head, that key head and its value head.
+    groups = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, d_head))
+    yield role.replace("qkv_by_group", "q"), groups[:, :-2].flatten(0, 2)
+    yield role.replace("qkv_by_group", "k"), groups[:, -2].flatten(0, 1)
+    yield role.replace("qkv_by_group", "v"), groups[:, -1].flatten(0, 1)

@@ -14,6 +14,15 @@ import torch
 from torch import Tensor, nn
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a model, and the corrections of routers, which are buffers."""
+    weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            weights[name] = buffer
+    return weights
+
+
 class Source:
     """The weights of a described model, as they were when it was described."""
 
@@ -36,7 +45,7 @@ class Source:
 
     def require_fresh(self) -> None:
         """Raise RuntimeError if the model's weights differ from those of the description."""
-        current = dict(self.model.named_parameters(remove_duplicate=False))
+        current = weights_of(self.model)
         for name, tensor in self.tensors.items():
             if current.get(name) is not tensor or tensor.data_ptr() != self.storages[name]:
                 raise RuntimeError(

@@ -16,6 +16,7 @@ the other layers have zero weights that use no memory and add nothing to the str
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -332,7 +333,7 @@ class _Draw:
         noise = torch.empty(tensor.shape, device=self.device)
         noise.uniform_(-(3**0.5), 3**0.5, generator=generator)  # a standard deviation of 1
         part, _, kind = role.rpartition(".")
-        part = part.split(".", 2)[-1] if layer >= 0 else part
+        part = re.sub(r"^blocks\.\d+\.|\.\d+$", "", part)
         size = self._size(part, probe)
         if is_norm_role(role):
             if kind == "bias":
@@ -340,7 +341,7 @@ class _Draw:
             return noise.mul_(0.25).add_(1).mul_(size).sub_(self.gain_offset)
         if kind == "bias":
             return noise.mul_(0.3 * size)
-        if part in ("embed", "position"):
+        if part in ("embed", "position", "attention.sinks"):
             return noise.mul_(size)
         # The orientation is unknown, so the geometric mean of the two dimensions is used.
         return noise.mul_(size / (tensor.shape[-1] * tensor.shape[-2]) ** 0.25)
@@ -351,8 +352,15 @@ class _Draw:
         write = probe.stream_std * min(1.0, 2 / len(self.settings.windows) ** 0.5)
         if part in ("attention.q_norm", "attention.k_norm"):
             return query
-        if part.startswith("attention.q") or part == "attention.k":
+        if part.endswith(("q_down", "kv_down")):
+            # A small latent reaches the epsilon of its norm.
+            return min(query, probe.stream_std * query)
+        if part.startswith("attention.q") or part in ("attention.k", "attention.kv_up"):
             return probe.stream_std if self.norms_queries else query
+        if part == "attention.sinks":
+            return probe.score_std
+        if part == "mlp.correction":
+            return 1.0
         if part == "unembed":
             return 30.0
         if part in ("embed", "embed_norm", "position"):

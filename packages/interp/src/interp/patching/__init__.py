@@ -43,7 +43,7 @@ does so for any model, `patch_edges` for all edges of a `Decoder`, restarted at 
 
 A saturated softmax has almost no gradient. `attribute_parts` and `edge_attribution` therefore
 recompute the softmax of patched queries and keys and linearize only what follows it (AtP*).
-`edge_attribution(exact=True)` reports the error of each edge.
+`edge_attribution` also measures the largest edges and reports the error of their estimates.
 
 All functions for a `Decoder`, `patch_streams`, `patch_parts` and `ablate_parts` accept several
 pairs of prompts, (pairs, seq), and return means. Result objects also have the values of each pair
@@ -65,7 +65,7 @@ from interp.patching.activation import (
 )
 from interp.patching.attribution import attribute_parts, attribution_patching, edge_attribution
 from interp.patching.paths import EdgeEffects, Node, patch_edges, path_patching
-from interp.patching.prompts import Metric, Prompt
+from interp.prompts import Metric, Prompt
 
 __all__ = [
     "AblationResult",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from interp.patching.batching import Patches, run_patches
-from interp.patching.prompts import (
+from interp.patching.restart import Restart
+from interp.prompts import (
     Metrics,
     Prompt,
     forward,
@@ -19,8 +20,8 @@ from interp.patching.prompts import (
     measure,
     split_pairs,
     standard_error,
+    tokens_of,
 )
-from interp.patching.restart import Restart
 from interp.tap import record
 
 Replacement = Literal["zero", "mean", "resample"]
@@ -96,7 +97,7 @@ def patch_streams(
         blocks: The pattern that names the blocks in order ("blocks.*"). Each takes the residual
             stream first and returns the next block's input.
         clean: Token ids (1, seq), or the model's keyword arguments, such as `input_ids` with an
-            `attention_mask` or `past_key_values`. Several prompts are (pairs, seq).
+            `attention_mask`. Several prompts are (pairs, seq).
         corrupted: A prompt of the same shape.
         metric: A function from final streams (n, seq, d_model), the outputs of the last block, to
             (n,), such as `logit_difference`; or one function per pair.
@@ -158,7 +159,7 @@ def ablate_parts(
     metric: Metrics,
     *,
     how: Replacement = "zero",
-    reference: Tensor | None = None,
+    reference: Prompt | None = None,
     heads: int = 1,
     batch: int = 64,
 ) -> AblationResult:
@@ -167,7 +168,8 @@ def ablate_parts(
     `part` and `metric` are those of `patch_parts`. `how` chooses the replacement:
 
     - "zero": zeros.
-    - "mean": the mean over all prompts and positions of `reference`, (n, seq) token ids.
+    - "mean": the mean over all prompts and positions of `reference`, (n, seq) token ids or keyword
+      arguments of the model, without the positions that its `attention_mask` hides.
     - "resample": the activation at the same position of each prompt of `reference`. The metric is
       the mean over these prompts.
     """
@@ -181,18 +183,17 @@ def ablate_parts(
         return mean_over_pairs(results)
     run = Restart(model, blocks, prompt, batch=batch)
     length, device = run.final_stream.shape[1], run.final_stream.device
-    if how == "resample" and reference is not None and reference.shape[1] != length:
-        raise ValueError(
-            f"reference is {tuple(reference.shape)}; to resample from it pass (n, {length}) tokens"
-        )
+    mask = None if reference is None else _mask_of(reference)
+    if how == "resample" and mask is not None:
+        _require_whole_prompts(mask, length)
     sites = _part_sites(run, part)
     with record(model, *sites, clone=True) as seen:
         forward(model, prompt if reference is None else reference)
     sources = [_split_heads(site, seen[site], heads, None) for site in sites]
     if how == "zero":
         sources = [torch.zeros_like(source[:1]) for source in sources]
-    elif how == "mean":
-        sources = [source.mean((0, 1)).expand(1, length, -1, -1) for source in sources]
+    elif how == "mean" and mask is not None:
+        sources = [source[mask].mean(0).expand(1, length, -1, -1) for source in sources]
     layer, head = torch.ones(len(sites), heads, device=device).nonzero().mT
     all_positions = torch.arange(length, device=device).expand(len(head), -1)
     patches = Patches(layer, head, all_positions)
@@ -202,6 +203,21 @@ def ablate_parts(
     ]
     values = torch.stack(per_source).mean(0).view(len(sites), heads)
     return AblationResult(run.block_names, values, float(measure(metric, run.final_stream)))
+
+
+def _mask_of(prompt: Prompt) -> Tensor:
+    """Return True at the tokens (n, seq) that are not padding."""
+    tokens = tokens_of(prompt)
+    mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
+    return torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def _require_whole_prompts(mask: Tensor, length: int) -> None:
+    if mask.shape[1] != length or not bool(mask.all()):
+        raise ValueError(
+            f"reference is {tuple(mask.shape)} with {int((~mask).sum())} positions of padding; "
+            f"to resample from it pass (n, {length}) tokens without padding"
+        )
 
 
 def _part_sites(run: Restart, part: str) -> list[str]:

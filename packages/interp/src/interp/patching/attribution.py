@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from interp.decoder.decoder import Decoder, DecoderAttention
 from interp.patching.paths import (
     EdgeEffects,
     Node,
-    patch_edges,
+    measured,
     projection,
     sender_changes,
 )
-from interp.patching.prompts import (
+from interp.prompts import (
+    Metric,
     Metrics,
     Prompt,
     forward,
@@ -27,11 +28,27 @@ from interp.patching.prompts import (
     require_equal_shapes,
     require_repeatable,
     split_pairs,
+    standard_error,
 )
 from interp.tap import Replacement, patch, record
 
 #: The padding and the position ids of a prompt, both (1, seq) or None.
 Layout = tuple[Tensor | None, Tensor | None]
+
+
+class PartEffects(dict[str, Tensor]):
+    """Effects by part, with those of each pair of prompts in `per_pair` if there are several."""
+
+    def __init__(
+        self, effects: Mapping[str, Tensor], per_pair: Mapping[str, Tensor] | None = None
+    ) -> None:
+        super().__init__(effects)
+        self.per_pair = per_pair or {}
+
+    @property
+    def standard_error(self) -> dict[str, Tensor]:
+        """The standard error of each effect over pairs of prompts."""
+        return {part: standard_error(self.per_pair.get(part)) for part in self}
 
 
 def attribution_patching(
@@ -62,7 +79,7 @@ def attribute_parts(
     metric: Metrics,
     *,
     corrected: bool = True,
-) -> dict[str, Tensor]:
+) -> PartEffects:
     """Estimate the effects that `patch_parts` measures, for "q", "k", "v", "z" and "mlp".
 
     An effect is the metric of the patched run minus that of the corrupted run. Each tensor is
@@ -72,7 +89,8 @@ def attribute_parts(
     """
     if pairs := split_pairs(clean, corrupted, metric):
         results = [attribute_parts(model, *pair, corrected=corrected) for pair in pairs]
-        return {part: torch.stack([r[part] for r in results]).mean(0) for part in results[0]}
+        per_pair = {part: torch.stack([r[part] for r in results]) for part in results[0]}
+        return PartEffects({part: x.mean(0) for part, x in per_pair.items()}, per_pair)
     names = {
         "q": "attention.q",
         "k": "attention.k",
@@ -109,7 +127,7 @@ def attribute_parts(
                 count = heads.get(part, attention.kv_heads)
                 values = effects.unflatten(-1, (count, -1)).sum(-1).T
             parts[part].append(values)
-    return {part: torch.stack(values) for part, values in parts.items()}
+    return PartEffects({part: torch.stack(values) for part, values in parts.items()})
 
 
 def edge_attribution(
@@ -120,17 +138,51 @@ def edge_attribution(
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
-    exact: bool = False,
+    exact: int | None = 8,
     batch: int = 64,
 ) -> EdgeEffects:
     """Estimate the effects that `patch_edges` measures, from one backward pass.
 
     The receiver's norm, projection and softmax are computed; everything after them is linearized.
-    `exact=True` also measures each edge, so that `.error` is known.
+    The `exact` edges with the largest estimates, or all edges if it is None, are measured too:
+    `.error` is the difference.
     """
-    if pairs := split_pairs(clean, corrupted, metric):
-        estimate = partial(edge_attribution, model, senders=senders, receivers=receivers)
-        return mean_over_pairs([estimate(*pair, exact=exact, batch=batch) for pair in pairs])
+    pairs = split_pairs(clean, corrupted, metric) or [(clean, corrupted, cast(Metric, metric))]
+    results, changes = [], []
+    for pair in pairs:
+        result, change = _estimated_edges(model, *pair, senders, receivers, batch)
+        results.append(result)
+        changes.append(change)
+    edges = mean_over_pairs(results) if len(pairs) > 1 else results[0]
+    wanted = _largest(edges, exact)
+    exact_values = [
+        measured(model, prompt, of_pair, edges, wanted, change, batch=batch)
+        for (_, prompt, of_pair), change in zip(pairs, changes, strict=True)
+    ]
+    mean = torch.stack(exact_values).mean(0)
+    return replace(edges, exact=torch.where(wanted | ~edges.exists, mean, float("nan")))
+
+
+def _largest(edges: EdgeEffects, count: int | None) -> Tensor:
+    """Return True for the `count` edges with the largest values, or for all edges."""
+    if count is None or count >= int(edges.exists.sum()):
+        return edges.exists
+    sizes = torch.where(edges.exists, edges.values.abs(), -1.0).flatten()
+    wanted = torch.zeros_like(sizes, dtype=torch.bool)
+    wanted[sizes.topk(count).indices] = True
+    return wanted.view_as(edges.exists)
+
+
+def _estimated_edges(
+    model: Decoder,
+    clean: Prompt,
+    corrupted: Prompt,
+    metric: Metrics,
+    senders: Sequence[Node] | None,
+    receivers: Sequence[Node] | None,
+    batch: int,
+) -> tuple[EdgeEffects, Tensor]:
+    """Return the estimates for one pair, and the changes of the senders' outputs."""
     with torch.no_grad():
         edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
@@ -161,12 +213,7 @@ def edge_attribution(
             ]
             effects[key] = torch.cat(chunks)
         edges.values[rows, column] = effects[key][:, receiver.head]
-    if not exact:
-        return edges
-    measured = patch_edges(
-        model, clean, corrupted, metric, senders=senders, receivers=receivers, batch=batch
-    )
-    return replace(edges, exact=measured.values)
+    return edges, changes
 
 
 @torch.no_grad()
@@ -196,8 +243,9 @@ def _receiver_effects(
         return effects
     q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
     q, k = (new, k) if receiver.kind == "q" else (q, new)
-    pattern = attention.scores(q, k, *layout).softmax(-1)
-    pattern_effects = (pattern - seen[f"{site}.pattern"]) * gradients[f"{site}.pattern"]
+    old_pattern = seen[f"{site}.pattern"]
+    pattern = attention.scores(q, k, *layout).softmax(-1)[..., : old_pattern.shape[-1]]
+    pattern_effects = (pattern - old_pattern) * gradients[f"{site}.pattern"]
     # A key head changes the patterns of all query heads that share it.
     effects = pattern_effects.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
     return effects
@@ -218,6 +266,7 @@ def _effect_through_softmax(
     q, k = old
     scores = attention.scores(q, k, *layout)[0].double()
     gradient = gradient[0].double()  # [heads, seq_q, seq_k]
+    gradient = nn.functional.pad(gradient, (0, scores.shape[-1] - gradient.shape[-1]))  # a sink
     if part == "q":
         after = attention.scores(new, k, *layout)[0].double().softmax(-1)
         return ((after - scores.softmax(-1)) * gradient).sum(-1).to(q.dtype)
@@ -232,7 +281,7 @@ def _effect_through_softmax(
     rest, weighted_rest = _sum_of_others(e), _sum_of_others(e * gradient)
     before = (weighted_rest + e * gradient) / (rest + e)
     effect = (weighted_rest + e_new * gradient) / (rest + e_new) - before
-    by_head = torch.where(scores > float("-inf"), effect, 0).sum(-2)
+    by_head = torch.where(scores > float("-inf"), effect, 0).sum(-2)[..., : k.shape[1]]
     by_key_head: Tensor = by_head.unflatten(0, (attention.kv_heads, -1)).sum(1)
     return by_key_head.to(q.dtype)
 

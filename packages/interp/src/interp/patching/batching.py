@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from interp.patching.prompts import Metrics, measure
 from interp.patching.restart import Restart
+from interp.prompts import Metrics, measure
 from interp.tap import tapped
 
 # A patch at one of these sites changes later positions in the same block, through attention.
@@ -123,7 +123,7 @@ class CausalPatchBatch(PatchBatch):
         if not actions:
             self._extend_to_later_positions(layer)
         name = self.run.block_names[layer]
-        _, padding, position, position_ids = self.run.replay.arguments[layer][0]
+        _, padding, position, position_ids, _ = self.run.replay.arguments[layer][0]
         if position is not None:  # (seq, d_model), or (1, seq, d_model) with position ids
             position = position.flatten(0, -2)[self.affected.nonzero()[:, 1]]
         projections = [f"{name}.attention.{part}" for part in "qkv"]

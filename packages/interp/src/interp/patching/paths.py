@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, cast
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderAttention
 from interp.patching.batching import replace_heads
-from interp.patching.prompts import (
+from interp.patching.restart import Restart
+from interp.prompts import (
     Metrics,
     Prompt,
     forward,
@@ -23,7 +24,6 @@ from interp.patching.prompts import (
     split_pairs,
     standard_error,
 )
-from interp.patching.restart import Restart
 from interp.tap import patch, record
 
 
@@ -52,16 +52,18 @@ class EdgeEffects:
     exists: Tensor
     #: (senders, receivers). 0 where `exists` is False.
     values: Tensor
-    #: The measured effects next to estimates, if `exact=True` was passed.
+    #: Next to estimates, the measured effects of some edges, and nan for the other edges.
     exact: Tensor | None = None
     #: The values of each pair of prompts, (pairs, senders, receivers); None for a single pair.
     per_pair: Tensor | None = None
 
     @property
     def error(self) -> Tensor:
-        """The estimate minus the exact effect of each edge."""
+        """The estimate minus the exact effect of each measured edge, nan for the other edges."""
         if self.exact is None:
-            raise ValueError("the exact effects were not computed; pass exact=True")
+            raise ValueError(
+                "these are exact effects, or no edge was measured; pass exact= to edge_attribution"
+            )
         return self.values - self.exact
 
     @property
@@ -125,10 +127,27 @@ def patch_edges(
         patched = partial(patch_edges, model, senders=senders, receivers=receivers, batch=batch)
         return mean_over_pairs([patched(*pair) for pair in pairs])
     edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
+    values = measured(model, corrupted, metric, edges, edges.exists, changes, batch=batch)
+    return replace(edges, values=values)
+
+
+@torch.no_grad()
+def measured(
+    model: Decoder,
+    corrupted: Prompt,
+    metric: Metrics,
+    edges: EdgeEffects,
+    wanted: Tensor,
+    changes: Tensor,
+    *,
+    batch: int,
+) -> Tensor:
+    """Return the exact effects of the `wanted` edges, (senders, receivers), and 0 for others."""
+    values = torch.zeros_like(edges.values)
     run = Restart(model, "blocks.*", corrupted, batch=batch)
     baseline = measure(metric, run.final_stream)
     for column, receiver in enumerate(edges.receivers):
-        rows = edges.exists[:, column].nonzero()[:, 0]
+        rows = wanted[:, column].nonzero()[:, 0]
         for chosen in torch.split(rows, batch):
             if receiver.kind == "final":
                 after = measure(metric, run.final_stream + changes[chosen])
@@ -137,8 +156,8 @@ def patch_edges(
                 with patch(model, {site: replacement}):
                     streams = run.block_inputs[receiver.layer].repeat(len(chosen), 1, 1)
                     after = measure(metric, run(streams, receiver.layer))
-            edges.values[chosen, column] = after - baseline
-    return edges
+            values[chosen, column] = after - baseline
+    return values
 
 
 def _receiver_patch(
@@ -156,9 +175,9 @@ def _receiver_patch(
     return f"{name}.attention.{receiver.kind}", partial(replace_heads, index, new, heads)
 
 
-def projection(attention: DecoderAttention, kind: str) -> tuple[nn.Linear, int]:
+def projection(attention: DecoderAttention, kind: str) -> tuple[nn.Module, int]:
     """Return the projection to queries, keys or values, and its number of heads."""
-    linear = cast(nn.Linear, getattr(attention, kind))
+    linear = cast(nn.Module, getattr(attention, kind))
     return linear, attention.heads if kind == "q" else attention.kv_heads
 
 

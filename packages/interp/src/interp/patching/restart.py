@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderBlock
-from interp.patching.prompts import Prompt, forward, is_cache, is_close
+from interp.prompts import Prompt, forward, is_close
 from interp.tap import expand_sites, record
 
 # The modules of a Decoder's blocks. Attention alone mixes positions; all others act on each
@@ -114,8 +113,6 @@ class BlockReplay:
         self.blocks = blocks
         #: Positional and keyword arguments by block.
         self.arguments: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        #: Copies of caches from before the first block appended to them; a block reads its layer.
-        self.caches: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         self.handles = [
@@ -128,30 +125,15 @@ class BlockReplay:
             handle.remove()
 
     def _save_arguments(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for value in (*args, *kwargs.values()):
-            if is_cache(value) and id(value) not in self.caches:
-                self.caches[id(value)] = copy.deepcopy(value)
         self.arguments[index] = (args, kwargs)
 
     def __call__(self, index: int, stream: Tensor) -> Tensor:
         """Return the output of block `index` for `stream` and its other recorded arguments."""
         args, kwargs = self.arguments[index]
-        rows = len(stream)
-        new_args = [self._copy_cache(value, rows) for value in args]
-        new_kwargs = {name: self._copy_cache(value, rows) for name, value in kwargs.items()}
-        if new_args:
-            new_args[0] = stream
+        if args:
+            args = (stream, *args[1:])
         else:
-            new_kwargs[next(iter(new_kwargs))] = stream
-        output = self.blocks[index](*new_args, **new_kwargs)
+            kwargs = {**kwargs, next(iter(kwargs)): stream}
+        output = self.blocks[index](*args, **kwargs)
         result: Tensor = output if isinstance(output, Tensor) else output[0]
         return result
-
-    def _copy_cache(self, value: Any, rows: int) -> Any:
-        """Return a fresh copy of a cache for a batch of `rows`, and any other value as it is."""
-        if id(value) not in self.caches:
-            return value
-        cache = copy.deepcopy(self.caches[id(value)])
-        if rows > 1:
-            cache.batch_repeat_interleave(rows)
-        return cache

@@ -1,5 +1,5 @@
-"""Visualization: one self-contained HTML file, and figures for matplotlib."""
+"""Visualization: one self-contained HTML file."""
 
-from interp.view.page import figure, view
+from interp.view.page import view
 
-__all__ = ["figure", "view"]
+__all__ = ["view"]

@@ -1,8 +1,7 @@
 """One HTML file with patterns, patching results, kinds of heads, the logit lens and attributions.
 
 The file contains its styles, script and data and fetches nothing. Patterns are stored as one byte
-per weight in base64, with an error of at most 1/510. `figure` draws a heat map with matplotlib,
-which is an optional dependency.
+per weight in base64, with an error of at most 1/510.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch import Tensor
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
 from interp.patching import AblationResult, EdgeEffects, PatchingResult
+from interp.text import TextPrompt
 
 Patched = PatchingResult | AblationResult | EdgeEffects
 
@@ -32,7 +32,7 @@ Patched = PatchingResult | AblationResult | EdgeEffects
 def view(
     path: str | Path,
     *,
-    tokens: Sequence[str] | Tensor,
+    tokens: Sequence[str] | Tensor | TextPrompt,
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
     heads: HeadScores | None = None,
     lens: Lens | None = None,
@@ -46,7 +46,7 @@ def view(
 
     Args:
         path: The file to write.
-        tokens: The strings or ids of one sequence.
+        tokens: The strings or ids of one sequence, or prompts from `encode`.
         patterns: (batch, heads, seq, seq) or (heads, seq, seq) per layer.
         heads: The result of `detect_heads`.
         lens: The result of `logit_lens`.
@@ -56,7 +56,9 @@ def view(
         title: The title of the page.
         example: The row that is shown of results with a batch.
     """
-    if isinstance(tokens, Tensor):
+    if isinstance(tokens, TextPrompt):
+        tokens = tokens.strings[example]
+    elif isinstance(tokens, Tensor):
         ids = (tokens[example] if tokens.ndim == 2 else tokens).tolist()
         tokens = [vocabulary[i] if vocabulary else str(i) for i in ids]
     data: dict[str, object] = {"tokens": list(tokens)}
@@ -81,27 +83,6 @@ def view(
     parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
     return _write(Path(path), page)
-
-
-def figure(patched: Patched, *, tokens: Sequence[str] | None = None, title: str = "") -> Any:
-    """Return a heat map as a `matplotlib.figure.Figure`; requires `pip install "interp[plot]"`."""
-    from matplotlib.figure import Figure
-
-    length = patched.values.shape[-1]
-    labels = list(tokens) if tokens else [str(i) for i in range(length)]
-    content = _heat_map(title, patched, labels)
-    values = torch.tensor(content["values"], dtype=torch.float64)
-    limit = float(values.abs().max())
-    drawn = Figure(
-        figsize=(2 + 0.25 * values.shape[1], 1.5 + 0.2 * len(values)), layout="constrained"
-    )
-    axes = drawn.subplots()
-    image = axes.imshow(values.numpy(), cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-    axes.set_xticks(range(values.shape[1]), content["columns"], rotation=70)
-    axes.set_yticks(range(len(values)), content["rows"])
-    axes.set(xlabel=content["across"], ylabel=content["down"], title=title)
-    drawn.colorbar(image, label=content["note"])
-    return drawn
 
 
 def _heat_map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:

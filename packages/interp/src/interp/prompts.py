@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +23,8 @@ def tokens_of(prompt: Prompt) -> Tensor:
     """Return the token ids of a prompt."""
     if isinstance(prompt, Tensor):
         return prompt
+    if cached := [name for name, value in prompt.items() if hasattr(value, "get_seq_length")]:
+        raise ValueError(f"the prompt has a cache, {cached[0]}=; pass the whole text instead")
     tokens = prompt.get("input_ids")
     if not isinstance(tokens, Tensor):
         keys = ", ".join(map(str, prompt)) or "nothing"
@@ -42,12 +43,15 @@ def split_pairs(
             f"prompts are {tuple(clean_tokens.shape)} and {tuple(corrupted_tokens.shape)}; "
             "both must be (1, seq), or (pairs, seq)"
         )
+    if not isinstance(metric, Sequence | _MetricOfPair):
+        for prompt in (clean, corrupted):
+            _require_no_padding_at_the_end(prompt)
     if isinstance(metric, Sequence):
         if len(metric) != count:
             raise ValueError(
                 f"got {len(metric)} metrics for {count} pairs; pass one, or one per pair"
             )
-        metrics = list(metric)
+        metrics: list[Metric] = [_MetricOfPair(of_pair) for of_pair in metric]
     elif count == 1:
         return []
     else:
@@ -58,14 +62,30 @@ def split_pairs(
     ]
 
 
+@dataclass(frozen=True)
+class _MetricOfPair:
+    """A metric that was passed for one pair, and may read a position before its padding."""
+
+    metric: Metric
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        return self.metric(streams)
+
+
+def _require_no_padding_at_the_end(prompt: Prompt) -> None:
+    """Raise ValueError if one metric for all pairs could read padding at position -1."""
+    mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and not bool((mask[:, -1] != 0).all()):
+        raise ValueError(
+            "a prompt ends with padding, which a metric of the last position would read; pad on "
+            "the left, or pass one metric per pair that reads a position of its prompt"
+        )
+
+
 def _prompt_at(prompt: Prompt, index: int, count: int) -> Prompt:
     """Return prompt number `index` of a batch of `count` prompts, with a batch dimension of 1."""
     if isinstance(prompt, Tensor):
         return prompt[index : index + 1]
-    if count > 1 and any(is_cache(value) for value in prompt.values()):
-        raise ValueError(
-            "a prompt with past_key_values must be the only pair; pass one pair per call"
-        )
     arguments = dict(prompt)
     for name, value in prompt.items():
         if isinstance(value, Tensor) and value.ndim > 1 and len(value) == count:
@@ -96,19 +116,13 @@ def standard_error(per_pair: Tensor | None) -> Tensor:
 
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
-    """Return the model's output for a prompt, without filling a cache.
-
-    A cache in the prompt is copied first, because the model would append to it.
-    """
+    """Return the model's output for a prompt, without filling a cache."""
     options: dict[str, Any] = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
         options["use_cache"] = False
     if isinstance(prompt, Tensor):
         return model(prompt, **options)
-    arguments = {
-        name: copy.deepcopy(value) if is_cache(value) else value for name, value in prompt.items()
-    }
-    return model(**arguments, **options)
+    return model(**prompt, **options)
 
 
 def measure(metric: Metrics, streams: Tensor) -> Tensor:
@@ -122,11 +136,6 @@ def measure(metric: Metrics, streams: Tensor) -> Tensor:
             "must return one number per stream"
         )
     return result
-
-
-def is_cache(value: object) -> bool:
-    """Return True for Hugging Face's caches, to which blocks append keys and values."""
-    return hasattr(value, "batch_repeat_interleave")
 
 
 def is_close(repeated: Tensor, original: Tensor) -> bool:

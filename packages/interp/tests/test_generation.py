@@ -1,22 +1,17 @@
-"""Records on disk, patches during generation, and removal of hooks."""
+"""Patches during generation, and removal of hooks."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from interp import (
     AttentionOnly,
     at_positions,
-    open_records,
     patch,
     record,
     record_patterns,
-    record_to,
 )
 from torch import Tensor
-
-SITES = ("blocks.*", "blocks.*.attention.o:input")
 
 
 @pytest.fixture
@@ -29,76 +24,7 @@ def hooks(model: torch.nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize("chunk_mib", [64.0, 1e-4])
-def test_records_on_disk_equal_activations(
-    model: AttentionOnly, tmp_path: Path, chunk_mib: float
-) -> None:
-    batches = torch.randint(11, (5, 3, 9))
-    with record_to(tmp_path / "all", model, *SITES, chunk_mib=chunk_mib):
-        for tokens in batches:
-            model(tokens)
-    stored = open_records(tmp_path / "all")
-    files = list((tmp_path / "all").glob("*.safetensors"))
-    assert (len(files) == 1) == (chunk_mib > 1)
-    with record(model, *SITES) as seen:
-        model(batches.flatten(0, 1))
-    assert set(stored) == set(seen)
-    for site, tensor in seen.items():
-        torch.testing.assert_close(stored[site], tensor)
-        assert [len(x) for x in stored.calls(site)] == [3] * 5
-
-
-def test_some_heads_and_positions_in_half_precision(model: AttentionOnly, tmp_path: Path) -> None:
-    tokens = torch.randint(11, (3, 9))
-    site, select = SITES[1], lambda z: z[:, [-1, 2]].unflatten(-1, (2, 4))[..., [1], :]
-    with (
-        record_to(tmp_path, model, site, select=select, dtype=torch.bfloat16),
-        record(model, site) as seen,
-    ):
-        model(tokens)
-    stored = open_records(tmp_path)["blocks.1.attention.o:input"]
-    expected = seen["blocks.1.attention.o:input"].view(3, 9, 2, 4)[:, [-1, 2]][:, :, [1]]
-    assert stored.shape == (3, 2, 1, 4)
-    assert torch.equal(stored, expected.bfloat16())
-
-
-def test_interrupted_runs_and_used_folders_are_refused(
-    model: AttentionOnly, tmp_path: Path
-) -> None:
-    tokens = torch.randint(11, (3, 9))
-
-    def stopped() -> None:
-        with record_to(tmp_path / "a", model, "blocks.*", chunk_mib=0):
-            model(tokens)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        stopped()
-    assert not list((tmp_path / "a").glob("*.part"))
-    assert hooks(model) == 0
-    with pytest.raises(FileNotFoundError, match="or the run did not end"):
-        open_records(tmp_path / "a")
-    with (
-        pytest.raises(FileExistsError, match="pass a new folder"),
-        record_to(tmp_path / "a", model, ""),
-    ):
-        pass
-    with (
-        pytest.raises(RuntimeError, match="nothing was recorded at"),
-        record_to(tmp_path / "b", model, "embed"),
-    ):
-        pass
-    with record_to(tmp_path / "c", model, "embed"):
-        model(tokens), model(tokens[:, :4])
-    with pytest.raises(ValueError, match=r"read them with calls\(\)"):
-        open_records(tmp_path / "c")["embed"]
-    with pytest.raises(KeyError, match="was not recorded; recorded: embed"):
-        open_records(tmp_path / "c")["blocks.0"]
-
-
-def test_closed_generators_and_nested_records_leave_no_hooks(
-    model: AttentionOnly, tmp_path: Path
-) -> None:
+def test_closed_generators_and_nested_records_leave_no_hooks(model: AttentionOnly) -> None:
     tokens = torch.randint(11, (3, 9))
 
     def layers() -> Iterator[Tensor]:
@@ -106,7 +32,6 @@ def test_closed_generators_and_nested_records_leave_no_hooks(
             record(model, "blocks.*") as seen,
             patch(model, {"embed": torch.zeros_like}),
             record_patterns(model),
-            record_to(tmp_path, model, "blocks.*"),
         ):
             model(tokens)
             yield from seen.values()

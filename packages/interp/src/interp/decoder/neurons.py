@@ -1,0 +1,48 @@
+"""Direct logit attribution by neuron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from interp.decoder.decoder import Decoder, DecoderMLP
+from interp.lens import probe_norm
+from interp.tap import record
+
+
+@torch.no_grad()
+def neuron_attribution(
+    model: Decoder,
+    prompt: Tensor | Mapping[str, Tensor],
+    targets: Tensor,
+    *,
+    against: Tensor | None = None,
+) -> list[Tensor]:
+    """Return the term of each neuron in the logit of `targets`, (batch, seq, neurons) per layer.
+
+    The terms of a layer and that of its bias sum to the MLP's term of `attribution`. Raises
+    ValueError for mixtures of experts, and if a norm follows the MLP.
+    """
+    for i, block in enumerate(model.layers):
+        if not isinstance(block.mlp, DecoderMLP) or not isinstance(block.mlp_out, nn.Identity):
+            raise ValueError(
+                f"the output of the MLP in layer {i} is not a sum over neurons (experts, a norm); "
+                "use attribution() of its whole output"
+            )
+    with record(model, "norm:input", "blocks.*.mlp.down:input", clone=True) as seen:
+        if isinstance(prompt, Tensor):
+            model(prompt)
+        else:
+            model(**prompt)
+    weight = model.unembed.weight
+    gain, _, is_centered = probe_norm(model.norm, seen["norm:input"])
+    read = gain * (weight[targets] - (0 if against is None else weight[against]))
+    if is_centered:
+        read = read - read.mean(-1, keepdim=True)
+    terms = []
+    for i, block in enumerate(model.layers):
+        assert isinstance(block.mlp, DecoderMLP)
+        terms.append(seen[f"blocks.{i}.mlp.down:input"] * (read @ block.mlp.down.weight))
+    return terms

@@ -1,0 +1,114 @@
+"""Prompts from text, with any tokenizer.
+
+prompt = encode(tokenizer, ["The capital of France is", "The capital of Italy is"])
+with record_patterns(model) as patterns:
+    model(**prompt)
+view("heads.html", tokens=prompt, heads=detect_heads(patterns, prompt), patterns=patterns)
+patch_streams(decoder, "blocks.*", *pairs_of(frame, tokenizer, decoder.norm, decoder.unembed))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interp.patching import Metric, logit_difference
+
+#: A function from a text to token ids, or to a mapping with `input_ids`, as of transformers.
+Tokenizer = Callable[[str], Any]
+
+
+class TextPrompt(dict[str, Tensor]):
+    """Keyword arguments of a model, with the string of each token in `strings`."""
+
+    def __init__(self, arguments: Mapping[str, Tensor], strings: list[list[str]]) -> None:
+        super().__init__(arguments)
+        self.strings = strings
+
+
+def encode(
+    tokenizer: Tokenizer,
+    texts: str | Sequence[str],
+    *,
+    padding_id: int = 0,
+    positions: bool = True,
+) -> TextPrompt:
+    """Return the token ids (texts, seq) of one or several texts, padded on the left.
+
+    If the texts differ in length, the result also has an `attention_mask` and `position_ids`. Pass
+    `positions=False` for models that do not accept `position_ids` (Bloom).
+    """
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    rows = [_ids_of(tokenizer, text) for text in texts]
+    if not rows or not all(rows):
+        raise ValueError(f"expected at least one text, each of at least one token, got {texts}")
+    length = max(map(len, rows))
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[padding_id] * (length - len(row)) + row for row in rows])
+    strings = [
+        [""] * (length - len(row)) + [_string_of(tokenizer, token) for token in row] for row in rows
+    ]
+    arguments = {"input_ids": ids}
+    if not bool(mask.all()):
+        arguments["attention_mask"] = mask
+        if positions:
+            arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    return TextPrompt(arguments, strings)
+
+
+def pairs_of(
+    table: Mapping[str, Sequence[Any]] | Any,
+    tokenizer: Tokenizer,
+    norm: Callable[[Tensor], Tensor] | None,
+    unembed: nn.Linear | Tensor,
+    *,
+    padding_id: int = 0,
+) -> tuple[TextPrompt, TextPrompt, list[Metric]]:
+    """Return clean prompts, corrupted prompts and one metric per pair, for all patching functions.
+
+    `table` is a DataFrame or a mapping with the columns "clean" and "corrupted", texts of the same
+    number of tokens, and "right" and "wrong", the answers as texts of one token or as token ids. A
+    metric is the difference of the logits of both answers at the last position.
+    """
+    columns = {name: list(table[name]) for name in ("clean", "corrupted", "right", "wrong")}
+    clean, corrupted = (
+        encode(tokenizer, columns[name], padding_id=padding_id) for name in ("clean", "corrupted")
+    )
+    for row, texts in enumerate(zip(columns["clean"], columns["corrupted"], strict=True)):
+        lengths = [len(_ids_of(tokenizer, text)) for text in texts]
+        if lengths[0] != lengths[1]:
+            raise ValueError(
+                f"the clean prompt of row {row} has {lengths[0]} tokens, the corrupted one "
+                f"{lengths[1]}; positions of a pair must correspond, so pass equal lengths"
+            )
+    metrics = [
+        logit_difference(norm, unembed, _token_of(tokenizer, right), _token_of(tokenizer, wrong))
+        for right, wrong in zip(columns["right"], columns["wrong"], strict=True)
+    ]
+    return clean, corrupted, metrics
+
+
+def _ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    encoded = tokenizer(text)
+    ids = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+    return [int(token) for token in ids]
+
+
+def _string_of(tokenizer: Tokenizer, token: int) -> str:
+    decode = getattr(tokenizer, "decode", None)
+    return str(token) if decode is None else str(decode([token]))
+
+
+def _token_of(tokenizer: Any, answer: str | int) -> int:
+    if not isinstance(answer, str):
+        return int(answer)
+    if hasattr(tokenizer, "convert_ids_to_tokens"):  # transformers, which may add special tokens
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+    else:
+        ids = _ids_of(tokenizer, answer)
+    if len(ids) != 1:
+        raise ValueError(f"the answer {answer!r} is {len(ids)} tokens; pass the id of one token")
+    return int(ids[0])

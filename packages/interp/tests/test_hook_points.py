@@ -1,0 +1,105 @@
+"""TransformerLens's hook names, and direct logit attribution by neuron."""
+
+import pytest
+import torch
+from interp import Decoder, attribution, patch, record
+from interp.bench import random_decoder
+from interp.decoder.decoder import Settings
+from interp.decoder.neurons import neuron_attribution
+from torch import Tensor, nn
+
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 37
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return random_decoder("llama", vocabulary=37, d_model=24, layers=2, heads=6)
+
+
+@torch.no_grad()
+def test_hooks_of_transformer_lens_are_split_into_heads(decoder: Decoder) -> None:
+    sites = {
+        "blocks.1.hook_resid_pre": "blocks.1:input",
+        "blocks.1.hook_resid_mid": "blocks.1.norm2:input",
+        "blocks.1.hook_resid_post": "blocks.1",
+        "blocks.0.attn.hook_q": "blocks.0.attention.q",
+        "blocks.0.attn.hook_k": "blocks.0.attention.k",
+        "blocks.0.attn.hook_z": "blocks.0.attention.o:input",
+        "blocks.0.attn.hook_pattern": "blocks.0.attention.pattern",
+        "blocks.0.hook_attn_out": "blocks.0.attention_out",
+        "blocks.0.mlp.hook_post": "blocks.0.mlp.down:input",
+        "blocks.0.hook_mlp_out": "blocks.0.mlp_out",
+    }
+    with record(decoder, *sites.values()) as ours:
+        expected = decoder(TOKENS)
+    with record(decoder, *sites, names="transformer_lens") as theirs:
+        decoder(TOKENS)
+    assert set(theirs) == set(sites)
+    assert theirs["blocks.0.attn.hook_q"].shape == (2, 12, 6, 4)
+    assert theirs["blocks.0.attn.hook_k"].shape == (2, 12, 2, 4)
+    for name, site in sites.items():
+        is_split = name.endswith(("_q", "_k", "_z"))
+        assert torch.equal(theirs[name].flatten(-2) if is_split else theirs[name], ours[site])
+    with record(decoder, "blocks.*.attn.hook_z", names="transformer_lens") as seen:
+        decoder(TOKENS)
+    assert list(seen) == ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"]
+
+    def without_head_3(z: Tensor) -> Tensor:
+        z = z.clone()
+        z[:, :, 3] = 0
+        return z
+
+    with patch(decoder, {"blocks.0.attn.hook_z": without_head_3}, names="transformer_lens"):
+        ablated = decoder(TOKENS)
+    weight = decoder.layers[0].attention.o.weight
+    weight[:, 12:16] = 0  # the columns that read head 3
+    torch.testing.assert_close(decoder(TOKENS), ablated)
+    assert not torch.allclose(ablated, expected)
+    for model, hook, message in (
+        (decoder, "blocks.0.attn.hook_rot_q", r"no hook is named 'blocks\.0.*; .*hook_z"),
+        (nn.Linear(2, 2), "hook_embed", r"of a Linear are unknown; .* as from describe\(\)"),
+    ):
+        with (
+            pytest.raises(ValueError, match=message),
+            record(model, hook, names="transformer_lens"),
+        ):
+            pass
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_terms_of_neurons_sum_to_the_term_of_the_mlp(family: str) -> None:
+    torch.manual_seed(0)
+    model = random_decoder(family, vocabulary=37, d_model=24, layers=2, heads=6).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    against = TOKENS.flip(1)
+    with record(model, "norm:input") as seen:
+        model(TOKENS)
+    parts = model.components(TOKENS)
+    terms = attribution(
+        parts, model.norm, model.unembed, TOKENS, against=against, final=seen["norm:input"]
+    ).named()
+    neurons = neuron_attribution(model, {"input_ids": TOKENS}, TOKENS, against=against)
+    for i, block in enumerate(model.layers):
+        assert neurons[i].shape == (2, 12, block.mlp.down.in_features)
+        bias = block.mlp.down.bias
+        rest: Tensor | float = 0.0
+        if bias is not None:
+            direction = model.unembed.weight[TOKENS] - model.unembed.weight[against]
+            stream = seen["norm:input"]
+            scale = (stream.var(-1, unbiased=False, keepdim=True) + model.norm.eps).rsqrt()
+            read = model.norm.weight * direction
+            rest = ((bias - bias.mean()) * scale * read).sum(-1)
+        torch.testing.assert_close(neurons[i].sum(-1) + rest, terms[f"mlp {i}"])
+
+
+def test_neurons_of_models_without_an_mlp_are_refused() -> None:
+    shapes = {"embed": (9, 4), "unembed": (9, 4)}
+    shapes |= {f"blocks.0.attention.{part}": (4, 4) for part in "qkvo"}
+    settings = Settings(heads=2, d_head=2, scale=1.0, frequencies=((),), windows=(None,))
+    model = Decoder({f"{k}.weight": torch.ones(shape) for k, shape in shapes.items()}, settings)
+    with pytest.raises(ValueError, match="layer 0 is not a sum over neurons"):
+        neuron_attribution(model, TOKENS % 9, TOKENS % 9)

@@ -1,0 +1,315 @@
+"""Prompts with padding, in parts, and as text, give the numbers of one whole prompt each."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from interp import (
+    Cache,
+    at_positions,
+    describe,
+    detect_heads,
+    logit_lens,
+    patch,
+    record,
+    record_patterns,
+    view,
+)
+from interp.patching import ablate_parts, logit_difference, patch_edges, patch_streams
+from interp.text import encode, pairs_of
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+
+SIZES = {
+    "vocab_size": 37, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "intermediate_size": 20, "max_position_embeddings": 40, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+FAMILIES = {
+    "GPT2LMHeadModel": {},
+    "LlamaForCausalLM": {"num_key_value_heads": 2},
+    "MistralForCausalLM": {"num_key_value_heads": 2, "sliding_window": 4},
+    "BloomForCausalLM": {},
+    "OPTForCausalLM": {"ffn_dim": 20, "word_embed_proj_dim": 24},
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 14, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6, "v_head_dim": 10, "first_k_dense_replace": 2,
+    },
+}  # fmt: skip
+
+
+def peer(name: str) -> nn.Module:
+    """Return a random model in which every parameter affects the logits."""
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = model_class.config_class(**SIZES, **FAMILIES[name])
+    config._attn_implementation = "eager"
+    model = model_class(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 36
+MASK = torch.ones_like(TOKENS)
+MASK[0, :3] = 0
+POSITIONS = (MASK.cumsum(-1) - 1).clamp_min(0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cached_calls_have_the_logits_of_one_call(name: str) -> None:
+    model = peer(name)
+    decoder = describe(model)
+    whole = decoder(TOKENS)
+    torch.testing.assert_close(whole, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    cache = Cache()
+    parts = [decoder(part, cache=cache) for part in TOKENS.split([5, 1, 4, 2], dim=1)]
+    assert cache.get_seq_length() == 12
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+    # A padded prompt, with the mask of all tokens.
+    padded = decoder(TOKENS, attention_mask=MASK, position_ids=POSITIONS)
+    for last in (POSITIONS[:, 8:], None):
+        cache = Cache()
+        first = decoder(TOKENS[:, :8], MASK[:, :8], POSITIONS[:, :8], cache=cache)
+        ours = torch.cat([first, decoder(TOKENS[:, 8:], MASK, last, cache=cache)], 1)
+        torch.testing.assert_close(ours[MASK.bool()], padded[MASK.bool()], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
+    decoder = describe(peer("LlamaForCausalLM"))
+    cache = Cache()
+    decoder(TOKENS[:, :5], cache=cache)
+
+    def fail(x: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), patch(decoder, {"blocks.1": fail}):
+        decoder(TOKENS[:, 5:9], cache=cache)
+    expected = decoder(TOKENS)[:, 5:]
+    torch.testing.assert_close(decoder(TOKENS[:, 5:], cache=cache), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"attention_mask is \(2, 2\); pass \(2, 14\), .* cache"):
+        decoder(TOKENS[:, :2], attention_mask=MASK[:, :2], cache=cache)
+    with pytest.raises(ValueError, match="up to 40 tokens, got 41"):
+        decoder(torch.zeros(2, 29, dtype=torch.long), cache=cache)
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    prompt = {"input_ids": TOKENS[:1], "cache": cache}
+    with pytest.raises(ValueError, match="pass the whole text"):
+        patch_streams(decoder, "blocks.*", prompt, prompt, metric)
+
+
+@torch.no_grad()
+def test_patches_of_a_cached_text_act_at_their_positions() -> None:
+    decoder = describe(peer("LlamaForCausalLM"))
+    with patch(decoder, {"blocks.0": at_positions([2, 7], torch.zeros(24))}):
+        whole = decoder(TOKENS)
+    cache = Cache()
+    with patch(decoder, {"blocks.0": at_positions([2, 7], torch.zeros(24))}):
+        parts = [decoder(part, cache=cache) for part in TOKENS.split([5, 1, 4, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_at_positions_refuses_prompts_that_are_padded_on_the_left() -> None:
+    model = peer("LlamaForCausalLM")
+    message = "padded on the left; pass prompts of equal length"
+    for arguments, options in (((TOKENS,), {"attention_mask": MASK}), ((TOKENS, MASK), {})):
+        with (
+            pytest.raises(RuntimeError, match=message),
+            patch(model, {"model.layers.0": at_positions([0], torch.zeros(24))}),
+        ):
+            model(*arguments, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_components_of_padded_prompts_sum_to_the_final_stream(name: str) -> None:
+    decoder = describe(peer(name))
+    prompt = {"input_ids": TOKENS, "attention_mask": MASK, "position_ids": POSITIONS}
+    with record(decoder, "norm:input") as seen:
+        decoder(**prompt)
+    total = sum(decoder.components(prompt).values())
+    torch.testing.assert_close(total, seen["norm:input"], rtol=1e-4, atol=1e-5)
+    alone = decoder.components(TOKENS[:1, 3:])
+    for part, value in decoder.components(prompt).items():
+        row = value[:1, 3:] if value.shape[1] > 1 else value
+        torch.testing.assert_close(row, alone[part], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_scores_of_heads_do_not_depend_on_padding(attention: str) -> None:
+    """Padding with the id of the first token is neither an occurrence of it nor a first token."""
+    model = peer("GPT2LMHeadModel")
+    model.config._attn_implementation = attention
+    text = torch.tensor([[2, 5, 9, 4, 2, 5, 9, 4, 2]])
+    prompt = {"input_ids": nn.functional.pad(text, (4, 0), value=2)}
+    prompt["attention_mask"] = nn.functional.pad(torch.ones_like(text), (4, 0))
+    prompt["position_ids"] = (prompt["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    with record_patterns(model) as bare:
+        model(text)
+    with record_patterns(model) as padded:
+        model(**prompt)
+    expected = detect_heads(bare, text)
+    masked = detect_heads(padded, prompt["input_ids"], queries=prompt["attention_mask"])
+    for scores in (detect_heads(padded, prompt), masked):
+        for kind, values in expected.scores.items():
+            torch.testing.assert_close(scores.scores[kind], values, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(scores.p_values[kind], expected.p_values[kind])
+            assert scores.chance[kind] == pytest.approx(expected.chance[kind])
+    some = detect_heads(bare, text, queries=slice(6, None)).scores["induction"]
+    ours = detect_heads(padded, prompt, queries=slice(10, None)).scores["induction"]
+    torch.testing.assert_close(ours, some, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "scan",
+    [
+        lambda decoder, *pair: patch_streams(decoder, "blocks.*", *pair),
+        lambda decoder, clean, _, metric: ablate_parts(
+            decoder, "blocks.*", "mlp_out", clean, metric
+        ),
+        patch_edges,
+    ],
+)
+def test_padding_at_the_end_is_refused_unless_each_pair_has_a_metric(
+    scan: Callable[..., object],
+) -> None:
+    decoder = describe(peer("LlamaForCausalLM"))
+    mask = torch.ones_like(TOKENS)
+    mask[1, 9:] = 0
+    clean, corrupted = ({"input_ids": x, "attention_mask": mask} for x in (TOKENS, TOKENS.flip(1)))
+    metrics = [
+        logit_difference(decoder.norm, decoder.unembed, 5, 8, position=position)
+        for position in (11, 8)
+    ]
+    with pytest.raises(ValueError, match=r"ends with padding.*pass one metric per pair"):
+        scan(decoder, clean, corrupted, metrics[0])
+    both = scan(decoder, clean, corrupted, metrics)
+    bare = scan(decoder, TOKENS[1:, :9], TOKENS.flip(1)[1:, :9], metrics[1])
+    of_padded = both.per_pair[1]
+    if of_padded.shape != bare.values.shape:
+        of_padded = of_padded[..., :9]
+    torch.testing.assert_close(of_padded, bare.values, rtol=1e-3, atol=1e-4)
+
+
+def words(text: str) -> list[int]:
+    """Tokenize by words: a hash of each word, after a token for the start of the text."""
+    return [1, *(2 + sum(map(ord, word)) % 34 for word in text.split())]
+
+
+CLEAN = ["a b c d a", "a b c d e f a b"]
+CORRUPTED = ["a b x d a", "a b c d e y a b"]
+
+
+@torch.no_grad()
+def test_means_over_a_padded_reference_leave_out_padding() -> None:
+    decoder = describe(peer("LlamaForCausalLM"))
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    reference = {"input_ids": TOKENS, "attention_mask": MASK}
+    ablate = partial(ablate_parts, decoder, "blocks.*", "mlp_out", TOKENS[:1], metric)
+    with record(decoder, "blocks.1.mlp_out") as seen:
+        decoder(**reference)
+    mean = seen["blocks.1.mlp_out"][MASK.bool()].mean(0)
+    with patch(decoder, {"blocks.1.mlp_out": mean}), record(decoder, "norm:input") as last:
+        decoder(TOKENS[:1])
+    expected = metric(last["norm:input"]).item()
+    ours = ablate(how="mean", reference=reference).values[1, 0].item()
+    assert ours == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(ValueError, match=r"\(2, 12\) with 3 positions of padding"):
+        ablate(how="resample", reference=reference)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> None:
+    model = peer(name)
+    decoder = describe(model)
+    prompt = encode(words, CLEAN)
+    assert prompt.strings[0][:4] == ["", "", "", "1"]
+    expected = [model(torch.tensor([words(text)])).logits[0] for text in CLEAN]
+    for described in (decoder(**prompt), model(**prompt).logits):
+        for row, logits in zip(described, expected, strict=True):
+            torch.testing.assert_close(row[-len(logits) :], logits, rtol=1e-4, atol=1e-4)
+    with record_patterns(model) as patterns:
+        model(**prompt)
+    heads = detect_heads(patterns, prompt)
+    masked = detect_heads(patterns, prompt["input_ids"], queries=prompt["attention_mask"])
+    assert torch.equal(heads.scores["previous"], masked.scores["previous"])
+    page = view(tmp_path / "page.html", tokens=prompt, patterns=patterns, heads=heads, example=0)
+    assert '["","","","1",' in page.read_text()
+    assert list(encode(words, CLEAN[0])) == ["input_ids"]
+    # The columns of a DataFrame.
+    table = {"clean": CLEAN, "corrupted": CORRUPTED, "right": ["b", 5], "wrong": [8, 9]}
+    with pytest.raises(ValueError, match="the answer 'b' is 2 tokens"):
+        pairs_of(table, words, decoder.norm, decoder.unembed)
+    table["right"] = [7, 5]
+    clean, corrupted, metrics = pairs_of(table, words, decoder.norm, decoder.unembed)
+    scan = patch_streams(decoder, "blocks.*", clean, corrupted, metrics)
+    for row in range(2):
+        alone = [torch.tensor([words(texts[row])]) for texts in (CLEAN, CORRUPTED)]
+        metric = logit_difference(
+            decoder.norm, decoder.unembed, table["right"][row], table["wrong"][row]
+        )
+        bare = patch_streams(decoder, "blocks.*", *alone, metric)
+        assert scan.per_pair is not None
+        length = alone[0].shape[1]
+        torch.testing.assert_close(
+            scan.per_pair[row][:, -length:], bare.values, rtol=1e-3, atol=1e-4
+        )
+    table["corrupted"] = ["a b", CORRUPTED[1]]
+    with pytest.raises(ValueError, match="row 0 has 6 tokens, the corrupted one 3"):
+        pairs_of(table, words, decoder.norm, decoder.unembed)
+    with pytest.raises(ValueError, match="each of at least one token"):
+        encode(lambda text: [], "")
+
+
+def test_pairs_of_a_data_frame_are_those_of_its_rows() -> None:
+    pandas = pytest.importorskip("pandas", reason="any mapping of columns is accepted")
+    frame = pandas.DataFrame(
+        {"clean": CLEAN, "corrupted": CORRUPTED, "right": [7, 5], "wrong": [8, 9]}
+    )
+    clean, corrupted, metrics = pairs_of(frame[::-1], words, None, torch.eye(40))
+    assert torch.equal(clean["input_ids"], encode(words, CLEAN[::-1])["input_ids"])
+    assert torch.equal(corrupted["input_ids"], encode(words, CORRUPTED[::-1])["input_ids"])
+    assert metrics[0](torch.arange(40.0).reshape(1, 1, 40)).tolist() == [5.0 - 9.0]
+
+
+def test_tokenizers_of_transformers_are_accepted() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
+    vocabulary = {"<s>": 0, "Paris": 1, "is": 2, "in": 3, "France": 4, "?": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    prompt = encode(tokenizer, ["Paris is in France", "Paris is"])
+    assert prompt["input_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
+    assert prompt["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
+    assert prompt.strings[0] == ["<s>", "Paris", "is", "in", "France"]
+    table = {
+        "clean": ["Paris is"], "corrupted": ["France is"], "right": ["Paris"], "wrong": ["France"],
+    }  # fmt: skip
+    metric = pairs_of(table, tokenizer, None, torch.eye(6))[2][0]
+    assert metric(torch.arange(6.0).reshape(1, 1, 6)).tolist() == [1.0 - 4.0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_hidden_states_behind_the_final_norm_are_refused(name: str) -> None:
+    model = peer(name)
+    hidden = model(TOKENS, output_hidden_states=True).hidden_states
+    norm = model.transformer.ln_f if name.startswith("GPT2") else model.model.norm
+    with pytest.raises(ValueError, match=r"output of the norm.*hidden_states"):
+        logit_lens(hidden, norm, model.lm_head)
+    site = "transformer.ln_f:input" if name.startswith("GPT2") else "model.norm:input"
+    with record(model, site) as seen:
+        logits = model(TOKENS).logits
+    lens = logit_lens([*hidden[:-1], seen[site]], norm, model.lm_head, keep_logits=True)
+    assert lens.logits is not None
+    torch.testing.assert_close(lens.logits[-1], logits)
