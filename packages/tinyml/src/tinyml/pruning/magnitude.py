@@ -40,7 +40,7 @@ class Masks(dict[str, Tensor]):
     def apply(self, model: nn.Module) -> None:
         """Zero the pruned weights in place, after validating all names and shapes."""
         for parameter, mask in self._fitting(model):
-            parameter.mul_(mask)
+            parameter.masked_fill_(~mask, 0)  # a product would leave -0.0
 
     def _fitting(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         pairs = [(model.get_parameter(name), mask) for name, mask in self.items()]
