@@ -65,3 +65,15 @@ def times_of_float(run_on):
         return [float(line) for line in run_on(processor, program)]
 
     return ratios
+
+
+@pytest.fixture(autouse=True, scope="session")
+def stored_timings(tmp_path_factory):
+    """Store timings of this test session in its own folder."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
