@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tinyml import gptq
+from tinyml import gptq, size_of
 from tinyml.quantization.calibration import visit_layers
 from torch import nn
 
@@ -188,3 +188,30 @@ def test_progress_and_cache():
     assert calls[0][0].endswith("q_proj")
     assert small.config.use_cache
     assert model.config.use_cache
+
+
+def peak_bytes(call):
+    """Return the most bytes that `call` allocates at a time, and its result."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = call()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = total = 0
+    for _, change in changes:
+        total += change
+        peak = max(peak, total)
+    return peak, result
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_memory_is_that_of_one_block(count):
+    torch.manual_seed(0)
+    model = Blocks(width=96, count=6)
+    batches = [torch.randn(2, 16, 96) for _ in range(count)]
+    peak, small = peak_bytes(lambda: gptq(model, batches, 4))
+    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    hidden = sum(batch.nbytes for batch in batches)
+    matrices = 3 * 8 * model.blocks[0].mlp[2].in_features ** 2
+    copies = size_of(model).bytes + size_of(small).bytes  # the dense copy and the result
+    assert peak <= copies + 1.5 * (block + hidden + matrices)

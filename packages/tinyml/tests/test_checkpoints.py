@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -255,7 +256,7 @@ def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
     assert not (tmp_path / "wrong.gguf").exists()
 
 
-def test_gguf_library_reads_the_same_numbers(tmp_path):
+def test_other_libraries_read_the_same_numbers(tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     model = network()
     for kind in KINDS:
@@ -270,3 +271,22 @@ def test_gguf_library_reads_the_same_numbers(tmp_path):
             expected = gguf.quantize(dense, gguf.GGMLQuantizationType[kind])
             stored = next(t.data for t in reader.tensors if t.name == "0.weight")
             assert (expected == stored).all()
+
+
+def test_autoawq_reads_the_same_numbers(tmp_path):
+    import importlib.util
+
+    if (package := importlib.util.find_spec("awq")) is None or package.origin is None:
+        pytest.skip("autoawq is not installed")
+    # The package itself needs a GPU at import; this file is plain torch.
+    path = Path(package.origin).parent / "utils" / "packing_utils.py"
+    spec = importlib.util.spec_from_file_location("packing_utils", path)
+    packing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(packing)
+    model = quantize(llama(), 4, group_size=32, symmetric=False, **WEIGHTS)
+    save_awq(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, layer in model.named_modules():
+        if f"{name}.qweight" in tensors:
+            parts = [tensors[f"{name}.{key}"] for key in ("qweight", "qzeros", "scales")]
+            assert torch.equal(packing.dequantize_gemm(*parts, 4, 32).t(), layer.weight)

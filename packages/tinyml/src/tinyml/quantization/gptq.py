@@ -14,7 +14,7 @@ compensate for them; groups then follow each other as wholes, so the storage doe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -267,37 +267,36 @@ def gptq_codes(
             f"expected a Hessian of shape (in, in) = {(inputs, inputs)} for this weight, "
             f"got {tuple(hessian.shape)}"
         )
-    if not (torch.isfinite(weight).all() and torch.isfinite(hessian).all()):
+    if not (_is_finite(weight) and _is_finite(hessian)):
         raise ValueError("expected finite weights and calibration inputs, got nan or inf")
-    scale, zero = (_by_column(part, outputs, inputs) for part in (grid.scale, grid.zero))
-    group = inputs * outputs // max(outputs, grid.scale.numel())  # all inputs without groups
+    scale, zero = (_per_output(part, outputs) for part in (grid.scale, grid.zero))
+    group = -(-inputs // scale.shape[1])
     order = torch.arange(inputs, device=weight.device)
     if activation_order:
         order = _by_activation(hessian.diagonal(), group)
-        hessian = hessian[order][:, order]
     if refit is not None:
         block = -(-block // group) * group  # a group is up to date only within its block
         scale, zero = scale.clone(), zero.clone()
-    factor = inverse_factor(hessian, damping)
+    factor = inverse_factor(hessian, damping, order)
     remaining = weight[:, order].double()
     codes = torch.empty(outputs, inputs, dtype=torch.int32, device=weight.device)
     for start in range(0, inputs, block):
         end = min(start + block, inputs)
         errors = torch.empty(outputs, end - start, dtype=torch.float64, device=weight.device)
         for i in range(start, end):
+            number = int(order[i]) // group
             if refit is not None and i % group == 0:
-                fitted, columns = refit(remaining[:, i : i + group]), order[i : i + group]
-                scale[:, columns], zero[:, columns] = fitted.scale.double(), fitted.zero.double()
-            at = order[i]
-            column = Grid(scale[:, at], zero[:, at], grid.low, grid.high)
-            codes[:, at] = column.quantize(remaining[:, i])
-            error = (remaining[:, i] - column.dequantize(codes[:, at])) / factor[i, i]
+                fitted = refit(remaining[:, i : i + group])
+                scale[:, number], zero[:, number] = fitted.scale[:, 0], fitted.zero[:, 0]
+            column = Grid(scale[:, number], zero[:, number], grid.low, grid.high)
+            rounded = column.quantize(remaining[:, i])
+            codes[:, order[i]] = rounded
+            error = (remaining[:, i] - column.dequantize(rounded)) / factor[i, i]
             remaining[:, i:end] -= error[:, None] * factor[i, i:end]
             errors[:, i - start] = error
         remaining[:, end:] -= errors @ factor[start:end, end:]
     if refit is not None:
-        rows = [part[:, ::group].reshape(grid.scale.shape) for part in (scale, zero)]
-        scale, zero = (part.to(grid.scale.dtype) for part in rows)
+        scale, zero = (p.reshape(grid.scale.shape).to(grid.scale.dtype) for p in (scale, zero))
         grid = Grid(scale, zero, grid.low, grid.high)
     return codes, grid
 
@@ -311,34 +310,42 @@ def _by_activation(size: Tensor, group: int) -> Tensor:
     return (starts + inside)[groups].flatten()
 
 
-def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+def inverse_factor(hessian: Tensor, damping: float, order: Tensor | None = None) -> Tensor:
     """Return upper triangular U with U^T U = (H + d I)^-1, for the first d that succeeds.
 
     d starts at `damping` times the mean of the diagonal and is multiplied by ten until it succeeds.
+    Rows and columns of H are taken in `order`.
     """
     hessian = hessian.double()
+    size = len(hessian)
+    order = torch.arange(size, device=hessian.device) if order is None else order
     mean = float(hessian.diagonal().mean())
     if mean <= 0:  # all inputs are zero
-        return torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
+        return torch.eye(size, dtype=torch.float64, device=hessian.device)
     fraction = max(damping, 1e-12)
-    work = torch.empty_like(hessian)
+    # With P for the reversal of rows and P H P = L L^T, U is P L^-1 P. Most of the memory of a wide
+    # layer is H and three matrices of its size in this loop.
+    order = order.flip(0)
     while True:
-        work.copy_(hessian).diagonal().add_(fraction * mean)
-        factor, failed = torch.linalg.cholesky_ex(work)
+        lower = hessian[order[:, None], order]
+        lower.diagonal().add_(fraction * mean)
+        lower, failed = torch.linalg.cholesky_ex(lower)
         if not failed:
-            torch.cholesky_inverse(factor, out=work)
-            factor, failed = torch.linalg.cholesky_ex(work, upper=True)
-            if not failed and torch.isfinite(factor).all():
-                return cast(Tensor, factor)
+            inverse = torch.eye(size, dtype=torch.float64, device=hessian.device)
+            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+            if _is_finite(inverse):
+                del lower
+                return inverse.flip(0, 1)
         fraction *= 10
 
 
-def _by_column(part: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Expand scales or zero points of rows to a matrix (out, in)."""
-    count = part.double().numel()
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
+def _per_output(part: Tensor, outputs: int) -> Tensor:
+    """Return scales or zero points of rows as (outputs, groups)."""
+    count = part.numel()
     if count % outputs and count != 1:
         raise ValueError(f"{count} scales do not fit {outputs} outputs")
-    if count == 1:
-        return part.double().expand(outputs, inputs)
-    per_row = part.double().view(outputs, -1)
-    return per_row.repeat_interleave(inputs // per_row.shape[1], dim=1)
+    return part.double().view(1 if count == 1 else outputs, -1).expand(outputs, -1)
