@@ -79,21 +79,32 @@ def prune_channels(
             raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
     if criterion == "bn_scale":
-        chosen = [g for g in chosen if (g.scores > 0).any()]
-    if scope == "global":
-        if isinstance(sparsity, Mapping):
-            raise ValueError("expected one sparsity for scope='global', got one per layer")
-        counts = _global_counts(chosen, sparsity)
-    elif scope == "group":
-        counts = {}
-        for group in chosen:
-            fraction = max((fractions[n] for n in group.writers if n in fractions), default=0.0)
-            fraction = fraction if isinstance(sparsity, Mapping) else sparsity
-            counts[group] = max(1, group.size - round(fraction * group.size))
-    else:
+        chosen = _normalized(chosen, fractions)
+    if scope not in ("group", "global"):
         raise ValueError(f"expected scope 'group' or 'global', got {scope!r}")
+    if isinstance(sparsity, Mapping):
+        if scope == "global":
+            raise ValueError("expected one sparsity for scope='global', got one per layer")
+        by_group = {g: max([0.0, *(fractions.get(n, 0.0) for n in g.writers)]) for g in chosen}
+    else:
+        by_group = dict.fromkeys(chosen, sparsity)
+    counts = {g: max(1, g.size - round(f * g.size)) for g, f in by_group.items()}
+    if not isinstance(sparsity, Mapping) and scope == "global":
+        counts = _global_counts(chosen, sparsity)
     keep = {g: g.order[: counts.get(g, g.size)].sort().values for g in groups}
     return _select_units(model, walk, keep, inputs)
+
+
+def _normalized(groups: Sequence[Group], fractions: Mapping[str, float]) -> list[Group]:
+    """Return the groups with a batch normalization, whose scales are not all zero."""
+    chosen = [group for group in groups if (group.scores > 0).any()]
+    others = {name for group in groups if group not in chosen for name in group.writers}
+    if not chosen or others & fractions.keys():
+        raise ValueError(
+            f"expected a batch normalization after {sorted(fractions) or 'some layer'} for "
+            "criterion='bn_scale', got no batch normalization; choose another criterion"
+        )
+    return chosen
 
 
 def _global_counts(groups: Sequence[Group], sparsity: float) -> dict[Group, int]:
