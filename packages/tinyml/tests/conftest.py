@@ -67,13 +67,7 @@ def times_of_float(run_on):
     return ratios
 
 
-@pytest.fixture(autouse=True, scope="session")
-def stored_timings(tmp_path_factory):
-    """Store timings of this test session in its own folder."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
+@pytest.fixture(autouse=True)
+def stored_timings(tmp_path_factory, monkeypatch):
+    """Store the timings of each test in its own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
