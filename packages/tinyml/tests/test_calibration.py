@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tinyml import gptq, size_of
+from tinyml import awq, gptq, size_of, smoothquant
 from tinyml.quantization.calibration import visit_layers
 from torch import nn
 
@@ -64,6 +64,19 @@ def compared(model, batches):
     for name, moment in expected.items():
         torch.testing.assert_close(visited[name], moment, rtol=1e-9, atol=1e-9, msg=name)
     assert not any("forward" in vars(m) or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("method", [gptq, awq, smoothquant])
+def test_batches_that_can_be_read_once_are_read_once(method):
+    torch.manual_seed(0)
+    model = Blocks()
+    batches = [torch.randn(2, 5, 6) for _ in range(3)]
+    expected = method(model, batches)
+    shuffled = torch.utils.data.DataLoader(torch.cat(batches), 2)
+    for once in (iter(batches), shuffled):
+        assert torch.equal(method(model, once)(batches[0]), expected(batches[0]))
+    with pytest.raises(ValueError, match="a list with at least one batch"):
+        method(model, {"x": batches[0]})
 
 
 class Block(nn.Module):

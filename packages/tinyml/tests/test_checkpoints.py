@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinyml import awq, gptq, kmeans_quantize, quantize, save_awq, save_gguf, save_gptq
+from tinyml import add_lora, awq, gptq, kmeans_quantize, quantize, save_awq, save_gguf, save_gptq
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -111,6 +111,7 @@ def test_a_tied_head_is_stored_once(tmp_path):
         (lambda m: quantize(m, 3, group_size=32, **WEIGHTS), "one number of bits"),
         (lambda m: quantize(m, 4, group_size=32), "Embedding with a GridWeight"),
         (lambda m: kmeans_quantize(m, 4, **WEIGHTS), "Linear with a Palette"),
+        (lambda m: add_lora(quantize(m, 4, **WEIGHTS), targets=["q_proj"]), "with a LoRA"),
         (lambda m: m, "got none"),
         (lambda m: nn.Sequential(m), "expected a transformers model"),
     ],
@@ -251,6 +252,10 @@ def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             save_gguf(wrong, tmp_path / "wrong.gguf", kind)
+    with pytest.raises(ValueError, match="inputs are a multiple of 256 for 'Q4_K', got none"):
+        save_gguf(network()[2], tmp_path / "wrong.gguf", "Q4_K")
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        save_gguf(add_lora(network()), tmp_path / "wrong.gguf", kind)
     with pytest.raises(ValueError, match="expected kind 'Q4_0'"):
         save_gguf(network(), tmp_path / "wrong.gguf", "Q5_0")
     assert not (tmp_path / "wrong.gguf").exists()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import compressed_weight
-from tinyml.conversion import dense_copy, make_dense, plain_copy
+from tinyml.conversion import Replacement, dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
 from tinyml.layers import is_conv1d, layers_of, weight_of
 from tinyml.quantization.grid_weight import GridWeight
@@ -68,6 +68,8 @@ def save_gguf(
     if kind not in _BLOCKS:
         raise ValueError(f"expected kind {', '.join(map(repr, _BLOCKS))}, got {kind!r}")
     rounded = plain_copy(model)
+    if any(isinstance(module, Replacement) for module in rounded.modules()):
+        raise ValueError("expected a model without adapters; call merge_and_unload(model) first")
     _, width, _ = _BLOCKS[kind]
     blocks: dict[str, Bytes] = {}
     for name, layer in layers_of(rounded, (nn.Linear,), protect).items():
@@ -80,6 +82,11 @@ def save_gguf(
         make_dense(rounded, layer)
         weight_of(layer).copy_(torch.from_numpy(dequantize(packed, kind)).view_as(weight))
         blocks[name] = packed
+    if not blocks:
+        raise ValueError(
+            f"expected nn.Linear layers whose inputs are a multiple of {width} for {kind!r}, "
+            "got none"
+        )
     rounded = dense_copy(rounded)
     by_address = {weight_of(rounded.get_submodule(n)).data_ptr(): b for n, b in blocks.items()}
     tensors: dict[str, tuple[int, tuple[int, ...], bytes]] = {}

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import compressed_weight
+from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
 from tinyml.quantization.grid_weight import GridWeight
 
@@ -33,18 +34,10 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
         )
     grids: dict[str, GridWeight] = {}
     for name, layer in model.named_modules():
-        stored = compressed_weight(layer)
-        if stored is None:
-            continue
-        if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
-            raise _cannot_store(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
-        if stored.divide is not None:
-            raise _cannot_store(name, "a factor per input, as awq stores it")
-        if stored.scale.dtype != torch.float16:
-            raise _cannot_store(name, f"scales of {stored.scale.dtype}; quantize model.half()")
-        if any(stored is other for other in grids.values()):
-            raise _cannot_store(name, "a weight that two layers share; exclude it with protect")
-        grids[name] = stored
+        if (grid := _storable(name, layer)) is not None:
+            if any(grid is other for other in grids.values()):
+                raise _cannot_store(name, "a weight that two layers share; exclude it with protect")
+            grids[name] = grid
     if not grids:
         raise ValueError("expected a model with quantized linear layers, got none; quantize it")
     settings = {(grid.bits, group_size_of(grid)) for grid in grids.values()}
@@ -54,6 +47,22 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             f"layers, got (bits, group size) {sorted(settings)}"
         )
     return grids
+
+
+def _storable(name: str, layer: nn.Module) -> GridWeight | None:
+    """Return the grid of a quantized layer, or None if the layer is not compressed."""
+    if isinstance(layer, Replacement):
+        raise _cannot_store(name, f"a {type(layer).__name__}")
+    stored = compressed_weight(layer)
+    if stored is None:
+        return None
+    if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
+        raise _cannot_store(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
+    if stored.divide is not None:
+        raise _cannot_store(name, "a factor per input, as awq stores it")
+    if stored.scale.dtype != torch.float16:
+        raise _cannot_store(name, f"scales of {stored.scale.dtype}; quantize model.half()")
+    return stored
 
 
 def _cannot_store(name: str, what: str) -> ValueError:
@@ -100,7 +109,8 @@ def write_folder(
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
-        if ".parametrizations." not in name and tensor.data_ptr() not in seen:
+        is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
+        if not is_packed and tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())  # transformers ties weights by its configuration
             tensors[name] = tensor.detach().cpu().contiguous()
     for name, grid in grids.items():
