@@ -200,7 +200,8 @@ UNITS = {
 
 
 @pytest.mark.parametrize(
-    "model", [*DECODERS, pytest.param("phi", marks=pytest.mark.exhaustive), "decoder"]
+    "model",
+    ["decoder", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS)],
 )
 def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
     dense = (MODELS | {"decoder": decoder})[model]()
@@ -254,7 +255,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize(
+    "model",
+    ["llama", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("qwen", "gpt2", "opt"))],
+)
 def test_a_pruned_model_is_loaded_by_from_pretrained(model, tmp_path):
     dense = (MODELS | {"opt": opt})[model]()
     protect, sizes = SIZES[model]
@@ -272,16 +276,21 @@ def test_a_pruned_model_is_loaded_by_from_pretrained(model, tmp_path):
     assert torch.equal(*tokens)
 
 
-def test_a_pruned_model_that_no_configuration_describes_is_not_saved(tmp_path):
-    for dense, request in (
-        (gpt2(), 0.5),  # the width of all heads is the width of the model
-        (llama(), {"model.layers.1.self_attn.k_proj": 0.5}),  # layers differ
-    ):
-        small = copy.deepcopy(prune_channels(dense, request, TOKENS))
-        with pytest.raises(ValueError, match="prune all layers alike"):
-            small.save_pretrained(tmp_path)
-        assert not (tmp_path / "model.safetensors").exists()
-        assert small.state_dict()
+@pytest.mark.parametrize(
+    ("model", "sparsity"),
+    [
+        ("gpt2", 0.5),  # the width of all heads is the width of the model
+        pytest.param(  # layers differ
+            "llama", {"model.layers.1.self_attn.k_proj": 0.5}, marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_a_pruned_model_that_no_configuration_describes_is_not_saved(model, sparsity, tmp_path):
+    small = copy.deepcopy(prune_channels(MODELS[model](), sparsity, TOKENS))
+    with pytest.raises(ValueError, match="prune all layers alike"):
+        small.save_pretrained(tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert small.state_dict()
 
 
 def test_the_heads_of_one_layer_can_be_named():

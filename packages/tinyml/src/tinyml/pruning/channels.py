@@ -24,6 +24,7 @@ from tinyml.pruning.importance import (
     Criterion,
     Loss,
     add_constants,
+    check_criterion,
     parameter_of,
     rank_units,
 )
@@ -62,6 +63,11 @@ def prune_channels(
     if the model has one. Raise `ValueError` if it differs, or if an attribute is read both as a
     number of units and as something else.
     """
+    check_criterion(criterion, loss)
+    if scope not in ("group", "global"):
+        raise ValueError(f"expected scope 'group' or 'global', got {scope!r}")
+    if scope == "global" and isinstance(sparsity, Mapping):
+        raise ValueError("expected one sparsity for scope='global', got one per layer")
     model = _dense_copy(model)
     walk, protected = Walk(model, inputs), protected_modules(model, protect)
     groups = _ranked(walk, model, inputs, criterion, loss)
@@ -80,11 +86,7 @@ def prune_channels(
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
     if criterion == "bn_scale":
         chosen = _normalized(chosen, fractions)
-    if scope not in ("group", "global"):
-        raise ValueError(f"expected scope 'group' or 'global', got {scope!r}")
     if isinstance(sparsity, Mapping):
-        if scope == "global":
-            raise ValueError("expected one sparsity for scope='global', got one per layer")
         by_group = {g: max([0.0, *(fractions.get(n, 0.0) for n in g.writers)]) for g in chosen}
     else:
         by_group = dict.fromkeys(chosen, sparsity)

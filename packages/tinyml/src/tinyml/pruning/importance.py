@@ -35,6 +35,16 @@ Criterion = Literal["wanda", "magnitude", "bn_scale", "taylor"]
 Loss = Callable[[nn.Module], Tensor]
 
 
+def check_criterion(criterion: str, loss: Loss | None) -> None:
+    """Raise `ValueError` unless `criterion` is known and has what it needs."""
+    if criterion not in ("wanda", "magnitude", "bn_scale", "taylor"):
+        raise ValueError(
+            f"expected criterion 'wanda', 'magnitude', 'bn_scale' or 'taylor', got {criterion!r}"
+        )
+    if (loss is None) != (criterion != "taylor"):
+        raise ValueError("expected loss, a function of the model, with criterion='taylor' only")
+
+
 def rank_units(
     walk: Walk,
     groups: Sequence[Group],
@@ -44,12 +54,6 @@ def rank_units(
     loss: Loss | None = None,
 ) -> None:
     """Set the `scores`, the `order` and the `constants` of each group."""
-    if criterion not in ("wanda", "magnitude", "bn_scale", "taylor"):
-        raise ValueError(
-            f"expected criterion 'wanda', 'magnitude', 'bn_scale' or 'taylor', got {criterion!r}"
-        )
-    if (loss is None) != (criterion != "taylor"):
-        raise ValueError("expected loss, a function of the model, with criterion='taylor' only")
     gradients: dict[str, Tensor] = {}
     if loss is not None:
         gradients = _gradients(model, loss)

@@ -220,15 +220,20 @@ class _Replay:
 
 
 def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the children of lists of modules that contain some of `layers`, by name."""
+    """Return the children of lists of modules that contain some of `layers`, by name.
+
+    Inside of a block, only blocks with several layers are returned: running a single layer again
+    costs less than the memory of its outputs.
+    """
     blocks: dict[str, nn.Module] = {}
     for path, parent in model.named_modules():
         if not isinstance(parent, nn.ModuleList | nn.Sequential):
             continue
         for child, block in parent.named_children():
             name = f"{path}.{child}".lstrip(".")
-            inside = any(layer == name or layer.startswith(f"{name}.") for layer in layers)
-            if inside and "forward" not in vars(block):
+            inside = [n for n in layers if n == name or n.startswith(f"{name}.")]
+            is_nested = any(name.startswith(f"{other}.") for other in blocks)
+            if len(inside) > is_nested and "forward" not in vars(block):
                 blocks[name] = block
     return blocks
 
