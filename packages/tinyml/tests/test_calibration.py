@@ -170,6 +170,48 @@ def test_statistics_are_those_of_full_runs(kind):
     compared(model, [torch.randn(n, 5, 6, dtype=torch.float64) for n in (2, 3, 1)])
 
 
+class Called(nn.Module):
+    """A model of transformers that is called with one tensor of tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        if self.model.config.is_encoder_decoder:
+            return self.model(input_ids=tokens, decoder_input_ids=tokens.flip(1))
+        return self.model(input_ids=tokens)
+
+
+T5 = {
+    "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+USUAL = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+}  # fmt: skip
+FAMILIES = {
+    "Llama": ("ForCausalLM", USUAL | {"num_key_value_heads": 1}),
+    "Mistral": ("ForCausalLM", USUAL | {"num_key_value_heads": 1, "sliding_window": 4}),
+    "GPTNeoX": ("ForCausalLM", USUAL),
+    "Bert": ("ForMaskedLM", USUAL),
+    "Albert": ("ForMaskedLM", USUAL | {"embedding_size": 16}),
+    "T5": ("ForConditionalGeneration", T5),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_of_transformers_are_those_of_full_runs(family):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    task, sizes = FAMILIES[family]
+    special = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes, **special)
+    model = getattr(transformers, family + task)(config).eval().double()
+    compared(Called(model), [torch.randint(3, 60, (2, 9)), torch.randint(3, 60, (1, 7))])
+
+
 def test_nested_lists_of_blocks():
     torch.manual_seed(0)
     stages = [nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)])]
