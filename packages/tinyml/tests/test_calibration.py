@@ -28,17 +28,17 @@ def by_definition(model, batches, layers, change):
     for name in layers:
         model.get_submodule(name).register_forward_pre_hook(hook_for(name), with_kwargs=True)
     while len(order) < len(layers):
-        found = {}
+        seen = {}
         for batch in batches:
             calls = {}
             with torch.no_grad():
                 model(batch)
             for name, x in calls.items():
-                found.setdefault(name, []).append(x.t() @ x)
-        name = next((name for name in found if name not in order), None)
+                seen.setdefault(name, []).append(x.t() @ x)
+        name = next((name for name in seen if name not in order), None)
         if name is None:
             break
-        moments[name] = sum(found[name])
+        moments[name] = sum(seen[name])
         order.append(name)
         change(model.get_submodule(name))
     return moments, order
@@ -207,7 +207,7 @@ def test_statistics_of_transformers_are_those_of_full_runs(family):
     torch.manual_seed(0)
     task, sizes = FAMILIES[family]
     special = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = getattr(transformers, f"{family}Config")(**sizes, **special)
+    config = getattr(transformers, family + "Config")(**sizes, **special)
     model = getattr(transformers, family + task)(config).eval().double()
     compared(Called(model), [torch.randint(3, 60, (2, 9)), torch.randint(3, 60, (1, 7))])
 
@@ -232,14 +232,11 @@ def test_finished_blocks_do_not_run_again():
 
 def test_progress_and_cache():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(**USUAL, vocab_size=50, bos_token_id=0, eos_token_id=1)
     model, calls = transformers.LlamaForCausalLM(config).eval(), []
     batch = {"input_ids": torch.arange(12)[None]}
     small = gptq(model, [batch], 8, progress=lambda *call: calls.append(call))
-    assert [call[1:] for call in calls] == [(n + 1, 15) for n in range(15)]
+    assert [call[1:] for call in calls] == [(n + 1, 22) for n in range(22)]
     assert calls[0][0].endswith("q_proj")
     assert small.config.use_cache
     assert model.config.use_cache

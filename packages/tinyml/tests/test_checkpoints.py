@@ -32,8 +32,8 @@ def unpacked(words, bits, order=None):
     values = np.zeros((*words.shape, fields), np.int64)
     unsigned = words.numpy().astype(np.int64) & 0xFFFFFFFF
     for number in range(fields):
-        place = number if order is None else order[number]
-        values[..., place] = (unsigned >> (bits * number)) & (2**bits - 1)
+        position = number if order is None else order[number]
+        values[..., position] = (unsigned >> (bits * number)) & (2**bits - 1)
     return values.reshape(*words.shape[:-1], -1)
 
 
@@ -150,10 +150,10 @@ def read_gguf(path):
         length = take("Q")
         return take(f"{length}s").decode()
 
-    found = {}
+    values = {}
     for _ in range(keys):
         name, kind = text(), take("I")
-        found[name] = text() if kind == 8 else take({4: "I", 5: "i", 6: "f", 7: "?"}[kind])
+        values[name] = text() if kind == 8 else take({4: "I", 5: "i", 6: "f", 7: "?"}[kind])
     entries = []
     for _ in range(count):
         name, dims = text(), take("I")
@@ -161,7 +161,7 @@ def read_gguf(path):
         entries.append((name, shape, take("I"), take("Q")))
     start = -(-at // 32) * 32
     ends = [offset for *_, offset in entries[1:]] + [len(data) - start]
-    return found, {
+    return values, {
         name: (kind, shape, data[start + offset : start + end])
         for (name, shape, kind, offset), end in zip(entries, ends, strict=True)
     }
@@ -207,18 +207,16 @@ def network():
 @pytest.mark.parametrize("kind", KINDS)
 def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
     model = network()
+    metadata = {"general.architecture": "test", "test.count": -3, "test.on": True, "test.f": 0.5}
     rounded = save_gguf(
         model,
         tmp_path / "model.gguf",
         kind,
-        metadata={"general.architecture": "test", "test.count": -3, "test.on": True, "test.f": 0.5},
+        metadata=metadata,
         names={"0.weight": "first.weight"},
     )
     keys, tensors = read_gguf(tmp_path / "model.gguf")
-    assert keys == {
-        "general.architecture": "test", "general.quantization_version": 2, "test.count": -3,
-        "test.on": True, "test.f": 0.5,
-    }  # fmt: skip
+    assert keys == metadata | {"general.quantization_version": 2}
     number, block = KINDS[kind]
     for name, parameter in rounded.named_parameters():
         type_, shape, data = tensors["first.weight" if name == "0.weight" else name]

@@ -13,9 +13,15 @@ LABELS = torch.arange(16) % 4
 def network():
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 3), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4),
-    ).double()  # fmt: skip
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, 4),
+    ).double()
     with torch.no_grad():
         model[1].weight.uniform_(0.2, 2)
         model[1].running_var.uniform_(0.5, 2)
@@ -50,13 +56,13 @@ def test_units_of_least_importance_go(criterion):
     assert not small[0].weight.requires_grad
     assert small[3].weight.requires_grad
     model[0].weight.requires_grad_()
-    kept = FORMULAS[criterion](model, model[0], model[3]).argsort(descending=True)[:4].sort().values
-    assert torch.equal(small[0].weight, model[0].weight[kept])
+    order = FORMULAS[criterion](model, model[0], model[3]).argsort(descending=True)
+    assert torch.equal(small[0].weight, model[0].weight[order[:4].sort().values])
     if criterion == "bn_scale":
         assert small[3].out_channels == 12  # it has no batch normalization
     else:
-        kept = FORMULAS[criterion](model, model[3], model[7]).argsort(descending=True)[:6]
-        assert torch.equal(small[7].weight, model[7].weight[:, kept.sort().values])
+        order = FORMULAS[criterion](model, model[3], model[7]).argsort(descending=True)
+        assert torch.equal(small[7].weight, model[7].weight[:, order[:6].sort().values])
 
 
 @pytest.mark.parametrize("criterion", ["wanda", *FORMULAS])

@@ -1,4 +1,4 @@
-"""Torch-Pruning as the judge: at the same size, outputs are no further from the dense model's."""
+"""Torch-Pruning as the judge: outputs are not further from the dense model at the same size."""
 
 import copy
 
@@ -43,10 +43,9 @@ class Summed(nn.Module):
         middle = nn.Conv2d(32, 32, 3, padding=1, groups=groups)
         self.middle = nn.Sequential(middle, *norm_relu(32))
         self.down = nn.Sequential(nn.Conv2d(32, 16, 1), nn.BatchNorm2d(16))
-        self.gate = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(32, 8, 1), nn.ReLU(), nn.Conv2d(8, 32, 1),
-            nn.Sigmoid(),
-        ) if gate else None  # fmt: skip
+        squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(32, 8, 1), nn.ReLU())
+        excite = nn.Sequential(nn.Conv2d(8, 32, 1), nn.Sigmoid())
+        self.gate = nn.Sequential(squeeze, excite) if gate else None
         self.head = nn.Linear(16, 10)
 
     def forward(self, x):

@@ -35,7 +35,7 @@ def require_batches(batches: Iterable[T]) -> list[T]:
 
     Raise `ValueError` if there are none, or if `batches` is a single batch.
     """
-    found = [] if isinstance(batches, Tensor | Mapping) else list(batches)
-    if not found:
+    read_batches = [] if isinstance(batches, Tensor | Mapping) else list(batches)
+    if not read_batches:
         raise ValueError("expected a list with at least one batch of inputs to calibrate on")
-    return found
+    return read_batches

@@ -184,7 +184,7 @@ def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
         codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1).astype(np.float32)
         return (d * (codes - 8)).reshape(-1)
     m = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
-    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    first, second, third = np.split(blocks[:, 4:16], 3, axis=1)
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], 1).astype(np.float32)
     minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], 1).astype(np.float32)
     packed = blocks[:, 16:].reshape(-1, 4, 1, 32)

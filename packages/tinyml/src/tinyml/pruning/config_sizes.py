@@ -49,11 +49,11 @@ def update_config(
 def _update(small: Any, dense: Any, read_integers: set[tuple[str, str]]) -> None:
     if _tensors(small) == _tensors(dense):
         return
-    found = _sizes_of(small, dense, read_integers)
-    if found is None:
+    description = _sizes_of(small, dense, read_integers)
+    if description is None:
         small.register_state_dict_pre_hook(_refuse_save_pretrained)
         return
-    sizes, unread = found
+    sizes, unread = description
     for (path, key), value in unread.items():
         setattr(small.get_submodule(path), key, value)
     for module in small.modules():

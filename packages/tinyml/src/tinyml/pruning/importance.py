@@ -94,10 +94,10 @@ def _gradients(model: nn.Module, loss: Loss) -> dict[str, Tensor]:
     with torch.enable_grad(), evaluation_mode(model):
         for parameter in named.values():
             parameter.requires_grad_()
-        found = torch.autograd.grad(loss(model), list(named.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss(model), list(named.values()), allow_unused=True)
     for parameter, was in zip(named.values(), trained, strict=True):
         parameter.requires_grad_(was)
-    pairs = zip(named, found, strict=True)
+    pairs = zip(named, gradients, strict=True)
     return {name: gradient for name, gradient in pairs if gradient is not None}
 
 

@@ -150,7 +150,9 @@ class _Replay:
     def _run_to_next_layer(self, number: int, batch: Any) -> None:
         self._number = number
         while True:
-            self._called, self._inputs, self._reached = set(), None, []
+            self._called = set()
+            self._inputs = None
+            self._reached = []
             try:
                 _run(self._model, batch)
             except _StopRun:
@@ -169,8 +171,11 @@ class _Replay:
             return
         stamp = tensor_versions(inputs), inputs.shape, inputs.stride()
         if self._inputs is None:
-            # The model may overwrite the inputs after the layer has read them.
-            self._inputs, self._copy, self._stamp = inputs, inputs.clone(), stamp
+            self._inputs = inputs
+            self._stamp = stamp
+            self._copy = (
+                inputs.clone()
+            )  # the model may overwrite them after the layer has read them
         elif stamp != self._stamp:
             raise _StopRun
         self._reached.append(name)
