@@ -95,6 +95,15 @@ def test_awq_folder_has_the_weights_of_the_model(symmetric, tmp_path):
         check(model, tmp_path, lambda tensors, name: read_gptq(tensors, name, 4))
 
 
+def test_a_group_may_be_a_whole_row(tmp_path):
+    model = quantize(
+        llama(), 4, group_size=64, protect=["lm_head", "down_proj"], layers=[nn.Linear]
+    )
+    save_awq(model, tmp_path)  # all other layers have 64 inputs: one scale per output
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert settings["group_size"] == 64
+
+
 def test_a_tied_head_is_stored_once(tmp_path):
     model = quantize(llama(tie_word_embeddings=True), 4, group_size=32, **WEIGHTS)
     save_awq(model, tmp_path)

@@ -65,8 +65,24 @@ def test_units_of_least_importance_go(criterion):
         assert torch.equal(small[7].weight, model[7].weight[:, order[:6].sort().values])
 
 
-@pytest.mark.parametrize("criterion", ["wanda", *FORMULAS])
-@pytest.mark.parametrize("scope", ["group", "global"])
+@pytest.mark.parametrize(
+    ("criterion", "scope"),
+    [
+        ("wanda", "global"),
+        ("bn_scale", "group"),
+        ("magnitude", "group"),
+        ("taylor", "global"),
+        *(
+            pytest.param(criterion, scope, marks=pytest.mark.exhaustive)
+            for criterion, scope in (
+                ("wanda", "group"),
+                ("bn_scale", "global"),
+                ("magnitude", "global"),
+                ("taylor", "group"),
+            )
+        ),
+    ],
+)
 def test_dead_units_go_first_by_every_criterion(criterion, scope):
     options = {"loss": loss} if criterion == "taylor" else {}
     model = network()

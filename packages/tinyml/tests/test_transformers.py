@@ -43,16 +43,15 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def llama(tied=False):
+def llama(num_attention_heads=4, num_key_value_heads=2):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -280,13 +279,16 @@ def test_a_pruned_model_is_loaded_by_from_pretrained(model, tmp_path):
     ("model", "sparsity"),
     [
         ("gpt2", 0.5),  # the width of all heads is the width of the model
+        ("llama8", 0.25),  # 6 heads do not divide the hidden size
         pytest.param(  # layers differ
             "llama", {"model.layers.1.self_attn.k_proj": 0.5}, marks=pytest.mark.exhaustive
         ),
     ],
 )
 def test_a_pruned_model_that_no_configuration_describes_is_not_saved(model, sparsity, tmp_path):
-    small = copy.deepcopy(prune_channels(MODELS[model](), sparsity, TOKENS))
+    dense = llama(num_attention_heads=8, num_key_value_heads=4) if model == "llama8" else None
+    dense = dense or MODELS[model]()
+    small = copy.deepcopy(prune_channels(dense, sparsity, TOKENS))
     with pytest.raises(ValueError, match="prune all layers alike"):
         small.save_pretrained(tmp_path)
     assert not (tmp_path / "model.safetensors").exists()

@@ -34,7 +34,7 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
     that are not quantized are listed in `modules_to_not_convert`. The folder has no tokenizer.
     """
     grids = quantized_linears(model, (4,))
-    group_size = group_size_of(next(iter(grids.values())))
+    group_size = group_size_of(grids)
     if group_size == -1:
         raise ValueError("expected groups of inputs, got one scale per output; pass group_size=128")
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]

@@ -45,7 +45,7 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
     settings = {
         "quant_method": "gptq",
         "bits": first.bits,
-        "group_size": group_size_of(first),
+        "group_size": group_size_of(grids),
         "desc_act": False,
         "sym": all(grid.zero is None for grid in grids.values()),
         "lm_head": False,

@@ -7,7 +7,7 @@ values of a weight in the file are exactly those of `layer.weight` before it is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             grids[name] = grid
     if not grids:
         raise ValueError("expected a model with quantized linear layers, got none; quantize it")
-    settings = {(grid.bits, group_size_of(grid)) for grid in grids.values()}
-    if len(settings) > 1 or next(iter(settings))[0] not in widths:
+    settings = {(grid.bits, grid.rows[1]) for grid in grids.values()}
+    bits = {bits for bits, _ in settings}
+    if group_size_of(grids) is None or len(bits) > 1 or not bits <= {*widths}:
         raise ValueError(
             f"expected one number of bits, one of {list(widths)}, and one group size for all "
             f"layers, got (bits, group size) {sorted(settings)}"
@@ -72,9 +73,13 @@ def _cannot_store(name: str, what: str) -> ValueError:
     )
 
 
-def group_size_of(grid: GridWeight) -> int:
-    """Return the number of inputs per scale, or -1 for one scale per output."""
-    return -1 if grid.rows[1] == grid.shape[1] else grid.rows[1]
+def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
+    """Return the inputs per scale, -1 for one scale per output, or None if the layers differ."""
+    sizes = {grid.rows[1] for grid in grids.values()}
+    if len(sizes) == 1:
+        return sizes.pop()
+    whole_rows = all(grid.rows[1] == grid.shape[1] for grid in grids.values())
+    return -1 if whole_rows else None
 
 
 def unsigned(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:

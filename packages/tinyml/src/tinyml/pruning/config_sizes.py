@@ -109,6 +109,8 @@ def _options(
     wrong = _different(_tensors(before), _tensors(small))
     options: list[tuple[str, int]] = []
     for key, value in vars(dense.config).items():
+        if key.endswith("_token_id"):
+            continue  # not a size, and transformers warns of values out of range
         if value is None:
             numbers = {new for old, new in changes if old != new}
         elif type(value) is int:
@@ -139,6 +141,8 @@ def _built(model: Any, sizes: _Sizes) -> nn.Module | None:
     try:
         for key, size in sizes.items():
             setattr(config, key, size)
+        if hasattr(config, "validate"):
+            config.validate()  # save_pretrained does the same
         with torch.device("meta"):
             return cast(nn.Module, type(model)(config))
     except Exception:  # a model's own code may raise anything for an invalid configuration
@@ -169,5 +173,6 @@ def _refuse_save_pretrained(*_: Any) -> None:
         raise ValueError(
             "expected a model that its configuration describes, got a pruned model whose sizes the "
             "configuration cannot express, so from_pretrained could not load it; prune all layers "
-            "alike, exclude the attention with protect, or save the model with torch.save"
+            "alike, to a number of heads that divides the hidden size, exclude the attention with "
+            "protect, or save the model with torch.save"
         )
