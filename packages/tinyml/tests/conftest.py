@@ -65,3 +65,9 @@ def times_of_float(run_on):
         return [float(line) for line in run_on(processor, program)]
 
     return ratios
+
+
+@pytest.fixture(autouse=True)
+def stored_timings(tmp_path_factory, monkeypatch):
+    """Store the timings of each test in its own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -214,6 +214,18 @@ GRAPHS = {
         By(squeezed, a=conv(3, 8, 3), b=conv(8, 4, 3), c=conv(4, 8, 3), d=conv(8, 2, 3)),
     ),
     "filters": (8, nn.Sequential(conv(3, 8, 3), conv(8, 16, 3, groups=8), conv(16, 2, 3))),
+    "groups": (
+        4, nn.Sequential(conv(3, 8, 3), conv(8, 12, 3, groups=4), nn.ReLU(), conv(12, 2, 3))
+    ),
+    "transposed groups": (
+        2,
+        nn.Sequential(
+            conv(3, 8, 3), nn.ConvTranspose2d(8, 6, 2, groups=2).double(), conv(6, 2, 3)
+        ),
+    ),
+    "group normalization": (
+        4, nn.Sequential(conv(3, 8, 3), nn.GroupNorm(4, 8).double(), nn.ReLU(), conv(8, 2, 3))
+    ),
     "transposed": (
         14, nn.Sequential(conv(3, 8, 3), nn.ConvTranspose2d(8, 6, 2).double(), conv(6, 2, 3))
     ),
@@ -253,11 +265,20 @@ def test_every_graph_equals_itself_with_readers_at_zero(name):
 @pytest.mark.parametrize(
     ("model", "node"),
     [
+        (nn.Sequential(conv(3, 8, 3), nn.GroupNorm(1, 8).double(), conv(8, 2, 3)), "group_norm"),
         (
-            nn.Sequential(conv(3, 8, 3), conv(8, 8, 3, groups=2), conv(8, 2, 3)),
-            r"0: conv2d_1 .* in 1",
+            By(lambda s, x: s.b(s.a(x[:, 0])[0]), a=nn.LSTM(6, 8).double(), b=linear(8, 2)),
+            "no channels",
         ),
-        (nn.Sequential(conv(3, 8, 3), nn.GroupNorm(2, 8).double(), conv(8, 2, 3)), "group_norm"),
+        (
+            By(
+                lambda s, x: s.c(s.b(s.a(x[:, 0]))[0]),
+                a=linear(6, 8),
+                b=nn.LSTM(8, 5).double(),
+                c=linear(5, 2),
+            ),
+            "a: .*(lstm|rnn)",
+        ),
         (nn.Sequential(conv(3, 8, 3), nn.Softmax(1), conv(8, 2, 3)), "softmax"),
         (nn.Sequential(conv(3, 3, 3)), "0: the model returns them"),
     ],
@@ -394,12 +415,12 @@ DEAD = {
 @pytest.mark.parametrize(
     ("name", "batch", "fill"),
     [
-        *((name, 1, 3.0) for name in DEAD),
+        *((name, 1, 3.0) for name in ("filters", "reader without bias", "last hidden", "gates")),
         ("hidden", 4, 0.0),
         *(
             pytest.param(name, batch, fill, marks=pytest.mark.exhaustive)
             for name in DEAD
-            for batch, fill in ((1, 0.0), (4, 0.0), (4, 3.0))
+            for batch, fill in ((1, 0.0), (1, 3.0), (4, 0.0), (4, 3.0))
         ),
     ],
 )

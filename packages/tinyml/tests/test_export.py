@@ -151,3 +151,16 @@ def test_a_transposed_view_is_another_weight(tmp_path):
     model, inputs = pair(), torch.randn(3, 8)
     save(model, tmp_path / "pair")
     assert torch.equal(load(pair(), tmp_path / "pair")(inputs), model(inputs))
+
+
+def test_negative_zero_survives_a_sparse_file(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].weight[0, 0] = -0.0
+        model[0].weight[1, 1] = 1.0
+    save(model, tmp_path / "model.safetensors")
+    back = load(nn.Sequential(nn.Linear(64, 64)), tmp_path / "model.safetensors")
+    assert torch.equal(back[0].weight.view(torch.int32), model[0].weight.view(torch.int32))
+    masked = prune(nn.Sequential(nn.Linear(64, 64)), 0.9).model
+    assert not masked[0].weight.signbit()[masked[0].weight == 0].any()

@@ -122,8 +122,18 @@ def test_masks_of_another_model_change_nothing():
     assert torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize("name", ["prune", "kmeans_quantize", "quantize", "dynamic", "gptq"])
-@pytest.mark.parametrize("activations", ["dynamic", "auto"])
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [
+        *((name, "dynamic") for name in ("prune", "kmeans_quantize", "dynamic", "gptq")),
+        ("quantize", "auto"),
+        ("quantize", "dynamic"),
+        *(
+            pytest.param(name, "auto", marks=pytest.mark.exhaustive)
+            for name in ("prune", "kmeans_quantize", "dynamic", "gptq")
+        ),
+    ],
+)
 def test_a_model_whose_layers_were_replaced_is_compressed_again(name, activations):
     torch.manual_seed(0)
     model = nn.ModuleDict({"embed": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})

@@ -697,7 +697,13 @@ def test_training_refuses_the_same_products_as_integers():
         prepare_qat(model, batches=[torch.randn(40, 8)])
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        pytest.param(copy.deepcopy, marks=pytest.mark.exhaustive),
+        lambda m: pickle.loads(pickle.dumps(m)),
+    ],
+)
 def test_copies_and_pickles_have_the_same_bits_and_train_on(copied):
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinyml import add_lora, merge_and_unload, quantize, size_of, smoothquant
+from tinyml import add_lora, gptq, merge_and_unload, quantize, size_of, smoothquant
 from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -208,3 +208,32 @@ def test_nan_weights_are_an_error():
     model.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match="nan or inf"):
         quantize(model)
+
+
+class Experts(nn.Module):
+    """Fused experts, as transformers stores them: matrices that are not weights of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.gate_up_proj = nn.Linear(8, 2), nn.Parameter(torch.randn(2, 8, 16))
+
+    def forward(self, x):
+        return torch.einsum("be,bi,eio->bo", self.router(x).softmax(-1), x, self.gate_up_proj)
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda m, p: quantize(m, 4, protect=p),
+        lambda m, p: quantize(m, 8, activations="dynamic", protect=p),
+        lambda m, p: gptq(m, [torch.randn(4, 8)], 4, protect=p),
+    ],
+)
+def test_matrices_that_are_not_weights_of_layers_are_named(compress):
+    model = nn.Sequential(Experts(), nn.Linear(16, 8), nn.Linear(8, 8))
+    with pytest.warns(UserWarning, match=r"stay dense: 0.gate_up_proj; protect"):
+        compress(model, [])
+    compress(model, ["0"])  # no warning
+    attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    with pytest.warns(UserWarning, match=r"self_attn\.in_proj_weight"):
+        quantize(attention, 4)

@@ -13,6 +13,7 @@ from tinyml import (
     load,
     lora_state_dict,
     merge,
+    merge_and_unload,
     prepare_qat,
     prune,
     prune_channels,
@@ -374,3 +375,28 @@ def test_an_embedding_that_rewrites_its_weight_is_refused():
     with pytest.raises(TypeError, match="max_norm"):
         add_lora(model, 2, kinds=(nn.Embedding,))
     assert model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("how", ["step", "data", "scaling"])
+def test_factors_that_change_while_merged_are_an_error(how):
+    torch.manual_seed(0)
+    model = add_lora(nn.Sequential(nn.Linear(6, 4)), 2)
+    inputs, adapter = torch.randn(3, 6), model[0]
+    nn.init.normal_(adapter.lora_B)
+    merge(model)
+    exact = model(inputs)
+    assert torch.equal(copy.deepcopy(model)(inputs), exact)
+    if how == "step":
+        adapter.lora_A.grad = torch.ones_like(adapter.lora_A)
+        torch.optim.SGD([adapter.lora_A], lr=0.1).step()
+    elif how == "data":
+        adapter.lora_B.data.mul_(2)
+    else:
+        adapter.scaling *= 2
+    calls = [merge_and_unload] if how == "data" else [lambda m: m(inputs), merge_and_unload]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="call unmerge first"):
+            call(copy.deepcopy(model) if how == "data" else model)
+    merged = merge(unmerge(model))(inputs)
+    assert not torch.allclose(merged, exact)
+    torch.testing.assert_close(merged, unmerge(model)(inputs))

@@ -111,10 +111,11 @@ def change(folder, **settings):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, "use_dora=True"),
+        ({"use_dora": True}, "expected use_dora=False .* got True.* merge with peft"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.*changes the base"),
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
-        ({"bias": "all"}, "bias='all'"),
+        ({"bias": "all"}, "expected bias='none' .* got 'all'"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters=None .* merge with peft"),
         ({"modules_to_save": ["head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"r": 5}, "have rank 4, the settings say 5"),

@@ -137,8 +137,16 @@ def labeled(count=128, seed=1):
     return images, (means[:, 0] > 0) + 2 * (means[:, 1] > 0).long()
 
 
-@pytest.mark.parametrize("learn_scale", [False, True])
-@pytest.mark.parametrize(("bits", "activation_bits"), [(8, 8), (4, 4), (2, 5)])
+@pytest.mark.parametrize(
+    ("bits", "activation_bits", "learn_scale"),
+    [
+        (8, 8, False),
+        (4, 4, True),
+        (2, 5, False),
+        *(pytest.param(*sizes, marks=pytest.mark.exhaustive)
+          for sizes in ((8, 8, True), (4, 4, False), (2, 5, True))),
+    ],
+)  # fmt: skip
 def test_integers_are_where_training_rounded(bits, activation_bits, learn_scale):
     images, targets = labeled()
     model = fit(Graph(), images, targets, 10).eval()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from tinyml import timing
-from tinyml.timing import ROUNDS, measure
+from tinyml.timing import ROUNDS, Timing, measure, store_timing, stored_timing, timing_file
 
 
 def plain(): ...
@@ -110,3 +110,31 @@ def test_implementation_with_lowest_median_is_selected(monkeypatch):
     assert measure(ways, "hopeless").selected == "second"
     assert measure(ways, "second").selected == "second"
     assert measure({"only": lambda: 1.0}, "only").selected == "only"
+
+
+def test_decisions_are_stored_per_machine(monkeypatch):
+    decided = Timing("other", {"plain": 2.0, "other": 1.0}, {}, at_best={"plain": 1.9})
+    store_timing("key", decided)
+    store_timing("second", Timing("plain", {"plain": 2.0}, {}, disagree=True))
+    assert stored_timing("key") == decided
+    assert stored_timing("second") is None  # rounds that disagree are measured again
+    monkeypatch.setattr(timing, "_machine", lambda: "another processor")
+    assert stored_timing("key") is None
+    store_timing("key", Timing("plain", {"plain": 1.0}, {}))
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', "{"])
+def test_a_damaged_file_of_timings_is_ignored_and_replaced(content):
+    timing_file().parent.mkdir(parents=True)
+    timing_file().write_text(content)
+    assert stored_timing("key") is None
+    store_timing("key", Timing("plain", {"plain": 1.0}, {}))
+    assert stored_timing("key") == Timing("plain", {"plain": 1.0}, {})
+
+
+def test_a_folder_that_cannot_be_written_is_ignored(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    store_timing("key", Timing("plain", {"plain": 1.0}, {}))
+    assert stored_timing("key") is None

@@ -43,16 +43,15 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def llama(tied=False):
+def llama(num_attention_heads=4, num_key_value_heads=2):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -167,24 +166,6 @@ def test_adapters_on_conv1d_merge_and_come_out():
     assert torch.equal(model.transformer.h[0].attn.c_attn.base.weight, before)
 
 
-@pytest.mark.parametrize("model", DECODERS)
-def test_gptq_runs_the_model_once_for_each_batch(model):
-    dense, calls = MODELS[model](), []
-    blocks = ("GPT2Block", "LlamaDecoderLayer", "Qwen2DecoderLayer")
-
-    def count(module, _):
-        if type(module).__name__ in blocks:
-            calls.append(module)
-
-    hook = nn.modules.module.register_module_forward_pre_hook(count)
-    batches = [TOKENS, TOKENS + 1, TOKENS[:1]]
-    try:
-        gptq(dense, batches, 4)
-    finally:
-        hook.remove()
-    assert len(calls) == len(batches) * 2
-
-
 def test_gptq_sees_what_the_rounded_layers_before_make():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
@@ -218,7 +199,8 @@ UNITS = {
 
 
 @pytest.mark.parametrize(
-    "model", [*DECODERS, pytest.param("phi", marks=pytest.mark.exhaustive), "decoder"]
+    "model",
+    ["decoder", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS)],
 )
 def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
     dense = (MODELS | {"decoder": decoder})[model]()
@@ -247,6 +229,70 @@ def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
             small.generate(TOKENS, max_new_tokens=2, do_sample=False)  # with a cache
     torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
     assert size_of(small).parameters < 0.8 * size_of(dense).parameters
+
+
+def opt():
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=97,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+    )
+    return transformers.OPTForCausalLM(config).eval()
+
+
+# The configuration of a pruned model: the sizes that change if half of the units are removed.
+SIZES = {
+    "llama": ((), {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}),
+    "qwen": ((), {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}),
+    "gpt2": (["attn"], {"n_inner": 64}),
+    "opt": (["self_attn"], {"ffn_dim": 24}),
+}
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["llama", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("qwen", "gpt2", "opt"))],
+)
+def test_a_pruned_model_is_loaded_by_from_pretrained(model, tmp_path):
+    dense = (MODELS | {"opt": opt})[model]()
+    protect, sizes = SIZES[model]
+    before = copy.deepcopy(dense.config)
+    small = prune_channels(dense, 0.5, TOKENS, protect=protect)
+    assert {key: getattr(small.config, key) for key in sizes} == sizes
+    assert dense.config.to_dict() == before.to_dict()
+    changed = {k for k, v in small.config.to_dict().items() if before.to_dict().get(k) != v}
+    assert changed <= {*sizes, "head_dim"}
+    small.save_pretrained(tmp_path)
+    back = type(dense).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS + 1).logits, small(TOKENS + 1).logits)
+        tokens = [m.generate(TOKENS, max_new_tokens=4, do_sample=False) for m in (back, small)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "sparsity"),
+    [
+        ("gpt2", 0.5),  # the width of all heads is the width of the model
+        ("llama8", 0.25),  # 6 heads do not divide the hidden size
+        pytest.param(  # layers differ
+            "llama", {"model.layers.1.self_attn.k_proj": 0.5}, marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_a_pruned_model_that_no_configuration_describes_is_not_saved(model, sparsity, tmp_path):
+    dense = llama(num_attention_heads=8, num_key_value_heads=4) if model == "llama8" else None
+    dense = dense or MODELS[model]()
+    small = copy.deepcopy(prune_channels(dense, sparsity, TOKENS))
+    with pytest.raises(ValueError, match="prune all layers alike"):
+        small.save_pretrained(tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert small.state_dict()
 
 
 def test_the_heads_of_one_layer_can_be_named():

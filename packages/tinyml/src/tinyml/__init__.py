@@ -7,6 +7,9 @@ Adapters are inserted into the model that they train.
 from tinyml.adapters.lora import LoRA, add_lora, lora_state_dict, merge, merge_and_unload, unmerge
 from tinyml.adapters.peft_files import load_lora, save_lora
 from tinyml.adapters.soft_prompt import PrefixCache, SoftPrompt, adapt, meta_loss
+from tinyml.export.awq_checkpoint import save_awq
+from tinyml.export.gguf_file import save_gguf
+from tinyml.export.gptq_checkpoint import save_gptq
 from tinyml.export.safetensors_file import load, save
 from tinyml.integer.model import IntegerModel
 from tinyml.integer.to_c import CProgram, to_c
@@ -54,6 +57,9 @@ __all__ = [
     "quantize",
     "round_weight",
     "save",
+    "save_awq",
+    "save_gguf",
+    "save_gptq",
     "save_lora",
     "sensitivity",
     "size_of",

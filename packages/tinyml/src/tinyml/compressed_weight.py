@@ -13,23 +13,30 @@ from torch.nn.utils import parametrize
 _RANDOM_IF_MISSING = ("transformers", "diffusers")
 
 
+def called_by_save_pretrained() -> bool:
+    """Return True if a `save_pretrained` of `_RANDOM_IF_MISSING` is among the callers."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_name == "save_pretrained" and package in _RANDOM_IF_MISSING:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def refuse_save_pretrained(*_: Any) -> None:
     """Raise if the state dict is made for `save_pretrained`: its names are not the model's own.
 
     `from_pretrained` builds the uncompressed model, ignores names that it does not know and fills
     the missing weights with random numbers.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if frame.f_code.co_name == "save_pretrained" and package in _RANDOM_IF_MISSING:
-            raise ValueError(
-                "expected a plain model for save_pretrained, got adapters or compressed weights, "
-                "which from_pretrained would replace with random weights; save a model with "
-                "adapters after tinyml.merge_and_unload(model), or its adapters with "
-                "tinyml.save_lora, and a compressed model with tinyml.save"
-            )
-        frame = cast(Any, frame.f_back)
+    if called_by_save_pretrained():
+        raise ValueError(
+            "expected a plain model for save_pretrained, got adapters or compressed weights, "
+            "which from_pretrained would replace with random weights; save a model with "
+            "adapters after tinyml.merge_and_unload(model), or its adapters with "
+            "tinyml.save_lora, and a compressed model with tinyml.save"
+        )
 
 
 class CompressedWeight(nn.Module):

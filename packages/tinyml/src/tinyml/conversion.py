@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,7 +16,13 @@ from tinyml.compressed_weight import (
     install_parametrization,
     refuse_save_pretrained,
 )
-from tinyml.layers import is_instance_of, layers_of, weight_identity, weight_of
+from tinyml.layers import (
+    is_instance_of,
+    layers_of,
+    protected_modules,
+    weight_identity,
+    weight_of,
+)
 from tinyml.state_dict_check import check_before_loading
 from tinyml.validation import check_finite
 
@@ -47,7 +54,32 @@ def compress_weights(
         first, *others = (cast(Any, other).parametrizations.weight for other in sharing)
         for other in others:
             other.original = first.original
+    warn_of_dense_weights(model, protected_modules(model, protect))
     return check_before_loading(model)
+
+
+def warn_of_dense_weights(model: nn.Module, protected: Collection[str]) -> None:
+    """Warn of matrices that stay dense because they are not the weight of a layer.
+
+    Examples are fused experts and `in_proj_weight`. No warning is given if they hold less than a
+    hundredth of the model's elements, or for the modules in `protected`.
+    """
+    dense = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1
+        and name.rpartition(".")[2] not in ("weight", "lora_A", "lora_B")
+        and "parametrizations." not in name
+        and name.rpartition(".")[0] not in protected
+    }
+    total = sum(tensor.numel() for tensor in model.state_dict().values())
+    if sum(dense.values()) > total / 100:
+        shown = ", ".join(list(dense)[:4]) + (", ..." if len(dense) > 4 else "")
+        warnings.warn(
+            f"{len(dense)} matrices are not weights of layers and stay dense: {shown}; "
+            "protect their modules to leave them dense without this warning",
+            stacklevel=4,
+        )
 
 
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:

@@ -73,8 +73,10 @@ def size_of(model: nn.Module, *inputs: Any) -> Size:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         by_name[name] = tensor.nbytes
-        zeroless = -(-tensor.numel() // 8) + int(tensor.count_nonzero()) * tensor.itemsize
-        sparse[name] = min(tensor.nbytes, zeroless) if tensor.is_floating_point() else tensor.nbytes
+        sparse[name] = tensor.nbytes
+        if tensor.is_floating_point():
+            zeroless = -(-tensor.numel() // 8) + int(has_value(tensor).sum()) * tensor.itemsize
+            sparse[name] = min(tensor.nbytes, zeroless)
     weights = _weights(model)
     return Size(
         by_name,
@@ -84,6 +86,11 @@ def size_of(model: nn.Module, *inputs: Any) -> Size:
         _macs(model, inputs) if inputs else None,
         _milliseconds(model, inputs) if inputs else None,
     )
+
+
+def has_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Return True for elements that a sparse file stores: all but +0.0."""
+    return (tensor != 0) | tensor.signbit()
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:

@@ -1,18 +1,27 @@
 """Choice of the fastest of several implementations of one function on this machine.
 
 Implementations are timed in interleaved rounds. A reference implementation is replaced only by one
-that is clearly faster in most rounds, with its weights in the cache and outside of it.
+that is clearly faster in most rounds, with its weights in the cache and outside of it. Decisions
+are stored in a file per user, because another process on the same machine would repeat them.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from tinyml.export.atomic_file import atomic_file
 
 #: The required speedup. On a virtual machine, one product on two copies of a weight may differ by
 #: 1.45, depending on the memory that the process received.
@@ -20,6 +29,8 @@ MARGIN = 1.5
 #: The required fraction of rounds; an implementation loses below 1 - MOST.
 MOST = 2 / 3
 ROUNDS = 15
+_LEAST_ROUNDS = 5
+_SECONDS = 0.25  # after this time, no further rounds are started
 _CACHE_BYTES = 64 * 2**20
 _LONG_MS = 10.0  # calls longer than filling the cache are timed in one state only
 _SHORT = 5e-4  # seconds
@@ -64,7 +75,7 @@ def measure(
     """
     # The first call prepares the weights of an implementation.
     once = {
-        name: min(milliseconds(call) for _ in range(3)) for name, call in implementations.items()
+        name: min(milliseconds(call) for _ in range(2)) for name, call in implementations.items()
     }
     hopeless = _HOPELESS * min(once.values())
     left = {n: call for n, call in implementations.items() if once[n] <= hopeless or n == reference}
@@ -75,13 +86,17 @@ def measure(
     rivals = left.keys() - {reference}
     sure: set[str] = set()
     unsure: set[str] = set()
+    start = time.perf_counter()
+    is_late = False
     for _ in range(2 if reference and rivals else 1):
-        for _ in range(ROUNDS // 2 if long else ROUNDS):
+        for number in range(ROUNDS // 2 if long else ROUNDS):
+            is_late = time.perf_counter() - start > _SECONDS
+            if is_late and number >= _LEAST_ROUNDS:
+                break
             for name, call in left.items():
                 warm[name].append(milliseconds(call, None if long else call))
-        for _ in range(ROUNDS if reference and not long else 0):
-            for name, call in left.items():
-                cold[name].append(milliseconds(call, fill_the_cache))
+                if reference and not long:
+                    cold[name].append(milliseconds(call, fill_the_cache))
         if reference:
             won = {
                 name: min(_fraction_won(t[name], t[reference]) for t in (warm, cold))
@@ -89,7 +104,7 @@ def measure(
             }
             sure = {name for name, fraction in won.items() if fraction >= MOST}
             unsure = {name for name, fraction in won.items() if 1 - MOST < fraction < MOST}
-        if sure or not unsure:
+        if sure or not unsure or is_late:
             break
     median = once | {name: statistics.median(ms) for name, ms in warm.items()}
     emptied = {name: statistics.median(ms) for name, ms in cold.items() if ms}
@@ -130,3 +145,52 @@ def milliseconds(call: Callable[[], object], before: Callable[[], object] | None
             torch.cuda.synchronize()
         count, seconds = count + 1, clock() - start
     return seconds * 1e3 / count
+
+
+def stored_timing(key: str) -> Timing | None:
+    """Return the timing that an earlier process on this machine stored under `key`, or None."""
+    try:
+        return Timing(**_stored()[_machine()][key])
+    except (KeyError, TypeError):
+        return None
+
+
+def store_timing(key: str, timing: Timing) -> None:
+    """Store a timing for later processes, unless its rounds disagree; ignore errors of the file."""
+    if timing.disagree:
+        return
+    stored = _stored()
+    stored.setdefault(_machine(), {})[key] = asdict(timing)
+    try:
+        path = timing_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as part:
+            part.write_text(json.dumps(stored, indent=1) + "\n")
+    except OSError:
+        pass  # a home directory may be read-only; the next process measures again
+
+
+def timing_file() -> Path:
+    """Return the file of stored timings, in `$XDG_CACHE_HOME` or `~/.cache`; it may be deleted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tinyml/timings.json"
+
+
+def _stored() -> dict[str, dict[str, Any]]:
+    try:
+        content = json.loads(timing_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    valid = isinstance(content, dict) and all(isinstance(v, dict) for v in content.values())
+    return content if valid else {}
+
+
+@cache
+def _machine() -> str:
+    """Return the processor, the instructions that torch may use, and torch's version."""
+    model = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(": ")[2] for line in lines if "model name" in line), model)
+    capability = torch.backends.cpu.get_cpu_capability()
+    limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
+    return " ".join([model, f"{os.cpu_count()} cores", capability, *limits, torch.__version__])

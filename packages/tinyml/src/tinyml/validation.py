@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -30,8 +30,12 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise ValueError(f"expected finite values in {name}, got nan or inf")
 
 
-def require_batches(batches: Sequence[T]) -> Sequence[T]:
-    """Return the calibration batches; raise `ValueError` if there are none."""
-    if isinstance(batches, Tensor) or not batches:
+def require_batches(batches: Iterable[T]) -> list[T]:
+    """Return the calibration batches as a list, because they are read several times.
+
+    Raise `ValueError` if there are none, or if `batches` is a single batch.
+    """
+    read_batches = [] if isinstance(batches, Tensor | Mapping) else list(batches)
+    if not read_batches:
         raise ValueError("expected a list with at least one batch of inputs to calibrate on")
-    return batches
+    return read_batches

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import compressed_weight
-from tinyml.conversion import Replacement, check_hooks, replace_modules
+from tinyml.conversion import Replacement, check_hooks, replace_modules, tensor_versions
 from tinyml.layers import is_conv1d, is_instance_of, protected_modules, weight_identity, weight_of
 from tinyml.validation import check_finite, suggestion
 
@@ -67,7 +67,10 @@ class LoRA(Replacement):
         self.base = base.requires_grad_(
             False
         )  # last, so that an error above leaves the base unchanged
-        self._before: tuple[nn.Parameter] | None = None  # a tuple, so that it is not registered
+        # Tuples, so that their parameters are not registered.
+        self._before: tuple[nn.Parameter] | None = None
+        self._merged_factors: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0
+        self._stamp: object = None
         hooks: Any = self  # these torch methods are not typed
         hooks.register_state_dict_post_hook(_without_update)
         hooks.register_load_state_dict_pre_hook(_unmerge_to_load)
@@ -99,6 +102,8 @@ class LoRA(Replacement):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out), or indices to (..., out) for an embedding."""
+        if self.merged:
+            self._check_unchanged()
         outputs: Tensor = self.base(input)
         if self.merged:
             return outputs
@@ -119,6 +124,28 @@ class LoRA(Replacement):
         before = cast(nn.Parameter, self.base.weight)
         self.base.weight = nn.Parameter(self.weight, requires_grad=False)
         self._before = (before,)
+        self._merged_factors = self.lora_A.clone(), self.lora_B.clone(), self.scaling
+        self._stamp = None
+
+    @torch.no_grad()
+    def _check_unchanged(self) -> None:
+        """Raise `RuntimeError` if a factor or the scaling has changed since `merge`."""
+        if torch.compiler.is_compiling():
+            return
+        stamp = tensor_versions(self.lora_A, self.lora_B), self.scaling
+        if stamp == self._stamp:
+            return
+        a, b, scaling = self._merged_factors
+        same = [
+            torch.equal(factor, merged.to(factor))
+            for factor, merged in ((self.lora_A, a), (self.lora_B, b))
+        ]
+        if not all(same) or scaling != self.scaling:
+            raise RuntimeError(
+                "expected the factors and the scaling that were merged, got changed ones, which "
+                "the merged weight does not contain; call unmerge first, and merge again afterwards"
+            )
+        self._stamp = stamp
 
     @torch.no_grad()
     def check_mergeable(self) -> None:
@@ -153,6 +180,9 @@ class LoRA(Replacement):
 
     def restored(self) -> nn.Module:
         """Return the base with the update if it is merged, otherwise the adapter itself."""
+        if self.merged:
+            self._stamp = None
+            self._check_unchanged()
         return self.base if self.merged else self
 
     def get_extra_state(self) -> Tensor:
@@ -290,6 +320,8 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     adapters = adapters_of(model)
     bases: dict[nn.Module, nn.Module] = {adapter: adapter.base for adapter in adapters.values()}
     check_hooks(model, bases)
+    for adapter in adapters.values():
+        adapter.restored()  # raises if a factor has changed since it was merged
     untied = _tied_weights(model, adapters)
     if apart := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
         _merge_all(apart)

@@ -82,7 +82,10 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         raise ValueError(f"{folder} holds a {config.get('peft_type')} adapter; LORA is supported")
     for key, plain in _REFUSED.items():
         if (config.get(key) or plain) != plain:
-            raise ValueError(f"{folder} has {key}={config[key]!r}, which is not supported")
+            raise ValueError(
+                f"expected {key}={plain!r} in {folder}, got {config[key]!r}, which these adapters "
+                "cannot express; merge with peft (merge_and_unload) and load the merged model"
+            )
     if (start := config.get("init_lora_weights", True)) not in _LEAVE_THE_BASE:
         raise ValueError(
             f"{folder} has init_lora_weights={start!r}, which changes the base; let peft write it "

@@ -26,6 +26,7 @@ from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import Palette
 from tinyml.quantization.pack import pack, unpack
+from tinyml.size import has_value
 from tinyml.state_dict_check import check_before_loading
 
 _FORMAT = "tinyml-2"
@@ -203,9 +204,10 @@ def _as_stored(
 
 def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if tensor.is_floating_point():
-        values = tensor[tensor != 0]
+        stored = has_value(tensor)
+        values = tensor[stored]
         if -(-tensor.numel() // 8) + values.nbytes < tensor.nbytes:
-            return {name + _SPARSE[0]: pack(tensor != 0, 1), name + _SPARSE[1]: values}
+            return {name + _SPARSE[0]: pack(stored, 1), name + _SPARSE[1]: values}
     return {name: tensor.contiguous()}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,16 @@ from torch import Tensor, nn
 from tinyml.adapters.lora import LoRA
 from tinyml.conversion import dense_copy
 from tinyml.layers import is_conv1d, protected_modules
+from tinyml.pruning.config_sizes import update_config
 from tinyml.pruning.equality import check_equal
-from tinyml.pruning.importance import add_constants, parameter_of, rank_units
+from tinyml.pruning.importance import (
+    Criterion,
+    Loss,
+    add_constants,
+    check_criterion,
+    parameter_of,
+    rank_units,
+)
 from tinyml.pruning.units import Group, SizeUse, Walk
 from tinyml.validation import suggestion
 
@@ -28,26 +36,41 @@ def prune_channels(
     model: nn.Module,
     sparsity: float | Mapping[str, float],
     *inputs: Any,
+    criterion: Criterion = "wanda",
+    scope: Literal["group", "global"] = "group",
+    loss: Loss | None = None,
     protect: Sequence[str] = (),
 ) -> nn.Module:
     """Return a smaller copy of `model` without the least important channels, units and heads.
 
     `sparsity` is the fraction to remove from every group that can lose some, or a mapping from the
-    name of a layer that writes a group to its fraction. At least one unit of a group stays. No
-    tensor of a layer that `protect` names, or that lies within one, changes its size.
+    name of a layer that writes a group to its fraction. With scope="global" it is the fraction of
+    all units together, ranked by their scores relative to the mean of their group. At least one
+    unit of a group stays. No tensor of a layer that `protect` names, or that lies within one,
+    changes its size.
 
-    `inputs` are a typical example for `model(*inputs)`: a unit's importance is the norm of what it
-    adds to its readers there. Units that never change, such as dead filters, are removed first, and
-    their constants are added to the readers' biases. A constant other than zero that a reader has
-    no bias for, as a transposed convolution, is ranked like any other unit.
+    `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the norm
+    of what it adds to its readers there; `tinyml.pruning.importance` describes the other criteria.
+    "taylor" needs `loss(model)`, the loss on typical data. Units that never change, such as dead
+    filters, are removed first, and their constants are added to the readers' biases. A constant
+    other than zero that a reader has no bias for, as a transposed convolution, is ranked like any
+    other unit.
+
+    The configuration of a transformers model receives the new sizes. If it cannot express them,
+    `save_pretrained` raises an error.
 
     The result is compared with the dense model at several batch sizes and lengths, and with a cache
     if the model has one. Raise `ValueError` if it differs, or if an attribute is read both as a
     number of units and as something else.
     """
+    check_criterion(criterion, loss)
+    if scope not in ("group", "global"):
+        raise ValueError(f"expected scope 'group' or 'global', got {scope!r}")
+    if scope == "global" and isinstance(sparsity, Mapping):
+        raise ValueError("expected one sparsity for scope='global', got one per layer")
     model = _dense_copy(model)
     walk, protected = Walk(model, inputs), protected_modules(model, protect)
-    groups = _ranked(walk, model, inputs)
+    groups = _ranked(walk, model, inputs, criterion, loss)
     fractions = sparsity if isinstance(sparsity, Mapping) else {}
     writers = sorted({name for group in groups for name in group.writers})
     for name in fractions:
@@ -60,15 +83,47 @@ def prune_channels(
     for fraction in fractions.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not 0 <= fraction < 1:
             raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
-    keep = {}
-    for group in groups:
-        fraction = max((fractions[n] for n in group.writers if n in fractions), default=0.0)
-        fraction = fraction if isinstance(sparsity, Mapping) else sparsity
-        if protected & {piece.layer for piece in group.slices}:
-            fraction = 0.0
-        count = max(1, group.size - round(fraction * group.size))
-        keep[group] = group.order[:count].sort().values
+    chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
+    if criterion == "bn_scale":
+        chosen = _normalized(chosen, fractions)
+    if isinstance(sparsity, Mapping):
+        by_group = {g: max([0.0, *(fractions.get(n, 0.0) for n in g.writers)]) for g in chosen}
+    else:
+        by_group = dict.fromkeys(chosen, sparsity)
+    counts = {g: max(1, g.size - round(f * g.size)) for g, f in by_group.items()}
+    if not isinstance(sparsity, Mapping) and scope == "global":
+        counts = _global_counts(chosen, sparsity)
+    keep = {g: g.order[: counts.get(g, g.size)].sort().values for g in groups}
     return _select_units(model, walk, keep, inputs)
+
+
+def _normalized(groups: Sequence[Group], fractions: Mapping[str, float]) -> list[Group]:
+    """Return the groups with a batch normalization, whose scales are not all zero."""
+    chosen = [group for group in groups if (group.scores > 0).any()]
+    others = {name for group in groups if group not in chosen for name in group.writers}
+    if not chosen or others & fractions.keys():
+        raise ValueError(
+            f"expected a batch normalization after {sorted(fractions) or 'some layer'} for "
+            "criterion='bn_scale', got no batch normalization; choose another criterion"
+        )
+    return chosen
+
+
+def _global_counts(groups: Sequence[Group], sparsity: float) -> dict[Group, int]:
+    """Return the number of units that remain in each group if all units are ranked together."""
+    counts = {group: group.size for group in groups}
+    ranked: list[tuple[float, int]] = []
+    for number, group in enumerate(groups):
+        alive = group.scores[group.scores > 0].sqrt()
+        mean = float(alive.mean()) if len(alive) else 1.0
+        relative = group.scores.clamp(min=0).sqrt() / mean
+        ranked += [(float(score), number) for score in relative.where(group.scores >= 0, -1.0)]
+    left = round(sparsity * len(ranked))
+    for _, number in sorted(ranked):
+        if left and counts[groups[number]] > 1:
+            counts[groups[number]] -= 1
+            left -= 1
+    return counts
 
 
 def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
@@ -85,9 +140,15 @@ def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
     return _ranked(Walk(model, inputs), model, inputs)
 
 
-def _ranked(walk: Walk, model: nn.Module, inputs: tuple[Any, ...]) -> list[Group]:
+def _ranked(
+    walk: Walk,
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    criterion: Criterion = "wanda",
+    loss: Loss | None = None,
+) -> list[Group]:
     groups = _removable(walk, model)
-    rank_units(walk, groups, model, inputs)
+    rank_units(walk, groups, model, inputs, criterion, loss)
     return groups
 
 
@@ -134,6 +195,7 @@ def _select_units(
     old_sizes = [getattr(model.get_submodule(path), key) for path, key in attributes]
     for (path, key), size in attributes.items():
         setattr(model.get_submodule(path), key, size)
+    update_config(model, zeroed, walk.reads.read)
     check_equal(model, zeroed, inputs, old_sizes)
     return model
 
@@ -220,15 +282,23 @@ def _replace(layer: Any, key: str, tensor: Tensor) -> None:
     setattr(layer, key, tensor)
     if hasattr(layer, "num_features"):
         layer.num_features = len(tensor)
-    if key != "weight":
-        return
-    first, second, *_ = (*tensor.shape, 0)
+    if isinstance(layer, nn.GroupNorm):
+        layer.num_groups = layer.num_groups * len(tensor) // layer.num_channels
+        layer.num_channels = len(tensor)
+    if key == "weight":
+        _update_sizes(layer, *tensor.shape[:2])
+
+
+def _update_sizes(layer: Any, first: int, second: int = 0) -> None:
+    """Update the sizes of a layer whose weight has this shape."""
     if is_conv1d(layer):
         layer.nx, layer.nf = first, second
     elif isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = first, second
     elif isinstance(layer, nn.modules.conv._ConvTransposeNd):
-        layer.in_channels, layer.out_channels = first, second
+        if layer.groups > 1:
+            layer.groups = first * layer.groups // layer.in_channels
+        layer.in_channels, layer.out_channels = first, second * layer.groups
     elif isinstance(layer, nn.modules.conv._ConvNd):
         if layer.groups > 1:
             layer.groups = first * layer.groups // layer.out_channels

@@ -1,22 +1,29 @@
-"""The importance of units: the magnitude of what they contribute to their readers.
+"""The importance of units by one of several criteria.
 
-A unit's score is the root of the sum, over the weights that read it, of `|w|^2 E[x^2]`, where x is
-the input of that weight on the example. A unit that never changes is dead and ranks last: its
-constant can be added to the biases of its readers. This is checked on noise in place of the inputs
-of every product, because an example may not excite every unit.
+    wanda      sum of w^2 E[x^2] over the weights that read the unit, with their input x
+    magnitude  sum of w^2 over the weights that write or read the unit
+    bn_scale   sum of w^2 over the scales of batch normalizations ("Network Slimming", Liu et al.,
+               2017); groups without a batch normalization are not pruned
+    taylor     (sum of w dL/dw)^2 over the weights that write the unit ("Importance Estimation for
+               Neural Network Pruning", Molchanov et al., 2019)
+
+By every criterion, a unit that never changes is dead and ranks last: its constant can be added to
+the biases of its readers. This is checked on noise in place of the inputs of every product, because
+an example may not excite every unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
+from tinyml.conversion import evaluation_mode
 from tinyml.layers import is_instance_of
-from tinyml.pruning.units import Group, Product, Walk
+from tinyml.pruning.units import Group, Product, Slice, Walk
 from tinyml.validation import check_finite
 
 #: The least number of noise samples per unit, enough for any ReLU that can be active.
@@ -24,9 +31,77 @@ _SAMPLES = 64
 _SCALES = (0.1, 1.0, 10.0, 100.0)
 
 
-@torch.no_grad()
-def rank_units(walk: Walk, groups: Sequence[Group], model: nn.Module, inputs: Any) -> None:
-    """Set the `order` and the `constants` of each group."""
+Criterion = Literal["wanda", "magnitude", "bn_scale", "taylor"]
+Loss = Callable[[nn.Module], Tensor]
+
+
+def check_criterion(criterion: str, loss: Loss | None) -> None:
+    """Raise `ValueError` unless `criterion` is known and has what it needs."""
+    if criterion not in ("wanda", "magnitude", "bn_scale", "taylor"):
+        raise ValueError(
+            f"expected criterion 'wanda', 'magnitude', 'bn_scale' or 'taylor', got {criterion!r}"
+        )
+    if (loss is None) != (criterion != "taylor"):
+        raise ValueError("expected loss, a function of the model, with criterion='taylor' only")
+
+
+def rank_units(
+    walk: Walk,
+    groups: Sequence[Group],
+    model: nn.Module,
+    inputs: Any,
+    criterion: Criterion = "wanda",
+    loss: Loss | None = None,
+) -> None:
+    """Set the `scores`, the `order` and the `constants` of each group."""
+    gradients: dict[str, Tensor] = {}
+    if loss is not None:
+        gradients = _gradients(model, loss)
+    with torch.no_grad():
+        _rank_by_example(walk, groups, model, inputs)
+        for group in groups if criterion != "wanda" else ():
+            scores = torch.zeros(group.size, dtype=torch.float64)
+            for piece in group.slices:
+                scores += _score(piece, group.size, model, criterion, gradients)
+            if criterion == "taylor":
+                scores = scores.square()
+            _set_order(group, scores, group.scores < 0, scores)
+
+
+def _score(
+    piece: Slice, size: int, model: nn.Module, criterion: Criterion, gradients: dict[str, Tensor]
+) -> Tensor:
+    """Return what a slice adds to the score of each unit."""
+    weight = parameter_of(model, piece.tensor)
+    values = weight.square()
+    is_counted = piece.role != "passer"
+    if criterion == "bn_scale":
+        norm = isinstance(model.get_submodule(piece.layer), nn.modules.batchnorm._BatchNorm)
+        is_counted = norm and piece.tensor.endswith("weight")
+    if criterion == "taylor":
+        values = weight * gradients.get(piece.tensor, torch.zeros_like(weight))
+        is_counted = piece.role == "writer"
+    if not is_counted:
+        return torch.zeros(size, dtype=torch.float64)
+    part = values.detach().double().cpu().narrow(piece.axis, piece.start, piece.width * size)
+    return part.movedim(piece.axis, 0).reshape(size, -1).sum(1)
+
+
+def _gradients(model: nn.Module, loss: Loss) -> dict[str, Tensor]:
+    """Return the gradient of `loss(model)` for every parameter that it depends on."""
+    named = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
+    trained = [parameter.requires_grad for parameter in named.values()]
+    with torch.enable_grad(), evaluation_mode(model):
+        for parameter in named.values():
+            parameter.requires_grad_()
+        gradients = torch.autograd.grad(loss(model), list(named.values()), allow_unused=True)
+    for parameter, was in zip(named.values(), trained, strict=True):
+        parameter.requires_grad_(was)
+    pairs = zip(named, gradients, strict=True)
+    return {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def _rank_by_example(walk: Walk, groups: Sequence[Group], model: nn.Module, inputs: Any) -> None:
     arguments = walk.graph.arguments(inputs)
     example = _Probe(walk, None)
     example.run(*arguments)
@@ -60,12 +135,17 @@ def _rank(group: Group, walk: Walk, model: nn.Module, example: _Probe, probe: _P
         values[piece.tensor] = torch.where(fixed, (low + high) / 2, torch.nan).view(group.size, -1)
         dead &= fixed.view(group.size, -1).all(1)
     # Units that the example never excites, but that are not dead, differ by their readers alone.
-    order = norms.argsort(descending=True, stable=True)
-    order = order[scores[order].argsort(descending=True, stable=True)]
-    group.order = torch.cat([order[~dead[order]], order[dead[order]]])
+    _set_order(group, scores, dead, norms)
     for value in values.values():
         value[~dead] = torch.nan
     group.constants = values
+
+
+def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None:
+    """Order units by score; units of equal score by `ties`, and dead units last."""
+    group.scores = scores.masked_fill(dead, -1.0)
+    order = ties.argsort(descending=True, stable=True)
+    group.order = order[group.scores[order].argsort(descending=True, stable=True)]
 
 
 def add_constants(model: nn.Module, walk: Walk, group: Group, gone: Tensor) -> list[str]:

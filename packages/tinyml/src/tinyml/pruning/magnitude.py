@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from tinyml.layers import (
     setting_per_layer,
     weight_of,
 )
-from tinyml.validation import check_finite
+from tinyml.quantization.calibration import watch_inputs
+from tinyml.validation import check_finite, require_batches
 
 
 class Masks(dict[str, Tensor]):
@@ -40,7 +41,7 @@ class Masks(dict[str, Tensor]):
     def apply(self, model: nn.Module) -> None:
         """Zero the pruned weights in place, after validating all names and shapes."""
         for parameter, mask in self._fitting(model):
-            parameter.mul_(mask)
+            parameter.masked_fill_(~mask, 0)  # a product would leave -0.0
 
     def _fitting(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         pairs = [(model.get_parameter(name), mask) for name, mask in self.items()]
@@ -160,25 +161,16 @@ def pattern_mask(score: Tensor, pattern: str) -> Tensor:
     return mask.view_as(score)
 
 
-@torch.no_grad()
-def input_norms(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the 2-norm of every input of every linear layer over `batches`, for Wanda."""
+def input_norms(model: nn.Module, batches: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the 2-norm of every input of every linear layer over `batches`, for Wanda.
+
+    A batch is the argument of the model, or a mapping of keyword arguments.
+    """
     squares: dict[str, Tensor] = {}
 
-    def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
-            first = (*inputs, *options.values())[0]
-            flat = first.reshape(-1, first.shape[-1]).float()
-            squares[name] = squares.get(name, 0) + flat.square().sum(0)
+    def note(name: str, inputs: Tensor) -> None:
+        squares[name] = squares.get(name, 0) + inputs.float().square().sum(0)
 
-        return layer.register_forward_pre_hook(hook, with_kwargs=True)
-
-    handles = [watch(name, layer) for name, layer in layers_of(model, (nn.Linear,)).items()]
-    try:
-        with evaluation_mode(model):
-            for batch in batches:
-                model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluation_mode(model):
+        watch_inputs(model, require_batches(batches), layers_of(model, (nn.Linear,)), note)
     return {name: square.sqrt() for name, square in squares.items()}

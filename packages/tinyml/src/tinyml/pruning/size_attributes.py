@@ -42,6 +42,8 @@ class SizeReads(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.other_uses: dict[Source, str] = {}
+        #: All attributes that the code reads, as (module, name).
+        self.read: set[tuple[str, str]] = set()
 
     def tag(self, model: nn.Module) -> None:
         """Replace the integer attributes of `model`, which is a copy made for the export."""
@@ -53,6 +55,7 @@ class SizeReads(TorchFunctionMode):
     def note_other_use(self, sources: Iterable[Source], use: str) -> None:
         """Record that these attributes are more than sizes."""
         for source in sources:
+            self.read.add((source.module, source.name))
             self.other_uses.setdefault(Source(source.module, source.name), use)
 
     def __torch_function__(
@@ -69,6 +72,7 @@ class SizeReads(TorchFunctionMode):
         name = getattr(function, "__name__", str(function))
         sizes = _sizes(name, arguments, options or {})
         for integer in tagged:
+            self.read |= {(source.module, source.name) for source in integer.sources}
             if not any(integer is size for size in sizes.values()):
                 self.note_other_use(integer.sources, name)
         with annotate({_KEY: {i: s.sources for i, s in sizes.items() if isinstance(s, _Tagged)}}):

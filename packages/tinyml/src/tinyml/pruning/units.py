@@ -65,6 +65,8 @@ class Group:
     blocked_by: str = ""
     #: The units from most to least important; see `tinyml.pruning.importance`.
     order: Tensor = field(default_factory=lambda: torch.empty(0))
+    #: The importance of each unit; -1 for units that never change.
+    scores: Tensor = field(default_factory=lambda: torch.empty(0))
     #: For each reading weight the values of units that never change; nan for the other units.
     constants: dict[str, Tensor] = field(default_factory=dict)
 
@@ -122,8 +124,8 @@ class Walk:
     """Follows units through a graph and merges groups that have to lose the same units."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._reads = SizeReads()
-        self.graph: Exported = exported(model, inputs, self._reads)
+        self.reads = SizeReads()
+        self.graph: Exported = exported(model, inputs, self.reads)
         self._merged: dict[Group, Group] = {}
         self._at: dict[fx.Node, Any] = {}
         self._created: list[Group] = []
@@ -139,7 +141,7 @@ class Walk:
         for node in self.graph.nodes:
             self._at[node] = self._visit(node)
             self._note_sizes(node, self._at[node])
-        for source, use in self._reads.other_uses.items():
+        for source, use in self.reads.other_uses.items():
             self.size_uses.setdefault(source, []).append(SizeUse(use, ()))
 
     def _note_sizes(self, node: fx.Node, result: Any) -> None:
@@ -243,15 +245,39 @@ class Walk:
         if groups == 1:
             axes = (0, 1) if transposed else (1, 0)
             return self._product(node, x, weight, bias, axes, _shape(x), 1)
-        along, shape = self._at[x], _shape(weight)
-        if transposed or along is None or along.dim != 1 or shape[1] != 1 or groups != _shape(x)[1]:
-            return self._stop(node)
-        times = shape[0] // groups  # a depthwise convolution: `times` filters per channel
+        along = self._at[x]
         names = [self._name(item) for item in (weight, bias) if item is not None]
-        if None in names:
+        if along is None or along.dim != 1 or None in names:
             return self._stop(node)
-        self._note(along, [(str(name), 0) for name in names], "passer", times)
-        return _Along(1, tuple((group, extent * times) for group, extent in along.parts))
+        outputs = _shape(node)[1]
+        if groups == _shape(x)[1] and not transposed:
+            times = outputs // groups  # a depthwise convolution: `times` filters per channel
+            self._note(along, [(str(name), 0) for name in names], "passer", times)
+            return _Along(1, tuple((group, extent * times) for group, extent in along.parts))
+        # A unit is one or several groups of the convolution, with their inputs and outputs.
+        if (unit := self._coarsened(along, groups)) is None:
+            return self._stop(node)
+        for name, elements in zip(names, (_shape(weight)[0], outputs), strict=False):
+            unit.slices.append(Slice(str(name), 0, 0, elements // unit.size, "passer"))
+        return _Along(1, ((unit, outputs),))
+
+    def _coarsened(self, along: _Along, count: int) -> Group | None:
+        """Merge units so that `count` equal parts of the elements are whole units, if possible."""
+        if len(along.parts) != 1 or count == 1:
+            return None
+        group = self.find(along.parts[0][0])
+        group.coarsen(math.gcd(group.size, count))
+        return group
+
+    def _group_norm(
+        self, node: fx.Node, x: fx.Node, groups: int, weight: Any = None, bias: Any = None, *_: Any
+    ) -> Any:
+        along = self._at[x]
+        names = [self._name(item) for item in (weight, bias) if item is not None]
+        if along.dim != 1 or None in names or self._coarsened(along, groups) is None:
+            return self._stop(node)
+        self._note(along, [(str(name), 0) for name in names], "passer")
+        return along
 
     def _product(
         self,
@@ -515,6 +541,7 @@ _RULES: dict[str, Callable[..., Any]] = {
         (Walk._matmul, "matmul mm bmm"),
         (Walk._conv, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
         (Walk._batch_norm, "batch_norm _native_batch_norm_legit_no_training"),
+        (Walk._group_norm, "group_norm"),
         (Walk._layer_norm, "layer_norm rms_norm"),
         (Walk._prelu, "prelu"),
         (Walk._attention, "scaled_dot_product_attention"),

@@ -5,6 +5,10 @@ compensate for the error. It minimizes the sum over the data of (W x - Q x)^2, w
 data only through H = sum x x^T. It equals greedy optimal brain quantization in a fixed order: a row
 of the Cholesky factor of H^-1 replaces inverting the remaining part of H at each step. H is
 singular for few or dependent inputs; its diagonal is increased until the factorization succeeds.
+
+With groups of inputs, the grid of a group is fitted to the updated weights when its first column is
+reached. Columns with large inputs may be rounded first, when the most other columns can still
+compensate for them; groups then follow each other as wholes, so the storage does not change.
 """
 
 from __future__ import annotations
@@ -24,6 +28,12 @@ from tinyml.layers import (
     weight_identity,
     weight_of,
 )
+from tinyml.quantization.calibration import (
+    InputStatistics,
+    Progress,
+    visit_layers,
+    watch_inputs,
+)
 from tinyml.quantization.grid import (
     Granularity,
     Grid,
@@ -36,7 +46,6 @@ from tinyml.quantization.grid import (
 )
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int8 import with_int8_linears
-from tinyml.quantization.synchronized_batches import second_moment, visit_layers
 from tinyml.validation import check_bits, check_finite, require_batches
 
 
@@ -51,28 +60,43 @@ def gptq(
     symmetric: bool = True,
     observer: Observer = "minmax",
     damping: float = 0.01,
+    activation_order: bool = True,
     protect: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Return a copy of `model` with linear weights rounded by GPTQ on `batches`.
 
-    `model(batch)`, or `model(**batch)` for a mapping, runs once per batch, with all batches in
-    step: at each layer they wait until the layer is rounded, so later layers are calibrated on the
-    outputs of rounded layers. Tokens that `batch["attention_mask"]` marks as padding do not count.
-    A layer that never runs is rounded to the nearest code.
+    `model(batch)`, or `model(**batch)` for a mapping, runs up to each layer, and later layers are
+    calibrated on the outputs of rounded layers. Blocks of rounded layers do not run again (Note
+    [Replayed blocks]). Tokens that `batch["attention_mask"]` marks as padding do not count. A layer
+    that never runs is rounded to the nearest code. With `activation_order`, inputs with large
+    values are rounded first. `progress(name, done, total)` is called after each layer.
     """
 
-    def rounded(layer: nn.Module, inputs: list[Tensor]) -> GridWeight:
+    def grid_for(rows: Tensor, dtype: torch.dtype) -> Grid:
+        return grid_of(rows, bits, symmetric=symmetric, observer=observer).stored_as(dtype)
+
+    def rounded(layer: nn.Module, statistics: InputStatistics | None) -> GridWeight:
         weight = weight_of(layer)
-        first = outputs_first(layer, weight)
-        hessian = second_moment(inputs) if inputs else _identity(first)
-        rows = as_rows(first.float(), kind, group_size)
-        grid = grid_of(rows, bits, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
-        codes = gptq_codes(first, hessian, grid, damping=damping).view(rows.shape)
-        return GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
+        first = outputs_first(layer, weight).float()
+        rows = as_rows(first, kind, group_size)
+        grid = grid_for(rows, weight.dtype)
+        if statistics is None:
+            codes = grid.quantize(rows)
+        else:
+            codes, grid = gptq_codes(
+                outputs_first(layer, weight),
+                statistics.moment,
+                grid,
+                damping=damping,
+                activation_order=activation_order,
+                refit=(lambda r: grid_for(r.float(), weight.dtype)) if kind == "group" else None,
+            )
+        return GridWeight(codes.view(rows.shape), grid, weight, bits, transposed=is_conv1d(layer))
 
     kind = granularity_of(granularity, group_size)
     check_bits(bits, "a grid has")
-    return round_layers(model, batches, rounded, protect)
+    return round_layers(model, batches, rounded, protect, progress)
 
 
 @torch.no_grad()
@@ -86,6 +110,7 @@ def awq(
     observer: Observer = "minmax",
     steps: int = 20,
     protect: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Return a copy of `model` with linear weights scaled by AWQ before rounding.
 
@@ -95,13 +120,16 @@ def awq(
     outputs change least; a = 0 is rounding to nearest. Batches run as in `gptq`.
     """
 
-    def rounded(layer: nn.Module, inputs: list[Tensor]) -> GridWeight:
+    def rounded(layer: nn.Module, statistics: InputStatistics | None) -> GridWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)
         first = outputs_first(layer, weight).float()
-        hessian = second_moment(inputs) if inputs else _identity(first)
-        check_finite("the inputs of a layer", hessian)
-        tokens = torch.cat(inputs) if inputs else torch.ones_like(first[:1])
-        size = tokens.float().abs().sum(0) / max(1, len(tokens))
+        if statistics is None:
+            hessian = torch.eye(first.shape[1], dtype=torch.float64, device=first.device)
+            size = torch.ones_like(first[0])
+        else:
+            hessian = statistics.moment
+            check_finite("the inputs of a layer", hessian)
+            size = (statistics.absolute / max(1, statistics.tokens)).float()
         size = without_dead_inputs(size)
         size = size.clamp(min=1e-4 * float(size.max()) + 1e-12)
         best, least = None, torch.inf
@@ -131,7 +159,7 @@ def awq(
     check_bits(bits, "a grid has")
     if steps < 1:
         raise ValueError(f"expected steps >= 1, got {steps}")
-    return round_layers(model, batches, rounded, protect)
+    return round_layers(model, batches, rounded, protect, progress)
 
 
 @torch.no_grad()
@@ -155,20 +183,22 @@ def smoothquant(
     layers = layers_of(model, (nn.Linear,), protect)
     shared = [weight_identity(module) for module in model.modules()]
 
-    def note(name: str, inputs: list[Tensor]) -> None:
-        weight = outputs_first(layers[name], weight_of(layers[name])).float()
-        check_finite(f"{name}.weight", weight)
-        largest = torch.cat(inputs).float().abs().amax(0)
-        check_finite(f"the inputs of {name}", largest)
-        largest = without_dead_inputs(largest)
-        ratio = largest.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (
-            1 - alpha
-        )
-        if shared.count(weight_identity(layers[name])) == 1:
-            divide[name] = ratio
+    largest: dict[str, Tensor] = {}
+
+    def note(name: str, inputs: Tensor) -> None:
+        if len(inputs):
+            most = inputs.float().abs().amax(0)
+            largest[name] = torch.maximum(most, largest.get(name, most))
 
     with evaluation_mode(model):
-        visit_layers(model, require_batches(batches), layers, note)
+        watch_inputs(model, require_batches(batches), layers, note)
+    for name, most in largest.items():
+        weight = outputs_first(layers[name], weight_of(layers[name])).float()
+        check_finite(f"{name}.weight", weight)
+        check_finite(f"the inputs of {name}", most)
+        most = without_dead_inputs(most).clamp(min=1e-5)
+        if shared.count(weight_identity(layers[name])) == 1:
+            divide[name] = most**alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
     return with_int8_linears(
         model, "minmax", activations, protected_modules(model, protect), divide
     )
@@ -187,12 +217,13 @@ def without_dead_inputs(size: Tensor) -> Tensor:
 def round_layers(
     model: nn.Module,
     batches: Sequence[Any],
-    rounded: Callable[[nn.Module, list[Tensor]], GridWeight],
+    rounded: Callable[[nn.Module, InputStatistics | None], GridWeight],
     protect: Sequence[str],
+    progress: Progress | None = None,
 ) -> nn.Module:
-    """Return a copy with each linear weight replaced by `rounded(layer, inputs)`, first to last.
+    """Return a copy with each linear weight replaced by `rounded(layer, statistics)`, in order.
 
-    `inputs` is an empty list for a layer that never runs.
+    `statistics` is None for a layer that never runs.
     """
     model = dense_copy(model, (nn.Linear,))
     layers = layers_of(model, (nn.Linear,), protect)
@@ -200,28 +231,35 @@ def round_layers(
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
     done: dict[str, GridWeight] = {}
 
-    def visit(name: str, inputs: list[Tensor]) -> None:
+    def visit(name: str, statistics: InputStatistics | None) -> None:
         weight = weight_of(layers[name])
-        done[name] = rounded(layers[name], inputs)
+        done[name] = rounded(layers[name], statistics)
         weight.copy_(done[name](weight))  # later layers are calibrated on its rounded outputs
 
     with evaluation_mode(model):
-        visit_layers(model, require_batches(batches), layers, visit)
+        visit_layers(model, require_batches(batches), layers, visit, progress)
     for name in layers.keys() - done.keys():
-        visit(name, [])
+        visit(name, None)
     return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name), protect)
 
 
 @torch.no_grad()
 def gptq_codes(
-    weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01, block: int = 128
-) -> Tensor:
-    """Return the codes (out, in) of a weight (out, in) on `grid`, given H = sum x x^T (in, in).
+    weight: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    *,
+    damping: float = 0.01,
+    block: int = 128,
+    activation_order: bool = False,
+    refit: Callable[[Tensor], Grid] | None = None,
+) -> tuple[Tensor, Grid]:
+    """Return the codes (out, in) of a weight (out, in), given H = sum x x^T (in, in), and the grid.
 
-    `grid` has one row for the tensor, per output, or per group of inputs. `damping` is the fraction
-    of H's mean diagonal that is added to the diagonal. Errors are propagated within blocks of
-    columns first and then once to all later columns, which is the same sum with less memory
-    traffic.
+    `grid` has one row for the tensor, per output, or per group of inputs. `refit(rows)` returns the
+    grid of the updated weights (out, group) of one group. `damping` is the fraction of H's mean
+    diagonal that is added to the diagonal. Errors are propagated within blocks of columns first and
+    then once to all later columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
     if hessian.shape != (inputs, inputs):
@@ -229,56 +267,85 @@ def gptq_codes(
             f"expected a Hessian of shape (in, in) = {(inputs, inputs)} for this weight, "
             f"got {tuple(hessian.shape)}"
         )
-    if not (torch.isfinite(weight).all() and torch.isfinite(hessian).all()):
+    if not (_is_finite(weight) and _is_finite(hessian)):
         raise ValueError("expected finite weights and calibration inputs, got nan or inf")
-    scale, zero = (_by_column(part, outputs, inputs) for part in (grid.scale, grid.zero))
-    factor = inverse_factor(hessian, damping)
-    remaining = weight.double().clone()
+    scale, zero = (_per_output(part, outputs) for part in (grid.scale, grid.zero))
+    group = -(-inputs // scale.shape[1])
+    order = torch.arange(inputs, device=weight.device)
+    if activation_order:
+        order = _by_activation(hessian.diagonal(), group)
+    if refit is not None:
+        block = -(-block // group) * group  # a group is up to date only within its block
+        scale, zero = scale.clone(), zero.clone()
+    factor = inverse_factor(hessian, damping, order)
+    remaining = weight[:, order].double()
     codes = torch.empty(outputs, inputs, dtype=torch.int32, device=weight.device)
     for start in range(0, inputs, block):
         end = min(start + block, inputs)
         errors = torch.empty(outputs, end - start, dtype=torch.float64, device=weight.device)
         for i in range(start, end):
-            column = Grid(scale[:, i], zero[:, i], grid.low, grid.high)
-            codes[:, i] = column.quantize(remaining[:, i])
-            error = (remaining[:, i] - column.dequantize(codes[:, i])) / factor[i, i]
+            number = int(order[i]) // group
+            if refit is not None and i % group == 0:
+                fitted = refit(remaining[:, i : i + group])
+                scale[:, number], zero[:, number] = fitted.scale[:, 0], fitted.zero[:, 0]
+            column = Grid(scale[:, number], zero[:, number], grid.low, grid.high)
+            rounded = column.quantize(remaining[:, i])
+            codes[:, order[i]] = rounded
+            error = (remaining[:, i] - column.dequantize(rounded)) / factor[i, i]
             remaining[:, i:end] -= error[:, None] * factor[i, i:end]
             errors[:, i - start] = error
         remaining[:, end:] -= errors @ factor[start:end, end:]
-    return codes
+    if refit is not None:
+        scale, zero = (p.reshape(grid.scale.shape).to(grid.scale.dtype) for p in (scale, zero))
+        grid = Grid(scale, zero, grid.low, grid.high)
+    return codes, grid
 
 
-def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+def _by_activation(size: Tensor, group: int) -> Tensor:
+    """Return the columns, the largest diagonal of H first, with groups that stay together."""
+    by_group = size.view(-1, group)
+    groups = by_group.sum(1).argsort(descending=True, stable=True)
+    inside = by_group.argsort(dim=1, descending=True, stable=True)
+    starts = torch.arange(0, len(size), group, device=size.device)[:, None]
+    return (starts + inside)[groups].flatten()
+
+
+def inverse_factor(hessian: Tensor, damping: float, order: Tensor | None = None) -> Tensor:
     """Return upper triangular U with U^T U = (H + d I)^-1, for the first d that succeeds.
 
     d starts at `damping` times the mean of the diagonal and is multiplied by ten until it succeeds.
+    Rows and columns of H are taken in `order`.
     """
     hessian = hessian.double()
-    identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
+    size = len(hessian)
+    order = torch.arange(size, device=hessian.device) if order is None else order
     mean = float(hessian.diagonal().mean())
     if mean <= 0:  # all inputs are zero
-        return identity
+        return torch.eye(size, dtype=torch.float64, device=hessian.device)
     fraction = max(damping, 1e-12)
+    # With P for the reversal of rows and P H P = L L^T, U is P L^-1 P. Most of the memory of a wide
+    # layer is H and three matrices of its size in this loop.
+    order = order.flip(0)
     while True:
-        lower, failed = torch.linalg.cholesky_ex(hessian + fraction * mean * identity)
+        lower = hessian[order[:, None], order]
+        lower.diagonal().add_(fraction * mean)
+        lower, failed = torch.linalg.cholesky_ex(lower)
         if not failed:
-            upper: Tensor
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and torch.isfinite(upper).all():
-                return upper
+            inverse = torch.eye(size, dtype=torch.float64, device=hessian.device)
+            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+            if _is_finite(inverse):
+                del lower
+                return inverse.flip(0, 1)
         fraction *= 10
 
 
-def _by_column(part: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Expand scales or zero points of rows to a matrix (out, in)."""
-    count = part.double().numel()
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
+def _per_output(part: Tensor, outputs: int) -> Tensor:
+    """Return scales or zero points of rows as (outputs, groups)."""
+    count = part.numel()
     if count % outputs and count != 1:
         raise ValueError(f"{count} scales do not fit {outputs} outputs")
-    if count == 1:
-        return part.double().expand(outputs, inputs)
-    per_row = part.double().view(outputs, -1)
-    return per_row.repeat_interleave(inputs // per_row.shape[1], dim=1)
-
-
-def _identity(weight: Tensor) -> Tensor:
-    return torch.eye(weight.shape[1], dtype=torch.float64, device=weight.device)
+    return part.double().view(1 if count == 1 else outputs, -1).expand(outputs, -1)

@@ -7,6 +7,7 @@ groups of 32 to 256 inputs, and multiples of 16 outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,11 +23,6 @@ class Int4Linear(FastestLinear):
     `grid` is the stored weight. The kernel's copy has the same size, and the dense weight has the
     size of a float model's.
     """
-
-    implementations: ClassVar[dict[str, str]] = {
-        "weights alone": "_weights_alone",
-        **FastestLinear.implementations,
-    }
 
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:
         super().__init__(bias)
@@ -61,3 +57,8 @@ class Int4Linear(FastestLinear):
         offset = grid.scale * (grid.low + 8 - zero)
         pairs = torch.stack([grid.scale, offset], -1).bfloat16()
         return packed, pairs.view(self.out_features, -1, 2).transpose(0, 1).contiguous()
+
+    implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]] = {
+        "weights alone": _weights_alone,
+        "float": FastestLinear.by_dense_weight,
+    }

@@ -6,7 +6,7 @@ depends on the exact product that is used (see `products`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -32,9 +32,6 @@ class Int8Linear(FastestLinear):
     weight_codes: Tensor
     scale: Tensor
     divide: Tensor | None
-    implementations: ClassVar[dict[str, str]] = {
-        "int8": "_multiply", "weights alone": "_weights_alone", **FastestLinear.implementations,
-    }  # fmt: skip
 
     def __init__(
         self,
@@ -98,6 +95,12 @@ class Int8Linear(FastestLinear):
         ones = torch.ones(self.out_features, dtype=torch.bfloat16, device=tokens.device)
         sums = torch._weight_int8pack_mm(tokens, self.weight_codes, ones)
         return self.finished(sums.float().mul_(self.scale), inputs)
+
+    implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]] = {
+        "int8": _multiply,
+        "weights alone": _weights_alone,
+        "float": FastestLinear.by_dense_weight,
+    }
 
 
 def with_int8_linears(

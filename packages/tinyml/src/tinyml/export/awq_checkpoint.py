@@ -1,0 +1,62 @@
+"""Checkpoints in the AWQ format (version "gemm"), which transformers and vLLM load.
+
+    qweight  (in, out / 8)      int32, eight 4-bit codes of neighboring outputs per word
+    qzeros   (groups, out / 8)  int32, in the same order
+    scales   (groups, out)      float16
+
+A weight is `scales[i // group, o] * (q[i, o] - qzeros[i // group, o])`. A word contains the outputs
+0, 2, 4, 6, 1, 3, 5, 7, from the lowest bits on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from tinyml.export.pretrained_folder import (
+    group_size_of,
+    pack_int32,
+    quantized_linears,
+    unsigned,
+    write_folder,
+)
+from tinyml.quantization.grid_weight import GridWeight
+
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def save_awq(model: nn.Module, folder: str | Path) -> None:
+    """Write a transformers model whose linear layers were rounded to 4 bits in groups.
+
+    The model has 16 bits (`model.half()` before it is quantized). Its weights come from `gptq` or
+    `quantize`: `awq` stores a factor per input, which this format cannot contain. Linear layers
+    that are not quantized are listed in `modules_to_not_convert`. The folder has no tokenizer.
+    """
+    grids = quantized_linears(model, (4,))
+    group_size = group_size_of(grids)
+    if group_size == -1:
+        raise ValueError("expected groups of inputs, got one scale per output; pass group_size=128")
+    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    settings = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": [name for name in linears if name not in grids] or None,
+    }
+    write_folder(model, folder, grids, _tensors, settings)
+
+
+def _tensors(grid: GridWeight) -> dict[str, Tensor]:
+    codes, zero, scale = unsigned(grid)
+    if len(codes) % 8:
+        raise ValueError(
+            f"expected a multiple of 8 outputs, got {len(codes)}; exclude the layer with protect"
+        )
+    return {
+        "qweight": pack_int32(codes.t(), 4, _ORDER),
+        "qzeros": pack_int32(zero.t(), 4, _ORDER),
+        "scales": scale.t(),
+    }

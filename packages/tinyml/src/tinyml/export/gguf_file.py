@@ -1,0 +1,239 @@
+"""GGUF files with weights in the block formats of llama.cpp.
+
+A row is divided into blocks; each format stores a block in a fixed number of bytes:
+
+    Q8_0   32 weights: float16 d, int8 q[32]                                      w = d q
+    Q4_0   32 weights: float16 d, 16 bytes of codes                               w = d (q - 8)
+    Q4_K  256 weights: float16 d and m, 12 bytes of 6-bit scales s and minima t   w = d s q - m t
+          of 8 groups of 32, 128 bytes of codes
+
+In 16 (or 32) bytes of 4-bit codes, the low halves are the first 16 (32) weights and the high halves
+the next ones. Dense weights are rounded as in llama.cpp's reference for Q8_0 and Q4_0.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from tinyml.compressed_weight import compressed_weight
+from tinyml.conversion import Replacement, dense_copy, make_dense, plain_copy
+from tinyml.export.atomic_file import atomic_file
+from tinyml.layers import is_conv1d, layers_of, weight_of
+from tinyml.quantization.grid_weight import GridWeight
+from tinyml.validation import check_finite
+
+Kind = Literal["Q8_0", "Q4_0", "Q4_K"]
+Value = str | bool | int | float
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[Any]
+#: The number of a tensor type in the file, the weights per block, and the bytes per block.
+_BLOCKS: dict[str, tuple[int, int, int]] = {
+    "Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144),
+}  # fmt: skip
+_DENSE = {
+    torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.int16: 25, torch.int32: 26,
+    torch.int64: 27, torch.float64: 28, torch.bfloat16: 30,
+}  # fmt: skip
+_ALIGNMENT = 32
+
+
+@torch.no_grad()
+def save_gguf(
+    model: nn.Module,
+    path: str | Path,
+    kind: Kind,
+    *,
+    metadata: Mapping[str, Value] | None = None,
+    names: Mapping[str, str] | None = None,
+    protect: Sequence[str] = (),
+) -> nn.Module:
+    """Write `model` with linear weights as blocks of `kind`; return a copy with these weights.
+
+    Weights that were quantized symmetrically to 8 bits ("Q8_0") or 4 bits ("Q4_0"), in groups of a
+    multiple of 32 inputs and with float16 scales, are stored exactly. Dense weights are rounded.
+    All other tensors, and rows that blocks do not divide, are stored as they are.
+
+    `metadata` are the keys that the reader of the file needs, such as "general.architecture", and
+    `names` maps parameter names to names in the file. llama.cpp needs the keys and names of its
+    architectures, and for some of them, such as "llama", rows of queries and keys in another order.
+    """
+    if kind not in _BLOCKS:
+        raise ValueError(f"expected kind {', '.join(map(repr, _BLOCKS))}, got {kind!r}")
+    rounded = plain_copy(model)
+    if any(isinstance(module, Replacement) for module in rounded.modules()):
+        raise ValueError("expected a model without adapters; call merge_and_unload(model) first")
+    _, width, _ = _BLOCKS[kind]
+    blocks: dict[str, Bytes] = {}
+    for name, layer in layers_of(rounded, (nn.Linear,), protect).items():
+        weight = weight_of(layer)
+        if is_conv1d(layer) or weight.shape[1] % width:
+            continue
+        check_finite(f"{name}.weight", weight)
+        stored = compressed_weight(layer)
+        packed = _rounded(weight, kind) if stored is None else _exact(name, stored, kind)
+        make_dense(rounded, layer)
+        weight_of(layer).copy_(torch.from_numpy(dequantize(packed, kind)).view_as(weight))
+        blocks[name] = packed
+    if not blocks:
+        raise ValueError(
+            f"expected nn.Linear layers whose inputs are a multiple of {width} for {kind!r}, "
+            "got none"
+        )
+    rounded = dense_copy(rounded)
+    by_address = {weight_of(rounded.get_submodule(n)).data_ptr(): b for n, b in blocks.items()}
+    tensors: dict[str, tuple[int, tuple[int, ...], bytes]] = {}
+    written: set[int] = set()
+    for name, tensor in rounded.state_dict().items():
+        if tensor.data_ptr() in written:
+            continue  # a tied weight is stored once
+        written.add(tensor.data_ptr())
+        key = (names or {}).get(name, name)
+        if tensor.data_ptr() in by_address:
+            packed = by_address[tensor.data_ptr()]
+            tensors[key] = _BLOCKS[kind][0], tuple(tensor.shape), packed.tobytes()
+        elif tensor.dtype in _DENSE:
+            data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            tensors[key] = _DENSE[tensor.dtype], tuple(tensor.shape) or (1,), data
+        else:
+            raise ValueError(f"expected one of {list(_DENSE)}, got {name} of {tensor.dtype}")
+    keys: dict[str, Value] = {"general.architecture": "unknown", "general.quantization_version": 2}
+    with atomic_file(path) as part:
+        part.write_bytes(_file(keys | dict(metadata or {}), tensors))
+    return rounded
+
+
+def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
+    """Return the codes of a weight that was quantized to the grid of `kind`."""
+    bits = {"Q8_0": 8, "Q4_0": 4}.get(kind)
+    fits = isinstance(stored, GridWeight) and stored.bits == bits and not stored.rows[1] % 32
+    if not isinstance(stored, GridWeight) or not fits or stored.zero is not None:
+        raise ValueError(
+            f"expected dense weights, or 8 bits for 'Q8_0' and 4 bits for 'Q4_0' with symmetric "
+            f"groups of a multiple of 32 inputs, got another format for {kind!r} in {name}"
+        )
+    scale = stored.scale.half()
+    if stored.divide is not None or not torch.equal(scale.to(stored.scale), stored.scale):
+        raise ValueError(
+            f"expected scales that float16 contains exactly, and no factors of awq, in {name}; "
+            "quantize model.half()"
+        )
+    codes = stored.whole_numbers().view(-1, 32).cpu().numpy()
+    scale = scale.view(-1).repeat_interleave(stored.rows[1] // 32)
+    return _small_blocks(scale.cpu().numpy(), codes, kind)
+
+
+def _rounded(weight: Tensor, kind: Kind) -> Bytes:
+    """Return the blocks of a dense weight."""
+    rows = weight.detach().float().cpu().numpy()
+    if kind == "Q4_K":
+        return _large_blocks(rows.reshape(-1, 8, 32))
+    rows = rows.reshape(-1, 32)
+    if kind == "Q8_0":
+        scale = np.abs(rows).max(1) / np.float32(127)
+        codes = _over(rows, scale[:, None])
+        codes = np.copysign(np.floor(np.abs(codes) + np.float32(0.5)), codes)
+    else:
+        extreme = np.take_along_axis(rows, np.abs(rows).argmax(1)[:, None], 1)[:, 0]
+        scale = extreme / np.float32(-8)
+        codes = np.trunc(_over(rows, scale[:, None]) + np.float32(8.5)).clip(0, 15) - 8
+    return _small_blocks(_half(scale), codes.astype(np.int16), kind)
+
+
+def _small_blocks(scale: Numbers, codes: Numbers, kind: Kind) -> Bytes:
+    """Return blocks of 32 codes around 0, one block per scale."""
+    packed: Bytes = codes.astype(np.int8).view(np.uint8)
+    if kind == "Q4_0":
+        unsigned: Bytes = (codes + 8).astype(np.uint8)
+        packed = np.bitwise_or(unsigned[:, :16], unsigned[:, 16:] << 4, dtype=np.uint8)
+    return np.concatenate([scale.reshape(-1, 1).view(np.uint8), packed], 1)
+
+
+def _large_blocks(rows: Numbers) -> Bytes:
+    """Return Q4_K blocks of weights (blocks, 8 groups, 32), from each group's extremes."""
+    low = np.minimum(rows.min(2), 0)
+    step = (rows.max(2) - low) / 15
+    d, m = _half(step.max(1) / 63), _half(-low.min(1) / 63)
+    d_wide, m_wide = d.astype(np.float32)[:, None], m.astype(np.float32)[:, None]
+    scales = np.rint(_over(step, d_wide)).clip(0, 63).astype(np.uint8)
+    minima = np.rint(_over(-low, m_wide)).clip(0, 63).astype(np.uint8)
+    shifted = rows + (m_wide * minima)[:, :, None]
+    codes = np.rint(_over(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
+    first = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    second = minima[:, :4] | minima[:, 4:] >> 4 << 6
+    third = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
+    pairs = codes.reshape(-1, 4, 2, 32)
+    packed = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
+    ends = [part.reshape(-1, 1).view(np.uint8) for part in (d, m)]
+    return np.concatenate([*ends, first, second, third, packed], 1)
+
+
+def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
+    """Return the float32 weights of blocks (n, bytes per block), as a flat array."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    if kind == "Q8_0":
+        return (d * blocks[:, 2:].view(np.int8)).reshape(-1)
+    if kind == "Q4_0":
+        codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1).astype(np.float32)
+        return (d * (codes - 8)).reshape(-1)
+    m = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
+    first, second, third = np.split(blocks[:, 4:16], 3, axis=1)
+    scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], 1).astype(np.float32)
+    minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], 1).astype(np.float32)
+    packed = blocks[:, 16:].reshape(-1, 4, 1, 32)
+    codes = np.concatenate([packed & 15, packed >> 4], 2).reshape(-1, 8, 32).astype(np.float32)
+    return ((d * scales)[:, :, None] * codes - (m * minima)[:, :, None]).reshape(-1)
+
+
+def _half(scale: Numbers) -> Numbers:
+    with np.errstate(over="ignore"):
+        half = scale.astype(np.float16)
+    if not np.isfinite(half).all():
+        raise ValueError("expected weights whose scales fit in float16, got larger ones")
+    return half
+
+
+def _over(values: Numbers, scale: Numbers) -> Numbers:
+    """Return values times 1 / scale, with 0 for a scale of 0, as llama.cpp computes it."""
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+    return (values * inverse).astype(np.float32)
+
+
+def _file(
+    keys: Mapping[str, Value], tensors: Mapping[str, tuple[int, tuple[int, ...], bytes]]
+) -> bytes:
+    """Return a GGUF file of version 3, whose tensors start at multiples of 32 bytes."""
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
+    parts += [_string(key) + _value(value) for key, value in keys.items()]
+    offset = 0
+    for name, (kind, shape, data) in tensors.items():
+        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        parts.append(_string(name) + sizes + struct.pack("<IQ", kind, offset))
+        offset += len(data) + -len(data) % _ALIGNMENT
+    header = b"".join(parts)
+    padded = [data + bytes(-len(data) % _ALIGNMENT) for _, _, data in tensors.values()]
+    return header + bytes(-len(header) % _ALIGNMENT) + b"".join(padded)
+
+
+def _string(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _value(value: Value) -> bytes:
+    """Return the type and the bytes of a value."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    return struct.pack("<Ii", 5, value) if value < 0 else struct.pack("<II", 4, value)

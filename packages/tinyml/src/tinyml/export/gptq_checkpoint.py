@@ -1,0 +1,78 @@
+"""Checkpoints in the GPTQ format, which transformers (with GPTQModel) and vLLM load.
+
+    qweight  (in * bits / 32, out)      int32, 32 / bits codes of neighboring inputs per word
+    qzeros   (groups, out * bits / 32)  int32, the zero point minus one
+    scales   (groups, out)              float16
+    g_idx    (in,)                      int32, the group of each input
+
+A weight is `scales[g_idx[i], o] * (q[i, o] - (qzeros[g_idx[i], o] + 1))`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.export.pretrained_folder import (
+    group_size_of,
+    pack_int32,
+    quantized_linears,
+    unsigned,
+    write_folder,
+)
+from tinyml.quantization.grid_weight import GridWeight
+
+
+def save_gptq(model: nn.Module, folder: str | Path) -> None:
+    """Write a transformers model that `gptq` or `quantize` rounded to 4 or 8 bits.
+
+    The model has 16 bits (`model.half()` before it is quantized), and exactly the linear layers of
+    its blocks are quantized, because the format implies that: pass `protect=["lm_head"]` and
+    `layers=[nn.Linear]`. The folder has no tokenizer.
+    """
+    grids = quantized_linears(model, (4, 8))
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and (name in grids) == (layer is head):
+            raise ValueError(
+                f"expected all linear layers except the head to be quantized, got {name}, which "
+                f"is{'' if name in grids else ' not'} quantized"
+            )
+    first = next(iter(grids.values()))
+    settings = {
+        "quant_method": "gptq",
+        "bits": first.bits,
+        "group_size": group_size_of(grids),
+        "desc_act": False,
+        "sym": all(grid.zero is None for grid in grids.values()),
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+    }
+    write_folder(model, folder, grids, _tensors, settings)
+
+
+def _tensors(grid: GridWeight) -> dict[str, Tensor]:
+    codes, zero, scale = unsigned(grid)
+    outputs, inputs = codes.shape
+    per_word = 32 // grid.bits
+    if outputs % per_word or inputs % per_word:
+        raise ValueError(
+            f"expected sizes that are multiples of {per_word} for {grid.bits} bits, got a layer "
+            f"with {inputs} inputs and {outputs} outputs; exclude it with protect"
+        )
+    if not zero.all():
+        raise ValueError(
+            "expected zero points above the lowest code, which the format cannot store, got one "
+            "that equals it; quantize with symmetric=True"
+        )
+    order = range(per_word)
+    group = torch.arange(inputs, dtype=torch.int32) // (inputs // scale.shape[1])
+    return {
+        "qweight": pack_int32(codes, grid.bits, order).t(),
+        "qzeros": pack_int32(zero.t() - 1, grid.bits, order),
+        "scales": scale.t(),
+        "g_idx": group,
+    }

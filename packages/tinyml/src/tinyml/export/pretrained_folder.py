@@ -1,0 +1,132 @@
+"""Folders that transformers and vLLM load: packed weights and a `quantization_config`.
+
+The formats store codes of 4 or 8 bits with a 16-bit scale per output and group of inputs. The
+values of a weight in the file are exactly those of `layer.weight` before it is rounded to 16 bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tinyml.compressed_weight import compressed_weight
+from tinyml.conversion import Replacement
+from tinyml.export.atomic_file import atomic_file
+from tinyml.quantization.grid_weight import GridWeight
+
+
+def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
+    """Return the quantized linear layers; raise `ValueError` if the formats cannot store them.
+
+    All of them must have the same number of bits, one of `widths`, and the same group size.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        raise ValueError(
+            f"expected a transformers model with a configuration, got {type(model).__name__}; "
+            "use tinyml.save for other models"
+        )
+    grids: dict[str, GridWeight] = {}
+    for name, layer in model.named_modules():
+        if (grid := _storable(name, layer)) is not None:
+            if any(grid is other for other in grids.values()):
+                raise _cannot_store(name, "a weight that two layers share; exclude it with protect")
+            grids[name] = grid
+    if not grids:
+        raise ValueError("expected a model with quantized linear layers, got none; quantize it")
+    settings = {(grid.bits, grid.rows[1]) for grid in grids.values()}
+    bits = {bits for bits, _ in settings}
+    if group_size_of(grids) is None or len(bits) > 1 or not bits <= {*widths}:
+        raise ValueError(
+            f"expected one number of bits, one of {list(widths)}, and one group size for all "
+            f"layers, got (bits, group size) {sorted(settings)}"
+        )
+    return grids
+
+
+def _storable(name: str, layer: nn.Module) -> GridWeight | None:
+    """Return the grid of a quantized layer, or None if the layer is not compressed."""
+    if isinstance(layer, Replacement):
+        raise _cannot_store(name, f"a {type(layer).__name__}")
+    stored = compressed_weight(layer)
+    if stored is None:
+        return None
+    if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
+        raise _cannot_store(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
+    if stored.divide is not None:
+        raise _cannot_store(name, "a factor per input, as awq stores it")
+    if stored.scale.dtype != torch.float16:
+        raise _cannot_store(name, f"scales of {stored.scale.dtype}; quantize model.half()")
+    return stored
+
+
+def _cannot_store(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"expected linear layers that were quantized by gptq or quantize(..., layers=[nn.Linear]), "
+        f"got {name} with {what}"
+    )
+
+
+def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
+    """Return the inputs per scale, -1 for one scale per output, or None if the layers differ."""
+    sizes = {grid.rows[1] for grid in grids.values()}
+    if len(sizes) == 1:
+        return sizes.pop()
+    whole_rows = all(grid.rows[1] == grid.shape[1] for grid in grids.values())
+    return -1 if whole_rows else None
+
+
+def unsigned(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (out, in) from 0, and zero points and scales (out, groups)."""
+    lowest = -(2 ** (grid.bits - 1))
+    codes = grid.whole_numbers().int().view(grid.shape) - lowest
+    scale = grid.scale.view(grid.shape[0], -1)
+    zero = torch.zeros_like(scale, dtype=torch.int32)
+    if grid.zero is not None:
+        zero = grid.zero.int().view_as(scale)
+    return codes, zero - lowest, scale
+
+
+def pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
+    """Pack codes (..., n) from 0 into int32 (..., n * bits / 32).
+
+    The code at position `order[i]` of each word has the bits from `i * bits` on.
+    """
+    words = codes.long().unflatten(-1, (-1, len(order)))
+    shifts = torch.arange(0, 32, bits)
+    return (words[..., list(order)] << shifts).sum(-1).to(torch.int32)
+
+
+def write_folder(
+    model: nn.Module,
+    folder: str | Path,
+    grids: dict[str, GridWeight],
+    tensors_of: Callable[[GridWeight], dict[str, Tensor]],
+    settings: dict[str, Any],
+) -> None:
+    """Write `config.json` with `settings` as `quantization_config`, and `model.safetensors`."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
+        if not is_packed and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())  # transformers ties weights by its configuration
+            tensors[name] = tensor.detach().cpu().contiguous()
+    for name, grid in grids.items():
+        for key, tensor in tensors_of(grid).items():
+            tensors[f"{name}.{key}"] = tensor.cpu().contiguous()
+    config: Any = copy.deepcopy(model.config)
+    config.quantization_config = settings
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.float16
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_file(folder / "model.safetensors") as part:
+        save_file(tensors, part, {"format": "pt"})
+    config.save_pretrained(folder)

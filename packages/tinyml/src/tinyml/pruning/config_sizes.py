@@ -1,0 +1,178 @@
+"""The sizes in the configuration of a pruned transformers model.
+
+`from_pretrained` builds a model from its configuration, so a pruned model can be loaded only if the
+configuration contains the new sizes. Names are not relied on: a change is accepted only if the
+model that is built from it has exactly the tensors and attributes of the pruned model, except for
+integers that its code does not read. The models are built on the meta device, without memory for
+weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Collection
+from fractions import Fraction
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tinyml.compressed_weight import called_by_save_pretrained
+
+#: Keys of a configuration, each with a new number.
+_Sizes = dict[str, int]
+_MOST_BUILDS = 256
+
+
+def update_config(
+    small: nn.Module, dense: nn.Module, read_integers: Collection[tuple[str, str]]
+) -> None:
+    """Update the configuration of the pruned `small`, which had the sizes of `dense`, in place.
+
+    `read_integers` are the attributes (module, name) that the code reads. If no configuration
+    describes the pruned model, make `save_pretrained` raise an error.
+    """
+    for name, module in small.named_modules():
+        if hasattr(module, "save_pretrained") and hasattr(module, "config"):
+            start = f"{name}." if name else ""
+            inside = {
+                (path.removeprefix(start), key)
+                for path, key in read_integers
+                if f"{path}.".startswith(start)
+            }
+            _update(module, dense.get_submodule(name), inside)
+            if name == "":
+                return
+
+
+def _update(small: Any, dense: Any, read_integers: set[tuple[str, str]]) -> None:
+    if _tensors(small) == _tensors(dense):
+        return
+    description = _sizes_of(small, dense, read_integers)
+    if description is None:
+        small.register_state_dict_pre_hook(_refuse_save_pretrained)
+        return
+    sizes, unread = description
+    for (path, key), value in unread.items():
+        setattr(small.get_submodule(path), key, value)
+    for module in small.modules():
+        config = getattr(module, "config", None)
+        for key, size in sizes.items():
+            if type(config) is type(small.config) and key in vars(config):
+                setattr(config, key, size)
+    for key, size in sizes.items():
+        setattr(small.config, key, size)
+
+
+def _sizes_of(
+    small: Any, dense: Any, read_integers: set[tuple[str, str]]
+) -> tuple[_Sizes, dict[tuple[str, str], int]] | None:
+    """Return the changes of the configuration that describe `small`, or None.
+
+    The second value contains attributes that differ although no code reads them.
+    """
+    fixed = _head_dim(dense)
+    before = _built(dense, fixed)
+    if before is None:
+        return None
+    # Attributes that do not follow from the configuration, such as the data type of a layer.
+    unrelated = _different(_attributes(before), _attributes(dense))
+    options = _options(before, small, dense, fixed)
+    counts = [len(options), *range(1, len(options))]
+    subsets = itertools.chain.from_iterable(itertools.combinations(options, n) for n in counts)
+    for subset in itertools.islice(subsets, _MOST_BUILDS):
+        for sizes in (dict(subset), fixed | dict(subset)):
+            built = _built(dense, sizes)
+            if built is None or _tensors(built) != _tensors(small):
+                continue
+            wrong = _different(_attributes(built), _attributes(small)) - unrelated
+            unread = {key: value for key, value in _attributes(built).items() if key in wrong}
+            if wrong == unread.keys() and not any(
+                key in read_integers or type(value) is not int for key, value in unread.items()
+            ):
+                return sizes, unread
+    return None
+
+
+def _options(
+    before: nn.Module, small: nn.Module, dense: Any, fixed: _Sizes
+) -> list[tuple[str, int]]:
+    """Return the keys and numbers that change only tensors that differ in `small`.
+
+    A number may change by the factor of any tensor's size, because it may count other units.
+    """
+    changes = set()
+    for name, shape in _tensors(dense).items():
+        changes |= set(zip(shape, _tensors(small)[name], strict=True))
+    ratios = {Fraction(new, old) for old, new in changes if old != new}
+    wrong = _different(_tensors(before), _tensors(small))
+    options: list[tuple[str, int]] = []
+    for key, value in vars(dense.config).items():
+        if key.endswith("_token_id"):
+            continue  # not a size, and transformers warns of values out of range
+        if value is None:
+            numbers = {new for old, new in changes if old != new}
+        elif type(value) is int:
+            numbers = {int(value * r) for r in ratios if (value * r).denominator == 1}
+        else:
+            continue
+        for number in sorted(numbers - {value}):
+            built = _built(dense, fixed | {key: number})
+            if built is not None:
+                has_effect = _tensors(built) != _tensors(before)
+                if not has_effect or not _different(_tensors(built), _tensors(small)) <= wrong:
+                    continue
+            options.append((key, number))
+    return options
+
+
+def _head_dim(dense: Any) -> _Sizes:
+    """Return the width of a head if the configuration may contain it and does not yet."""
+    widths = {getattr(module, "head_dim", None) for module in dense.modules()} - {None}
+    if len(widths) != 1 or getattr(dense.config, "head_dim", None) is not None:
+        return {}
+    return {"head_dim": cast(int, widths.pop())}
+
+
+def _built(model: Any, sizes: _Sizes) -> nn.Module | None:
+    """Return a model with the changed configuration on the meta device; None if it is invalid."""
+    config = copy.deepcopy(model.config)
+    try:
+        for key, size in sizes.items():
+            setattr(config, key, size)
+        if hasattr(config, "validate"):
+            config.validate()  # save_pretrained does the same
+        with torch.device("meta"):
+            return cast(nn.Module, type(model)(config))
+    except Exception:  # a model's own code may raise anything for an invalid configuration
+        return None
+
+
+def _tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tuple(tensor.shape) for name, tensor in named}
+
+
+def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the public plain attributes of all modules, by module and name."""
+    return {
+        (path, key): value
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, int | float | str | tuple) and key != "training" and key[0] != "_"
+    }
+
+
+def _different(first: dict[Any, Any], second: dict[Any, Any]) -> set[Any]:
+    return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+
+
+def _refuse_save_pretrained(*_: Any) -> None:
+    if called_by_save_pretrained():
+        raise ValueError(
+            "expected a model that its configuration describes, got a pruned model whose sizes the "
+            "configuration cannot express, so from_pretrained could not load it; prune all layers "
+            "alike, to a number of heads that divides the hidden size, exclude the attention with "
+            "protect, or save the model with torch.save"
+        )

@@ -1,0 +1,325 @@
+"""Statistics of the inputs of layers on calibration batches, in bounded memory.
+
+Note [Replayed blocks]
+GPTQ and AWQ change layers one after another and calibrate each layer on the outputs of the changed
+layers before it. Running every batch from the start for each layer would take a time quadratic in
+the number of layers. Therefore the outputs of a finished block (a child of an `nn.ModuleList` or
+`nn.Sequential`) are recorded, and later runs return the record instead of running the block. The
+model's own code between the blocks runs each time, so masks and position embeddings are correct.
+
+Only the last finished block of a list keeps its record, which is one set of hidden states. Earlier
+blocks return placeholders. These reach only the next block, which ignores its inputs because it
+returns a record too. If a model uses the outputs of earlier blocks elsewhere, as skip connections
+do, the operation on the placeholder raises an error. From then on, all records are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
+
+from tinyml.conversion import tensor_versions
+
+#: Receives the name of the layer that is done, the number of done layers, and the number of layers.
+Progress = Callable[[str, int, int], None]
+
+
+class InputStatistics:
+    """Sums over the tokens that a layer receives; `tokens` is 0 if it never runs."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.tokens = 0
+        #: The sum of |x| per input.
+        self.absolute = torch.zeros(width, dtype=torch.float64, device=device)
+        #: H, the sum of x x^T.
+        self.moment = torch.zeros(width, width, dtype=torch.float64, device=device)
+
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs of shape (tokens, width)."""
+        inputs = inputs.double()
+        self.tokens += len(inputs)
+        self.absolute += inputs.abs().sum(0)
+        self.moment.addmm_(inputs.t(), inputs)
+
+
+@torch.no_grad()
+def watch_inputs(
+    model: nn.Module,
+    batches: Sequence[Any],
+    layers: Mapping[str, nn.Module],
+    note: Callable[[str, Tensor], None],
+) -> None:
+    """Run `batches` and call `note(name, inputs)`, with inputs (tokens, width), for each call.
+
+    A batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
+    `attention_mask` of shape (batch, seq) marks as padding are left out.
+    """
+    mask: Tensor | None = None
+    with _input_hooks(layers, lambda name, inputs: note(name, _without_padding(inputs, mask))):
+        for batch in batches:
+            mask = _mask_of(batch)
+            _run(model, batch)
+
+
+@torch.no_grad()
+def visit_layers(
+    model: nn.Module,
+    batches: Sequence[Any],
+    layers: Mapping[str, nn.Module],
+    visit: Callable[[str, InputStatistics], None],
+    progress: Progress | None = None,
+) -> None:
+    """Call `visit(name, statistics)` for each layer that runs, in the order in which it is reached.
+
+    `statistics` sums over the layer's first call in every batch; batches are those of
+    `watch_inputs`. Later layers are calibrated with the layer as `visit` leaves it. Layers that
+    receive the same tensor, such as queries, keys and values, share their statistics.
+    """
+    replay = _Replay(model, batches, layers)
+    with _input_hooks(layers, replay.reach), replay.blocks(), _without_cache(model):
+        while (stage := replay.next_stage()) is not None:
+            for name in stage.layers:
+                visit(name, stage.statistics)
+                replay.done.add(name)
+                if progress is not None:
+                    progress(name, len(replay.done), len(layers))
+
+
+class _StopRun(BaseException):
+    """Ends a run at a layer that has to wait for an earlier one."""
+
+
+class _Stage:
+    """The layers that receive the first input that no finished layer has received."""
+
+    def __init__(self, layers: list[str], inputs: Tensor) -> None:
+        self.layers = layers
+        self.statistics = InputStatistics(inputs.shape[-1], inputs.device)
+
+
+class _Replay:
+    """Runs batches up to the next layer that is not done (Note [Replayed blocks])."""
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Any], layers: Mapping[str, nn.Module]
+    ) -> None:
+        self.done: set[str] = set()
+        self._model, self._batches = model, batches
+        self._blocks = _blocks_with(model, layers)
+        self._order: dict[str, None] = {}
+        self._finished: set[int] = set()
+        self._records: dict[tuple[int, str], Any] = {}
+        self._last: dict[tuple[int, str], str] = {}
+        #: Outputs without values in place of records that were freed.
+        self._placeholders: dict[tuple[int, str], Any] = {}
+        self._keeps_all = False
+        # The state of the current run.
+        self._number = 0
+        self._called: set[str] = set()
+        self._inputs: Tensor | None = None  # as the first layer received them
+        self._copy = torch.empty(0)
+        self._stamp: object = None
+        self._reached: list[str] = []
+
+    def next_stage(self) -> _Stage | None:
+        """Run all batches to their next layer; return the stage that was reached first."""
+        stages: dict[str, _Stage] = {}
+        for number, batch in enumerate(self._batches):
+            if number in self._finished:
+                continue
+            self._run_to_next_layer(number, batch)
+            if not self._reached:
+                self._finished.add(number)
+                continue
+            first = self._reached[0]
+            self._order.update(dict.fromkeys(self._reached))
+            if first not in stages:
+                stages[first] = _Stage(self._reached, self._copy)
+            stage = stages[first]
+            stage.layers = [name for name in stage.layers if name in self._reached]
+            stage.statistics.add(_without_padding(self._copy, _mask_of(batch)))
+        # Batches may follow different paths; the layer that was reached first is next.
+        return next((stages[name] for name in self._order if name in stages), None)
+
+    def _run_to_next_layer(self, number: int, batch: Any) -> None:
+        self._number = number
+        while True:
+            self._called = set()
+            self._inputs = None
+            self._reached = []
+            try:
+                _run(self._model, batch)
+            except _StopRun:
+                pass
+            except Exception:
+                if self._placeholders:  # one of them may have caused the error
+                    self._placeholders.clear()
+                    self._keeps_all = True
+                    continue
+                raise
+            return
+
+    def reach(self, name: str, inputs: Tensor) -> None:
+        """Add a layer to the stage of this run, or end the run if it receives another input."""
+        if name in self.done or name in self._reached:
+            return
+        stamp = tensor_versions(inputs), inputs.shape, inputs.stride()
+        if self._inputs is None:
+            self._inputs = inputs
+            self._stamp = stamp
+            self._copy = (
+                inputs.clone()
+            )  # the model may overwrite them after the layer has read them
+        elif stamp != self._stamp:
+            raise _StopRun
+        self._reached.append(name)
+
+    @contextmanager
+    def blocks(self) -> Iterator[None]:
+        """Let blocks return their records while the body runs."""
+        for name, block in self._blocks.items():
+            block.forward = self._replayed(name, block.forward)
+        try:
+            yield
+        finally:
+            for block in self._blocks.values():
+                del block.forward
+
+    def _replayed(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def replayed(*arguments: Any, **options: Any) -> Any:
+            key = self._number, name
+            if name in self._called:  # a block that the model uses twice
+                return forward(*arguments, **options)
+            self._called.add(name)
+            if key in self._records:
+                return _copied(self._records[key])
+            if key in self._placeholders:
+                return self._placeholders[key]
+            outputs = forward(*arguments, **options)
+            if self._inputs is None:  # otherwise a layer inside is not done
+                self._record(key, outputs)
+            return outputs
+
+        return replayed
+
+    def _record(self, key: tuple[int, str], outputs: Any) -> None:
+        number, name = key
+        for other in self._blocks:
+            if other.startswith(f"{name}."):
+                self._records.pop((number, other), None)
+        self._records[key] = _copied(outputs)
+        if self._keeps_all or any(name.startswith(f"{other}.") for other in self._blocks):
+            return  # records inside a block are kept until the block itself is recorded
+        parent = name.rpartition(".")[0]
+        before = self._last.get((number, parent))
+        self._last[number, parent] = name
+        if before is not None:
+            freed = self._records.pop((number, before))
+            self._placeholders[number, before] = tree_map_only(Tensor, _Freed.of, freed)
+
+
+def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the children of lists of modules that contain some of `layers`, by name.
+
+    Inside of a block, only blocks with several layers are returned: running a single layer again
+    costs less than the memory of its outputs.
+    """
+    blocks: dict[str, nn.Module] = {}
+    for path, parent in model.named_modules():
+        if not isinstance(parent, nn.ModuleList | nn.Sequential):
+            continue
+        for child, block in parent.named_children():
+            name = f"{path}.{child}".lstrip(".")
+            inside = [n for n in layers if n == name or n.startswith(f"{name}.")]
+            is_nested = any(name.startswith(f"{other}.") for other in blocks)
+            if len(inside) > is_nested and "forward" not in vars(block):
+                blocks[name] = block
+    return blocks
+
+
+@contextmanager
+def _input_hooks(
+    layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call `note(name, inputs)` before each call of a layer while the body runs."""
+
+    def hook_for(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda _, inputs, options: note(name, (*inputs, *options.values())[0])
+
+    handles = [
+        layer.register_forward_pre_hook(hook_for(name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Let transformers' models compute no cache, which replayed blocks would not fill."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    caching: list[Any] = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    batch = _copied(batch)
+    if isinstance(batch, Mapping):
+        model(**batch)
+    else:
+        model(batch)
+
+
+def _mask_of(batch: Any) -> Tensor | None:
+    """Return True for tokens that are not padding, of shape (batch, seq); None without a mask."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return None if mask is None else cast(Tensor, mask).bool()
+
+
+def _without_padding(inputs: Tensor, mask: Tensor | None) -> Tensor:
+    """Return inputs (..., width) as (tokens, width)."""
+    if mask is not None and inputs.shape[:-1] == mask.shape:
+        return inputs[mask]
+    return inputs.reshape(-1, inputs.shape[-1])
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of nested values, because the model may write into them."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    return tree_map(copied, value)
+
+
+class _Freed(Tensor):
+    """A placeholder for a tensor whose values were freed; every operation on it raises an error.
+
+    A plain tensor on the meta device would not do: some operations, such as `index_put_` and
+    `add_`, silently ignore it.
+    """
+
+    @staticmethod
+    def of(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="meta").as_subclass(_Freed)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _: Any, arguments: Sequence[Any] = (), __: Any = None
+    ) -> Any:
+        raise ValueError(f"the model calls {function} on the output of a block that was freed")

@@ -1,0 +1,269 @@
+"""Layers are calibrated one after another, in the memory of one block."""
+
+import copy
+
+import pytest
+import torch
+from tinyml import awq, gptq, size_of, smoothquant
+from tinyml.quantization.calibration import visit_layers
+from torch import nn
+
+
+def by_definition(model, batches, layers, change):
+    """Return H of each layer, from full runs of a model in which all layers before are changed.
+
+    A layer's statistics are those of its first call in each batch.
+    """
+    model = copy.deepcopy(model)
+    moments, order = {}, []
+
+    def hook_for(name):
+        def hook(_, inputs, options):
+            x = (*inputs, *options.values())[0]
+            if name not in calls:
+                calls[name] = x.detach().clone().reshape(-1, x.shape[-1]).double()
+
+        return hook
+
+    for name in layers:
+        model.get_submodule(name).register_forward_pre_hook(hook_for(name), with_kwargs=True)
+    while len(order) < len(layers):
+        seen = {}
+        for batch in batches:
+            calls = {}
+            with torch.no_grad():
+                model(batch)
+            for name, x in calls.items():
+                seen.setdefault(name, []).append(x.t() @ x)
+        name = next((name for name in seen if name not in order), None)
+        if name is None:
+            break
+        moments[name] = sum(seen[name])
+        order.append(name)
+        change(model.get_submodule(name))
+    return moments, order
+
+
+def double_weights(layer):
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+
+
+def compared(model, batches):
+    """Compare the statistics of every layer with those of full runs."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    expected, order = by_definition(model, batches, layers, double_weights)
+    visited = {}
+
+    def visit(name, statistics):
+        visited[name] = statistics.moment.clone()
+        double_weights(layers[name])
+
+    visit_layers(model, batches, layers, visit)
+    assert list(visited) == order
+    for name, moment in expected.items():
+        torch.testing.assert_close(visited[name], moment, rtol=1e-9, atol=1e-9, msg=name)
+    assert not any("forward" in vars(m) or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("method", [gptq, awq, smoothquant])
+def test_batches_that_can_be_read_once_are_read_once(method):
+    torch.manual_seed(0)
+    model = Blocks()
+    batches = [torch.randn(2, 5, 6) for _ in range(3)]
+    expected = method(model, batches)
+    shuffled = torch.utils.data.DataLoader(torch.cat(batches), 2)
+    for once in (iter(batches), shuffled):
+        assert torch.equal(method(model, once)(batches[0]), expected(batches[0]))
+    with pytest.raises(ValueError, match="a list with at least one batch"):
+        method(model, {"x": batches[0]})
+
+
+class Block(nn.Module):
+    def __init__(self, width, shared=None):
+        super().__init__()
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x, scale=1.0):
+        x = x + torch.tanh(self.q(x) * self.k(x)) * scale
+        x += self.mlp(x)  # in place, on its own tensor
+        return (x,)
+
+
+class Blocks(nn.Module):
+    """Blocks with code between them that depends on the number of the block and on the input."""
+
+    def __init__(self, width=6, count=3):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(count)])
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x):
+        scale = x.mean()
+        hidden = self.first(x)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, scale=scale * number)[0]
+        return self.head(hidden)
+
+
+class Skips(Blocks):
+    """The outputs of earlier blocks are read again at the end, as in a U-Net."""
+
+    def forward(self, x):
+        outputs = [self.first(x)]
+        for block in self.blocks:
+            outputs.append(block(outputs[-1])[0])
+        return self.head(outputs[-1] + outputs[1])
+
+
+class Twice(Blocks):
+    """Each block is used twice, and the second pass reads the outputs of the last block."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        for block in [*self.blocks, *self.blocks]:
+            hidden = block(hidden)[0]
+        return self.head(hidden)
+
+
+class Routed(nn.Module):
+    """Each token goes to one expert, so batches reach different layers."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.router = nn.Linear(width, 3)
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x):
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                out[chosen == number] = expert(x[chosen == number])
+        return self.head(out)
+
+
+class Overwriting(nn.Module):
+    """The input of a layer is overwritten after the layer has read it, and before another does."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        y = torch.tanh(x)
+        z = self.a(y)
+        y.mul_(3)
+        z = z + self.b(y)
+        return self.c(z)
+
+
+@pytest.mark.parametrize("kind", [Blocks, Skips, Twice, Routed, Overwriting])
+def test_statistics_are_those_of_full_runs(kind):
+    torch.manual_seed(0)
+    model = kind().double()
+    compared(model, [torch.randn(n, 5, 6, dtype=torch.float64) for n in (2, 3, 1)])
+
+
+class Called(nn.Module):
+    """A model of transformers that is called with one tensor of tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        if self.model.config.is_encoder_decoder:
+            return self.model(input_ids=tokens, decoder_input_ids=tokens.flip(1))
+        return self.model(input_ids=tokens)
+
+
+T5 = {
+    "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+USUAL = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+}  # fmt: skip
+FAMILIES = {
+    "Llama": ("ForCausalLM", USUAL | {"num_key_value_heads": 1}),
+    "Mistral": ("ForCausalLM", USUAL | {"num_key_value_heads": 1, "sliding_window": 4}),
+    "GPTNeoX": ("ForCausalLM", USUAL),
+    "Bert": ("ForMaskedLM", USUAL),
+    "Albert": ("ForMaskedLM", USUAL | {"embedding_size": 16}),
+    "T5": ("ForConditionalGeneration", T5),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_of_transformers_are_those_of_full_runs(family):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    task, sizes = FAMILIES[family]
+    special = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = getattr(transformers, family + "Config")(**sizes, **special)
+    model = getattr(transformers, family + task)(config).eval().double()
+    compared(Called(model), [torch.randint(3, 60, (2, 9)), torch.randint(3, 60, (1, 7))])
+
+
+def test_nested_lists_of_blocks():
+    torch.manual_seed(0)
+    stages = [nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)])]
+    stages += [nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), nn.Linear(6, 2)]
+    compared(nn.Sequential(*stages).double(), [torch.randn(4, 6, dtype=torch.float64)] * 2)
+
+
+def test_finished_blocks_do_not_run_again():
+    torch.manual_seed(0)
+    model, runs = Blocks(count=4), []
+    for number, block in enumerate(model.blocks):
+        block.q.register_forward_hook(lambda *_, n=number: runs.append(n))
+    batches = [torch.randn(2, 5, 6) for _ in range(3)]
+    gptq(model, batches, 4)
+    # Queries and keys receive the same tensor; then there are two layers, and a last run records.
+    assert [runs.count(number) for number in range(4)] == [4 * 3] * 4
+
+
+def test_progress_and_cache():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(**USUAL, vocab_size=50, bos_token_id=0, eos_token_id=1)
+    model, calls = transformers.LlamaForCausalLM(config).eval(), []
+    batch = {"input_ids": torch.arange(12)[None]}
+    small = gptq(model, [batch], 8, progress=lambda *call: calls.append(call))
+    assert [call[1:] for call in calls] == [(n + 1, 22) for n in range(22)]
+    assert calls[0][0].endswith("q_proj")
+    assert small.config.use_cache
+    assert model.config.use_cache
+
+
+def peak_bytes(call):
+    """Return the most bytes that `call` allocates at a time, and its result."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = call()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = total = 0
+    for _, change in changes:
+        total += change
+        peak = max(peak, total)
+    return peak, result
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.exhaustive)])
+def test_memory_is_that_of_one_block(count):
+    torch.manual_seed(0)
+    model = Blocks(width=48, count=6)
+    batches = [torch.randn(2, 16, 48) for _ in range(count)]
+    peak, small = peak_bytes(lambda: gptq(model, batches, 4))
+    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    hidden = sum(batch.nbytes for batch in batches)
+    matrices = 3 * 8 * model.blocks[0].mlp[2].in_features ** 2
+    copies = size_of(model).bytes + size_of(small).bytes  # the dense copy and the result
+    assert peak <= copies + 1.5 * (block + hidden + matrices)

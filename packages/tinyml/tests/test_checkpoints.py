@@ -1,0 +1,304 @@
+"""Files that other programs read: GPTQ and AWQ folders, and GGUF files."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tinyml import add_lora, awq, gptq, kmeans_quantize, quantize, save_awq, save_gguf, save_gptq
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+TOKENS = torch.arange(40).view(2, 20)
+WEIGHTS = {"layers": [nn.Linear], "protect": ["lm_head"]}
+
+
+def llama(**sizes):
+    torch.manual_seed(0)
+    default = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(**default | sizes)
+    return transformers.LlamaForCausalLM(config).eval().half()
+
+
+def unpacked(words, bits, order=None):
+    """Return the unsigned fields of int32 words, the lowest bits first, one loop per bit field."""
+    fields = 32 // bits
+    values = np.zeros((*words.shape, fields), np.int64)
+    unsigned = words.numpy().astype(np.int64) & 0xFFFFFFFF
+    for number in range(fields):
+        position = number if order is None else order[number]
+        values[..., position] = (unsigned >> (bits * number)) & (2**bits - 1)
+    return values.reshape(*words.shape[:-1], -1)
+
+
+def read_gptq(tensors, name, bits):
+    """Return a weight (out, in) as the specification of the format computes it."""
+    scales = tensors[f"{name}.scales"].double().numpy()
+    zeros = unpacked(tensors[f"{name}.qzeros"], bits) + 1
+    codes = unpacked(tensors[f"{name}.qweight"].t(), bits)  # (out, in)
+    groups = tensors[f"{name}.g_idx"].numpy()
+    weight = np.zeros(codes.shape)
+    for i in range(codes.shape[1]):
+        weight[:, i] = scales[groups[i]] * (codes[:, i] - zeros[groups[i]])
+    return torch.from_numpy(weight)
+
+
+def read_awq(tensors, name, group_size):
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    scales = tensors[f"{name}.scales"].double().numpy()
+    zeros = unpacked(tensors[f"{name}.qzeros"], 4, order)
+    codes = unpacked(tensors[f"{name}.qweight"], 4, order)  # (in, out)
+    weight = np.zeros(codes.shape)
+    for i in range(len(codes)):
+        weight[i] = scales[i // group_size] * (codes[i] - zeros[i // group_size])
+    return torch.from_numpy(weight).t()
+
+
+def check(model, folder, read):
+    """Compare every tensor of a folder with the model's; return the configuration."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, layer in model.named_modules():
+        if f"{name}.qweight" in tensors:
+            read_back = read(tensors, name)
+            assert torch.equal(read_back.half(), layer.weight.detach()), name
+            assert (read_back - layer.weight).abs().max() > 0 or layer.weight.abs().max() < 1
+        elif isinstance(layer, nn.Linear):
+            assert torch.equal(tensors[f"{name}.weight"], layer.weight)
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, None)])
+def test_gptq_folder_has_the_weights_of_the_model(bits, group_size, tmp_path):
+    model = gptq(llama(), [TOKENS], bits, group_size=group_size, protect=["lm_head"])
+    save_gptq(model, tmp_path)
+    config = check(model, tmp_path, lambda tensors, name: read_gptq(tensors, name, bits))
+    settings = config["quantization_config"]
+    assert (settings["quant_method"], settings["bits"], settings["sym"]) == ("gptq", bits, True)
+    assert settings["group_size"] == (group_size or -1)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_awq_folder_has_the_weights_of_the_model(symmetric, tmp_path):
+    model = quantize(llama(), 4, group_size=32, symmetric=symmetric, **WEIGHTS)
+    save_awq(model, tmp_path)
+    config = check(model, tmp_path, lambda tensors, name: read_awq(tensors, name, 32))
+    assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+    if not symmetric:
+        save_gptq(model, tmp_path)
+        check(model, tmp_path, lambda tensors, name: read_gptq(tensors, name, 4))
+
+
+def test_a_group_may_be_a_whole_row(tmp_path):
+    model = quantize(
+        llama(), 4, group_size=64, protect=["lm_head", "down_proj"], layers=[nn.Linear]
+    )
+    save_awq(model, tmp_path)  # all other layers have 64 inputs: one scale per output
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert settings["group_size"] == 64
+
+
+def test_a_tied_head_is_stored_once(tmp_path):
+    model = quantize(llama(tie_word_embeddings=True), 4, group_size=32, **WEIGHTS)
+    save_awq(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors["model.embed_tokens.weight"], model.lm_head.weight)
+    assert "lm_head.weight" not in tensors
+
+
+@pytest.mark.parametrize(
+    ("compress", "match"),
+    [
+        (lambda m: quantize(m.float(), 4, group_size=32, **WEIGHTS), r"model.half\(\)"),
+        (lambda m: awq(m, [TOKENS], 4, group_size=32, protect=["lm_head"]), "factor per input"),
+        (lambda m: quantize(m, 3, group_size=32, **WEIGHTS), "one number of bits"),
+        (lambda m: quantize(m, 4, group_size=32), "Embedding with a GridWeight"),
+        (lambda m: kmeans_quantize(m, 4, **WEIGHTS), "Linear with a Palette"),
+        (lambda m: add_lora(quantize(m, 4, **WEIGHTS), targets=["q_proj"]), "with a LoRA"),
+        (lambda m: m, "got none"),
+        (lambda m: nn.Sequential(m), "expected a transformers model"),
+    ],
+)
+@pytest.mark.parametrize("save", [save_awq, save_gptq])
+def test_what_a_folder_cannot_store_is_refused(save, compress, match, tmp_path):
+    with pytest.raises(ValueError, match=match):
+        save(compress(llama()), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_layers_that_the_gptq_format_implies_are_checked(tmp_path):
+    model = quantize(llama(), 4, group_size=32, layers=[nn.Linear], protect=["lm_head", "q_proj"])
+    with pytest.raises(ValueError, match=r"q_proj, which is not quantized"):
+        save_gptq(model, tmp_path)
+    with pytest.raises(ValueError, match="lm_head, which is quantized"):
+        save_gptq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
+    with pytest.raises(ValueError, match="pass group_size=128"):
+        save_awq(quantize(llama(), 4, **WEIGHTS), tmp_path)
+
+
+def read_gguf(path):
+    """Return the keys and the raw tensors (type, shape, bytes) of a file, by the specification."""
+    data = path.read_bytes()
+    magic, version, count, keys = struct.unpack_from("<4sIQQ", data)
+    assert (magic, version) == (b"GGUF", 3)
+    at = 24
+
+    def take(pattern):
+        nonlocal at
+        values = struct.unpack_from(f"<{pattern}", data, at)
+        at += struct.calcsize(f"<{pattern}")
+        return values[0] if len(values) == 1 else values
+
+    def text():
+        length = take("Q")
+        return take(f"{length}s").decode()
+
+    values = {}
+    for _ in range(keys):
+        name, kind = text(), take("I")
+        values[name] = text() if kind == 8 else take({4: "I", 5: "i", 6: "f", 7: "?"}[kind])
+    entries = []
+    for _ in range(count):
+        name, dims = text(), take("I")
+        shape = [take("Q") for _ in range(dims)][::-1]
+        entries.append((name, shape, take("I"), take("Q")))
+    start = -(-at // 32) * 32
+    ends = [offset for *_, offset in entries[1:]] + [len(data) - start]
+    return values, {
+        name: (kind, shape, data[start + offset : start + end])
+        for (name, shape, kind, offset), end in zip(entries, ends, strict=True)
+    }
+
+
+def blocks_of(kind, data, count):
+    """Return `count` weights of a tensor, block by block with Python numbers."""
+    weights = []
+    half = lambda b, at: struct.unpack_from("<e", b, at)[0]  # noqa: E731
+    for b in (data[i : i + kind[1]] for i in range(0, count // kind[0] * kind[1], kind[1])):
+        d = half(b, 0)
+        if kind == (32, 34):
+            weights += [d * code for code in struct.unpack_from("32b", b, 2)]
+        elif kind == (32, 18):
+            weights += [d * ((b[2 + j] & 15) - 8) for j in range(16)]
+            weights += [d * ((b[2 + j] >> 4) - 8) for j in range(16)]
+        else:
+            m, packed = half(b, 2), b[4:16]
+            for j in range(8):  # get_scale_min_k4 of ggml
+                if j < 4:
+                    scale, least = packed[j] & 63, packed[j + 4] & 63
+                else:
+                    scale = (packed[j + 4] & 15) | (packed[j - 4] >> 6) << 4
+                    least = (packed[j + 4] >> 4) | (packed[j] >> 6) << 4
+                codes = b[16 + 32 * (j // 2) : 48 + 32 * (j // 2)]
+                weights += [d * scale * (c >> 4 if j % 2 else c & 15) - m * least for c in codes]
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+KINDS = {"Q8_0": (8, (32, 34)), "Q4_0": (2, (32, 18)), "Q4_K": (12, (256, 144))}
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 256), nn.Linear(256, 8))
+    with torch.no_grad():
+        model[0].weight[0] = 0
+        model[0].weight[1].abs_()
+        model[0].weight[2] = -model[0].weight[2].abs()
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
+    model = network()
+    metadata = {"general.architecture": "test", "test.count": -3, "test.on": True, "test.f": 0.5}
+    rounded = save_gguf(
+        model,
+        tmp_path / "model.gguf",
+        kind,
+        metadata=metadata,
+        names={"0.weight": "first.weight"},
+    )
+    keys, tensors = read_gguf(tmp_path / "model.gguf")
+    assert keys == metadata | {"general.quantization_version": 2}
+    number, block = KINDS[kind]
+    for name, parameter in rounded.named_parameters():
+        type_, shape, data = tensors["first.weight" if name == "0.weight" else name]
+        assert shape == list(parameter.shape)
+        if parameter.dim() == 2 and shape[1] % block[0] == 0:
+            assert type_ == number
+            exact = blocks_of(block, data, parameter.numel()).view_as(parameter)
+            torch.testing.assert_close(parameter.double(), exact, rtol=1e-6, atol=1e-7)
+            dense = model.get_parameter(name)
+            # Q4_0 has no code for the negative of a block's extreme.
+            step = {"Q8_0": 0.6 / 127, "Q4_0": 1.02 / 8, "Q4_K": 0.6 / 7}[kind]
+            largest = dense.abs().amax(1, keepdim=True)
+            assert ((parameter - dense).abs() <= step * largest).all()
+        else:
+            assert type_ == 0
+            assert data[: parameter.nbytes] == parameter.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4)])
+def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
+    for group_size in (32, 64):
+        model = quantize(network().half(), bits, group_size=group_size)
+        rounded = save_gguf(model, tmp_path / "model.gguf", kind)
+        for number in (0, 2, 3):
+            assert torch.equal(rounded[number].weight, model[number].weight)
+    for wrong, match in (
+        (quantize(network(), bits, group_size=32), r"model.half\(\)"),
+        (quantize(network().half(), bits, group_size=16), "multiple of 32 inputs"),
+        (quantize(network().half(), bits, group_size=32, symmetric=False), "symmetric"),
+        (kmeans_quantize(network(), 4), "got another format"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            save_gguf(wrong, tmp_path / "wrong.gguf", kind)
+    with pytest.raises(ValueError, match="inputs are a multiple of 256 for 'Q4_K', got none"):
+        save_gguf(network()[2], tmp_path / "wrong.gguf", "Q4_K")
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        save_gguf(add_lora(network()), tmp_path / "wrong.gguf", kind)
+    with pytest.raises(ValueError, match="expected kind 'Q4_0'"):
+        save_gguf(network(), tmp_path / "wrong.gguf", "Q5_0")
+    assert not (tmp_path / "wrong.gguf").exists()
+
+
+def test_other_libraries_read_the_same_numbers(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    model = network()
+    for kind in KINDS:
+        rounded = save_gguf(model, tmp_path / "model.gguf", kind)
+        reader = gguf.GGUFReader(tmp_path / "model.gguf")
+        assert {tensor.name for tensor in reader.tensors} == set(model.state_dict())
+        for tensor in reader.tensors:
+            numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            assert torch.equal(numbers, rounded.get_parameter(tensor.name).detach()), kind
+        if kind != "Q4_K":  # the library cannot round to it
+            dense = model[0].weight.detach().numpy()
+            expected = gguf.quantize(dense, gguf.GGMLQuantizationType[kind])
+            stored = next(t.data for t in reader.tensors if t.name == "0.weight")
+            assert (expected == stored).all()
+
+
+def test_autoawq_reads_the_same_numbers(tmp_path):
+    import importlib.util
+
+    if (package := importlib.util.find_spec("awq")) is None or package.origin is None:
+        pytest.skip("autoawq is not installed")
+    # The package itself needs a GPU at import; this file is plain torch.
+    path = Path(package.origin).parent / "utils" / "packing_utils.py"
+    spec = importlib.util.spec_from_file_location("packing_utils", path)
+    packing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(packing)
+    model = quantize(llama(), 4, group_size=32, symmetric=False, **WEIGHTS)
+    save_awq(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, layer in model.named_modules():
+        if f"{name}.qweight" in tensors:
+            parts = [tensors[f"{name}.{key}"] for key in ("qweight", "qzeros", "scales")]
+            assert torch.equal(packing.dequantize_gemm(*parts, 4, 32).t(), layer.weight)

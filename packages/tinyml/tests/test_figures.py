@@ -1,0 +1,86 @@
+"""Figures on a quiet machine, each with the measured value and the processor."""
+
+import copy
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tinyml import quantize
+from tinyml.quantization import fastest_linear
+from torch import nn
+
+pytestmark = pytest.mark.timing
+
+
+def processor():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if "model name" in line), "this machine")
+
+
+def expect(what, least, measured):
+    """Print the figure, and fail if it is more than 15 % below the expected one."""
+    print(f"{what}: expected >= {least}, measured {measured:.3g} on {processor()}")
+    assert measured >= 0.85 * least, what
+
+
+def layer(inputs=1024, outputs=4096):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, outputs)).requires_grad_(False)
+
+
+def ratio(peer, ours, x, runs=10):
+    """Return the median over interleaved runs of the time of `peer` over that of `ours`."""
+
+    def seconds(call):
+        start = time.perf_counter()
+        for _ in range(max(1, 2**26 // (x.numel() * 4096))):
+            call(x)
+        return time.perf_counter() - start
+
+    seconds(peer), seconds(ours)
+    return statistics.median(seconds(peer) / seconds(ours) for _ in range(runs))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_auto_decides_in_two_seconds_and_then_from_the_file(bits, monkeypatch):
+    monkeypatch.setattr(fastest_linear, "_timings", {})
+    model = layer()
+    start = time.perf_counter()
+    quantize(model, bits, activations="auto")
+    first = time.perf_counter() - start
+    monkeypatch.setattr(fastest_linear, "_timings", {})
+    start = time.perf_counter()
+    quantize(model, bits, activations="auto")
+    second = time.perf_counter() - start
+    expect(f"decisions of {bits} bits per 2 s", 1, 2 / first)
+    assert second < first / 2
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [1, 32, 512])
+def test_auto_is_as_fast_as_float(bits, tokens):
+    model = layer()
+    ours, x = quantize(model, bits, activations="auto"), torch.randn(tokens, 1024)
+    measured = ratio(model, ours, x)
+    print(f"float over auto, {bits} bits, {tokens} tokens: expected >= 0.98, ", end="")
+    print(f"measured {measured:.3g} on {processor()}")
+    assert measured >= 0.98
+
+
+@pytest.mark.parametrize("tokens", [1, 32])
+@pytest.mark.parametrize(("bits", "config"), [(8, "Int8DynamicActivationInt8WeightConfig"),
+                                              (4, "Int4WeightOnlyConfig")])  # fmt: skip
+def test_layers_are_as_fast_as_torchaos(bits, config, tokens):
+    library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    if "vnni" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no int8 dot products")
+    model, peer = layer(), copy.deepcopy(layer())
+    try:
+        library.quantize_(peer, getattr(library, config)())
+        peer(torch.randn(tokens, 1024))
+    except Exception as error:  # the library supports this format on some devices only
+        pytest.skip(f"torchao cannot run {config} here: {error}")
+    ours = quantize(model, bits, activations="auto")
+    expect(f"torchao over ours, {config}", 1, ratio(peer, ours, torch.randn(tokens, 1024)))
