@@ -1,0 +1,222 @@
+"""Every optimizer of the wheel `pytorch_optimizer`, sharded and in one process: equal, or refused.
+
+The wheel is an independent judge. A class that one process cannot step with a plain `step()` has no
+reference; it must fail at every stage too.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker_pool import try_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zero import FSDP, ShardedOptimizer
+from zero_training import assert_alike
+
+SHAPES = {"filters": (6, 3, 3, 3), "wide": (12, 20), "tall": (40, 6), "vector": (7,), "one": (1,)}
+#: Scales of the gradients of successive steps.
+SCALES = (1.0, 1e-3, 30.0, 1e-5, 1e3)
+STEPS = 10
+
+
+def wrap(cls, params):
+    return cls(torch.optim.SGD(params, lr=0.01))
+
+
+def group_matrices(cls, params):
+    """Give matrices to Muon, and all other parameters to AdamW, as its documentation says."""
+    params = list(params)
+    if params and isinstance(params[0], dict):
+        return cls(params)
+    matrices = [p for p in params if p.dim() == 2]
+    others = [p for p in params if p.dim() != 2]
+    return cls([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
+
+
+def pass_base(cls, params):
+    return cls(params, base_optimizer=torch.optim.SGD, lr=0.01)
+
+
+#: How the classes are constructed that need more than parameters.
+CONSTRUCTORS = {
+    **dict.fromkeys(("Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC"), wrap),
+    **dict.fromkeys(("PCGrad", "SafeFP16Optimizer"), wrap),
+    **dict.fromkeys(("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "NorMuon"), group_matrices),
+    **dict.fromkeys(("MuonClip", "SpectralSphere"), group_matrices),
+    **dict.fromkeys(("SAM", "LookSAM", "FriendlySAM"), pass_base),
+    "BSAM": lambda cls, params: cls(params, num_data=10),
+    "Ranger21": lambda cls, params: cls(params, num_iterations=20),
+}
+#: Classes whose step needs a closure.
+WITH_CLOSURE = {"AliG", "BSAM", "SAM", "LookSAM", "FriendlySAM", "LBFGS"}
+#: Classes that compute in float32 only.
+SINGLE = {"FAdam"}
+DEADLINE = 300.0
+
+
+class Weights(nn.Module):
+    """Parameters of several shapes, whose gradients are chosen."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            setattr(self, name, nn.Parameter(values.to(dtype)))
+
+    def forward(self, step, rank):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        loss = 0.0
+        for name, shape in SHAPES.items():
+            chosen = torch.randn(shape, generator=generator, dtype=torch.float64)
+            weight = getattr(self, name)
+            loss = loss + (weight * chosen).sum() + 0.05 * weight.square().sum()
+        return SCALES[step % len(SCALES)] * loss
+
+
+def names_of_optimizers():
+    pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="published optimizers")
+    return sorted(
+        name
+        for name, cls in vars(pytorch_optimizer).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    )
+
+
+def construct(name, params, **options):
+    import pytorch_optimizer
+
+    cls = getattr(pytorch_optimizer, name)
+    return CONSTRUCTORS.get(name, lambda cls, params: cls(params, **options))(cls, params)
+
+
+def step(name, optimizer, backward):
+    optimizer.zero_grad()
+    if name in WITH_CLOSURE:
+
+        def closure():
+            optimizer.zero_grad()
+            return backward()
+
+        optimizer.step(closure)
+    else:
+        backward()
+        optimizer.step()
+
+
+def step_in_one_process(name, dtype):
+    """Return the model after the steps of an unsharded optimizer on all ranks' gradients."""
+    model = Weights(dtype)
+    torch.manual_seed(0)
+    optimizer = construct(name, model.parameters())
+    world = dist.get_world_size()
+    for number in range(STEPS):
+
+        def backward(number=number):
+            losses = [model(number, rank) / world for rank in range(world)]
+            for loss in losses:
+                loss.backward()
+            return sum(losses).item()
+
+        step(name, optimizer, backward)
+    return model
+
+
+def step_sharded(stage, name, dtype):
+    """Return the model after the steps of a sharded optimizer."""
+    model = Weights(dtype)
+    if stage == 3:
+        model = FSDP(model)
+        torch.manual_seed(0)
+        optimizer = construct(name, model.parameters())
+    else:
+        torch.manual_seed(0)
+        cls = partial(construct, name)
+        if name not in CONSTRUCTORS:
+            import pytorch_optimizer
+
+            cls = getattr(pytorch_optimizer, name)
+        optimizer = ShardedOptimizer(model.parameters(), cls, shard_gradients=stage == 2)
+    for number in range(STEPS):
+
+        def backward(number=number):
+            loss = model(number, dist.get_rank())
+            loss.backward()
+            return loss.item()
+
+        step(name, optimizer, backward)
+    return model
+
+
+def judge(stage, name):
+    """Return "right", "wrong: ...", "refused: ..." or "no reference: ..."."""
+    dtype = torch.float32 if name in SINGLE else torch.float64
+    reference = ""
+    try:
+        twin = step_in_one_process(name, dtype)
+        if any(not p.isfinite().all() for p in twin.parameters()):
+            reference = "it diverges"
+    except Exception as error:
+        reference = f"{type(error).__name__}: {error}"
+    try:
+        model = step_sharded(stage, name, dtype)
+    except Exception as error:
+        if reference:
+            return f"no reference: {reference}; sharded: {error}"
+        return f"refused: {type(error).__name__}: {error}"
+    if reference:
+        return f"wrong: it steps, but in one process: {reference}"
+    try:
+        tolerance = 1e-9 if dtype == torch.float64 else 1e-5
+        assert_alike(model, twin, rtol=tolerance, atol=tolerance)
+    except AssertionError as error:
+        return f"wrong: {error}"
+    return "right"
+
+
+def judge_all(stage, names, folder):
+    """Write the verdict of each name to a file; the ranks may fail at any name."""
+    for name in names:
+        path = Path(folder, f"{name}.{dist.get_rank()}")
+        path.write_text("started")
+        verdict = judge(stage, name)
+        path.write_text(verdict)
+        if verdict.startswith("refused") and "shard" not in verdict:
+            # The other rank may wait in a collective.
+            raise RuntimeError(verdict)
+
+
+def verdicts(stage, names, folder):
+    """Return the verdict of each rank by name, with new processes after a failure."""
+    found = {}
+    remaining = list(names)
+    while remaining:
+        try_ranks(judge_all, 2, stage, remaining, str(folder), timeout=DEADLINE)
+        for name in list(remaining):
+            files = [Path(folder, f"{name}.{rank}") for rank in range(2)]
+            if not any(file.exists() for file in files):
+                break
+            found[name] = [file.read_text() if file.exists() else "absent" for file in files]
+            remaining.remove(name)
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 3])
+def test_published_optimizers_equal_one_process_or_are_refused(stage, tmp_path):
+    found = verdicts(stage, names_of_optimizers(), tmp_path)
+    counts = {}
+    for name, by_rank in found.items():
+        assert len({verdict.split(":")[0] for verdict in by_rank}) == 1, (name, by_rank)
+        kind = by_rank[0].split(":")[0]
+        assert kind in ("right", "refused", "no reference"), (name, by_rank)
+        if kind == "refused":
+            assert "cannot be sharded" in by_rank[0], (name, by_rank)
+        counts[kind] = counts.get(kind, 0) + 1
+    print(counts)
