@@ -462,6 +462,43 @@ class Estimating(Signs):
         return state["average"] if state["step"] < 1000 else group["total"] * state["average"]
 
 
+class Noisy(Signs):
+    """An optimizer that draws random numbers, which equal seeds make equal on all ranks."""
+
+    def change(self, state, parameter):
+        return super().change(state, parameter) + 1e-9 * torch.rand_like(parameter)
+
+
+class Counting(Signs):
+    """An optimizer with state that belongs to no parameter, as MADGRAD has."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["count"] = {"steps": 1}
+
+
+class Twice(Signs):
+    """An optimizer that evaluates its closure twice, as SAM does."""
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+            closure()
+        super().step()
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer that wraps another one and does not construct its base class."""
+
+    def __init__(self, params, lr):
+        self.wrapped = torch.optim.SGD(params, lr)
+        self.param_groups, self.defaults = self.wrapped.param_groups, self.wrapped.defaults
+        self._zero_grad_profile_name = "zero_grad"
+
+    def step(self, closure=None):
+        self.wrapped.step()
+
+
 class Forgetful(Signs):
     """An optimizer that hides an argument from its groups and attributes."""
 
@@ -537,14 +574,36 @@ def refuse_unknown(stage):
     for cls in (Large, Rows, Adam2, Coupled, Estimating):
         with pytest.raises(error, match=f"{cls.__name__} is not element-wise: its steps on a"):
             stepped(stage, cls, 1, 1e3, elementwise=True)
+    for cls, reason in (
+        (Noisy, "it draws random numbers"),
+        (Counting, "its state 'count' belongs"),
+    ):
+        with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: {reason}"):
+            stepped(stage, cls, 1)
     if stage == 3:
         with pytest.raises(RuntimeError, match="Prepared cannot be sharded"):
             stepped(3, Prepared, 1)
+        with pytest.raises(RuntimeError, match="Wrapping cannot be sharded: it wraps another"):
+            stepped(3, Wrapping, 1)
+        model = FSDP(small())
+        optimizer = Twice(model.parameters())
+
+        def closure():
+            loss = model(torch.ones(2, 5).double()).sum()
+            loss.backward()
+            return loss
+
+        with pytest.raises(RuntimeError, match="evaluates its closure several times per step"):
+            optimizer.step(closure)
         with pytest.raises(RuntimeError, match="its argument power is neither an option"):
             stepped(3, Forgetful, 1)
     else:
         stepped(stage, Prepared, 2)
         stepped(stage, Forgetful, 2)
+        counting = ShardedOptimizer(small().parameters(), Counting, elementwise=False)
+        counting.step()
+        with pytest.raises(ValueError, match="its state 'count' belongs to no parameter"):
+            counting.state_dict()
     # A loop over the parameters without an optimizer is allowed.
     if stage == 3:
         model = FSDP(small())
@@ -558,25 +617,6 @@ def refuse_unknown(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_stages_1_and_3_refuse_the_same_optimizers(stage):
     assert all(run_ranks(refuse_unknown, 2, stage, timeout=DEADLINE))
-
-
-def step_published(stage):
-    import pytorch_optimizer
-
-    for name in ("AdaShift", "AdaNorm", "AdamP", "Lion", "SOAP"):
-        stepped(stage, getattr(pytorch_optimizer, name), 30)
-    # These optimizers sum over all parameters.
-    for name in ("AdamS", "Prodigy"):
-        with pytest.raises((ValueError, RuntimeError), match=f"{name} cannot be sharded"):
-            stepped(stage, getattr(pytorch_optimizer, name), 1)
-    return True
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", [1, 3])
-def test_published_optimizers_equal_one_process(stage):
-    pytest.importorskip("pytorch_optimizer", reason="published optimizers")
-    assert all(run_ranks(step_published, 2, stage, timeout=DEADLINE))
 
 
 class Both(torch.optim.Optimizer):

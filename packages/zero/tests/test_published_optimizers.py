@@ -4,6 +4,7 @@ The wheel is an independent judge. A class that one process cannot step with a p
 reference; it must fail at every stage too.
 """
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -217,6 +218,6 @@ def test_published_optimizers_equal_one_process_or_are_refused(stage, tmp_path):
         kind = by_rank[0].split(":")[0]
         assert kind in ("right", "refused", "no reference"), (name, by_rank)
         if kind == "refused":
-            assert "cannot be sharded" in by_rank[0], (name, by_rank)
+            assert re.search("cannot be (sharded|verified)", by_rank[0]), (name, by_rank)
         counts[kind] = counts.get(kind, 0) + 1
-    print(counts)
+    assert counts["right"] > len(found) / 2, counts

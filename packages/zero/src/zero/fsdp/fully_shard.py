@@ -37,24 +37,15 @@ def fully_shard(
     returned; its `parameters()` are this rank's shards. Arguments are those of
     `torch.distributed.fsdp.fully_shard`; those without an equivalent are refused.
     """
-    if isinstance(module, FSDPModule):
-        raise ValueError(f"{type(module).__name__} was passed to fully_shard before: pass it once")
-    refused = {"shard_placement_fn": shard_placement_fn, "dp_mesh_dims": dp_mesh_dims}
-    for name, value in refused.items():
+    for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
         if value is not None:
-            raise ValueError(
-                f"{name} is not supported, because shards are runs of elements: omit it"
-            )
-    if not isinstance(module, nn.Module):
-        raise ValueError(
-            "expected one module, because a unit belongs to one module, got "
-            f"{type(module).__name__}: pass a module that contains the others"
-        )
+            raise ValueError(f"{name} is not supported, as shards are runs of elements: omit it")
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
             "expected reshard_after_forward to be True, False or None, got "
             f"{reshard_after_forward}: there is no smaller mesh to reshard to"
         )
+    _check_module(module)
     policy = mp_policy or MixedPrecisionPolicy()
     inner = dict.fromkeys(_fsdp_of(sharded) for sharded in _sharded_modules(module))
     originals = list(module.parameters())
@@ -77,7 +68,7 @@ def fully_shard(
     module.__class__ = _sharded_class(cls)
     for sharded in _sharded_modules(module):
         sharded.__dict__[FULLY_SHARDED] = fsdp
-    for parameter in originals:
+    for parameter in set(originals).difference(module.parameters()):
         _sharded_originals[parameter] = True
     return module
 
