@@ -114,12 +114,20 @@ def drop_some(parameters):
         parameter.grad = None
 
 
+def add_noise(parameters):
+    torch.manual_seed(1)
+    for parameter in parameters:
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
+        parameter.grad.mul_(torch.rand_like(parameter))
+
+
 EDITS = {
     "copies": clip_copies,
     "new": clip_new_ones,
     "forums": clip_as_forums_do,
     "sign": sign,
     "drop": drop_some,
+    "noise": add_noise,
     "data": multiply_data,
     "replace": replace,
     "replace, clip": lambda p: (replace(p), nn.utils.clip_grad_norm_(p, 0.1)),
@@ -608,6 +616,14 @@ MISUSES = {
     "sorted": (lambda n, _: n["0.weight"].grad.cumsum(0), "full_tensor"),
     "softmax": (lambda n, _: n["0.weight"].grad.softmax(0), "full_tensor"),
     "vector": (lambda n, _: n["0.weight"].grad.mul(torch.ones(5).double()), "full_tensor"),
+    "noise": (
+        lambda n, _: n["0.weight"].grad.add_(torch.randn(n["0.weight"].shape).double()),
+        "as random numbers of equal seeds are: create it by zeros_like(p), randn_like(p)",
+    ),
+    "noise of parameters": (
+        lambda n, _: torch._foreach_add_([n["0.weight"]], [torch.randn(n["0.weight"].shape)]),
+        "combines this rank's elements with a plain tensor of their shape",
+    ),
     "numpy": (lambda n, _: n["0.weight"].grad.tolist(), "full_tensor"),
 }
 

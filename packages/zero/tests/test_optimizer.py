@@ -494,6 +494,8 @@ class Wrapping(torch.optim.Optimizer):
         self.wrapped = torch.optim.SGD(params, lr)
         self.param_groups, self.defaults = self.wrapped.param_groups, self.wrapped.defaults
         self._zero_grad_profile_name = "zero_grad"
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._patch_step_function()
 
     def step(self, closure=None):
         self.wrapped.step()

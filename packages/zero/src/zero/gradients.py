@@ -8,6 +8,7 @@ Therefore:
 - an element-wise operation acts on this rank's elements, which is exact;
 - a norm, sum, mean, maximum or minimum over all elements is reduced over ranks, so every rank must
   call it, and every rank gets the same value;
+- random numbers in the shape of a gradient are those that one process draws;
 - GradScaler's check for infinities is reduced too, so that either all ranks step or no rank does;
 - any other operation raises, and names `full_tensor()` as the remedy.
 
@@ -65,6 +66,8 @@ ELEMENTWISE_FUNCTIONS = {
     "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
     "true_divide", "square", "clamp", "masked_fill",
 }  # fmt: skip
+#: Functions that draw random numbers in the shape of a tensor.
+RANDOM = {"rand_like", "randn_like"}
 #: Attributes that are other views of all elements.
 VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
 #: Methods that end with an underscore and do not change elements.
@@ -182,6 +185,8 @@ class AveragedGradient(Tensor):
             return _apply_foreach(name.removeprefix("_foreach_"), args, kwargs)
         if _reduces_all_elements(name, args, kwargs):
             return _reduce(name, args, kwargs)
+        if name in RANDOM:
+            return _draw_like(func, args[0], kwargs)
         if torch.Tag.pointwise in func.tags or name in ELEMENTWISE_OPERATORS:
             return _apply_elementwise(func, args, kwargs)
         raise RuntimeError(
@@ -239,6 +244,16 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     dtype = results[0][2].dtype
     return AveragedGradient(gradients[0], gradients[0].source, None, dtype=dtype, runs=results)
+
+
+def _draw_like(func: Any, gradient: AveragedGradient, kwargs: Any) -> AveragedGradient:
+    """Draw random numbers for all elements, as one process does, and keep this rank's."""
+    whole = func(
+        torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), **kwargs
+    )
+    flat = whole.reshape(-1)
+    runs = [(start, stop, flat[start:stop]) for start, stop, _ in gradient.local_runs()]
+    return AveragedGradient(gradient, gradient.source, None, dtype=whole.dtype, runs=runs)
 
 
 def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
@@ -436,12 +451,19 @@ class ShardGradient(Tensor):
             if name == "_foreach_norm":
                 return norms(*args, **kwargs)
             if name.startswith("_foreach_"):
-                _check_is_local(name, _is_elementwise(name.removeprefix("_foreach_")), ())
+                lists = [arg for arg in args if isinstance(arg, list | tuple)]
+                for leaves in zip(*lists, strict=False):
+                    _check_is_local(name, _is_elementwise(name.removeprefix("_foreach_")), leaves)
                 return _wrap_results(func(*args, **kwargs), args[0])
             if _reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
                 if torch.is_grad_enabled() and args[0].requires_grad:
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return _reduce(name, args, kwargs)
+            if name in RANDOM:
+                like, elements = args[0], args[0].elements
+                whole = func(like.new_empty(elements.shape), *args[1:], **kwargs)
+                part = whole.reshape(-1)[elements.start : elements.stop].view(like.shape)
+                return shard_gradient(part, like.communicator, elements)
             return _apply_to_shards(func, name, args, kwargs)
 
 
@@ -546,6 +568,17 @@ def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
         raise RuntimeError(
             f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
             f"this rank's elements with a tensor of other elements: {REMEDY}"
+        )
+    has_plain = any(not isinstance(tensor, ShardGradient) for tensor in others)
+    if (
+        has_plain
+        and gradients[0].communicator.world > 1
+        and gradients[0].elements.shape.numel() > 1
+    ):
+        raise RuntimeError(
+            f"{name} combines this rank's elements with a plain tensor of their shape, whose values "
+            "may be equal on all ranks, as random numbers of equal seeds are: create it by "
+            "zeros_like(p), randn_like(p), p.detach().clone() or another operation on p or p.grad"
         )
 
 
