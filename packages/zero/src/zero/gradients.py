@@ -570,14 +570,11 @@ def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
             f"this rank's elements with a tensor of other elements: {REMEDY}"
         )
     has_plain = any(not isinstance(tensor, ShardGradient) for tensor in others)
-    if (
-        has_plain
-        and gradients[0].communicator.world > 1
-        and gradients[0].elements.shape.numel() > 1
-    ):
+    is_shared = gradients[0].communicator.world > 1 and gradients[0].elements.shape.numel() > 1
+    if has_plain and is_shared:
         raise RuntimeError(
-            f"{name} combines this rank's elements with a plain tensor of their shape, whose values "
-            "may be equal on all ranks, as random numbers of equal seeds are: create it by "
+            f"{name} combines this rank's elements with a plain tensor of their shape, whose "
+            "values may be equal on all ranks, as random numbers of equal seeds are: create it by "
             "zeros_like(p), randn_like(p), p.detach().clone() or another operation on p or p.grad"
         )
 
