@@ -1,17 +1,24 @@
 """Stages 1 and 2 equal the unsharded optimizer."""
 
 import random
+import sys
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.optimizer.optimizer_kinds import how_to_split
+from zero_training import assert_alike
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -195,6 +202,60 @@ def weights_and_biases(module):
     weights = (p for n, p in module.named_parameters() if "weight" in n)
     biases = (p for n, p in module.named_parameters() if "bias" in n)
     return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+
+
+def train_unevenly(stage):
+    """Train with 4, 2 and 0 batches, clipping, a schedule and accumulation."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, twin = small(), small()
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    ours = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, **options
+    )
+    theirs = torch.optim.AdamW(twin.parameters(), **options)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (ours, theirs)]
+    lengths = [4, 2, 0]
+
+    def loss(module, step, micro, number):
+        generator = torch.Generator().manual_seed(100 * step + 10 * micro + number)
+        return module(torch.randn(4, 5, generator=generator).double()).square().mean()
+
+    with Join([ours]):
+        for step in range(lengths[rank]):
+            for micro in range(3):
+                with ours.no_sync() if micro == 1 else nullcontext():
+                    loss(model, step, micro, rank).backward()
+            ours.clip_grad_norm_(0.1)
+            if step == 0 and rank == 0:
+                with pytest.raises(RuntimeError, match=r"use ShardedOptimizer\.clip_grad"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            ours.step()
+            schedules[0].step()
+            ours.zero_grad()
+    for step in range(max(lengths)):
+        for number in range(world):
+            for micro in range(3) if step < lengths[number] else ():
+                (loss(twin, step, micro, number) / world).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        theirs.step()
+        schedules[1].step()
+        theirs.zero_grad()
+    assert_alike(model, twin)
+    # The optimizer works after the context as before it.
+    loss(model, 9, 0, rank).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    ours.step()
+    with pytest.raises(ValueError, match="expected divide_by_initial_world_size=True, got False"):
+        Join([ours], divide_by_initial_world_size=False)
+    second = ShardedOptimizer(small().parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="Join is supported for one ShardedOptimizer per group"):
+        Join([second])
+    return True
+
+
+@pytest.mark.parametrize("stage", [exhaustive(1), 2])
+def test_ranks_with_fewer_inputs_join_the_collectives_of_the_others(stage):
+    assert all(run_ranks(train_unevenly, 3, stage, timeout=DEADLINE))
 
 
 def use_groups_and_closures(stage):

@@ -281,6 +281,7 @@ def _gather_runs(
     runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, communicator: Communicator
 ) -> Tensor:
     """Return the whole tensor, of which each rank passes its runs of elements."""
+    communicator.check_not_joining()
     first = runs[0][2]
     whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)
     for start, stop, values in runs:
@@ -296,6 +297,7 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
     if pieces:
         getattr(torch, UNSCALE)(pieces, found_inf, inv_scale)
     communicator = communicator_of(gradients)
+    communicator.check_not_joining()
     found_anywhere = found_inf.to(communicator.device)
     communicator.all_reduce(found_anywhere, op=dist.ReduceOp.MAX).wait()
     found_inf.copy_(found_anywhere)
@@ -359,6 +361,7 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
 
 def _all_gather_rows(values: Tensor, communicator: Communicator) -> Tensor:
     """Return every rank's `values` as rows, so that all ranks compute equal results."""
+    communicator.check_not_joining()
     rows = values.new_zeros(communicator.world, values.numel(), device=communicator.device)
     rows[communicator.rank] = values
     communicator.all_reduce(rows).wait()
@@ -453,7 +456,10 @@ class ShardGradient(Tensor):
             if name.startswith("_foreach_"):
                 lists = [arg for arg in args if isinstance(arg, list | tuple)]
                 for leaves in zip(*lists, strict=False):
-                    _check_is_local(name, _is_elementwise(name.removeprefix("_foreach_")), leaves)
+                    # Replicated parameters have plain gradients.
+                    if any(isinstance(leaf, ShardGradient) for leaf in leaves):
+                        is_local = _is_elementwise(name.removeprefix("_foreach_"))
+                        _check_is_local(name, is_local, leaves)
                 return _wrap_results(func(*args, **kwargs), args[0])
             if _reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
                 if torch.is_grad_enabled() and args[0].requires_grad:
@@ -570,8 +576,7 @@ def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
             f"this rank's elements with a tensor of other elements: {REMEDY}"
         )
     has_plain = any(not isinstance(tensor, ShardGradient) for tensor in others)
-    is_shared = gradients[0].communicator.world > 1 and gradients[0].elements.shape.numel() > 1
-    if has_plain and is_shared:
+    if has_plain and gradients[0].communicator.world > 1:
         raise RuntimeError(
             f"{name} combines this rank's elements with a plain tensor of their shape, whose "
             "values may be equal on all ranks, as random numbers of equal seeds are: create it by "

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,6 +74,8 @@ class Communicator:
     ) -> None:
         #: The ranks with a copy of this rank's shard, if `group` is a mesh of two dimensions.
         self.replicas: Communicator | None = None
+        #: True within `Join`, where some ranks may have no inputs left.
+        self.is_joining = False
         self._mesh = group if isinstance(group, DeviceMesh) else None
         if isinstance(group, DeviceMesh):
             if group.ndim not in (1, 2):
@@ -116,6 +119,24 @@ class Communicator:
         if backend == "nccl":
             self.device = torch.device("cuda")
         self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
+
+    @contextmanager
+    def all_ranks_call(self) -> Iterator[None]:
+        """Allow collectives that ranks without inputs take part in."""
+        before = self.is_joining
+        self.is_joining = False
+        try:
+            yield
+        finally:
+            self.is_joining = before
+
+    def check_not_joining(self) -> None:
+        """Raise if a rank without inputs may not make the next collective."""
+        if self.is_joining:
+            raise RuntimeError(
+                "within Join, ranks without inputs do not take part in reductions of single "
+                "gradients: use ShardedOptimizer.clip_grad_norm_, and no norms, sums or scalers"
+            )
 
     @property
     def mesh(self) -> DeviceMesh:
