@@ -30,14 +30,13 @@ def wrap(cls, params):
     return cls(torch.optim.SGD(params, lr=0.01))
 
 
-def group_matrices(cls, params):
+def group_matrices(params):
     """Give matrices to Muon, and all other parameters to AdamW, as its documentation says."""
     params = list(params)
-    if params and isinstance(params[0], dict):
-        return cls(params)
-    matrices = [p for p in params if p.dim() == 2]
-    others = [p for p in params if p.dim() != 2]
-    return cls([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
+    return [
+        {"params": [p for p in params if p.dim() == 2], "use_muon": True},
+        {"params": [p for p in params if p.dim() != 2], "use_muon": False},
+    ]
 
 
 def pass_base(cls, params):
@@ -48,12 +47,12 @@ def pass_base(cls, params):
 CONSTRUCTORS = {
     **dict.fromkeys(("Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC"), wrap),
     **dict.fromkeys(("PCGrad", "SafeFP16Optimizer"), wrap),
-    **dict.fromkeys(("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "NorMuon"), group_matrices),
-    **dict.fromkeys(("MuonClip", "SpectralSphere"), group_matrices),
     **dict.fromkeys(("SAM", "LookSAM", "FriendlySAM"), pass_base),
     "BSAM": lambda cls, params: cls(params, num_data=10),
     "Ranger21": lambda cls, params: cls(params, num_iterations=20),
 }
+#: Classes whose groups have an option for matrices.
+GROUPED = {"AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon"}
 #: Classes whose step needs a closure.
 WITH_CLOSURE = {"AliG", "BSAM", "SAM", "LookSAM", "FriendlySAM", "LBFGS"}
 #: Classes that compute in float32 only.
@@ -97,6 +96,10 @@ def construct(name, params, **options):
     return CONSTRUCTORS.get(name, lambda cls, params: cls(params, **options))(cls, params)
 
 
+def groups_of(name, model):
+    return group_matrices(model.parameters()) if name in GROUPED else model.parameters()
+
+
 def step(name, optimizer, backward):
     optimizer.zero_grad()
     if name in WITH_CLOSURE:
@@ -115,7 +118,7 @@ def step_in_one_process(name, dtype):
     """Return the model after the steps of an unsharded optimizer on all ranks' gradients."""
     model = Weights(dtype)
     torch.manual_seed(0)
-    optimizer = construct(name, model.parameters())
+    optimizer = construct(name, groups_of(name, model))
     world = dist.get_world_size()
     for number in range(STEPS):
 
@@ -135,7 +138,7 @@ def step_sharded(stage, name, dtype):
     if stage == 3:
         model = FSDP(model)
         torch.manual_seed(0)
-        optimizer = construct(name, model.parameters())
+        optimizer = construct(name, groups_of(name, model))
     else:
         torch.manual_seed(0)
         cls = partial(construct, name)
@@ -143,7 +146,7 @@ def step_sharded(stage, name, dtype):
             import pytorch_optimizer
 
             cls = getattr(pytorch_optimizer, name)
-        optimizer = ShardedOptimizer(model.parameters(), cls, shard_gradients=stage == 2)
+        optimizer = ShardedOptimizer(groups_of(name, model), cls, shard_gradients=stage == 2)
     for number in range(STEPS):
 
         def backward(number=number):
