@@ -1,13 +1,19 @@
 """Predicted bytes are the bytes that the allocator counts."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn import functional as F
 from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from allocator import peak_bytes, peak_of_events
 from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
-from zero.allocator import peak_bytes, peak_of_events
 from zero.bench import rivals
 
 WIDTH = 128

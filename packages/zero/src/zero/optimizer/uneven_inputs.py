@@ -7,38 +7,17 @@ DDP by default, gradients are divided by the number of all ranks.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
-from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.state_dict import options_of
-from zero.process_groups import Communicator
-
-
-class Joined(Protocol):
-    """The parts of a ShardedOptimizer that take part in the collectives of other ranks."""
-
-    communicator: Communicator
-    reducer: GradientReducer
-    param_groups: list[dict[str, Any]]
-    _join_config: Any
-
-    def step(self) -> Any:
-        """Step this rank's shard."""
-
-    def zero_grad(self) -> None:
-        """Clear the gradients."""
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients."""
 
 
 class UnevenInputs(JoinHook):
     """The hook of a ShardedOptimizer within `Join([optimizer])`."""
 
-    def __init__(self, optimizer: Joined, options: dict[str, Any]) -> None:
+    def __init__(self, optimizer: Any, options: dict[str, Any]) -> None:
         if not options.get("divide_by_initial_world_size", True):
             raise ValueError(
                 "expected divide_by_initial_world_size=True, got False: gradients are divided by "
@@ -57,8 +36,7 @@ class UnevenInputs(JoinHook):
         """Announce the next call of this rank to the ranks that have joined."""
         if self.has_joined or not self.optimizer._join_config.enable:
             return
-        joinable: Joinable = self.optimizer  # type: ignore[assignment]
-        work = Join.notify_join_context(joinable)
+        work = Join.notify_join_context(self.optimizer)
         if work is None:
             raise ValueError("expected ShardedOptimizer as the only argument of Join([...])")
         work.wait()
@@ -88,6 +66,6 @@ class UnevenInputs(JoinHook):
         self.optimizer.communicator.is_joining = False
 
 
-def options_of_groups(optimizer: Joined) -> list[dict[str, Any]]:
+def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the options of all groups, which ranks that have joined adopt."""
     return [options_of(group) for group in optimizer.param_groups]
