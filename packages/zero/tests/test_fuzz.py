@@ -22,8 +22,8 @@ from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 
 WORLD = 3
-SAMPLE, ALL = 60, 10_000
-AT_ONCE = 60
+SAMPLE, ALL = 40, 10_000
+AT_ONCE = 40
 GROUPS = {}
 OPTIMIZERS = {
     "SGD": [{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "nesterov": True}],

@@ -18,7 +18,9 @@ from zero import FSDP, ShardedOptimizer
 from zero_training import assert_alike
 
 DEADLINE = 300.0
-STAGES = [1, 2, 3]
+# Stage 1 differs from stage 2 where averages overwrite local gradients.
+EVERY_STAGE = [1, 2, 3]
+STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3]
 WORLDS = [pytest.param(2, marks=pytest.mark.exhaustive), 3]
 
 
@@ -309,7 +311,10 @@ def scale(stage, scaler_cls):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("scaler_cls", [torch.amp.GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize(
+    "scaler_cls",
+    [torch.amp.GradScaler, pytest.param(ShardedGradScaler, marks=pytest.mark.exhaustive)],
+)
 def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, scaler_cls):
     assert all(run_ranks(scale, 2, stage, scaler_cls, timeout=DEADLINE))
 
@@ -357,7 +362,7 @@ def drop(stage):
     return assert_alike(model, twin)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
     assert all(run_ranks(drop, 2, stage, timeout=DEADLINE))
 
@@ -391,7 +396,7 @@ def accumulate(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_backwards_accumulate_in_any_order_of_no_sync(stage):
     assert all(run_ranks(accumulate, 2, stage, timeout=DEADLINE))
 

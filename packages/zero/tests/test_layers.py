@@ -98,7 +98,7 @@ def train_embeddings():
     return True
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(world):
     assert all(run_ranks(train_embeddings, world, timeout=DEADLINE))
 

@@ -912,7 +912,7 @@ def make_layers():
 
 @pytest.mark.parametrize(
     ("stage", "elementwise"),
-    [exhaustive(1, True), (2, True), (1, False), exhaustive(2, False)],
+    [exhaustive(1, True), (2, True), exhaustive(1, False), exhaustive(2, False)],
 )
 def test_two_optimizers_in_one_backward_equal_one_process(stage, elementwise):
     assert all(run_ranks(step_two, 3, stage, elementwise, timeout=DEADLINE))

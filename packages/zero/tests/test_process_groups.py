@@ -124,7 +124,7 @@ def scatter_and_gather():
     return True
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3, 5])
 def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
     assert all(run_ranks(scatter_and_gather, world, timeout=DEADLINE))
 
