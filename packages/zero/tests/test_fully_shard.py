@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.utils.checkpoint import checkpoint
 from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,14 +23,45 @@ from zero_training import batch
 DEADLINE = 300.0
 
 
+class Block(nn.Sequential):
+    """Layers that may be recomputed in backward, or skipped."""
+
+    recompute = skip = False
+
+    def forward(self, x):
+        if self.skip:
+            return x
+        if self.recompute:
+            return checkpoint(super().forward, x, use_reentrant=False)
+        return super().forward(x)
+
+
 def build(dtype=torch.float64):
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.LayerNorm(7)) for _ in range(2)]
-    return nn.Sequential(nn.Linear(5, 7), *blocks, nn.Linear(7, 3)).to(dtype)
+    blocks = [Block(nn.Linear(5, 5), nn.Tanh(), nn.LayerNorm(5)) for _ in range(2)]
+    return nn.Sequential(nn.Linear(5, 5), *blocks, nn.Linear(5, 5)).to(dtype)
 
 
-def train(shard, model, accumulate=1, steps=3, **options):
+def tie(model):
+    model[3].weight = model[0].weight
+
+
+def freeze(model):
+    model[1].requires_grad_(False)
+
+
+def recompute(model):
+    model[1].recompute = model[2].recompute = True
+
+
+def skip(model):
+    model[2].skip = True
+
+
+def train(shard, model, change=None, accumulate=1, steps=3, **options):
     """Run a program of FSDP2 with either implementation; return its full state dict."""
+    if change is not None:
+        change(model)
     for block in (model[1], model[2]):
         shard(block, **options)
     shard(model, **options)
@@ -56,6 +88,10 @@ def run_programs():
         "mesh": {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))},
         "kept": {"reshard_after_forward": False},
         "accumulated": {"accumulate": 3},
+        "tied": {"change": tie},
+        "frozen": {"change": freeze},
+        "recomputed": {"change": recompute},
+        "skipped": {"change": skip},
         "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     }
     for name, options in programs.items():
@@ -131,6 +167,7 @@ def use_methods(folder):
     assert isinstance(model[1], FSDPModule)
     assert type(model).__name__ == "FSDPSequential"
     assert type(model[0:2]) is nn.Sequential
+    assert not list(fully_shard(nn.Tanh()).parameters())
     save_checkpoint(folder, model, optimizer)
     other = build()
     other_optimizer = torch.optim.AdamW(fully_shard(other).parameters(), lr=0.1)
@@ -148,7 +185,7 @@ def use_methods(folder):
             # A forward frees the parameters too.
             with torch.no_grad():
                 model(batch(0, 0))
-        assert model[1][0].weight.numel() < 49
+        assert model[1][0].weight.numel() < 25
     with pytest.raises(AssertionError, match=r"use its state dict, or zero\.FSDP, whose copies"):
         copy.deepcopy(model)
     return True

@@ -115,10 +115,10 @@ class FSDP(nn.Module):
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
-        inner: Sequence[FSDP] = (),
+        inner: Sequence[FSDP] | None = None,
     ) -> None:
         super().__init__()
-        adopted = {p.shard for fsdp in inner for unit in fsdp.units for p in unit.parameters}
+        adopted = {p.shard for fsdp in inner or () for unit in fsdp.units for p in unit.parameters}
         _check_module(module, adopted)
         self.communicator = Communicator(
             group,
@@ -143,7 +143,7 @@ class FSDP(nn.Module):
             None if isinstance(group, DryRun) else Materialize(target, initialize),
             partial(Unit, self.communicator, compute_dtype, gradient_dtype, cpu_offload),
             ignored,
-            may_be_empty=bool(adopted),
+            may_be_empty=inner is not None,
         )
         for unit in self.units:
             unit.elementwise_optimizers = tuple(elementwise_optimizers)
@@ -151,7 +151,7 @@ class FSDP(nn.Module):
         #: The dtypes of inputs and outputs of modules that differ from `compute_dtype` and None.
         self.input_dtypes: dict[nn.Module, torch.dtype | None] = {}
         self.output_dtypes: dict[nn.Module, torch.dtype] = {}
-        for fsdp in inner:
+        for fsdp in inner or ():
             self._adopt(fsdp)
         sharded = {p.shard for unit in self.units for p in unit.parameters}
         replicated = [p for p in module.parameters() if p not in sharded | ignored]
