@@ -33,7 +33,7 @@ test-timing: sync  ## Run those that assert a ratio of times: they need an idle 
 	$(UV) run pytest -m timing $(ARGS)
 
 test-exhaustive: sync  ## Run those that try every combination and seed, for many minutes
-	$(UV) run --group oracles pytest -m exhaustive --hypothesis-profile explore $(ARGS)
+	$(UV) run --group oracles --group docs pytest -m exhaustive --hypothesis-profile explore $(ARGS)
 	$(UV) run pytest -n 5 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" --seed-offset 1 $(ARGS)
 
 test-isolated: sync  ## Run each package's tests in an environment that holds that package alone

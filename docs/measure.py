@@ -5,9 +5,10 @@
     python docs/measure.py ddp:two-hosts    measure one run of a package's
     python docs/measure.py --write-only     write the pages from the newest results
 
-A package's `measured.toml` lists the runs of its bench and the few rows that its README quotes. All
-rows are in docs/results/PACKAGE.md. No number in either is typed by hand: a test renders the
-results again and compares.
+A package's `measured.toml` lists the runs of its bench, the few rows that its README quotes, and
+how to read the table of each case. docs/results/PACKAGE.md has the tables of all cases, for every
+machine that was measured. No number in either is typed by hand: a test renders the results again
+and compares.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable
 from datetime import date
-from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from tables import case_table, plain_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -94,8 +95,22 @@ def measure(name: str, label: str) -> None:
 
 def newest(name: str, label: str) -> dict[str, Any] | None:
     """Return the newest results of one run, or None."""
-    matching = sorted(RESULTS.glob(f"*/{name}-{label}.json"))
-    return json.loads(matching[-1].read_text()) if matching else None
+    return max(newest_by_machine(name, label).values(), key=_date, default=None)
+
+
+def newest_by_machine(name: str, label: str) -> dict[str, dict[str, Any]]:
+    """Return the newest results of one run on each kind of GPU or processor."""
+    every = [json.loads(path.read_text()) for path in RESULTS.glob(f"*/{name}-{label}.json")]
+    return {_machine(stored): stored for stored in sorted(every, key=_date)}
+
+
+def _date(stored: dict[str, Any]) -> str:
+    return str(stored["environment"]["date"])
+
+
+def _machine(stored: dict[str, Any]) -> str:
+    facts = stored["environment"]
+    return ", ".join(facts["gpus"]) or str(facts["processor"])
 
 
 def write_pages(name: str) -> None:
@@ -124,7 +139,7 @@ def quoted(name: str) -> str:
         [
             *dict.fromkeys(commands),
             "",
-            *_table(rows),
+            *plain_table(rows),
             f"[All rows](../../docs/results/{name}.md).",
             "",
         ]
@@ -132,14 +147,18 @@ def quoted(name: str) -> str:
 
 
 def page(name: str) -> str:
-    """Return all rows of a package's newest results as Markdown."""
-    lines = [f"# {name}: measurements", ""]
+    """Return the newest results of a package on every machine as Markdown, a table per case."""
+    lines = [f"# {name}: measurements", "", f"The files `*/{name}-*.json` have all columns.", ""]
+    layouts = settings(name)["cases"]
     for label in settings(name)["runs"]:
-        stored = newest(name, label)
-        if stored is not None:
+        for stored in newest_by_machine(name, label).values():
             lines += [f"## {label}", "", _command(stored), ""]
-            for _, rows in groupby(stored["rows"], key=tuple):
-                lines += _table(rows)
+            cases = dict.fromkeys(row["case"] for row in stored["rows"])
+            for case in cases:
+                if case not in layouts:
+                    raise ValueError(f"{name}/measured.toml: expected [cases.{case}]")
+                rows = [row for row in stored["rows"] if row["case"] == case]
+                lines += [f"### {case.replace('_', ' ')}", "", *case_table(rows, layouts[case])]
     pictures = sorted(path.name for path in RESULTS.glob(f"{name}-*.[ps][nv]g"))
     lines += [f"![{picture}]({picture})\n" for picture in pictures]
     return "\n".join(lines).rstrip() + "\n"
@@ -155,25 +174,12 @@ def _matches(row: Row, pattern: Row) -> bool:
 def _command(stored: dict[str, Any]) -> str:
     facts = stored["environment"]
     flags = " ".join(flag for flag in facts.get("cpu_flags", ()) if flag in DECIDING_FLAGS)
-    where = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores {flags}"
+    machine = _machine(stored)
+    where = machine if facts["gpus"] else f"{machine}, {facts['cores']} cores {flags}"
     return (
         f"`{stored['command']}`, {facts['date'][:10]}: {where.strip()}; torch {facts['torch']}, "
         f"Python {facts['python']}."
     )
-
-
-def _table(rows: Iterable[Row]) -> list[str]:
-    rows = list(rows)
-    return [
-        "| " + " | ".join(column.replace("_", " ") for column in rows[0]) + " |",
-        "|" + "---|" * len(rows[0]),
-        *("| " + " | ".join(map(_cell, row.values())) + " |" for row in rows),
-        "",
-    ]
-
-
-def _cell(value: float | int | str) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

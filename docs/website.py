@@ -34,7 +34,6 @@ PACKAGES = (
     "llmsys-suite",
 )
 GUIDES = (
-    "tutorial",
     "architecture",
     "choosing",
     "scaling_out",
@@ -45,7 +44,11 @@ GUIDES = (
     "contributing",
     "changelog",
 )
+FIRST_GUIDES = ("Getting started <getting_started>", "Overview <overview>")
 PICTURES = (".svg", ".png")
+#: Front matter of a page that the sidebar does not list, and of one without a list of its headings.
+UNLISTED = "---\norphan: true\n---\n"
+WIDE = "---\nhide-toc: true\n---\n"
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 SETTINGS: dict[str, Any] = {
     "project": "llmsys",
@@ -55,6 +58,8 @@ SETTINGS: dict[str, Any] = {
     "html_title": "llmsys",
     "html_show_copyright": False,
     "html_copy_source": False,
+    "html_static_path": [str(DOCS / "static")],
+    "html_css_files": ["tables.css"],
     "default_role": "code",
     # A block without a language is a picture or output, never Python.
     "highlight_language": "text",
@@ -112,6 +117,8 @@ def stage(folder: Path) -> None:
     for page, site_path in pages.items():
         rewrite = partial(_link, page=page, site_path=site_path, pages=pages, shown=shown)
         text = LINK.sub(rewrite, page.read_text())
+        if site_path.startswith("results/"):
+            text = WIDE + text  # tables of many columns
         if site_path == "index.md":
             text += _contents()
         _write(folder / site_path, text)
@@ -129,8 +136,10 @@ def stage(folder: Path) -> None:
 
 def site_paths() -> dict[Path, str]:
     """Return the path in the site of each page of the repository."""
-    pages = {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "index.md"}
-    pages |= {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
+    pages = {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
+    pages |= {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "overview.md"}
+    # A reader meets the system first in the life of one model.
+    pages |= {DOCS / "tutorial.md": "index.md"}
     pages |= {path: f"results/{path.name}" for path in sorted(DOCS.glob("results/*.md"))}
     return pages | {ROOT / "packages" / p / "README.md": f"packages/{p}.md" for p in PACKAGES}
 
@@ -163,7 +172,7 @@ def _picture(path: Path) -> Path:
 def _file(path: Path) -> str:
     """Return a page that shows one file."""
     language = {".py": "python", ".toml": "toml", ".md": "markdown"}.get(path.suffix, "text")
-    return f"# {path.relative_to(ROOT)}\n\n````{language}\n{path.read_text()}\n````\n"
+    return f"{UNLISTED}# {path.relative_to(ROOT)}\n\n````{language}\n{path.read_text()}\n````\n"
 
 
 def _api(name: str) -> str:
@@ -186,7 +195,8 @@ def _api(name: str) -> str:
 
 def _results() -> str:
     names = sorted(path.stem for path in DOCS.glob("results/*.md"))
-    return "# Results\n\nAll rows, by package.\n\n" + _tree(names)
+    tree = _tree([f"{name} <{name}>" for name in names])
+    return "# Results\n\nAll rows, by package.\n\n" + tree
 
 
 def _contents() -> str:
@@ -194,17 +204,16 @@ def _contents() -> str:
     return "\n".join(
         [
             "\n",
-            _tree(["Getting started <getting_started>", *GUIDES, "results/index"], "Guides"),
+            _tree([*FIRST_GUIDES, *GUIDES, "results/index"], "Guides"),
             _tree([f"packages/{name}" for name in PACKAGES], "Packages"),
-            _tree([f"api/{name}" for name in PACKAGES], "Public names"),
-            _tree(["files/**"], "Files to read", ":glob:"),
+            _tree([f"{name} <api/{name}>" for name in PACKAGES], "Public names"),
         ]
     )
 
 
-def _tree(names: list[str], caption: str = "", *options: str) -> str:
+def _tree(names: list[str], caption: str = "") -> str:
     head = [f":caption: {caption}", ":hidden:"] if caption else []
-    return "\n".join(["```{toctree}", *head, ":maxdepth: 1", *options, "", *names, "```", ""])
+    return "\n".join(["```{toctree}", *head, ":maxdepth: 1", "", *names, "```", ""])
 
 
 def _write(path: Path, text: str) -> None:

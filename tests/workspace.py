@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +51,8 @@ def project(package: str) -> dict[str, Any]:
 
 def script(name: str) -> ModuleType:
     """Import a script of docs/ and return it as a module."""
+    if str(ROOT / "docs") not in sys.path:
+        sys.path.append(str(ROOT / "docs"))  # for the modules that scripts import
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,14 +1,17 @@
-"""Members of torch's DDP that trainers, pipelines and checkpoints read are available on `DDP`."""
+"""`DDP` behaves like torch's DDP in torch's checkpoints and pipelines.
+
+`test_trainers` runs the other readers of the members in `ddp.compat`.
+"""
 
 import copy
 
 import torch
+import torch.distributed as dist
 from ddp import DDP
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from worker_pool import run_ranks
-
-MIB = 2**20
 
 
 class Branches(nn.Module):
@@ -57,60 +60,56 @@ def test_find_unused_parameters_allows_parameters_that_no_rank_used() -> None:
     assert run_ranks(train_with_unused_parameters, 2, True) == [expected] * 2
 
 
-def read_members() -> dict:
+def load_checkpoints() -> bool:
     module = Branches()
-    model = DDP(module, 50 / MIB, forward_sync_buffers=False, static_graph=True)
+    model = DDP(module)
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     # Checkpoints have the names of the unwrapped module, and load into any wrapper.
-    state = get_model_state_dict(model)
+    state = copy.deepcopy(get_model_state_dict(model))
     assert state.keys() == module.state_dict().keys()
     set_model_state_dict(model, {name: 2 * value for name, value in state.items()})
     other = nn.parallel.DistributedDataParallel(copy.deepcopy(module))
     other.load_state_dict(model.state_dict())
-
-    outputs = model(torch.ones(2, 3), True)
-    # The calls of Lightning's `prepare_for_backward`.
-    assert model.require_backward_grad_sync
-    assert model.static_graph
-    assert not model.find_unused_parameters
-    model.require_forward_param_sync = True
-    model.reducer._rebuild_buckets()
-    model.reducer.prepare_for_backward([outputs])
-    outputs.sum().backward()
-    for _ in range(2):
-        model(torch.ones(2, 3), True).sum().backward()
-    return model._get_ddp_logging_data()
+    return all(torch.equal(other.module.state_dict()[name], 2 * state[name]) for name in state)
 
 
-def test_members_that_trainers_and_checkpoints_read_are_available(backend: str) -> None:
-    for rank, data in enumerate(run_ranks(read_members, 2)):
-        expected = {
-            "world_size": 2,
-            "rank": rank,
-            "module_name": "Branches",
-            "backend_name": backend,
-            "static_graph": 1,
-            "can_set_static_graph": False,
-            "broadcast_buffers": 0,
-            "bucket_cap_bytes": 50,
-            "iteration": 2,
-            "num_parameter_tensors": 2,
-            "total_parameter_size_bytes": 72,
-            "bucket_sizes": "36, 36",
-            "dtypes": "float",
-            "unused_parameter_size": 0,
-        }
-        assert data.items() >= expected.items()
-        assert data["avg_backward_comm_time"] > 0
-        assert data["backward_comm_time_start"] < data["backward_comm_time_end"]
+def test_checkpoints_have_the_names_of_the_module() -> None:
+    assert run_ranks(load_checkpoints, 2) == [True, True]
+
+
+def train_pipeline(use_torch: bool) -> list[list[float]]:
+    """Train a pipeline of one stage, which is wrapped, on two micro-batches per step."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = (nn.parallel.DistributedDataParallel if use_torch else DDP)(module)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=groups[rank])
+    schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(4, 3, generator=generator)
+        schedule.step(x, target=torch.randn(4, 2, generator=generator))
+        optimizer.step()
+    return [p.tolist() for p in module.parameters()]
+
+
+def test_pipeline_stage_trains_as_with_torch_ddp() -> None:
+    ours = run_ranks(train_pipeline, 2, False)
+    assert ours[0] == ours[1]
+    torch.testing.assert_close(ours, run_ranks(train_pipeline, 2, True))
 
 
 def ignore_a_parameter() -> tuple[list, list]:
-    rank = float(torch.distributed.get_rank())
+    rank = float(dist.get_rank())
     module = nn.Linear(2, 1)
     with torch.no_grad():
         module.bias.fill_(rank)
-    DDP._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, ["bias"]
+    )
     model = DDP(module)
     model(torch.full((1, 2), rank)).sum().backward()
     return module.bias.tolist(), module.weight.grad.tolist()

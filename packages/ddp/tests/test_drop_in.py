@@ -129,6 +129,30 @@ def adds_a_head() -> bool:
     return True
 
 
+def adds_a_frozen_layer() -> bool:
+    both = Both(net())
+    both.step()
+    for module in (both.module, both.twin):
+        torch.manual_seed(0)
+        module.append(nn.Linear(2, 2).double().requires_grad_(False))
+        module.append(nn.BatchNorm1d(2, affine=False).double().eval())
+        # The buffers are synchronized although the module had none when it was wrapped.
+        if both.rank == 0 or module is both.twin:
+            module[-1].running_mean.fill_(0.5)
+    if both.rank:
+        with pytest.warns(UserWarning, match="the buffers differed from those of rank 0"):
+            both.backward()
+    else:
+        both.backward()
+    assert both.module[-1].running_mean.tolist() == [0.5, 0.5]
+    for module in (both.module, both.twin):
+        module[-2].requires_grad_(True)
+    both.optimizers = [both.sgd(both.module), both.sgd(both.twin)]
+    for _ in range(2):
+        both.step()
+    return True
+
+
 def changes_dtype() -> bool:
     both = Both(net())
     both.step()
@@ -158,7 +182,15 @@ def replaces_data() -> bool:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    "program", ["unfreezes", "assigns", "adds_a_head", "changes_dtype", "replaces_data"]
+    "program",
+    [
+        "unfreezes",
+        "assigns",
+        "adds_a_head",
+        "adds_a_frozen_layer",
+        "changes_dtype",
+        "replaces_data",
+    ],
 )
 def test_parameters_that_change_after_wrapping_are_averaged(program: str) -> None:
     assert run_ranks(globals()[program], 2) == [True, True]
@@ -340,6 +372,27 @@ def evaluates_between() -> bool:
     return True
 
 
+def registers_hooks_after_wrapping() -> bool:
+    both = Both(net().append(nn.Linear(2, 9000)))
+
+    def scale(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(1 + both.rank)
+
+    for step in range(4):
+        if step in (0, 2):
+            for parameter in both.module.parameters():
+                parameter.register_post_accumulate_grad_hook(scale)
+        power = 1 if step < 2 else 2
+        both.zero_grad()
+        x = both.batches(3, 5)
+        both.model(x[both.rank]).square().mean().backward()
+        losses = [(1 + rank) ** power * both.twin(x[rank]).square().mean() for rank in range(2)]
+        (sum(losses) / 2).backward()
+        both.check_gradients()
+        both.update()
+    return True
+
+
 def takes_layers_in_any_order() -> bool:
     class Shuffled(nn.Module):
         def __init__(self) -> None:
@@ -368,6 +421,7 @@ def takes_layers_in_any_order() -> bool:
 
 
 LOOPS = [
+    "registers_hooks_after_wrapping",
     "takes_layers_in_any_order",
     "never_finishes",
     "several_losses",
@@ -586,7 +640,9 @@ def test_parameters_may_swap_gradients() -> None:
 def copies(kind: str) -> bool:
     both = Both(net())
     both.step()
-    if kind == "deepcopy":
+    if kind == "compiled":
+        both.model.compile(backend="eager")
+    if kind in ("deepcopy", "compiled"):
         copied = copy.deepcopy(both.model)
     elif kind == "average":
         copied = AveragedModel(both.model)
@@ -610,7 +666,7 @@ def copies(kind: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["deepcopy", "average", "pickle"])
+@pytest.mark.parametrize("kind", ["deepcopy", "compiled", "average", "pickle"])
 def test_copy_trains_independently(kind: str) -> None:
     assert run_ranks(copies, 2, kind) == [True, True]
 

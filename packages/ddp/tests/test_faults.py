@@ -18,6 +18,11 @@ TIMEOUT = 60.0  # seconds of the process group; no test waits that long
 SMALL = 100 / 2**20  # MiB: one or two buckets per layer
 
 
+def slow(*values):
+    """Return the parameters of a test that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 class Branches(nn.Module):
     """A module that uses `left`, `right`, or both."""
 
@@ -84,7 +89,10 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("kind", DIFFERENCES)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in ("shape", "buffer", "bucket") else slow(kind) for kind in DIFFERENCES],
+)
 def test_models_that_differ_are_refused_on_every_rank(kind: str) -> None:
     for message in messages(wrap_different_models, 2, kind):
         for part in DIFFERENCES[kind]:
@@ -112,7 +120,7 @@ def train_with_different_branches(design: str) -> list[str]:
     return outcomes
 
 
-@pytest.mark.parametrize("design", ["ddp", "naive", "flat"])
+@pytest.mark.parametrize("design", ["ddp", "naive", slow("flat")])
 def test_gradient_missing_on_some_ranks_names_parameter_and_rank(design: str) -> None:
     for outcome in try_ranks(train_with_different_branches, 3, design, timeout=TIMEOUT):
         first, second = outcome.value
@@ -228,7 +236,7 @@ def lose_rank_one(how: str, grace: float) -> None:
     ("how", "world"),
     [
         ("dies", 2),
-        ("dies in backward", 3),
+        slow("dies in backward", 3),
         ("hangs", 3),
     ],
 )

@@ -17,18 +17,15 @@ from ddp.bench.measure import bench
 from torch import nn
 from worker_pool import run_ranks
 
-#: Largest ratios of the step time, and of the processor time, to those of tuned torch DDP. Over
-#: gloo, both wait for the same all-reduces.
-WHOLE = 1.05
-WHOLE_CPU = 1.04
-#: In shared memory. A step without any communication takes 0.76 of the time of tuned torch DDP, and
-#: each gradient is copied once into shared memory.
-SHARED = 0.87
-SHARED_CPU = 0.9
-#: For a small model of many tensors. Each tensor crosses between Python and C++ three times per
-#: step (to call the hook, to read `.grad` and to set it), but not in torch's DDP.
+#: The medians of an idle machine: ratios of the step time to that of tuned torch DDP, over gloo, in
+#: shared memory and for a small model of many tensors.
+GLOO = 1.0
+SHARED = 0.8
 SMALL = 1.0
-SMALL_CPU = 1.03
+#: Milliseconds by which the first steps of a model with 1,000 parameters exceed the later ones.
+FIRST_STEP_MS = 10.0
+#: Repeated runs on an idle machine vary by this factor.
+MARGIN = 1.15
 ROUTED = 1.0
 #: Largest ratio of the step time to `overlap_bound_ms` on a throttled link; 1.02 to 1.08 measured.
 THROTTLED = 1.1
@@ -39,27 +36,61 @@ def row(model: str, design: str, rounds: int, custom: dict) -> dict:
     return next((row for row in rows if row["case"] == "step" and row["design"] == design), {})
 
 
+def check(expected: float, measured: float, unit: str) -> None:
+    """Print both figures, and fail if the measured one exceeds the expected one and the margin."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(": ")[2] for line in lines if "model name" in line), "this CPU")
+    text = f"expected <= {expected:.2f}{unit}, measured {measured:.2f}{unit} on {cpu}"
+    print(text)
+    assert 0 < measured <= MARGIN * expected, text
+
+
 @pytest.mark.timing
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("model", "design", "most", "most_cpu", "rounds"),
+    ("model", "design", "expected", "rounds"),
     [
-        ("transformer", "25 MB", WHOLE, WHOLE_CPU, 10),
-        ("transformer", "given 25 MB", SHARED, SHARED_CPU, 10),
-        ("many_tensors", "25 MB", SMALL, SMALL_CPU, 100),
+        ("transformer", "25 MB", GLOO, 10),
+        ("transformer", "given 25 MB", SHARED, 10),
+        ("many_tensors", "25 MB", SMALL, 100),
     ],
 )
-def test_a_step_takes_no_longer_than_under_tuned_torch(
-    model, design, most, most_cpu, rounds
-) -> None:
+def test_a_step_takes_no_longer_than_under_tuned_torch(model, design, expected, rounds) -> None:
     custom = {}
     if design.startswith("given"):
         pytest.importorskip("collectives", reason="gradients in shared memory")
         custom = {"all_reduce": "collectives:all_reduce", "allocate": "collectives:shared_empty"}
     model = f"ddp.bench.designs:{model}"
     ours, _ = run_ranks(row, 2, model, design, rounds, custom, timeout=600)
-    assert 0 < ours["cpu_ratio_to_torch_tuned"] <= most_cpu
-    assert 0 < ours["ratio_to_torch_tuned_p50"] <= most
+    check(expected, ours["ratio_to_torch_tuned_p50"], "x")
+
+
+def excess_of_first_steps() -> float:
+    """Return the milliseconds by which the slower of the first two steps exceeds later ones.
+
+    The first step allocates the flags, and the second one rebuilds the buckets. The result is the
+    median over several models.
+    """
+    results = []
+    x = torch.randn(4, 8)
+    for _ in range(7):
+        module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(500)])
+        model = DDP(module)
+        durations = []
+        for _ in range(12):
+            model.zero_grad()
+            dist.barrier()
+            start = time.perf_counter()
+            model(x).sum().backward()
+            durations.append(1000 * (time.perf_counter() - start))
+        results.append(max(durations[:2]) - median(durations[2:]))
+    # A step may be faster than later ones by chance.
+    return max(median(results), 0.01)
+
+
+@pytest.mark.timing
+def test_first_steps_of_a_model_with_1000_parameters_take_little_longer() -> None:
+    check(FIRST_STEP_MS, max(run_ranks(excess_of_first_steps, 2)), " ms")
 
 
 @pytest.mark.timing

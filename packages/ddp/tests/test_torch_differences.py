@@ -119,94 +119,137 @@ def test_ranks_of_torch_ddp_diverge_and_ours_do_not(situation: str, expected: st
         assert outcome.startswith(expected)
 
 
-def run_one_pass_inside_no_sync(forward_inside: bool) -> tuple[list[str], float]:
-    model = DDP(nn.Linear(1, 1, bias=False))
-    x = torch.full((1, 1), 1.0 + dist.get_rank())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model.zero_grad()
-            if forward_inside:
-                with model.no_sync():
-                    output = model(x)
-                output.sum().backward()
-            else:
-                output = model(x)
-                with model.no_sync():
-                    output.sum().backward()
-    messages = [str(warning.message) for warning in caught]
-    return messages, float(model.module.weight.grad)
-
-
-@pytest.mark.parametrize("forward_inside", [True, False])
-def test_no_sync_around_one_pass_warns_once(forward_inside: bool) -> None:
-    ranks = run_ranks(run_one_pass_inside_no_sync, 2, forward_inside)
-    for messages, _ in ranks:
-        (message,) = messages
-        assert "run both passes inside no_sync() or both outside" in message
-        assert ("gradients are synchronized here" in message) == forward_inside
-    gradients = [gradient for _, gradient in ranks]
-    assert gradients == ([1.5, 1.5] if forward_inside else [1.0, 2.0])
+# ----- buffers that change between two steps -----
 
 
 class Scaled(nn.Module):
+    """A linear layer whose output is scaled by buffers of several kinds."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(1, 1, bias=False)
         self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("hidden", torch.ones(2, 2).t(), persistent=False)
+        self.register_buffer("count", torch.ones((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+        self.inner = nn.Sequential(nn.Identity())
+        self.inner[0].register_buffer("narrow", torch.ones(2, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale
+        scale = sum(buffer.real.sum() for buffer in self.buffers())
+        return self.linear(x) * scale
 
 
-BUFFER_CHANGES: dict[str, Callable[[nn.Module, int], None]] = {
-    "on rank 0": lambda module, rank: module.scale.fill_(2.0 if rank == 0 else 1.0),
-    "on rank 1": lambda module, rank: module.scale.fill_(2.0 if rank == 1 else 1.0),
-    "replaced on rank 1": lambda module, rank: setattr(module, "scale", torch.ones(1) * (1 + rank)),
-    "on every rank": lambda module, rank: module.scale.fill_(2.0),
-    "nowhere": lambda module, rank: None,
+def replace_buffer(module: nn.Module, value: int) -> None:
+    module.scale = torch.full((1,), float(value))
+
+
+def add_module_with_buffer(module: nn.Module, value: int) -> None:
+    module.inner.append(nn.BatchNorm1d(1, affine=False))
+    module.inner[-1].running_mean.fill_(value)
+
+
+#: Changes of a module with a value that may depend on the rank.
+CHANGES: dict[str, Callable[[nn.Module, int], object]] = {
+    "float": lambda module, value: module.scale.fill_(value),
+    "data": lambda module, value: module.scale.data.fill_(value),
+    "assigned": replace_buffer,
+    "not persistent": lambda module, value: module.hidden.fill_(value),
+    "integer": lambda module, value: module.count.fill_(value),
+    "boolean": lambda module, value: module.mask.fill_(value == 2),
+    "complex": lambda module, value: module.phase.fill_(value),
+    "nested": lambda module, value: module.inner[0].narrow.fill_(value),
+    "added module": add_module_with_buffer,
 }
 
 
-def change_buffers(change: str, sync: bool = True) -> tuple[list[str], list[float]]:
-    """Train three steps, with a change of the buffers before the last two."""
+def change_buffers(change: str, rank: int | None, **options) -> tuple[list[str], list[list]]:
+    """Train three steps, with a change on `rank` before the second; None changes every rank.
+
+    Returns the warnings, and the outputs and buffers of the steps.
+    """
     torch.manual_seed(0)
-    model = DDP(Scaled(), forward_sync_buffers=sync)
-    scales = []
+    model = DDP(Scaled(), **options)
+    results = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
-            if step:
-                BUFFER_CHANGES[change](model.module, dist.get_rank())
+            if step == 1:
+                is_changed = rank is None or rank == dist.get_rank()
+                CHANGES[change](model.module, 2 if is_changed else 1)
             with model.no_sync():
                 model(torch.ones(1, 1)).sum().backward()
-            model(torch.ones(1, 1)).sum().backward()
-            scales.append(float(model.module.scale))
-    return [str(warning.message) for warning in caught], scales
+            output = model(torch.ones(1, 1)).sum()
+            output.backward()
+            buffers = [buffer.to(torch.complex64).tolist() for buffer in model.buffers()]
+            results.append([output.item(), buffers])
+    return [str(warning.message) for warning in caught], results
 
 
-@pytest.mark.parametrize(
-    ("change", "scale"),
-    [
-        ("on rank 0", 2.0),
-        ("on rank 1", 1.0),
-        ("replaced on rank 1", 1.0),
-        ("on every rank", 2.0),
-        ("nowhere", 1.0),
-    ],
-)
-def test_buffers_changed_on_one_rank_before_a_forward_pass_warn_once(
-    change: str, scale: float
-) -> None:
-    (first, scales), (second, other_scales) = run_ranks(change_buffers, 2, change)
-    assert scales == other_scales == [1.0, scale, scale]
-    assert first == []
-    if "on rank" not in change:
-        assert second == []
-        return
-    (message,) = second
-    assert "rank 1: before the forward pass of this step, the buffers differed" in message
+def change_all_buffers(rank: int | None) -> dict[str, tuple[list[str], list[list]]]:
+    return {change: change_buffers(change, rank) for change in CHANGES}
+
+
+@pytest.mark.parametrize("changed_rank", [0, 1])
+def test_buffers_changed_on_one_rank_before_a_forward_pass_warn_once(changed_rank: int) -> None:
+    first, second = run_ranks(change_all_buffers, 2, changed_rank)
+    (unchanged,) = run_ranks(change_all_buffers, 1, None if changed_rank == 0 else 1)
+    for change in CHANGES:
+        warnings_of_first, results = first[change]
+        (message,), other_results = second[change]
+        assert warnings_of_first == []
+        assert "rank 1: before the forward pass of this step, the buffers differed" in message
+        # The ranks compute the changed step with different buffers, and have those of rank 0 after.
+        assert results[1][0] != other_results[1][0] or change == "added module"
+        assert [step[1] for step in results] == [step[1] for step in other_results]
+        assert results == unchanged[change][1]
+
+
+def test_buffers_changed_on_every_rank_do_not_warn() -> None:
+    first, second = run_ranks(change_all_buffers, 2, None)
+    for change in CHANGES:
+        assert first[change] == second[change]
+        assert first[change][0] == []
 
 
 def test_buffers_that_are_not_synchronized_do_not_warn() -> None:
-    assert run_ranks(change_buffers, 2, "on rank 1", False)[1] == ([], [1.0, 2.0, 2.0])
+    options = {"forward_sync_buffers": False}
+    messages, results = run_ranks(change_one_buffer, 2, options)[1]
+    assert messages == []
+    assert [step[1][0] for step in results] == [[1], [2], [2]]
+
+
+def change_one_buffer(options: dict) -> tuple[list[str], list[list]]:
+    return change_buffers("float", 1, **options)
+
+
+def change_before_first_step(is_training: bool, remedy: str, use_torch: bool) -> tuple[int, float]:
+    """Change a buffer on rank 0 after wrapping; return the number of warnings and the gradient."""
+    torch.manual_seed(0)
+    module = Scaled()
+    wrapper = nn.parallel.DistributedDataParallel if use_torch else DDP
+    model = wrapper(module).train(is_training)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if dist.get_rank() == 0 or remedy == "change on every rank":
+            module.scale.fill_(2)
+        if remedy == "broadcast":
+            dist.broadcast(module.scale, 0)
+        model(torch.ones(1, 1)).sum().backward()
+    return len(caught), float(module.linear.weight.grad)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("remedy", ["", "change on every rank", "broadcast"])
+def test_remedies_of_changed_buffers_give_the_gradient_of_torch_ddp(
+    is_training: bool, remedy: str
+) -> None:
+    ours = run_ranks(change_before_first_step, 2, is_training, remedy, False)
+    theirs = run_ranks(change_before_first_step, 2, is_training, remedy, True)
+    if remedy:
+        assert ours == theirs
+        assert [count for count, _ in ours] == [0, 0]
+    else:
+        assert [count for count, _ in ours] == [0, 1]
+        assert ours[0][1] != theirs[0][1]

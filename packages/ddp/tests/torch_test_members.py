@@ -9,7 +9,13 @@ import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import ReducerFacade
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
+from ddp.consistency.uneven_inputs import highest_rank
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch_logging_data import logging_data
+
+TORCH_SET_IGNORED = staticmethod(
+    torch.nn.parallel.distributed.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+)
 
 
 class TestedDDP(DDP):
@@ -17,6 +23,8 @@ class TestedDDP(DDP):
 
     broadcast_bucket_size = BROADCAST_BYTES
     _builtin_hook_name = ""
+    _has_joined = False
+    _set_params_and_buffers_to_ignore_for_model = TORCH_SET_IGNORED
 
     @property
     def reducer(self):
@@ -35,12 +43,26 @@ class TestedDDP(DDP):
         sizes = self._options.bucket_size_mb
         return [int(size * 2**20) for size in sizes] if isinstance(sizes, tuple) else []
 
+    def join_hook(self, **arguments):
+        self._has_joined = True
+        hook = super().join_hook(**arguments)
+        synchronize = hook.post_hook
+
+        def post_hook(is_last_joiner):
+            group, device = self._replica.group, self._replica.device
+            self._authoritative_rank = highest_rank(group, device, is_candidate=is_last_joiner)
+            synchronize(is_last_joiner)
+
+        hook.post_hook = post_hook
+        return hook
+
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate):
         if sample_rate < 1:
             raise ValueError(f"expected a sample rate >= 1, got {sample_rate}")
 
     def _get_ddp_logging_data(self):
-        data = super()._get_ddp_logging_data()
+        data = logging_data(self._replica)
+        data["join_uneven_inputs"] = self._has_joined
         if self._builtin_hook_name:
             data["comm_hook"] = self._builtin_hook_name
         return data

@@ -7,7 +7,6 @@ from scaling import (
     Law,
     ScalingWarning,
     bootstrap,
-    design,
     effective_speedup,
     fit_isoflop,
     fit_law,
@@ -107,8 +106,6 @@ def test_five_runs_have_no_degrees_of_freedom_and_an_infinite_interval():
     assert (interval.low, interval.high) == (0, math.inf)
     with pytest.raises(ValueError, match="no degrees of freedom"):
         profile(fit, "alpha")
-    with pytest.raises(ValueError, match="leave no residuals"):
-        design(fit, budget=1e22, target=1e24)
     # All intervals are unbounded, within the runs and beyond them.
     unbounded = [
         fit.predict(1e8, 1e9).interval,
@@ -174,21 +171,12 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: loss_at(-1.0, 1e9), "parameters = -1.0"),
         (lambda f: fit_isoflop(f.runs, degree=1), "degree = 1"),
         (lambda f: fit_isoflop(f.runs, nearest=2), "nearest = 2"),
-        (lambda f: fit_isoflop(f.runs, bandwidth=-1.0), "bandwidth = -1.0"),
         (lambda f: fit_isoflop(f.runs, level=2.0), "level = 2.0"),
         (lambda f: fit_law("tied", f.runs, fixed={"gamma": math.nan}), "to be finite"),
-        (lambda f: design(f, budget=1e22, target=-1.0), "compute, got -1.0"),
-        (
-            lambda f: design(f, budget=1e22, target=1e24, tokens_per_parameter=(200, 5)),
-            r"tokens_per_parameter = .* got \(200, 5\)",
-        ),
         (lambda f: sweep_learning_rate(seeds=0), "'seeds': 0"),
         (lambda f: bootstrap(f, resamples=200).interval("gamma"), "got 'gamma'"),
-        (lambda f: design(f, budget=0, target=1e24), "budget = 0"),
-        (lambda f: design(f, budget=1.0, target=1e24), "does not suffice for a run"),
         (lambda f: f.law.optimal(-1.0), "compute = -1.0"),
         (lambda f: f.law.predict(-1.0, 1e9), "expected positive parameters"),
-        (lambda f: f.law.cheapest(f.law.E), "above the irreducible loss"),
         (lambda f: sweep_learning_rate("cnn"), "'cnn' with 'sgd'"),
         *(
             (
@@ -204,11 +192,6 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
             )
         ),
         (lambda f: gradient_noise_scale([1, 2], [1.0, math.nan]), "must be positive and finite"),
-        (lambda f: design(f, budget=math.inf, target=1e24), "budget = inf"),
-        (
-            lambda f: design(f, budget=1e22, target=1e24, tokens_per_parameter=(5, math.inf)),
-            r"tokens_per_parameter = .* got \(5, inf\)",
-        ),
         (lambda f: fit_rate_law([1, 2], [1, 2]), "five or more batch sizes"),
         (lambda f: gradient_noise_scale([4, 4], [1, 1]), "two different ones"),
     ],
@@ -233,6 +216,15 @@ def test_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys):
         (["--where", "set=c4"], "there is no such column"),
     ):
         assert main(["fit", str(path), *option]) == 2
+        assert message in capsys.readouterr().err
+    # Four rows of two sizes are a history of two runs, or four runs, which are too few for a fit.
+    path.write_text("N,D,step,loss\n1e6,1e8,1,4\n1e6,2e8,2,3\n2e6,1e8,1,4\n2e6,2e8,2,3\n")
+    for options, message in (([], "history="), (["--history", "no"], "4 runs cannot fix")):
+        assert main(["fit", str(path), *options]) == 2
+        assert message in capsys.readouterr().err
+    path.write_text("N,steps,tokens_per_step,loss\n1e6,1.000,1e5,4\n2e6,2.000,1e5,3\n")
+    for options, message in (([], "may be 1 or 1000"), (["--decimal", ","], "2 runs cannot fix")):
+        assert main(["fit", str(path), *options]) == 2
         assert message in capsys.readouterr().err
     assert main(["sweep", "--seeds", "1", "--device", "no-such-device"]) == 2
     assert "no-such-device" in capsys.readouterr().err

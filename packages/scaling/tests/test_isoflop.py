@@ -101,16 +101,6 @@ def test_degree_four_is_within_one_percent_for_any_law(law):
     assert best.parameters == pytest.approx(law.optimal(1e24).parameters, rel=0.01)
 
 
-def test_smaller_bandwidth_reduces_the_bias_of_a_parabola():
-    truth = CHINCHILLA.optimal(1e24).parameters
-    off = [
-        abs(fit_isoflop(isoflop_runs(), bandwidth=h).optimal(1e24).parameters / truth - 1)
-        for h in (0.5, 1.0, 4.0)
-    ]
-    assert off == sorted(off)
-    assert off[0] < 0.01
-
-
 def test_exact_parabola_is_recovered():
     u = np.linspace(-1, 1.5, 6)
     n = np.concatenate([c**0.5 * np.exp(u) for c in (1e18, 1e20, 1e22)])

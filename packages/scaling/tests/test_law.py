@@ -46,23 +46,14 @@ def test_closed_form_optimum_agrees_with_a_search(law, exponent, served):
 
 def test_optimum_of_the_rounded_chinchilla_constants():
     # G = (alpha A / (beta B))^(1 / (alpha + beta)), N = G (C / 6)^(beta / (alpha + beta)).
-    assert ROUNDED.balance == pytest.approx(1.34471064277253, rel=1e-12)
+    # G of Note [Closed-form optimum] is the best size at C = 6.
+    assert ROUNDED.optimal(6.0).parameters == pytest.approx(1.34471064277253, rel=1e-12)
     assert ROUNDED.exponent == pytest.approx(0.45161290322580644, rel=1e-12)
     best = ROUNDED.optimal(5.76e23)
     assert best.parameters == pytest.approx(0.5986950904970205 * 5.76e23**0.45161290322580644)
     assert best.tokens == pytest.approx(0.27838321929165066 * 5.76e23**0.5483870967741935)
     # The paper's Approaches 1 and 2 give 20 tokens per parameter instead.
     assert best.tokens / best.parameters == pytest.approx(92.6, abs=0.1)
-
-
-@settings(max_examples=30, deadline=None)
-@given(law=laws, exponent=st.floats(18, 26), served=st.sampled_from([0.0, 1e12]))
-def test_cheapest_inverts_optimal(law, exponent, served):
-    best = law.optimal(10.0**exponent, inference_tokens=served)
-    cheap = law.cheapest(best.loss, inference_tokens=served)
-    assert cheap.loss == pytest.approx(best.loss, rel=1e-9)
-    # The loss is flat in compute where it nears E, so compute comes back less sharply.
-    assert cheap.compute == pytest.approx(best.compute, rel=1e-4)
 
 
 def test_more_served_tokens_make_the_model_smaller_and_its_training_longer():

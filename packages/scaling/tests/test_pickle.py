@@ -41,10 +41,9 @@ RESULTS = {
     "bootstrap": lambda: fitted().resampled,
     "drift": lambda: fitted().drift,
     "step law": lambda: fit_law("step_batch", STEPS),
-    "tied law with a prior": lambda: fit_law("tied", RUNS, priors={"gamma": (0.3, 2.0)}),
+    "tied law": lambda: fit_law("tied", RUNS),
     "form": lambda: scaling.CATALOG["kaplan"],
     "profile": lambda: scaling.profile(fitted(), "alpha"),
-    "design": lambda: scaling.design(fitted(), budget=1e22, target=1e24),
     "plan": lambda: scaling.plan(fitted(), 1e23),
     "sweep": lambda: scaling.fit_sweep(SWEPT),
     "backtest": lambda: scaling.backtest(RUNS, methods=["isoflop"]),
@@ -59,6 +58,16 @@ def test_results_can_be_pickled_copied_and_compared(name):
     for restored in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), RESULTS[name]()):
         assert restored == result
     assert result != "a fit"
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_print_in_ten_lines(name):
+    result = RESULTS[name]()
+    for item in result if isinstance(result, tuple) else [result]:
+        for text in (repr(item), str(item)):
+            assert len(text.splitlines()) <= 10
+            assert max(map(len, text.splitlines())) < 1000
 
 
 def test_pickled_fit_gives_the_same_answers():

@@ -45,6 +45,7 @@ def test_minimal_isoflop_fit_is_degree_two(runs):
     assert (fit.scale, fit.exponent) == pytest.approx((scale, exponent), rel=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_bootstrap_interval_agrees_with_minimal_implementation(runs):
     few = runs[::2]
     low, high = plain.bootstrap_interval(few.parameters, few.tokens, few.loss, 1e22, resamples=5)

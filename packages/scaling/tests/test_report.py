@@ -19,7 +19,7 @@ from scaling import (
     plot,
 )
 from scaling.__main__ import main
-from scaling.report.page import report
+from scaling.report.page import backtest_table, report
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,18 @@ def test_missed_intervals_of_a_backtest_are_crossed_out():
         crosses = [line for line in plot(rows).axes[0].lines if line.get_label() == "missed"]
         assert len(crosses) == count
     assert crosses[0].get_xdata().tolist() == [row.cut]
+
+
+def test_failed_backtest_is_shown_as_a_failure():
+    row = backtest(isoflop_runs(noise=2e-3, per_budget=5), methods=["parametric"])[0]
+    passed = dataclasses.replace(
+        row, size_interval=Interval(1.0, np.inf), losses_covered=row.losses
+    )
+    missed = dataclasses.replace(passed, size_interval=Interval(1.0, 2.0))
+    outside = dataclasses.replace(passed, losses_covered=row.losses // 2)
+    assert "Failed" not in backtest_table([passed])
+    assert '<p class="no"><b>Failed.</b> 1 of 2 intervals miss' in backtest_table([passed, missed])
+    assert f"and {row.losses - row.losses // 2} of {row.losses} later" in backtest_table([outside])
 
 
 def test_command_plans(tmp_path, capsys):

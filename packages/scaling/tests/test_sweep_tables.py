@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling import ScalingWarning, fit_sweep, fit_sweeps
+from scaling import CATALOG, ScalingWarning, fit_law, fit_sweep, fit_sweeps
 
 RATES = np.geomspace(1e-4, 1e-2, 7)
 
@@ -145,3 +145,27 @@ def test_step_law_grid_is_seventeen_sweeps():
             if np.isfinite(best):
                 low, high = tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)]
                 assert sweep.rates[low] <= best <= sweep.rates[high]
+
+
+@pytest.mark.skipif(
+    not (FOLDER / "step_dense.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/step_dense.csv",
+)
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_published_exponents_of_step_law_lie_in_the_intervals_of_its_runs():
+    sweeps = fit_sweeps(FOLDER / "step_dense.csv", ["N", "D"])
+    best = []
+    for (n, d), sweep in sweeps.items():
+        least = np.nanargmin(sweep.log_loss)
+        size, rate = np.unravel_index(least, sweep.log_loss.shape)
+        # A sequence has 2048 tokens.
+        batch = 2048 * sweep.batch_sizes[size]
+        best.append([float(n), float(d), sweep.rates[rate], batch])
+    names = ("parameters", "tokens", "rate", "batch")
+    rows = dict(zip(names, np.transpose(best), strict=True))
+    for law, constants in (("step_rate", ("alpha", "beta")), ("step_batch", ("beta",))):
+        fit = fit_law(law, rows, "squares")
+        for name in constants:
+            interval = fit.interval(name)
+            assert CATALOG[law].published[name] in interval
+            assert interval.high - interval.low < 1.6

@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import os
+import re
+import time
 import warnings
 from pathlib import Path
 
@@ -163,6 +165,118 @@ def test_same_runs_in_any_container(source):
         np.testing.assert_allclose(getattr(runs, ours), BASE[name])
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars", "polars.lazy", "pyarrow"])
+def test_data_frames_of_any_library_are_tables(library):
+    module = pytest.importorskip(library.split(".")[0], reason=f"{library} is not installed here")
+    table = BASE | {"state": ["finished", "crashed", "finished"], "note": ["a", None, "b"]}
+    frame = module.table(table) if library == "pyarrow" else module.DataFrame(table)
+    if library == "polars.lazy":
+        frame = frame.lazy()
+    with pytest.warns(ScalingWarning, match="1 runs are not 'finished'"):
+        runs = load_runs(frame)
+    assert runs.parameters.tolist() == [1e8, 4e8]
+    blank = BASE | {"loss": [3.4, None, 3.1]}
+    frame = module.table(blank) if library == "pyarrow" else module.DataFrame(blank)
+    with pytest.warns(ScalingWarning, match=r"blank in 1 rows \(2\)"):
+        assert load_runs(frame).rows == (1, 3)
+
+
+def test_mlflow_exports_are_read(tmp_path):
+    """Both the columns of `mlflow.search_runs` and the answer of its REST API are read."""
+    columns = {
+        "run_id": ["a", "b", "c"],
+        "status": ["FINISHED", "FAILED", "FINISHED"],
+        "metrics.val_loss": BASE["loss"],
+        "params.n_params": list(map(str, BASE["N"])),
+        "params.tokens": list(map(str, BASE["D"])),
+        "tags.mlflow.runName": ["x", "y", "z"],
+    }
+    with pytest.warns(ScalingWarning, match="1 runs are not 'finished'"):
+        assert load_runs(columns).tokens.tolist() == [1e10, 2e10]
+    runs = []
+    for i in range(3):
+        params = [{"key": "n_params", "value": str(BASE["N"][i])}]
+        params.append({"key": "tokens", "value": str(BASE["D"][i])})
+        metrics = [{"key": "val_loss", "value": BASE["loss"][i], "timestamp": 1, "step": 9}]
+        info = {"run_id": "abc"[i], "status": "FINISHED", "lifecycle_stage": "active"}
+        runs.append({"info": info, "data": {"metrics": metrics, "params": params}})
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"runs": runs}))
+    np.testing.assert_allclose(load_runs(path).tokens, BASE["D"])
+
+
+def test_rows_of_one_metric_each_are_read():
+    """TensorBoard's scalars have a row per run, step and tag; a size is logged once per run."""
+    rows = []
+    for i in range(3):
+        rows.append({"run": f"r{i}", "tag": "n_params", "step": 0, "value": BASE["N"][i]})
+        for step in (10, 20):
+            tags = {"tokens": BASE["D"][i] * step / 20, "eval/loss": BASE["loss"][i] + 2 / step}
+            for tag, value in tags.items():
+                rows.append({"run": f"r{i}", "tag": tag, "step": step, "value": value})
+    with pytest.warns(ScalingWarning) as caught:
+        runs = load_runs(rows)
+    messages = " ".join(str(w.message) for w in caught)
+    assert "'eval/loss' is blank in 3 rows" in messages
+    assert "3 earlier ones are left out" in messages
+    np.testing.assert_allclose(runs.parameters, BASE["N"])
+    np.testing.assert_allclose(runs.tokens, BASE["D"])
+    np.testing.assert_allclose(runs.loss, np.add(BASE["loss"], 0.1))
+    assert "each row is a metric, named by 'tag'" in runs.explanation
+    # Columns of these names in a table of runs do not hide its runs.
+    extra = {"key": ["a", "b", "c"], "value": [1, 2, 3], "step": [5, 6, 7]}
+    np.testing.assert_allclose(load_runs(BASE | extra).loss, BASE["loss"])
+
+
+def test_files_of_other_formats_are_refused_with_the_remedy(tmp_path):
+    for name in ("events.out.tfevents.1700000000.host", "runs.parquet", "mlflow.db"):
+        (tmp_path / name).write_bytes(b"\x00")
+        with pytest.raises(ValueError, match=r"is not a text file: .* pass the DataFrame"):
+            load_runs(tmp_path / name)
+
+
+@pytest.mark.timing
+def test_a_million_rows_are_read_in_5_seconds(tmp_path):
+    random = np.random.default_rng(0)
+    n, d = 10 ** random.uniform([[7], [9]], [[9], [11]], (2, 1_000_000))
+    table = {"N": n.round(), "D": d.round(), "loss": 2 + random.random(1_000_000)}
+    path = tmp_path / "runs.csv"
+    np.savetxt(
+        path, np.transpose(list(table.values())), "%.9g", ",", header="N,D,loss", comments=""
+    )
+    for source in (table, path):
+        start = time.process_time()
+        assert len(load_runs(source, history=False)) == 1_000_000
+        seconds = time.process_time() - start
+        assert seconds < 5, f"expected <= 5 s, measured {seconds:.1f} s"
+
+
+def test_every_choice_is_a_line_of_the_explanation(tmp_path):
+    path = tmp_path / "runs.csv"
+    text = "# by hand\nset;params_M;steps;tokens_per_step;val_ppl;state;seed;loss_std\n"
+    for i, x in enumerate((30.5, 25.25, 22.125)):
+        text += f"c4;{100 * 2**i};{2**i}000;1048576;{x};finished;0;0.1\n"
+    path.write_text(
+        text + "pile;100;1000;1048576;31.5;finished;0;0.1\nc4;9;1000;1048576;;crashed;0;1\n"
+    )
+    with pytest.warns(ScalingWarning):
+        explanation = load_runs(path, where={"set": "c4"}).explanation
+    for line in (
+        "3 of 5 rows",
+        "cells are separated by ';'",
+        "1 lines that start with '#' are comments",
+        "'params_M'",
+        "in units of 1e+06",
+        "'steps * tokens_per_step'",
+        "nats, of perplexity",
+        "6 N D",
+        "rows where 'set' is 'c4'",
+        "column 'state' says that 1 runs are not 'finished'",
+        "not used: set, state, seed, loss_std",
+    ):
+        assert line in explanation, (line, explanation)
+
+
 def test_wandb_csv_with_python_literals_and_levanter_gigaflops_is_read(tmp_path):
     path = tmp_path / "project.csv"
     with path.open("w", newline="") as out:
@@ -224,6 +338,107 @@ def test_rows_that_may_be_a_history_are_refused_with_both_readings(column):
         load_runs(rows, history="no")
     with pytest.raises(ValueError, match="one size and different tokens"):
         load_runs([row | {"set": row["_step"]} for row in rows], history="set")
+
+
+@pytest.mark.parametrize("spacing", [1.0, 1.003])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_checkpoints_without_run_names_or_steps_are_refused(spacing, shuffled):
+    """Evenly spaced tokens, or many of them, are a history; doubled tokens are a grid of runs."""
+    rows = [
+        {"N": n, "D": 1e9 * s * spacing ** (s % 2), "loss": 4 - 0.1 * s - i / 9}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+        for s in range(1, 6)
+    ]
+    order = np.random.default_rng(0).permutation(15) if shuffled else np.arange(15)
+    rows = [rows[i] for i in order]
+    with pytest.raises(ValueError, match=r"rises with the tokens of each size.*history='…'"):
+        load_runs(rows)
+    assert len(load_runs(rows, history=False)) == 15
+    grid = [row | {"D": 1e9 * 2 ** (row["D"] // 9e8)} for row in rows]
+    assert len(load_runs(grid)) == 15
+    many = [{"N": n, "D": 1e9 * 1.2**s, "loss": 4 - s / 50} for n in (1e8, 3e8) for s in range(25)]
+    with pytest.raises(ValueError, match="rises with the tokens of each size"):
+        load_runs(many)
+
+
+@pytest.mark.parametrize("column", ["_timestamp", "Wall time", "epoch", "iteration"])
+def test_column_that_rises_during_a_training_shows_a_history(column):
+    rows = [
+        {"N": n, "D": 1e9 * 2**s, column: 10.0 * s, "loss": 4 - 0.1 * s - n / 1e10}
+        for n in (1e8, 3e8)
+        for s in range(4)
+    ]
+    with pytest.raises(ValueError, match=f"column '{column}' rises with the tokens"):
+        load_runs(rows)
+
+
+THOUSANDS = {"N": [125_000_000, 250_000_000, 500_000_000], "loss": [3.2, 3.0, 2.9]}
+
+
+@pytest.mark.parametrize("mark", [".", ","])
+def test_thousands_of_steps_are_not_read_as_decimals(mark):
+    """1.000 steps may be one step or a thousand, and 1,000 in a table with decimal commas."""
+    other = {".": ",", ",": "."}[mark]
+    steps = [f"{s}{mark}000" for s in (1, 2, 4)]
+    table = THOUSANDS | {"steps": steps, "tokens_per_step": [2**20] * 3}
+    if mark == ",":
+        assert load_runs(table).tokens.tolist() == [s * 1000 * 2.0**20 for s in (1, 2, 4)]
+        table["loss"] = ["3,2157", "3,0123", "2,9"]
+    with pytest.raises(
+        ValueError, match=rf"'steps', row 1: '1{re.escape(mark)}000' may be 1 or 1000; .*decimal="
+    ):
+        load_runs(table)
+    thousands = load_runs(table, decimal=other)
+    assert thousands.tokens.tolist() == [s * 1000 * 2.0**20 for s in (1, 2, 4)]
+    np.testing.assert_allclose(thousands.loss[2], 2.9)
+    # A step with another number of decimals shows that the mark starts decimals.
+    assert load_runs(table | {"steps": ["1000.0", "2000.0", "4000.0"]}, decimal=".").tokens[0] > 1e9
+
+
+def test_numbers_in_units_with_three_decimals_need_evidence_of_the_mark():
+    table = {"params_M": ["125", "250", "500"], "tokens_M": ["2.500", "5.000", "9.500"]}
+    with pytest.raises(ValueError, match=r"'tokens_M', row 1: '2.500' may be 2.5 or 2500"):
+        load_runs(table | {"loss": [3.2, 3.0, 2.9]})
+    runs = load_runs(table | {"loss": [3.2, 3.0, 2.9]}, decimal=",")
+    assert runs.tokens.tolist() == [2.5e9, 5e9, 9.5e9]
+    billions = {"params_B": ["1.300", "2.700", "6.700"], "tokens_B": ["26.000", "54.000", "99.000"]}
+    assert load_runs(billions | {"loss": ["2.215", "2.101", "2.004"]}).tokens[0] == 26e9
+    commas = {k: [c.replace(".", ",") for c in v] for k, v in billions.items()}
+    assert load_runs(commas | {"loss": ["2,215", "2,101", "2,004"]}).tokens[0] == 26e9
+    with pytest.raises(ValueError, match=r"may be 1\.3 or 1300"):
+        load_runs(commas | {"loss": [2.215, 2.101, 2.004]})
+
+
+def test_sweep_is_recognized_if_tokens_differ_by_rounding():
+    """Whole batches do not divide a token budget, so the settings of one budget differ by some."""
+    rows = [
+        {"N": n, "tokens": 1e10 // batch * batch, "batch_size": batch, "loss": 3 + i / 10}
+        for n in (1e8, 4e8)
+        for i, batch in enumerate((3e5, 7e5, 1.1e6))
+    ]
+    with pytest.warns(ScalingWarning, match="4 runs of other settings are left out"):
+        assert load_runs(rows).loss.tolist() == [3.0, 3.0]
+
+
+def test_tokens_of_a_data_set_beside_epochs_are_refused():
+    base = {"N": BASE["N"], "dataset_tokens": BASE["D"], "loss": BASE["loss"]}
+    table = base | {"num_epochs": [1, 2, 4]}
+    with pytest.raises(ValueError, match=r"may count the data set or the tokens of all epochs"):
+        load_runs(table)
+    assert len(load_runs(table, columns={"tokens": "dataset_tokens"})) == 3
+    assert len(load_runs(base | {"num_epochs": [1, 1, 1]})) == 3
+    assert len(load_runs({**BASE, "epochs": [1, 2, 4]})) == 3
+
+
+def test_total_parameters_of_a_mixture_of_experts_are_refused():
+    base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
+    table = base | {"num_experts": [8, 8, 8]}
+    with pytest.raises(ValueError, match=r"all parameters or the active ones.*active_params"):
+        load_runs(table)
+    assert len(load_runs(table, columns={"parameters": "params"})) == 3
+    active = np.divide(BASE["N"], 4)
+    np.testing.assert_allclose(load_runs(table | {"active_params": active}).parameters, active)
+    assert len(load_runs(base | {"num_experts": [1, 1, 1]})) == 3
 
 
 def test_sweep_is_read_as_its_best_setting_with_all_seeds():
@@ -362,7 +577,13 @@ def test_batch_tokens_and_logarithms_are_not_read_as_tokens(name):
     np.testing.assert_allclose(load_runs(runs).tokens, BASE["D"])
 
 
-@pytest.mark.parametrize("name", ["reducible_loss", "initial_loss", "excess_loss", "loss_gap"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("reducible_loss", "initial_loss", "excess_loss", "loss_gap", "log_loss", "ln_loss"),
+        *("loss_ratio", "relative_loss", "predicted_val_loss", "val_loss_accuracy", "log10_ppl"),
+    ],
+)
 def test_part_of_a_loss_is_not_read_as_the_loss(name):
     with pytest.raises(ValueError, match="expected a loss and two of"):
         load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
@@ -431,8 +652,10 @@ def test_several_data_sets_in_one_table_are_reported():
         for i, s in enumerate(("c4", "web"))
         for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
     ]
-    with pytest.warns(ScalingWarning, match="'dataset' names 2 sets of runs"):
-        assert len(load_runs(rows)) == 8
+    for name in ("dataset", "set", "subset", "config.recipe", "tokenizer"):
+        renamed = [{name: row["dataset"]} | row | {"dataset": "one"} for row in rows]
+        with pytest.warns(ScalingWarning, match=f"'{name}' names 2 sets of runs"):
+            assert len(load_runs(rows if name == "dataset" else renamed)) == 8
     assert load_runs(rows, where={"dataset": "web"}).loss.min() > 4
     with pytest.raises(ValueError, match="nowhere 'pile'; it is c4, web"):
         load_runs(rows, where={"dataset": "pile"})

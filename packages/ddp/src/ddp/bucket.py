@@ -223,9 +223,9 @@ class Bucket:
     def _usual_flags(self) -> tuple[Tensor, Tensor]:
         """The flags of a participating rank with all gradients: not stepped, and stepped."""
         usual = torch.zeros_like(self.flags)
+        stepped = torch.zeros_like(self.flags)
         usual[0] = 1.0
-        stepped = usual.clone()
-        stepped[1] = 1.0
+        stepped[:2] = 1.0
         return usual, stepped
 
     def _checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:

@@ -5,15 +5,15 @@ A comment above each private member names its reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.metering.logging_data import logging_data
 from ddp.options import Options
 from ddp.replica import Replica
 
@@ -67,27 +67,20 @@ class TorchCompatibility:
 
     # ----- private members -----
 
-    # Reader: Lightning's `prepare_for_backward` sets it.
+    # Reader: Accelerate's `trigger_sync_in_backward`, which also sets it, like Lightning's
+    # `prepare_for_backward`. It has no effect here.
     require_forward_param_sync = True
 
-    # Reader: Lightning's `prepare_for_backward` and torch's `PipelineStage` call its methods.
+    # Readers: those of the methods of `ReducerFacade`.
     @property
     def reducer(self) -> ReducerFacade:
         """The part of torch's reducer that trainers call."""
         return ReducerFacade(self._replica)
 
-    # Reader: Lightning's `DDPStrategy.teardown` reads `can_set_static_graph`.
+    # Reader: Lightning's `DDPStrategy.teardown`.
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return options and measurements with the names of torch's DDP."""
-        return logging_data(self._replica)
-
-    # Reader: Lightning's `_sync_module_states` reads the attribute that this function sets.
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Exclude these parameters and buffers from synchronization."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        """Return that `static_graph=True` is not recommended: it makes nothing faster here."""
+        return {"can_set_static_graph": False}
 
 
 @dataclass(frozen=True)
@@ -101,11 +94,17 @@ class ReducerFacade:
         """Return False: buckets are rebuilt automatically after the first step."""
         return False
 
-    # Reader: Lightning's `prepare_for_backward` and torch's `PipelineStage`.
+    # Reader: Lightning's `DDPStrategy`, after a manual backward pass with `static_graph=True`.
+    def _delay_all_reduce(self) -> None:
+        """Do nothing: the backward pass itself has ended its first step."""
+
+    # Readers: Accelerate's `trigger_sync_in_backward`, Lightning's `prepare_for_backward`, torch's
+    # `PipelineStage`.
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Synchronize a backward pass through `outputs`."""
+        """Synchronize the next backward pass."""
+        self._replica.is_sync_requested = True
         for node in graph_nodes(outputs):
-            node.register_prehook(self._replica.queue_finish)
+            node.register_prehook(partial(self._replica.enter_backward, True))
 
 
 def graph_nodes(output: Any) -> set[Any]:

@@ -38,8 +38,9 @@ from ddp.process_group import AllReduce
 from ddp.replica import Replica
 from ddp.weighting import Average
 
-#: Attributes that belong to one process, and are rebuilt in a copy.
-_PROCESS_STATE = ("_replica", "meter")
+#: Attributes of one process, which are rebuilt in a copy. As in torch, a copy of a compiled
+#: module is not compiled: the compiled function would call the original.
+_PROCESS_STATE = ("_replica", "meter", "_compiled_call_impl")
 
 
 class DDP(TorchCompatibility, nn.Module, Joinable):
@@ -168,18 +169,17 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self._replica.prepare_forward()
         with self.meter.forward():
             output = call_module(self.module, self.mixed_precision, self._ignored, args, kwargs)
-        enter_backward = partial(self._replica.enter_backward, self.require_backward_grad_sync)
+        enter_backward = partial(self._replica.enter_backward, self._replica.end_forward())
         for node in graph_nodes(output):
             node.register_prehook(enter_backward)
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank: backward passes in the context are not synchronized.
+        """Accumulate gradients on this rank: forward passes in the context are not synchronized.
 
-        Run the forward pass in the context too. torch's DDP decides in the forward pass if
-        gradients are synchronized. This class decides in the backward pass, and warns if only one
-        of them is in the context.
+        As with torch's DDP, the gradients of a forward pass are synchronized if it ran outside of
+        the context, wherever its backward pass runs.
 
         If the block raises an exception, its gradients are incomplete. The failure is reported to
         the other ranks, and every rank refuses to continue.
@@ -254,7 +254,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """Return the hook that `torch.distributed.algorithms.Join` calls."""
         replica = self._replica
-        replica.has_joined = True
         replica.connect_copy()
         replica.prepare_forward()
         world_size = replica.group.world_size

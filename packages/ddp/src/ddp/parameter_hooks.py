@@ -31,6 +31,8 @@ class ParameterHooks:
     def __init__(self, replica: Replica, wrapper: object) -> None:
         self._replica = weakref.proxy(replica)
         self._handles: list[Any] = []
+        #: Parameter and gradient hook of some handles, by their index.
+        self._gradient_hooks: dict[int, tuple[nn.Parameter, Callable[[Tensor], None]]] = {}
         #: Replicas of newer wrappers that average some of these parameters.
         self._newer: list[Replica] = []
         # A module may outlive its wrapper. Its gradients are not averaged then.
@@ -48,6 +50,7 @@ class ParameterHooks:
         weighting: GradientWeighting | None,
     ) -> None:
         """Call `hook` when the gradient of `parameter` is final."""
+        self._gradient_hooks[len(self._handles)] = (parameter, hook)
         self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         if weighting is not None:
             self._handles.append(weighting.register_hook(parameter))
@@ -56,6 +59,22 @@ class ParameterHooks:
         """Remove all hooks, so that no gradient is averaged."""
         _remove_all(self._handles)
         self._handles.clear()
+        self._gradient_hooks.clear()
+
+    def move_to_end(self) -> bool:
+        """Call the gradient hooks after all other hooks; return True if some were not the last.
+
+        The caller may register hooks after wrapping. A hook that changes a gradient must run before
+        its reduction is launched.
+        """
+        is_moved = False
+        for index, (parameter, hook) in self._gradient_hooks.items():
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != self._handles[index].id:
+                self._handles[index].remove()
+                self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
+                is_moved = True
+        return is_moved
 
     def take_over(self, parameter: nn.Parameter, replica: Replica) -> None:
         """Remove the hooks that older wrappers registered on `parameter`."""

@@ -78,8 +78,6 @@ class Replica:
         self.is_connected = False
         #: True if a backward pass was synchronized since `finish_gradient_synchronization`.
         self.is_synchronized = False
-        #: True after `DDP.join` was used.
-        self.has_joined = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
         #: True if a forward pass checked the parameters since the last step.
@@ -87,10 +85,16 @@ class Replica:
         #: Checksum of the buffers before the first forward pass since the last step; 0 if unknown.
         self._buffer_checksum = 0
         self._is_finish_queued = False
+        #: True if the next backward pass is synchronized even after a forward pass in `no_sync`.
+        self.is_sync_requested = False
+        #: True or False if the backward pass of the last forward pass is synchronized or not. None
+        #: while a forward pass runs, and after a synchronized step.
+        self._forward_sync: bool | None = None
+        #: True or False if the current backward pass is synchronized or not. None outside of a
+        #: backward pass, and until it reaches an output of the wrapper.
+        self._backward_sync: bool | None = None
         #: True after the warning about buffers that were changed between two steps.
         self._has_warned_of_buffers = False
-        #: True after the warning about `no_sync` around one of two passes.
-        self._has_warned = False
         #: Parameters with hooks that connect this replica.
         self._connecting_parameters: list[nn.Parameter] = []
 
@@ -204,6 +208,11 @@ class Replica:
 
         An older wrapper of a part of the module passes `is_whole_module=False`.
         """
+        self._forward_sync = None
+        if self._is_finish_queued and torch._C._current_graph_task_id() == -1:
+            # The last backward pass raised an error, so it did not call `_end_backward`.
+            self._is_finish_queued = False
+            self._backward_sync = None
         if not self.is_connected:
             self.connect_at_first_gradient()
             return
@@ -248,38 +257,48 @@ class Replica:
 
     # ----- backward pass -----
 
-    def enter_backward(self, was_synchronized: bool, _: Any = None) -> None:
+    def end_forward(self) -> bool:
+        """Decide if the backward pass of the forward pass that ended is synchronized."""
+        self._forward_sync = self._ddp.require_backward_grad_sync
+        return self._forward_sync
+
+    def enter_backward(self, is_synchronized: bool, _: Any = None) -> None:
         """Handle the start of a backward pass; this is a hook on the outputs of the module.
 
         A reentrant checkpoint runs an inner pass. If one of its gradients queued the end of the
         step, the step would end together with the inner pass, before most gradients are ready.
         """
-        ddp = self._wrapper()
-        is_synchronized = ddp is not None and ddp.require_backward_grad_sync
-        if ddp is not None and was_synchronized != is_synchronized and not self._has_warned:
-            self._has_warned = True
-            forward = "outside" if was_synchronized else "inside"
-            backward = "outside" if is_synchronized else "inside"
-            action = "synchronized" if is_synchronized else "not synchronized"
-            warnings.warn(
-                f"the forward pass ran {forward} no_sync() and the backward pass {backward}; "
-                f"gradients are {action} here, unlike with torch's DDP; run both passes inside "
-                "no_sync() or both outside",
-                stacklevel=2,
-            )
-        self.queue_finish()
-
-    def queue_finish(self, _: Any = None) -> None:
-        """Queue `_end_backward` for the end of the current backward pass."""
-        ddp = self._wrapper()
-        if ddp is None or self.hooks.are_replaced or self._is_finish_queued:
+        if self._wrapper() is None or self.hooks.are_replaced:
             return
-        if ddp.require_backward_grad_sync or self.weighting is not None:
+        # A pass through outputs of several forward passes is synchronized if one of them is.
+        self._backward_sync = is_synchronized or bool(self._backward_sync)
+        if not self._is_finish_queued:
+            self.hooks.move_to_end()
+        self._queue_finish()
+
+    def _queue_finish(self) -> None:
+        """Queue `_end_backward` for the end of the current backward pass."""
+        if not self._is_finish_queued:
             self._is_finish_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
+    def _decide(self) -> bool | None:
+        """Return True if the current backward pass is synchronized, or None if it is not known yet.
+
+        As in torch's DDP, the forward pass decides. Its decision is also known if the gradient is
+        ready before the backward pass reaches an output, or if an output could not be hooked.
+        """
+        if self.is_sync_requested:
+            return True
+        return self._forward_sync if self._backward_sync is None else self._backward_sync
+
     def _end_backward(self) -> None:
+        is_undecided = self._decide() is None
         self._is_finish_queued = False
+        self._backward_sync = None
+        if self.is_connected and is_undecided and self._ddp.require_backward_grad_sync:
+            # The pass reached no output since the last step: the module was called directly.
+            self.start_step()
         if self.weighting is not None:
             self.weighting.end_pass()
         if self.is_connected and self.reducer.is_open:
@@ -304,8 +323,13 @@ class Replica:
     def try_open_step(self) -> bool:
         """Open a step for the gradient that is ready; return False if it is not synchronized."""
         ddp = self._ddp
-        self.queue_finish()
-        if not ddp.require_backward_grad_sync:
+        if not self._is_finish_queued and self.hooks.move_to_end():
+            raise RuntimeError(
+                "expected hooks on parameters to be registered before wrapping, but the backward "
+                "pass reached no output of the wrapper first; call the wrapper, not its .module"
+            )
+        self._queue_finish()
+        if not self._decide():
             # Rebuilding is a collective. With uneven inputs, ranks call collectives only at the
             # start of a synchronized step.
             if not ddp._join_config.enable:
@@ -346,6 +370,8 @@ class Replica:
     @torch.no_grad()
     def finish_step(self, *, is_participating: bool = True) -> None:
         """Wait for all gradients, then synchronize sparse gradients and buffers."""
+        self._forward_sync = None
+        self.is_sync_requested = False
         scale = self.reducer.scale if is_participating else 0.0
         unused = self.reducer.finish(is_participating=is_participating)
         self.unused.record(self.reducer, unused, self.options)

@@ -5,7 +5,6 @@
 >>> fit.optimal(1e24)                                # N, D, loss and their intervals
 """
 
-from scaling.design import Design, design
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval, Law, Optimum
@@ -29,7 +28,6 @@ __all__ = [
     "CATALOG",
     "BacktestRow",
     "Bootstrap",
-    "Design",
     "Form",
     "Interval",
     "IsoflopFit",
@@ -48,7 +46,6 @@ __all__ = [
     "Sweep",
     "backtest",
     "bootstrap",
-    "design",
     "effective_speedup",
     "exact_loss",
     "exact_rate",

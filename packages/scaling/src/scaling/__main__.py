@@ -1,4 +1,4 @@
-"""Command line: fit, plan with, report on or design runs; sweep learning rates."""
+"""Command line: fit, plan with or report on runs; sweep learning rates."""
 
 import argparse
 import json
@@ -11,11 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from scaling.design import design
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
 from scaling.isoflop import IsoflopFit, Method, fit_isoflop
-from scaling.law import Interval
 from scaling.plan import plan
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
@@ -52,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     add = source.add_argument
     add("runs", metavar="RUNS", help="CSV, JSON or JSONL")
     add("--delimiter", help="delimiter of a CSV; by default it is detected")
+    add("--decimal", choices=[".", ","], help="decimal mark; by default it is detected")
+    add("--history", metavar="COLUMN", help="column of run names; 'no' if every row is a run")
     for option, example, description in (
         ("--column", "loss=NAME", "the name of a column"),
         ("--unit", "parameters=1e6", "the unit of a column"),
@@ -83,17 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     page.add_argument("--to", default=Path("report.html"), **file)
     page.set_defaults(command=_report)
 
-    next_runs = commands.add_parser("design", parents=[source], help="which runs to train next")
-    next_runs.add_argument("--budget", required=True, **flops)
-    next_runs.add_argument("--target", required=True, **flops)
-    next_runs.add_argument("--count", type=int, default=8, help="largest number of runs")
-    next_runs.add_argument(
-        "--largest", default=math.inf, **flops, help="largest compute of one run"
-    )
-    span: dict[str, Any] = {"nargs": 2, "default": (5.0, 200.0), "metavar": ("LOW", "HIGH")}
-    next_runs.add_argument("--tokens-per-parameter", type=float, **span)
-    next_runs.set_defaults(command=_design)
-
     sweep = commands.add_parser("sweep", help="learning rate against batch size; needs torch")
     sweep.add_argument("--task", choices=sorted({t for t, _ in SETTINGS}), default="linear")
     sweep.add_argument("--optimizer", choices=sorted({o for _, o in SETTINGS}), default="sgd")
@@ -114,6 +103,8 @@ def _load(arguments: argparse.Namespace) -> Runs:
         columns=_pairs(arguments.column),
         units=units,
         where=_pairs(arguments.where),
+        history=False if arguments.history == "no" else arguments.history,
+        decimal=arguments.decimal,
     )
     return runs.without_highest(arguments.without_highest)
 
@@ -141,7 +132,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
         constants = asdict(fit.law) | {"exponent": fit.law.exponent}
         intervals = {k: resampled.interval(k) for k in constants}
         lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta, 95% of noise alone"]
-        lines += [f"  {k:<9}{v:<12.6g}{_range(intervals[k])}" for k, v in constants.items()]
+        lines += [f"  {k:<9}{v:<12.6g}{intervals[k]}" for k, v in constants.items()]
         ranges = {k: asdict(v) for k, v in intervals.items()}
         result: dict[str, Any] = {"law": constants, "intervals": ranges}
         result |= {"objective": fit.objective, "proof": asdict(fit.proof)}
@@ -155,38 +146,13 @@ def _fit(arguments: argparse.Namespace) -> Output:
         lines = [runs.explanation]
         interval = fit.exponent_interval
         lines.append(f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)")
-        lines.append(f"  exponent    {fit.exponent:<12.4f}{_range(interval)} of noise alone")
+        lines.append(f"  exponent    {fit.exponent:<12.4f}{interval} of noise alone")
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
         result["intervals"] = {"exponent": asdict(interval)}
-    for optimum in best:
-        lines.append(f"at {optimum.compute:.4g} FLOPs")
-        for name, interval in (optimum.intervals or {}).items():
-            lines.append(f"  {name:<12}{getattr(optimum, name):<12.5g}{_range(interval)}")
+    lines += map(str, best)
     _save_plot(fit, arguments.plot, up_to=max(at))
     result |= {"method": arguments.method, "runs": len(runs), "warnings": list(fit.warnings)}
     return lines, result | {"at": [asdict(optimum) for optimum in best]}
-
-
-def _design(arguments: argparse.Namespace) -> Output:
-    fit = fit_parametric(_load(arguments), arguments.loss)
-    chosen = design(
-        fit,
-        budget=arguments.budget,
-        target=arguments.target,
-        runs=arguments.count,
-        tokens_per_parameter=arguments.tokens_per_parameter,
-        largest=arguments.largest,
-    )
-    result = asdict(chosen)
-    names = ("parameters", "tokens", "compute")
-    rows = [[float(x) for x in row] for row in zip(*(result[k] for k in names), strict=True)]
-    lines = [
-        f"{chosen.quantity}: now within a factor of {chosen.factor_before:.3f}; after these runs"
-        f" {chosen.factor_after:.3f}"
-    ]
-    lines += [f"  N = {n:.4g}  D = {d:.4g}  C = {c:.4g}" for n, d, c in rows]
-    answer: dict[str, Any] = {"runs": [dict(zip(names, row, strict=True)) for row in rows]}
-    return lines, answer | {k: result[k] for k in ("factor_before", "factor_after")}
 
 
 def _plan(arguments: argparse.Namespace) -> Output:
@@ -198,7 +164,7 @@ def _plan(arguments: argparse.Namespace) -> Output:
         f"for {model.budget:.4g} FLOPs, serving {model.served_tokens:.4g} tokens",
     ]
     for k in ("parameters", "tokens", "loss"):
-        lines.append(f"  {k:<12}{getattr(model, k):<12.5g}{_range(model.intervals[k])}")
+        lines.append(f"  {k:<12}{getattr(model, k):<12.5g}{model.intervals[k]}")
     lines.append(f"  training {model.training:.4g} FLOPs, serving {model.serving:.4g}")
     return lines, asdict(model)
 
@@ -235,10 +201,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _range(interval: Interval) -> str:
-    return f"[{interval.low:.5g}, {interval.high:.5g}] {interval.level:.0%}"
 
 
 def _save_plot(result: Any, path: Path | None, **options: float) -> None:

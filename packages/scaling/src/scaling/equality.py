@@ -1,18 +1,34 @@
-"""Equality of dataclasses that contain arrays."""
+"""Equality and printing of dataclasses that contain arrays."""
 
-from dataclasses import fields
+import reprlib
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
+
+#: Largest number of fields that are printed.
+LONGEST = 9
 
 
 class ComparesArrays:
     """Base class whose `==` compares fields, arrays elementwise; nan equals nan.
 
-    Subclasses are declared with `eq=False`, because the generated comparison raises for arrays.
+    It prints in at most ten lines. Subclasses are declared with `eq=False`, because the generated
+    comparison raises for arrays.
     """
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __init_subclass__(cls) -> None:
+        # The decorator `dataclass` replaces an inherited method, but not one of the class itself.
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        named = [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
+        lines = [f"{name} = {_short(value)}" for name, value in named]
+        if len(lines) > LONGEST:
+            lines[LONGEST - 1 :] = [f"and {', '.join(name for name, _ in named[LONGEST - 1 :])}"]
+        return "\n  ".join([type(self).__name__, *lines])
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -32,3 +48,16 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, tuple | list) and type(a) is type(b):
         return len(a) == len(b) and all(map(_equal, a, b))
     return bool(a == b) or (a != a and b != b)
+
+
+def _short(value: Any) -> str:
+    """Return a value as text on one line."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f" and np.isfinite(value).any():
+        return f"{value.shape} from {np.nanmin(value):.4g} to {np.nanmax(value):.4g}"
+    if isinstance(value, ComparesArrays):
+        return type(value).__name__ + (f" of {len(value)}" if hasattr(value, "__len__") else "")
+    if isinstance(value, tuple | list) and any(isinstance(v, ComparesArrays) for v in value):
+        return f"{len(value)} {type(value[0]).__name__}s"
+    text = repr(value) if is_dataclass(value) else reprlib.repr(value)
+    text = text.replace("\n", " ")
+    return text if len(text) <= 200 else f"{text[:200]}…"

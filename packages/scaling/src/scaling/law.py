@@ -36,6 +36,9 @@ class Interval:
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
 
+    def __str__(self) -> str:
+        return f"[{self.low:.5g}, {self.high:.5g}] {self.level:.0%}"
+
 
 def require_numbers(**named: object) -> None:
     """Raise `TypeError` unless each argument is a real number and not a bool."""
@@ -61,6 +64,17 @@ class Optimum(ComparesArrays):
     loss: float
     #: Intervals by field name; None if the law is known and was not fitted to runs.
     intervals: dict[str, Interval] | None = None
+    #: The measured coverage of such intervals in published tables; empty within the runs.
+    coverage: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"at {self.compute:.4g} FLOPs"]
+        for name in ("parameters", "tokens", "loss"):
+            interval = (self.intervals or {}).get(name)
+            if interval or self.intervals is None:
+                line = f"  {name:<12}{getattr(self, name):<12.5g}{interval or ''}"
+                lines.append(line.rstrip())
+        return "\n".join([*lines, *([f"  {self.coverage}"] if self.coverage else [])])
 
 
 @dataclass(frozen=True)
@@ -107,11 +121,6 @@ class Law:
         """The power beta / (alpha + beta) with which N_opt grows in C; D_opt has 1 minus it."""
         return self.beta / (self.alpha + self.beta)
 
-    @property
-    def balance(self) -> float:
-        """The factor G of N_opt = G (C / 6)^exponent: see Note [Closed-form optimum]."""
-        return float(optima_of(self.constants, FLOPS_PER_PARAMETER_TOKEN)[0])
-
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return the model of least loss that `compute` FLOPs can train and serve.
 
@@ -142,23 +151,6 @@ class Law:
             n = math.exp(brentq(slope, low, high, xtol=1e-14))
         d = pairs / n - served
         return Optimum(compute, n, d, self.predict(n, d))
-
-    def cheapest(self, loss: float, *, inference_tokens: float = 0.0) -> Optimum:
-        """Return the model that reaches `loss` with the fewest FLOPs for training and serving."""
-        if not loss > self.E:
-            raise ValueError(f"expected a loss above the irreducible loss E = {self.E}, got {loss}")
-
-        def excess(log_compute: float) -> float:
-            best = self.optimal(math.exp(log_compute), inference_tokens=inference_tokens)
-            return math.log(best.loss - self.E) - math.log(loss - self.E)
-
-        low, high = 0.0, 60.0
-        while excess(high) > 0:
-            high *= 2
-            if high > 600:
-                raise ValueError(f"loss {loss} needs more than e^600 FLOPs: E = {self.E}")
-        compute = math.exp(brentq(excess, low, high, xtol=1e-12))
-        return self.optimal(compute, inference_tokens=inference_tokens)
 
 
 def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array:

@@ -9,14 +9,22 @@ import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.equality import ComparesArrays
-from scaling.tables.cells import is_blank, list_some, parse_numbers, uses_decimal_comma
-from scaling.tables.derived import add_token_product
+from scaling.tables.cells import (
+    NumberedCells,
+    blank_cells,
+    list_some,
+    parse_numbers,
+    require_unambiguous,
+    shows_decimals,
+    uses_decimal_comma,
+)
+from scaling.tables.derived import TIMES, token_factors
 from scaling.tables.names import (
     SWEEP_NAMES,
     WORDS,
@@ -26,7 +34,7 @@ from scaling.tables.names import (
     match_columns,
     split_words,
 )
-from scaling.tables.source import NumberedRecords, read_records
+from scaling.tables.source import Table, read_table
 from scaling.tables.states import keep_finished
 
 Array = NDArray[np.float64]
@@ -58,8 +66,20 @@ LARGEST_COMPUTE_RATIO = 10.0
 
 COLUMNS = ("parameters", "tokens", "compute", "loss")
 
-#: Names of columns that identify a run, without case and punctuation.
-RUN_NAMES = ["run", "runid", "runname", "uid", "id", "trialid", "jobid", "expname", "expid"]
+#: Columns that show that N or D may be counted in two ways: the quantity, and how to name it.
+COUNTS = {
+    "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
+    "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
+}
+
+#: Rows of one size are the checkpoints of a training, rather than trainings of several lengths, if
+#: there are this many at even distances in tokens, or this many at any distance.
+EVEN_CHECKPOINTS = 4
+ANY_CHECKPOINTS = 20
+
+#: Relative differences up to which sizes, tokens and compute of two runs count as equal.
+SAME_SIZE = 0.01
+SAME_TOKENS = 0.05
 
 
 class ScalingWarning(UserWarning):
@@ -89,7 +109,7 @@ class Runs(ComparesArrays):
         """Return the runs that a slice, a mask or a list of positions selects."""
         index = np.arange(len(self))[which]
         columns = {name: getattr(self, name)[index] for name in COLUMNS}
-        rows = tuple(self.rows[i] for i in index)
+        rows = tuple(np.array(self.rows)[index].tolist())
         return Runs(**columns, rows=rows, explanation=self.explanation)
 
     def without_highest(self, count: int) -> "Runs":
@@ -104,32 +124,58 @@ class Runs(ComparesArrays):
         A gap wider than `tolerance` starts a group. Runs that are spread over decades have no such
         gaps, so a group that spans more than a factor of two is divided into groups of that width.
         """
-        order = np.argsort(self.compute, kind="stable")
-        log_compute = np.log(self.compute[order])
-        width = math.log1p(tolerance)
-        groups = []
-        for group in np.split(order, np.flatnonzero(np.diff(log_compute) > width) + 1):
-            inside = np.log(self.compute[group])
-            starts = [0]
-            for i in range(len(group)):
-                if np.ptp(inside) > math.log(2) and inside[i] > inside[starts[-1]] + width:
-                    starts.append(i)
-            groups += np.split(group, starts[1:])
-        return [self[group] for group in groups]
+        codes = cluster(self.compute, tolerance)
+        groups = [np.flatnonzero(codes == code) for code in range(codes.max(initial=-1) + 1)]
+        return [self[group[np.argsort(self.compute[group], kind="stable")]] for group in groups]
+
+
+def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np.intp]:
+    """Return the index of the group of each value: see `Runs.budgets`.
+
+    `longest` is the largest ratio of two values of a group that is wider than `tolerance`.
+    """
+    order = np.argsort(values, kind="stable")
+    logs = np.log(values[order])
+    width = math.log1p(tolerance)
+    is_start = np.diff(logs, prepend=-np.inf) > width
+    for group in np.split(np.arange(len(logs)), np.flatnonzero(is_start[1:]) + 1):
+        if len(group) and logs[group[-1]] - logs[group[0]] > math.log(longest):
+            start = logs[group[0]]
+            for i in group:
+                if logs[i] > start + width:
+                    start = logs[i]
+                    is_start[i] = True
+    codes = np.empty(len(values), np.intp)
+    codes[order] = np.cumsum(is_start) - 1
+    return codes
+
+
+def below_cuts(axis: Array, fractions: Sequence[float]) -> list[NDArray[np.bool_]]:
+    """Return masks of the runs up to each quantile of an axis such as compute.
+
+    Runs within 1 % of a cut are below it, because budgets are often equal only up to rounding.
+    Equal masks are returned once, and a mask of all runs is left out.
+    """
+    masks: dict[int, NDArray[np.bool_]] = {}
+    for cut in np.quantile(axis, fractions, method="lower"):
+        below = axis <= cut * 1.01
+        masks[int(below.sum())] = below
+    masks.pop(len(axis), None)
+    return list(masks.values())
 
 
 @dataclass
 class _Reading:
-    """The state of reading a table: its records, the chosen columns and their values."""
+    """The state of reading a table: its rows, the chosen columns and their values."""
 
     name: str
-    table: NumberedRecords
-    #: Names of all columns of the table.
-    present: list[str]
+    table: Table
     #: The chosen columns by our names.
     columns: dict[str, Column]
     #: The user's unit by our names.
     units: Mapping[str, float]
+    #: The user's decimal mark.
+    decimal: str | None
     values: dict[str, Array] = field(default_factory=dict)
     #: Sentences about choices, for `Runs.explanation`.
     choices: list[str] = field(default_factory=list)
@@ -138,7 +184,13 @@ class _Reading:
 
     @property
     def rows(self) -> list[int]:
-        return [row for row, _ in self.table]
+        rows: list[int] = self.table.rows.tolist()
+        return rows
+
+    def select(self, which: NDArray[Any]) -> None:
+        """Leave out the other rows."""
+        self.table = self.table.select(which)
+        self.values = {k: v[which] for k, v in self.values.items()}
 
 
 def load_runs(
@@ -149,13 +201,15 @@ def load_runs(
     units: Mapping[str, float] | None = None,
     where: Mapping[str, Any] | None = None,
     history: str | bool | None = None,
+    decimal: Literal[".", ","] | None = None,
     tolerance: float = 0.1,
 ) -> Runs:
-    """Load runs from CSV, JSON or JSONL, a DataFrame, a mapping of columns or records.
+    """Load runs from CSV, JSON or JSONL, a data frame, a mapping of columns or records.
 
     The table needs a loss and two of parameters, tokens and compute. Cells may be 7B, 1.4T,
-    49,893,420 or 3,2157. Exports of wandb and levanter are read with their nested `config` and
-    `summary`. `Runs.explanation` states how the table was read.
+    49,893,420 or 3,2157. Data frames are those of pandas, polars and pyarrow. Exports of wandb,
+    levanter, MLflow and TensorBoard (by tbparse) are read with their nested or long columns.
+    `Runs.explanation` has a line on each choice that was made.
 
     Args:
         source: The table.
@@ -167,6 +221,7 @@ def load_runs(
         where: Values of columns by which rows are selected, such as `{"dataset": "c4"}`.
         history: The column that names the run of each row, of which the last row is kept; False
             if every row is a run. By default a column of run names is recognized.
+        decimal: The mark before the decimals of a number; by default it is detected.
         tolerance: Relative difference between compute and 6 N D that is not reported.
 
     Left out, with a warning and a count, are rows without a loss, runs that did not finish (by a
@@ -182,23 +237,26 @@ def load_runs(
     repeated rows.
     """
     name = str(source) if isinstance(source, str | Path) else "the table"
-    table = read_records(source, delimiter)
+    table = read_table(source, delimiter)
     total = len(table)
-    table = _select_rows(table, where or {}, name)
+    table = table.where(where or {}, name)
     exclusions: list[str] = []
     table = keep_finished(table, where or {}, exclusions)
-    if not table:
+    if not len(table):
         raise ValueError("; ".join([f"{name} holds no runs", *exclusions]))
-    present = list(dict.fromkeys(column for _, record in table for column in record))
     columns = dict(columns or {})
-    if product := add_token_product(table, present, columns):
-        present.append(product)
-        columns["tokens"] = product
+    present = list(table.columns)
+    if factors := token_factors(present, columns):
+        columns["tokens"] = TIMES.join(factors)
+        present.append(columns["tokens"])
     matched = match_columns(present, columns, name)
-    reading = _Reading(name, table, present, matched.chosen, units or {}, exclusions=exclusions)
+    reading = _Reading(name, table, matched.chosen, units or {}, decimal, exclusions=exclusions)
+    _require_whole_counts(reading, columns)
     dataset_warnings = _several_datasets(reading)
     _drop_rows_without_loss(reading)
-    reading.values, reading.choices = _parse_columns(reading.table, reading.columns, reading.units)
+    reading.values, reading.choices = _parse_columns(reading, reading.columns)
+    reading.choices = [*table.choices, *reading.choices]
+    reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
     reading.choices += _compare_columns(reading, matched, tolerance)
     _keep_last_rows(reading, history)
     _keep_best_settings(reading)
@@ -223,56 +281,94 @@ def load_runs(
     return replace(runs, explanation="\n".join([*lines, *reading.exclusions]))
 
 
-def _select_rows(table: NumberedRecords, where: Mapping[str, Any], name: str) -> NumberedRecords:
-    """Return the rows whose cells have the values of `where`; raise `ValueError` if none has."""
-    for column, wanted in where.items():
-        seen = dict.fromkeys(str(record[column]) for _, record in table if column in record)
-        table = [(row, r) for row, r in table if str(r.get(column)) == str(wanted)]
-        if not table:
-            reason = f"it is {list_some(seen)}" if seen else "there is no such column"
-            raise ValueError(f"{name}: {column!r} is nowhere {wanted!r}; {reason}")
-    return table
+def _require_whole_counts(reading: _Reading, named: Container[str]) -> None:
+    """Raise `ValueError` if N may count experts that do not compute, or D the data of one epoch."""
+    for name in reading.table.columns:
+        ours, wanted, reason = COUNTS.get("".join(split_words(name)[-1:]), ("", "", ""))
+        column = reading.columns.get(ours)
+        if column is None or ours in named or "compute" in reading.columns:
+            continue
+        # Trained tokens already count every epoch, unlike the tokens of a data set.
+        is_whole = "active" in column.kinds or (ours == "tokens" and "data" not in column.name)
+        if not is_whole and (parse_numbers(reading.table.cells(name), False) > 1).any():
+            raise ValueError(
+                f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r},"
+                f" or confirm with columns={{{ours!r}: {column.name!r}}}"
+            )
 
 
 def _drop_rows_without_loss(reading: _Reading) -> None:
     """Leave out the rows whose loss is blank."""
     column = reading.columns["loss"].name
-    measured = [(row, r) for row, r in reading.table if not is_blank(r.get(column))]
-    if not measured:
+    blank = blank_cells(reading.table.columns[column])
+    if blank.all():
         raise ValueError(f"{reading.name} holds no runs with a loss in column {column!r}")
-    kept_rows = {row for row, _ in measured}
-    blank_rows = [row for row in reading.rows if row not in kept_rows]
-    if blank_rows:
+    if blank.any():
         reading.exclusions.append(
-            f"column {column!r} is blank in {len(blank_rows)} rows ({list_some(blank_rows)}):"
-            " left out"
+            f"column {column!r} is blank in {blank.sum()} rows"
+            f" ({list_some(reading.table.rows[blank])}): left out"
         )
-    reading.table = measured
+        reading.table = reading.table.select(~blank)
 
 
 def _parse_columns(
-    table: NumberedRecords, columns: Mapping[str, Column], units: Mapping[str, float]
+    reading: _Reading, columns: Mapping[str, Column]
 ) -> tuple[dict[str, Array], list[str]]:
     """Return columns in parameters, tokens, FLOPs and nats, and how their cells were read."""
-    cells = {k: [(row, r.get(c.name)) for row, r in table] for k, c in columns.items()}
-    comma = uses_decimal_comma((columns[k].name, column) for k, column in cells.items())
+    rows = reading.rows
+    factors = {k: c.name.split(TIMES) if TIMES in c.name else [c.name] for k, c in columns.items()}
+    for k, column in columns.items():
+        if column.name in reading.table.columns:
+            factors[k] = [column.name]
+    cells = {f: (f, rows, reading.table.cells(f)) for names in factors.values() for f in names}
+    losses = {columns["loss"].name} if "loss" in columns else set()
+    comma = reading.decimal == ","
+    if reading.decimal is None:
+        comma = uses_decimal_comma(list(cells.values()), losses)
+        _require_unambiguous(reading, columns, factors, cells, comma)
     choices = ["a comma in a number starts its decimals"] if comma else []
     values = {}
     for k, column in columns.items():
-        unit = units.get(k, column.unit)
-        numbers = parse_numbers([cell for _, cell in cells[k]], comma, k != "loss", unit)
-        invalid = ~(np.isfinite(numbers) & (numbers > 0))
-        if invalid.any():
-            bad = [f"row {cells[k][i][0]}: {cells[k][i][1]!r}" for i in np.flatnonzero(invalid)]
-            raise ValueError(
-                f"column {column.name!r} must be positive and finite, but {list_some(bad)}"
-            )
+        unit = reading.units.get(k, column.unit)
+        numbers = np.full(len(rows), 1.0 if len(factors[k]) == 1 else unit)
+        for name in factors[k]:
+            of_factor = unit if len(factors[k]) == 1 else 1.0
+            numbers = numbers * parse_numbers(cells[name][2], comma, k != "loss", of_factor)
+            invalid = ~(np.isfinite(numbers) & (numbers > 0))
+            if invalid.any():
+                bad = [f"row {rows[i]}: {cells[name][2][i]!r}" for i in np.flatnonzero(invalid)]
+                raise ValueError(
+                    f"column {name!r} must be positive and finite, but {list_some(bad)}"
+                )
         values[k] = numbers
         if "perplexity" in column.description:
             values[k] = np.log(numbers)
             if not (values[k] > 0).all():
                 raise ValueError(f"column {column.name!r}: a perplexity is above 1")
     return values, choices
+
+
+def _require_unambiguous(
+    reading: _Reading,
+    columns: Mapping[str, Column],
+    factors: Mapping[str, Sequence[str]],
+    cells: Mapping[str, NumberedCells],
+    comma: bool,
+) -> None:
+    """Raise `ValueError` for numbers whose mark may separate thousands or start decimals.
+
+    Counts, such as steps, have no decimals, so the marks of other columns say nothing about them.
+    Numbers without a unit are not checked, because one of their readings is refused by its scale.
+    """
+    counts = [name for names in factors.values() if len(names) > 1 for name in names]
+    with_unit = [c.name for k, c in columns.items() if k != "loss" and c.unit != 1]
+    for name in counts:
+        require_unambiguous(cells[name], "," if comma else ".")
+    losses = {columns["loss"].name} if "loss" in columns else set()
+    if with_unit and not shows_decimals(cells.values(), losses):
+        for name in with_unit:
+            require_unambiguous(cells[name], ".")
+            require_unambiguous(cells[name], ",")
 
 
 def _compare_columns(reading: _Reading, matched: Match, tolerance: float) -> list[str]:
@@ -343,14 +439,20 @@ def _compare_alternative(reading: _Reading, ours: str, column: Column, other: Co
 def _parse_or_none(reading: _Reading, ours: str, column: Column) -> Array | None:
     """Return the numbers of a column; None if a cell is not positive and finite."""
     try:
-        return _parse_columns(reading.table, {ours: column}, reading.units)[0][ours]
+        return _parse_columns(reading, {ours: column})[0][ours]
     except ValueError:
         return None
 
 
 def _keep_last_rows(reading: _Reading, history: str | bool | None) -> None:
     """Leave out all but the last row of each run, if the table is a history of runs."""
-    ends = None if history is False else _history(reading, history)
+    if history is False:
+        reading.choices.append("every row is a run, by history=False")
+        return
+    if isinstance(history, str) and history not in reading.table.columns:
+        present = list(reading.table.columns)
+        raise ValueError(f"history={history!r} is not a column; they are {present}")
+    ends = _history(reading, history)
     if ends is None:
         return
     column, last = ends
@@ -358,96 +460,133 @@ def _keep_last_rows(reading: _Reading, history: str | bool | None) -> None:
         f"column {column!r} names a run in several rows: the row with the most tokens is the end of"
         f" each run; {len(reading.table) - len(last)} earlier ones are left out"
     )
-    reading.values = {k: v[last] for k, v in reading.values.items()}
-    reading.table = [reading.table[i] for i in last]
+    reading.select(last)
 
 
-def _history(reading: _Reading, named: str | bool | None) -> tuple[str, list[int]] | None:
+def _history(reading: _Reading, named: str | bool | None) -> tuple[str, NDArray[np.intp]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
-    Return None if the table is not a history. Raise `ValueError` if it may be one, because it has
-    a column of the current step and no column of names that differs in every row.
+    Return None if the table is not a history. Raise `ValueError` if it may be one, because its rows
+    look like the checkpoints of trainings, and it has no column of names that differs in every row.
     """
     values = reading.values
     progress = values["tokens"] if "tokens" in values else values["compute"]
-    size = values.get("parameters", np.ones_like(progress))
-    names = {"".join(c for c in name.lower() if c.isalnum()): name for name in reading.present}
-    candidates = [names[c] for c in RUN_NAMES if c in names]
-    steps = [names[c] for c in ("step", "globalstep", "trainerglobalstep") if c in names]
-    if steps:
+    if "parameters" in values:
+        size = values["parameters"]
+    else:
+        # Sizes that follow from compute and tokens are equal up to rounding.
+        size = np.exp(np.round(np.log(values["compute"] / values["tokens"]), 4))
+    names = {
+        "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
+    }
+    rising = [names[c] for c in WORDS["progress_columns"] if c in names]
+    candidates = [names[c] for c in WORDS["run_columns"] if c in names]
+    if rising:
         candidates += [names[c] for c in ("name", "experiment") if c in names]
     if isinstance(named, str):
-        if named not in reading.present:
-            raise ValueError(f"history={named!r} is not a column; they are {reading.present}")
         candidates = [named]
     has_names = False
     for column in candidates:
-        groups: dict[str, list[int]] = {}
-        for i, (_, record) in enumerate(reading.table):
-            groups.setdefault(str(record.get(column)), []).append(i)
+        codes = reading.table.codes([column])
+        has_names = has_names or codes.max() + 1 == len(codes)
+        order = np.lexsort((progress, codes))
+        is_same_run = np.diff(codes[order]) == 0
         # Rows of one size with different tokens are the same training at different times.
-        has_names = has_names or len(groups) == len(reading.table)
-        is_history = len(groups) < len(reading.table) and all(
-            np.ptp(size[g]) == 0 and len(np.unique(progress[g])) == len(g) for g in groups.values()
-        )
-        if is_history:
-            return column, sorted(max(g, key=lambda i: progress[i]) for g in groups.values())
+        is_later = (np.diff(size[order]) == 0) & (np.diff(progress[order]) > 0)
+        if is_same_run.any() and is_later[is_same_run].all():
+            return column, np.sort(order[np.append(~is_same_run, True)])
     if isinstance(named, str) and not has_names:
         raise ValueError(
             f"history={named!r}: the rows of a run must have one size and different tokens"
         )
-    if steps and not has_names and _steps_recur(reading, steps[0], size, progress):
-        raise ValueError(
-            f"column {steps[0]!r} rises with the tokens of each size: the rows may be a history of"
-            " fewer runs, or a run each; name the column of runs with history='…', or pass"
-            " history=False if every row is the end of a run"
-        )
+    if not has_names:
+        _refuse_checkpoints(reading, rising, size, progress)
     return None
 
 
-def _steps_recur(reading: _Reading, column: str, size: Array, progress: Array) -> bool:
-    """Return True if at least half of all rows share their size with an earlier step."""
-    steps = parse_numbers([record.get(column) for _, record in reading.table], False)
+def _refuse_checkpoints(
+    reading: _Reading, rising: Sequence[str], size: Array, progress: Array
+) -> None:
+    """Raise `ValueError` if the rows look like the checkpoints of trainings."""
+    evidence = [f"column {name!r}" for name in rising if _rises(reading, name, size, progress)]
+    if not evidence and _has_checkpoints(size, progress):
+        evidence = ["the number of rows"]
+    if evidence:
+        raise ValueError(
+            f"{evidence[0]} rises with the tokens of each size: the rows may be a history of fewer"
+            " runs, or a run each; name the column of runs with history='…', or pass history=False"
+            " if every row is the end of a run"
+        )
+
+
+def _rises(reading: _Reading, column: str, size: Array, progress: Array) -> bool:
+    """Return True if at least half of all rows share their size with a lower value of a column."""
+    steps = parse_numbers(reading.table.cells(column), False)
     order = np.lexsort((steps, size))
     rises = (np.diff(steps[order]) > 0) & (np.diff(progress[order]) > 0)
     later = int((rises & (np.diff(size[order]) == 0)).sum())
-    return len(reading.table) >= 4 and later >= len(reading.table) / 2
+    return len(steps) >= 4 and later >= len(steps) / 2
+
+
+def _has_checkpoints(size: Array, progress: Array) -> bool:
+    """Return True if most rows share their size with many tokens, or with evenly spaced tokens.
+
+    Trainings to several lengths usually have few of them, at even distances in the logarithm.
+    """
+    rows_like_checkpoints = 0
+    order = np.argsort(size, kind="stable")
+    for group in np.split(order, np.flatnonzero(np.diff(size[order])) + 1):
+        tokens = np.unique(progress[group])
+        if len(tokens) < EVEN_CHECKPOINTS:
+            continue
+        steps = np.diff(tokens)
+        is_even = np.abs(steps / np.median(steps) - 1) < 0.02
+        if is_even.mean() >= 0.75 or len(tokens) >= ANY_CHECKPOINTS:
+            rows_like_checkpoints += len(group)
+    return rows_like_checkpoints >= len(size) / 2
 
 
 def _keep_best_settings(reading: _Reading) -> None:
     """Leave out all but the best setting of each N and D, if the table is a sweep of settings.
 
-    The settings are learning rates and batch sizes. Repetitions of the best setting, such as seeds,
-    are all kept, because the least loss of several repetitions is biased.
+    The settings are learning rates, batch sizes and similar. Repetitions of the best setting, such
+    as seeds, are all kept, because the least loss of several repetitions is biased.
     """
     # A column `eta` is usually the time that remains, and `b` may be anything.
-    sweeps = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"]} - {"eta", "b"}
+    sweeps = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]}
     used = {column.name for column in reading.columns.values()}
     names = []
     sets = []
-    for name in reading.present:
+    for name in reading.table.columns:
         words = split_words(name)
-        if name not in used and any("".join(words[i:]) in sweeps for i in range(len(words))):
+        stems = {"".join(words[i:]) for i in range(len(words))}
+        if name not in used and stems & (sweeps - {"eta", "b"}):
             names.append(name)
         elif words and words[-1] in WORDS["sets"]:
             sets.append(name)
-    groups: dict[tuple[Any, ...], dict[tuple[str, ...], list[int]]] = {}
-    two = [reading.values[k] for k in ("parameters", "tokens", "compute") if k in reading.values]
-    for i, (_, record) in enumerate(reading.table if names else []):
-        design = (*(float(v[i]) for v in two), *(str(record.get(name)) for name in sets))
-        setting = tuple(str(record.get(name)) for name in names)
-        groups.setdefault(design, {}).setdefault(setting, []).append(i)
-    loss = reading.values["loss"]
-    best = [min(g.values(), key=lambda rows: float(loss[rows].mean())) for g in groups.values()]
-    keep = sorted(i for rows in best for i in rows)
-    if not keep or len(keep) == len(reading.table):
+    if not names:
+        return
+    tolerances = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
+    keys = []
+    for k, tolerance in tolerances.items():
+        if k in reading.values:
+            keys.append(cluster(reading.values[k], tolerance, 1 + tolerance))
+    keys += [reading.table.codes([name]) for name in sets]
+    design = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
+    setting = reading.table.codes(names)
+    pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
+    of_row = of_row.reshape(-1)
+    mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
+    by_mean = np.lexsort((mean, pairs[0]))
+    best = by_mean[np.diff(pairs[0][by_mean], prepend=-1) > 0]
+    keep = np.flatnonzero(np.isin(of_row, best))
+    if len(keep) == len(design):
         return
     reading.exclusions.append(
         f"columns {names} differ between runs of one size and tokens: the setting of least mean"
-        f" loss is read, and {len(reading.table) - len(keep)} runs of other settings are left out"
+        f" loss is read, and {len(design) - len(keep)} runs of other settings are left out"
     )
-    reading.values = {k: v[keep] for k, v in reading.values.items()}
-    reading.table = [reading.table[i] for i in keep]
+    reading.select(keep)
 
 
 def _drop_small_letters(reading: _Reading) -> None:
@@ -484,7 +623,7 @@ def _columns_with_unit(reading: _Reading) -> set[str]:
     """Return the columns whose unit is stated by their name, by their cells or by `units`."""
     known = set(reading.units)
     for k, column in reading.columns.items():
-        cells = [record.get(column.name) for _, record in reading.table]
+        cells = reading.table.columns.get(column.name, np.zeros(1))
         has_suffixes = all(isinstance(c, str) and c.strip()[-1:].isalpha() for c in cells)
         names_unit = "unit" in column.description or column.description.startswith("in ")
         if names_unit or ", in " in column.description or has_suffixes:
@@ -608,9 +747,9 @@ def _likely_power(name: str, values: Mapping[str, Array], small: Sequence[str]) 
 
 def _several_datasets(reading: _Reading) -> list[str]:
     """Return a warning if the rows are of several data sets, whose losses follow different laws."""
-    for name in reading.present:
+    for name in reading.table.columns:
         if name.lower().rsplit(".")[-1] in WORDS["sets"]:
-            seen = dict.fromkeys(str(record.get(name)) for _, record in reading.table)
+            seen = dict.fromkeys(map(str, reading.table.cells(name)))
             if 1 < len(seen) <= len(reading.table) / 4:
                 return [
                     f"column {name!r} names {len(seen)} sets of runs ({list_some(seen)}), which are"
@@ -637,8 +776,8 @@ def _explain(runs: Runs, reading: _Reading) -> list[str]:
             description = f"nats, of {description}" if description else "nats"
         line = f"  {k:<11}{origin:<24}{values.min():.4g} to {values.max():.4g}"
         lines.append(f"{line}  ({description})" if description else line)
-    used = {column.name for column in reading.columns.values()}
-    if unused := [name for name in reading.present if name and name not in used]:
+    used = {f for c in reading.columns.values() for f in (c.name, *c.name.split(TIMES))}
+    if unused := [name for name in reading.table.columns if name and name not in used]:
         lines.append(f"  not used: {list_some(unused)}")
     return lines
 
@@ -666,9 +805,10 @@ def _suspicions(
             f"column {columns['loss'].name!r} is above {LARGEST_LOSS:g} nats in rows"
             f" {list_some(rows[high])}: worse than guessing; is it a perplexity, or diverged?"
         )
-    table = np.stack([runs.parameters, runs.tokens, runs.loss], axis=1)
-    _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
-    repeated = np.arange(len(runs)) != first[inverse.reshape(-1)]
+    table = np.stack([runs.parameters, runs.tokens, runs.loss])
+    order = np.lexsort(table)
+    repeated = np.zeros(len(runs), dtype=bool)
+    repeated[order[1:]] = (np.diff(table[:, order]) == 0).all(0)
     if repeated.any():
         messages.append(
             f"rows {list_some(rows[repeated])} repeat earlier ones in"

@@ -18,7 +18,9 @@ mean is log(1/3) with standard deviation 0.6, and their difference is zero, a sy
 standard deviation 0.5. In published laws and tables p and q differ by a factor of about e^0.5. The
 weight of the prior is the variance of the noise, which is estimated in turn until it settles. The
 first search has no prior: without noise its result is exact, and the prior may have a basin of its
-own in between.
+own in between. The experiments are `test_interval_covers_the_truth_at_four_runs_per_budget`, where
+half of the intervals miss without a prior, and
+`test_wide_and_off_center_grids_do_not_bias_the_common_shape`, where a parabola is biased.
 """
 
 import itertools
@@ -28,12 +30,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
+from scipy.optimize import brentq, least_squares
 
 from scaling.equality import ComparesArrays
 from scaling.runs import Array, Runs
 
-#: Grid of starts for p and for q.
+#: Grid of starts for p and for q: `test_default_is_within_one_percent_for_any_law_and_grid`.
 START_EXPONENTS = np.geomspace(0.06, 1.5, 5)
 
 #: Prior mean of p and q: see Note [Prior of the shape].
@@ -83,34 +85,24 @@ class Valley(ComparesArrays):
         return curve
 
 
-def polynomial_bottom(
-    x: Array, loss: Array, degree: int, bandwidth: float | None
-) -> tuple[Array, float | None]:
+def polynomial_bottom(x: Array, loss: Array, degree: int) -> tuple[Array, float | None]:
     """Fit a polynomial of loss over x = log N and return its coefficients and its lowest bottom.
 
     The coefficients are those in x - mean(x). The bottom is None if the curve has none within the
-    runs. With a bandwidth, runs are weighted by their distance from the bottom, iteratively.
+    runs.
     """
     u = x - x.mean()
-    bottom = float(u[np.argmin(loss)])
     grid = np.linspace(u[0], u[-1], 1001)
-    for _ in range(20 if bandwidth else 1):
-        # polyfit squares its weights, so these are the roots of the Gaussian weights.
-        weights = np.exp(-0.25 * ((u - bottom) / bandwidth) ** 2) if bandwidth else None
-        coefficients = np.polynomial.polynomial.polyfit(u, loss, degree, w=weights)
-        curve = np.polynomial.Polynomial(coefficients)
-        slope = curve.deriv()
-        curvature = curve.deriv(2)
-        # The roots of the slope would be noise if its leading coefficient is nearly zero.
-        rising = np.flatnonzero((slope(grid[:-1]) < 0) & (slope(grid[1:]) >= 0))
-        if not rising.size:
-            return coefficients, None
-        cell = rising[np.argmin(curve(grid[rising]))]
-        bottom = float(grid[cell])
-        for _ in range(8):
-            step = float(slope(bottom) / curvature(bottom)) if curvature(bottom) else 0.0
-            bottom = float(np.clip(bottom - step, grid[cell], grid[cell + 1]))
-    return coefficients, bottom + float(x.mean())
+    coefficients = np.polynomial.polynomial.polyfit(u, loss, degree)
+    curve = np.polynomial.Polynomial(coefficients)
+    slope = curve.deriv()
+    # The roots of the slope would be noise if its leading coefficient is nearly zero.
+    rising = np.flatnonzero((slope(grid[:-1]) < 0) & (slope(grid[1:]) >= 0))
+    if not rising.size:
+        return coefficients, None
+    cell = rising[np.argmin(curve(grid[rising]))]
+    bottom = brentq(slope, grid[cell], grid[cell + 1], xtol=1e-15)
+    return coefficients, float(bottom + x.mean())
 
 
 @dataclass(frozen=True)

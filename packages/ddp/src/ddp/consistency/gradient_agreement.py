@@ -49,8 +49,6 @@ class GradientAgreement(Observer):
         self.compression = compression
         #: False to average over the ranks that still have inputs, as in `DDP.join`.
         self.divide_by_initial_world_size = True
-        #: Number of ranks without a gradient in the last step, per parameter; zeros are left out.
-        self.num_missing: dict[int, int] = {}
         self._group = group
         self._failures = failures
         self._find_unused_parameters = find_unused_parameters
@@ -83,7 +81,6 @@ class GradientAgreement(Observer):
         buckets = step.buckets
         if not self.compression.reduces_flags:
             self._sum_flags(buckets)
-        self.num_missing = {}
         if not buckets or (step.is_participating and self._have_usual_flags(buckets)):
             return
         flags = [bucket.flags.tolist() for bucket in buckets]
@@ -96,7 +93,6 @@ class GradientAgreement(Observer):
             for index, flag in zip(bucket.indices, bucket_flags[RANK_FLAGS:], strict=True):
                 if flag:
                     missing[index] = flag
-        self.num_missing = {index: round(flag) for index, flag in missing.items()}
         missing_on_some = {index for index, flag in missing.items() if flag != num_active}
         is_inexact = self._group.world_size > MAX_EXACT_RANKS and bool(missing)
         has_nan = any(bucket_flags[2] for bucket_flags in flags)

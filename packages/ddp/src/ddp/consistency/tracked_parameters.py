@@ -26,11 +26,8 @@ class TrackedParameters:
 
     def refresh(self) -> None:
         """Record the current parameters."""
-        modules = list(self._module.modules())
-        self._child_dicts = [module._modules for module in modules]
-        self._parameter_dicts = [module._parameters for module in modules]
-        self._buffer_dicts = [module._buffers for module in modules]
-        self._last = self._snapshot()
+        self._record_modules()
+        modules = self._module.modules()
         # Sparse gradients cannot be views of a flat buffer: they are reduced one by one.
         sparse = {
             layer.weight
@@ -58,7 +55,7 @@ class TrackedParameters:
             return False  # `torch.func.functional_call` replaces parameters during one call.
         if self._has_new_parameter() or self._has_converted(now) or self._has_lost(now):
             return True
-        self._last = now
+        self._record_modules()
         return False
 
     @property
@@ -72,6 +69,15 @@ class TrackedParameters:
             return {}
         named = self._module.named_buffers()
         return {name: b for name, b in named if name not in self._ignored and b.numel()}
+
+    def _record_modules(self) -> None:
+        # A submodule without trained parameters may have been added. Its buffers are synchronized
+        # from now on, and its parameters may be unfrozen later.
+        modules = list(self._module.modules())
+        self._child_dicts = [module._modules for module in modules]
+        self._parameter_dicts = [module._parameters for module in modules]
+        self._buffer_dicts = [module._buffers for module in modules]
+        self._last = self._snapshot()
 
     def _has_new_parameter(self) -> bool:
         known = {id(parameter) for parameter in self.all}

@@ -68,7 +68,6 @@ class PolishResult:
     theta: Array
     objective: Array
     converged: NDArray[np.bool_]
-    steps: int
 
 
 def polish(
@@ -89,14 +88,12 @@ def polish(
     row_weights = np.ones((count, 1)) if weights is None else weights
     theta = np.clip(starts, *problem.bounds)
     batch = _BatchResult(theta, np.empty(count), np.zeros(count, dtype=bool))
-    steps = 0
     # The dozen (chunk, n) arrays of a chunk should stay in the cache.
     chunk = max(8, 24_000 // len(problem.log_target))
     for low in range(0, count, chunk):
         index = np.arange(low, min(low + chunk, count))
-        taken = _polish_chunk(problem, batch, index, row_weights, delta, penalties, max_steps)
-        steps = max(steps, taken)
-    return PolishResult(batch.theta, batch.objective, batch.converged, steps)
+        _polish_chunk(problem, batch, index, row_weights, delta, penalties, max_steps)
+    return PolishResult(batch.theta, batch.objective, batch.converged)
 
 
 def objective(problem: Problem, theta: Array, delta: float) -> Array:
@@ -193,8 +190,8 @@ def _polish_chunk(
     delta: float,
     penalties: Sequence[Penalty],
     max_steps: int,
-) -> int:
-    """Polish the problems at `index` of the batch in place and return the number of steps."""
+) -> None:
+    """Polish the problems at `index` of the batch in place."""
     theta = batch.theta[index]
     lowest, highest = problem.bounds
     weights = weights[index] if len(weights) > 1 else weights
@@ -202,7 +199,7 @@ def _polish_chunk(
     for penalty in penalties:
         point.objective += penalty.energy(theta, index)
     damping = np.full(len(index), 0.1)
-    for step in range(1, max_steps + 1):
+    for _ in range(max_steps):
         gradient, hessian = _derivatives(problem, theta, point, weights, delta, damping)
         for penalty in penalties:
             force, stiffness = penalty.derivatives(theta, index)
@@ -232,10 +229,9 @@ def _polish_chunk(
             point = point.select(active)
             weights = weights[active] if len(weights) > 1 else weights
             if not len(index):
-                return step
+                return
     batch.theta[index] = theta
     batch.objective[index] = point.objective
-    return max_steps
 
 
 def _newton_step(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> Array:

@@ -5,7 +5,6 @@ Note [Variable projection] in varpro.py. `prove=True` polishes every grid point 
 reach the answer.
 """
 
-import math
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,14 +22,12 @@ from scaling.fit.search import (
     validate_objective,
 )
 from scaling.fit.varpro import Problem
-from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import CONSTANTS, Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
 from scaling.tables.cells import list_some
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
 from scaling.uncertainty.diagnostics import (
     BEND_P_VALUE,
-    SizeEstimate,
     bend_p_value,
     warn_of_optimum,
 )
@@ -65,50 +62,15 @@ class ParametricFit(Estimate):
         """The drift between fits of the smaller runs and the larger runs."""
         return measure_drift(self.runs, self._refit)
 
-    def _refit(self, runs: Runs) -> Bootstrap:
-        """Return a bootstrap of a fit of some of the runs, without warnings."""
-        _check(runs, self.loss, self.delta, self.weight_above)
-        problem = Problem.chinchilla(runs, self.weight_above)
-        theta, _ = search(problem, self.loss, self.delta, prove=False)
-        errors = newton.residuals(problem, theta)[0]
-        law = problem.to_law(theta[0])
-        part = Estimate(runs, law, self.loss, self.delta, errors, self.weight_above)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ScalingWarning)
-            return bootstrap(part, resamples=200)
+    def _refit(self, runs: Runs) -> Estimate:
+        """Return a fit of some of the runs, without warnings."""
+        return _estimate(runs, self.loss, self.delta, self.weight_above, prove=False)[0]
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
         best = self.resampled.optimal(compute, inference_tokens=inference_tokens)
-        best = self.drift.widen(best)
-        other = None if inference_tokens else self._isoflop_size(compute)
-        warn_of_optimum(best, self.runs, other)
-        return best
-
-    def _isoflop_size(self, compute: float) -> SizeEstimate | None:
-        """Return the best size by the IsoFLOP fit of the same runs, if there is one."""
-        if not self.valleys:
-            return None
-        compute *= self.valleys.flops_per_parameter_token(compute) / FLOPS_PER_PARAMETER_TOKEN
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ScalingWarning)
-            best = self.valleys.optimal(compute)
-        interval = (best.intervals or {})["parameters"]
-        half_width = math.log(interval.high / interval.low) / 2 if interval.low else math.inf
-        return SizeEstimate("IsoFLOP", math.log(best.parameters), half_width)
-
-    @cached_property
-    def valleys(self) -> IsoflopFit | None:
-        """The IsoFLOP fit of the same runs; None unless most of them lie at three budgets."""
-        groups = [g for g in self.runs.budgets() if len(np.unique(g.parameters)) >= 4]
-        if len(groups) < 3 or sum(map(len, groups)) < 0.8 * len(self.runs):
-            return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ScalingWarning)
-            try:
-                return fit_isoflop(self.runs)
-            except ValueError:
-                return None
+        warn_of_optimum(best, self.runs)
+        return self.drift.widen(best)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return `Law.predict`, with the 95 % interval of a further run, its noise included."""
@@ -144,20 +106,19 @@ def fit_parametric(
 
     A `ScalingWarning` reports several optima, a constant at its bound, bent residuals and outliers.
     """
-    _check(runs, loss, delta, weight_above)
-    problem = Problem.chinchilla(runs, weight_above)
-    theta, proof = search(problem, loss, delta, prove)
-    law = problem.to_law(theta[0])
-    errors = newton.residuals(problem, theta)[0]
-    messages = tuple(_fit_messages(runs, problem, theta[0], errors, proof))
+    part, theta, proof = _estimate(runs, loss, delta, weight_above, prove)
+    errors = part.residuals
+    messages = tuple(_fit_messages(runs, part.problem, theta, errors, proof))
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    objective = objective_value(problem, errors, loss, delta)
-    return ParametricFit(runs, law, loss, delta, errors, weight_above, objective, proof, messages)
+    value = objective_value(part.problem, errors, loss, delta)
+    return ParametricFit(runs, part.law, loss, delta, errors, weight_above, value, proof, messages)
 
 
-def _check(runs: Runs, loss: Loss, delta: float, weight_above: float) -> None:
-    """Raise `ValueError` if the options are not valid or the runs cannot identify a law."""
+def _estimate(
+    runs: Runs, loss: Loss, delta: float, weight_above: float, prove: bool
+) -> tuple[Estimate, Array, Proof]:
+    """Return a fit with its parameters and its proof; `ValueError` if the runs identify no law."""
     validate_objective(loss, delta, weight_above)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(
@@ -166,6 +127,11 @@ def _check(runs: Runs, loss: Loss, delta: float, weight_above: float) -> None:
     if np.ptp(runs.loss) == 0:
         raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
     require_identified(runs.parameters, runs.tokens)
+    problem = Problem.chinchilla(runs, weight_above)
+    theta, proof = search(problem, loss, delta, prove)
+    errors = newton.residuals(problem, theta)[0]
+    part = Estimate(runs, problem.to_law(theta[0]), loss, delta, errors, weight_above)
+    return part, theta[0], proof
 
 
 def _fit_messages(

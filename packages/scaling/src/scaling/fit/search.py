@@ -10,7 +10,6 @@ best of them if it improves the objective.
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -90,7 +89,6 @@ def search(
     loss: Loss,
     delta: float,
     prove: bool,
-    penalties: Sequence[newton.Penalty] = (),
 ) -> tuple[Array, Proof]:
     """Return the best parameters (1, P) and how many starts reached them.
 
@@ -101,17 +99,14 @@ def search(
     """
     first_delta = _initial_delta(loss, delta)
     dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)
-    if len(problem.log_target) > SEARCH_ROWS and not (prove or penalties or problem.power_index):
+    if len(problem.log_target) > SEARCH_ROWS and not (prove or problem.power_index):
         starts = _optima_of_a_sample(problem, first_delta, dimensions)
     else:
         starts = grid_starts(problem)
         if not prove:
             starts = starts[_promising_starts(problem, starts, first_delta, dimensions)]
-    ends = newton.polish(
-        problem, starts, delta=first_delta, penalties=penalties, max_steps=MAX_STEPS
-    )
-    if not penalties:
-        _revive(problem, ends, first_delta)
+    ends = newton.polish(problem, starts, delta=first_delta, max_steps=MAX_STEPS)
+    _revive(problem, ends, first_delta)
     if loss == "lad":
         ends = _shrink_delta(problem, ends, first_delta)
     best = int(np.argmin(ends.objective))
@@ -125,7 +120,7 @@ def search(
     # Laws may be equal to the last digit; the one with the least irreducible loss is returned.
     best = int(np.argmin(np.where(landed, ends.theta[:, 0], np.inf)))
     if proof.several and not prove and dimensions < 3:
-        return search(problem, loss, delta, True, penalties)
+        return search(problem, loss, delta, True)
     return ends.theta[[best]], proof
 
 
@@ -175,14 +170,13 @@ def refit(
     *,
     weights: Array | None = None,
     finest: float = 1e-9,
-    penalties: Sequence[newton.Penalty] = (),
 ) -> newton.PolishResult:
     """Polish starts for any loss.
 
     Least absolute deviations ("lad") is the limit of Huber losses whose delta shrinks to `finest`.
     """
     first_delta = _initial_delta(loss, delta)
-    ends = newton.polish(problem, starts, delta=first_delta, weights=weights, penalties=penalties)
+    ends = newton.polish(problem, starts, delta=first_delta, weights=weights)
     if loss == "lad":
         return _shrink_delta(problem, ends, first_delta, weights, finest)
     return ends

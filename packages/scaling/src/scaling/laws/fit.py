@@ -1,4 +1,4 @@
-"""Fit any form of law, with fixed constants and priors, and select laws by held-out error.
+"""Fit any form of law, also with fixed constants, and select laws by held-out error.
 
 The method is that of `fit_parametric`: amplitudes by linear algebra, exponents from a grid, and a
 Newton polish of all constants, for the terms of any `Form`.
@@ -23,7 +23,7 @@ from scaling.fit.search import Loss, Proof, objective_value, refit, search, vali
 from scaling.fit.varpro import Problem
 from scaling.law import Interval, check_level
 from scaling.laws.form import CATALOG, Form
-from scaling.runs import COLUMNS, Array, Runs, ScalingWarning
+from scaling.runs import COLUMNS, Array, Runs, ScalingWarning, below_cuts
 
 Rows = Runs | Mapping[str, ArrayLike]
 
@@ -46,8 +46,6 @@ class LawFit(ComparesArrays):
     theta: Array
     loss: Loss
     delta: float
-    #: The priors of the constants.
-    penalties: tuple[newton.Penalty, ...]
 
     def resampled_constants(self) -> Array:
         """Return the constants (RESAMPLES, P) of refits to resampled rows."""
@@ -61,7 +59,6 @@ class LawFit(ComparesArrays):
             self.delta,
             weights=counts,
             finest=1e-6,
-            penalties=self.penalties,
         )
         return self.problem.to_constants(ends.theta)
 
@@ -94,7 +91,7 @@ class LawFit(ComparesArrays):
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
         ends = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
         widening = math.sqrt(n / (n - p))
-        if estimate > 0 and min(values) > 0:
+        if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening
         else:
             low, high = estimate + widening * (ends - estimate)
@@ -111,7 +108,6 @@ def fit_law(
     target: str | None = None,
     delta: float = 1e-3,
     fixed: Mapping[str, float] | None = None,
-    priors: Mapping[str, tuple[float, float]] | None = None,
     weight_above: float = 1.0,
     prove: bool = False,
 ) -> LawFit:
@@ -124,8 +120,6 @@ def fit_law(
         target: The name of the target; by default the form's own.
         delta: The width of the Huber loss.
         fixed: Constants that are not fitted.
-        priors: (value, factor) by constant. The logarithm of the constant has a normal prior with
-            mean log(value) and standard deviation log(factor).
         weight_above: The weight of rows whose target lies above the law.
         prove: Polish every point of the exponent grid.
 
@@ -137,23 +131,15 @@ def fit_law(
     """
     form = _resolve_form(form)
     fixed = dict(fixed or {})
-    priors = dict(priors or {})
     columns, log_target = _columns(form, rows, target or form.target)
-    _check_constants(form, fixed, priors)
+    _check_constants(form, fixed)
     validate_objective(loss, delta, weight_above)
-    needed = len(form.constants) - len(fixed) - len(priors)
+    needed = len(form.constants) - len(fixed)
     if len(log_target) < needed:
         raise ValueError(f"{len(log_target)} rows cannot fix {needed} constants of {form.name}")
-    if not priors:
-        _require_identified(form, columns, fixed)
+    _require_identified(form, columns, fixed)
     problem = Problem(form, columns, log_target, fixed, weight_above=weight_above)
     theta, proof = search(problem, loss, delta, prove)
-    penalties = []
-    if priors:
-        # The weight of a prior is relative to the noise of the rows, which a first fit measures.
-        noise = _noise(problem, theta, delta)
-        penalties = [_prior(problem, name, *prior, noise) for name, prior in priors.items()]
-        theta, proof = search(problem, loss, delta, prove, penalties)
     errors = newton.residuals(problem, theta)[0]
     if at_bound := _constants_at_bound(problem, theta):
         warnings.warn(
@@ -173,36 +159,19 @@ def fit_law(
         theta,
         loss,
         delta,
-        tuple(penalties),
     )
 
 
-def _check_constants(
-    form: Form, fixed: Mapping[str, float], priors: Mapping[str, tuple[float, float]]
-) -> None:
-    """Raise `ValueError` if fixed constants or priors are unknown or impossible."""
-    if unknown := {*fixed, *priors} - {*form.constants}:
+def _check_constants(form: Form, fixed: Mapping[str, float]) -> None:
+    """Raise `ValueError` if fixed constants are unknown or impossible."""
+    if unknown := {*fixed} - {*form.constants}:
         raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
-    for name, (value, factor) in priors.items():
-        if not (value > 0 and factor > 1):
-            raise ValueError(
-                f"expected a positive value and a factor above one in priors[{name!r}], got"
-                f" {value, factor}"
-            )
     for name, value in fixed.items():
         if not math.isfinite(value) or (name in form.terms and value < 0):
             raise ValueError(
                 f"expected fixed[{name!r}] to be finite, and an amplitude not to be negative, got"
                 f" {value}"
             )
-
-
-def _noise(problem: Problem, theta: Array, delta: float) -> float:
-    """Return the standard deviation of the residuals, by their median absolute value."""
-    errors = newton.residuals(problem, theta)[0]
-    freedom = len(errors) - len(problem.constant_names) + len(problem.fixed)
-    spread = 1.4826 * float(np.median(np.abs(errors))) if freedom > 0 else delta
-    return max(spread * math.sqrt(len(errors) / max(freedom, 1)), 1e-12)
 
 
 def _constants_at_bound(problem: Problem, theta: Array) -> list[str]:
@@ -228,8 +197,8 @@ def _require_identified(
     if singular_values(logs).min() < MIN_SINGULAR_VALUE:
         raise ValueError(
             f"these {logs.shape[1]} rows do not identify {form.name}: the logarithms of"
-            f" {' and '.join(present)} do not vary independently; add rows that do, fix the"
-            " exponents, or give them priors"
+            f" {' and '.join(present)} do not vary independently; add rows that do, or fix"
+            " the exponents"
         )
 
 
@@ -248,9 +217,10 @@ def select_law(
     fits use all rows. `forms` defaults to every form of `CATALOG` whose inputs the rows have.
     """
     axis = _column(rows, by)
-    below = axis <= np.quantile(axis, fraction)
-    if below.all():
+    masks = below_cuts(axis, [fraction])
+    if not masks:
         raise ValueError(f"fraction = {fraction} leaves no rows above the quantile of {by!r}")
+    below = masks[0]
     if forms is None:
         wanted = target or "loss"
         chosen = []
@@ -303,24 +273,3 @@ def _columns(form: Form, rows: Rows, target: str) -> tuple[dict[str, Array], Arr
     if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:
         raise ValueError(f"columns {[*columns, target]} differ in length")
     return columns, np.log(y)
-
-
-@dataclass(frozen=True, eq=False)
-class LogConstant(ComparesArrays):
-    """The logarithm of one constant, as a function of the parameters of a problem."""
-
-    problem: Problem
-    index: int
-
-    def __call__(self, theta: Array) -> Array:
-        """Return the logarithms (S,) for parameters (S, P)."""
-        logs: Array = np.log(np.maximum(self.problem.to_constants(theta)[:, self.index], 1e-300))
-        return logs
-
-
-def _prior(
-    problem: Problem, name: str, value: float, factor: float, noise: float
-) -> newton.Penalty:
-    """Return the penalty of a log-normal prior, relative to the noise of the rows."""
-    constant = LogConstant(problem, problem.constant_names.index(name))
-    return newton.Penalty(constant, np.log([value]), (noise / math.log(factor)) ** 2)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 #: Everything drawn in this color gets the color of the text.
 INK = "#010203"
 
+#: Largest fraction of later losses outside 95 % intervals with which a backtest passes.
+LARGEST_MISS = 0.15
+
 Fit = ParametricFit | IsoflopFit
 
 
@@ -63,7 +66,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
     for name, fit in fits.items():
         parts += [f"<h2>{name}</h2>", _constants(fit), _figure(plot(fit, up_to=max(at)))]
     if rows:
-        parts += ["<h2>Backtest</h2>", _backtest(rows), _figure(plot(rows))]
+        parts += ["<h2>Backtest</h2>", backtest_table(rows), _figure(plot(rows))]
     page = Template(files("scaling.report").joinpath("page.html").read_text("utf-8"))
     return page.substitute(title=html.escape(title), body="\n".join(parts))
 
@@ -76,7 +79,7 @@ def _answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
             best = fit.optimal(compute)
             cells = [_format(getattr(best, k), (best.intervals or {}).get(k)) for k in FIELDS]
             rows.append([f"{compute:.3g}", name, *cells])
-    return _table(["FLOPs", "by", *FIELDS], rows)
+    return _table(["FLOPs", "by", *FIELDS], rows) + f"<p>{html.escape(best.coverage)}</p>"
 
 
 def _constants(fit: Fit) -> str:
@@ -97,8 +100,8 @@ def _constants(fit: Fit) -> str:
     return law + _table(["constant", "95 %, noise alone"], rows)
 
 
-def _backtest(rows: Sequence[BacktestRow]) -> str:
-    """Return a table of the predictions of a backtest."""
+def backtest_table(rows: Sequence[BacktestRow]) -> str:
+    """Return a table of the predictions of a backtest, below the word "Failed" if they miss."""
     lines: list[list[object]] = []
     for r in rows:
         verdict = "covered" if r.size_covered else '<b class="no">missed</b>'
@@ -107,7 +110,17 @@ def _backtest(rows: Sequence[BacktestRow]) -> str:
         fitted = [r.method, f"{r.cut:.2g}", r.runs, f"{r.decades:.1f}"]
         lines.append([*fitted, size, f"{r.full_fit_size:.3g}", verdict, losses])
     head = ["method", "runs up to, FLOPs", "runs", "decades", "best size at the top", "by all"]
-    return _table([*head, "", "losses covered"], lines)
+    table = _table([*head, "", "losses covered"], lines)
+    missed = sum(not row.size_covered for row in rows)
+    total = sum(row.losses for row in rows)
+    outside = total - sum(row.losses_covered for row in rows)
+    if missed or outside > LARGEST_MISS * total:
+        table = (
+            f'<p class="no"><b>Failed.</b> {missed} of {len(rows)} intervals miss the best size by'
+            f" all runs, and {outside} of {total} later losses lie outside: expect the answers"
+            f" above to miss too.</p>{table}"
+        )
+    return table
 
 
 def _format(value: float, interval: Interval | None) -> str:

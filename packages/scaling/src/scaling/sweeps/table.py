@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from scaling.runs import ScalingWarning
+from scaling.runs import SAME_SIZE, SAME_TOKENS, ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
-from scaling.tables.cells import is_blank, list_some, parse_number, uses_decimal_comma
+from scaling.tables.cells import blank_cells, list_some, parse_numbers, uses_decimal_comma
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
-from scaling.tables.source import NumberedRecords, read_records
+from scaling.tables.source import Table, read_table
 from scaling.tables.states import keep_finished
 
 #: Texts of losses of diverged runs.
@@ -20,10 +21,6 @@ DIVERGED = ("nan", "inf", "infinity", "diverged")
 
 #: Rise of log loss above the least loss beyond which a language model has diverged.
 DIVERGENCE_JUMP = 0.5
-
-#: Relative differences below which runs have the same model size, and the same training length.
-SAME_SIZE = 0.01
-SAME_TOKENS = 0.05
 
 #: The (row, loss) pairs of every run, by (batch size, rate).
 RunsBySetting = dict[tuple[float, float], list[tuple[int, float]]]
@@ -71,35 +68,36 @@ def fit_sweeps(
     """
     names = (by,) if isinstance(by, str) else tuple(by)
     table, exclusions = _read(source, where or {})
-    present = {name for _, record in table for name in record}
-    if missing := [name for name in names if name not in present]:
-        raise ValueError(f"by = {by!r}: no column {missing[0]!r}; there are {sorted(present)}")
+    if missing := [name for name in names if name not in table.columns]:
+        raise ValueError(
+            f"by = {by!r}: no column {missing[0]!r}; there are {sorted(table.columns)}"
+        )
     chosen = _choose_columns(table, columns or {})
-    groups: dict[tuple[str, ...], NumberedRecords] = {}
-    for row, record in table:
-        groups.setdefault(tuple(str(record.get(name)) for name in names), []).append((row, record))
-    for group in groups.values():
+    codes = table.codes(names)
+    sweeps = {}
+    for code in range(codes.max() + 1):
+        group = table.select(codes == code)
         _require_one_setting(group, chosen)
-    return {key: _fit(group, chosen, exclusions) for key, group in groups.items()}
+        key = tuple(str(group.cells(name)[0]) for name in names)
+        sweeps[key] = _fit(group, chosen, exclusions)
+    return sweeps
 
 
-def _read(source: Any, where: Mapping[str, Any]) -> tuple[NumberedRecords, list[str]]:
+def _read(source: Any, where: Mapping[str, Any]) -> tuple[Table, list[str]]:
     """Return the finished runs of a table, and sentences about the runs that were left out."""
-    table = [(row, record) for row, record in read_records(source, None) if record]
-    for name, wanted in where.items():
-        table = [(row, record) for row, record in table if str(record.get(name)) == str(wanted)]
+    table = read_table(source, None).where(where, "the table")
     exclusions: list[str] = []
     table = keep_finished(table, where, exclusions)
-    if not table:
+    if not len(table):
         raise ValueError("; ".join(["the table holds no runs", *exclusions]))
     for message in exclusions:
         warnings.warn(message, ScalingWarning, stacklevel=3)
     return table, exclusions
 
 
-def _choose_columns(table: NumberedRecords, named: Mapping[str, str]) -> dict[str, str]:
+def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
     """Return the names of the columns of the rate, the batch size and the loss."""
-    present = list(dict.fromkeys(name for _, record in table for name in record))
+    present = list(table.columns)
     chosen = {}
     for ours, usual_names in SWEEP_NAMES.items():
         if ours in named:
@@ -114,10 +112,10 @@ def _choose_columns(table: NumberedRecords, named: Mapping[str, str]) -> dict[st
     return chosen
 
 
-def _require_one_setting(table: NumberedRecords, chosen: Mapping[str, str]) -> None:
+def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     """Raise `ValueError` if the rows are of several model sizes, lengths or other settings."""
     settings = {}
-    for name in dict.fromkeys(name for _, record in table for name in record):
+    for name in table.columns:
         if name not in chosen.values() and (values := _setting_values(name, table, chosen)):
             settings[name] = values
     if not settings:
@@ -133,46 +131,41 @@ def _require_one_setting(table: NumberedRecords, chosen: Mapping[str, str]) -> N
     )
 
 
-def _setting_values(name: str, table: NumberedRecords, chosen: Mapping[str, str]) -> list[str]:
+def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[str]:
     """Return the values of a column that distinguishes settings; empty if it does not."""
-    cells = [record.get(name) for _, record in table]
-    values = list(dict.fromkeys(str(cell) for cell in cells))
+    cells = table.columns[name]
+    values = list(dict.fromkeys(map(str, table.cells(name))))
     if len(values) < 2 or _normalize(name) in WORDS["repetitions"]:
         return []
     if recognize(name, "parameters"):
         return values if _relative_range(cells) > SAME_SIZE else []
-    batch_sizes = [str(record.get(chosen["batch_size"])) for _, record in table]
     if recognize(name, "tokens") or recognize(name, "compute"):
         # At a fixed number of steps, larger batches see more tokens, so batches are compared apart.
-        groups = _group(batch_sizes, cells)
-        return values if any(_relative_range(group) > SAME_TOKENS for group in groups) else []
+        batches = _groups(cells, table.codes([chosen["batch_size"]]))
+        return values if any(_relative_range(group) > SAME_TOKENS for group in batches) else []
     # Any other column is a setting if repetitions differ by it and it has few values. A name, a
     # date or a measurement has as many values as there are rows.
-    rates = [str(record.get(chosen["rate"])) for _, record in table]
-    groups = _group(list(zip(batch_sizes, rates, strict=True)), cells)
-    differs = any(len({str(cell) for cell in group}) > 1 for group in groups)
+    repetitions = table.codes([chosen["batch_size"], chosen["rate"]])
+    differs = any(len({*map(str, group)}) > 1 for group in _groups(cells, repetitions))
     return values if differs and len(values) * 3 <= len(table) else []
 
 
-def _group(keys: Sequence[Any], cells: Sequence[Any]) -> list[list[Any]]:
-    """Return the cells grouped by their keys."""
-    groups: dict[Any, list[Any]] = {}
-    for key, cell in zip(keys, cells, strict=True):
-        groups.setdefault(key, []).append(cell)
-    return list(groups.values())
+def _groups(cells: Any, codes: NDArray[np.intp]) -> list[Any]:
+    """Return the cells grouped by their codes."""
+    return [cells[codes == code] for code in range(codes.max() + 1)]
 
 
-def _relative_range(cells: Sequence[Any]) -> float:
+def _relative_range(cells: Any) -> float:
     """Return largest / smallest - 1 of the numbers in cells; inf if one is not a number."""
-    values = [parse_number(cell, False) for cell in cells if not is_blank(cell)]
-    if not values:
+    values = parse_numbers(cells[~blank_cells(cells)].tolist(), False)
+    if not len(values):
         return 0.0
-    if not all(math.isfinite(v) and v > 0 for v in values):
+    if not (np.isfinite(values).all() and (values > 0).all()):
         return math.inf
-    return max(values) / min(values) - 1
+    return float(values.max() / values.min() - 1)
 
 
-def _fit(table: NumberedRecords, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:
+def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:
     """Return the sweep of runs of one setting."""
     runs = _read_runs(table, chosen)
     if not runs:
@@ -199,28 +192,30 @@ def _fit(table: NumberedRecords, chosen: Mapping[str, str], exclusions: Sequence
     return replace(sweep, diverged=len(diverged), explanation="\n".join([read, *messages]))
 
 
-def _read_runs(table: NumberedRecords, chosen: Mapping[str, str]) -> RunsBySetting:
+def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     """Return the losses by batch size and rate; the loss of a diverged run is inf."""
-    cells = ((name, [(i, r.get(name)) for i, r in table]) for name in chosen.values())
-    comma = uses_decimal_comma(cells)
+    rows = table.rows.tolist()
+    cells = {ours: table.cells(name) for ours, name in chosen.items()}
+    comma = uses_decimal_comma(
+        [(name, rows, cells[ours]) for ours, name in chosen.items()], {chosen["loss"]}
+    )
+    texts = [str(cell).strip().lower() for cell in cells["loss"]]
+    # A blank cell is a run without a loss, but "nan" is the loss of a run that diverged.
+    blank = blank_cells(table.columns[chosen["loss"]])
+    trained = [text == "nan" or not b for text, b in zip(texts, blank, strict=True)]
+    numbers = {ours: parse_numbers(c, comma, ours != "loss") for ours, c in cells.items()}
+    numbers["loss"][[text in DIVERGED for text in texts]] = math.inf
     runs: RunsBySetting = {}
-    for row, record in table:
-        cell = record.get(chosen["loss"])
-        text = str(cell).strip().lower()
-        if is_blank(cell) and text != "nan":
-            continue
-        numbers = {}
-        for ours in ("rate", "batch_size"):
-            numbers[ours] = parse_number(record.get(chosen[ours]), comma)
-            if not (math.isfinite(numbers[ours]) and numbers[ours] > 0):
+    for i in np.flatnonzero(trained):
+        for ours, name in chosen.items():
+            number = numbers[ours][i]
+            if not (number > 0 and (ours == "loss" or number < math.inf)):
                 raise ValueError(
-                    f"column {chosen[ours]!r} must be positive and finite, but row {row}:"
-                    f" {record.get(chosen[ours])!r}"
+                    f"column {name!r} must be positive{'' if ours == 'loss' else ' and finite'},"
+                    f" but row {rows[i]}: {cells[ours][i]!r}"
                 )
-        loss = math.inf if text in DIVERGED else parse_number(cell, comma, thousands=False)
-        if not loss > 0:
-            raise ValueError(f"column {chosen['loss']!r} must be positive, but row {row}: {cell!r}")
-        runs.setdefault((numbers["batch_size"], numbers["rate"]), []).append((row, loss))
+        setting = (float(numbers["batch_size"][i]), float(numbers["rate"][i]))
+        runs.setdefault(setting, []).append((rows[i], float(numbers["loss"][i])))
     return runs
 
 

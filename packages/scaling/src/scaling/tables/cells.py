@@ -6,7 +6,7 @@ the decision is made for the whole table, and a table with contradictory cells i
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,21 +40,24 @@ def is_blank(cell: Any) -> bool:
         return str(cell) in ("<NA>", "NaT")
 
 
-def uses_decimal_comma(columns: Iterable[tuple[str, Sequence[tuple[int, Any]]]]) -> bool:
+#: The cells of a column with its name and the number of each row.
+NumberedCells = tuple[str, Sequence[int], Sequence[Any]]
+
+
+def uses_decimal_comma(columns: Sequence[NumberedCells], losses: Container[str] = ()) -> bool:
     """Return True if the decimal mark of a table is a comma.
 
-    `columns` are (name, [(row, cell), …]) pairs. Raises `ValueError` if some cells have a decimal
-    comma and others a decimal point.
+    Raises `ValueError` if some cells have a decimal comma and others a decimal point. Columns in
+    `losses` have no thousands, so if no other cell implies a mark, a loss of 2,859 implies a comma.
     """
     comma = ""
     point = ""
-    columns = list(columns)
-    texts = [cell for _, cells in columns for _, cell in cells if isinstance(cell, str)]
+    texts = [cell for _, _, cells in columns for cell in cells if isinstance(cell, str)]
     # Only these cells can imply a decimal comma, and most tables have none of them.
     if not any("," in text or text.count(".") > 1 for text in texts):
         return False
-    for name, cells in columns:
-        for row, cell in cells:
+    for name, rows, cells in columns:
+        for row, cell in zip(rows, cells, strict=True):
             parsed = NUMBER.match(cell.strip()) if isinstance(cell, str) else None
             if not parsed:
                 continue
@@ -68,7 +71,47 @@ def uses_decimal_comma(columns: Iterable[tuple[str, Sequence[tuple[int, Any]]]])
         raise ValueError(
             f"the decimal mark is a comma in {comma} and a point in {point}: use one of them"
         )
-    return bool(comma)
+    in_losses = (cell for name, _, cells in columns if name in losses for cell in cells)
+    return bool(comma) or (not point and any("," in str(cell) for cell in in_losses))
+
+
+def require_unambiguous(column: NumberedCells, mark: str) -> None:
+    """Raise `ValueError` if the mark in a column may start decimals and may separate thousands.
+
+    It may if three digits follow it in every cell that has it, as in 1.000 and 26.500.
+    """
+    name, rows, cells = column
+    example = None
+    for row, cell in zip(rows, cells, strict=True):
+        if not isinstance(cell, str) or mark not in cell:
+            continue
+        parsed = NUMBER.match(cell.strip())
+        if not parsed or _decimal_mark(parsed["digits"].strip(), bool(parsed["power"]))[0]:
+            return
+        example = example or (row, cell, parsed["digits"].strip())
+    if example:
+        row, cell, digits = example
+        decimal = digits.replace(mark, ".")
+        thousands = digits.replace(mark, "")
+        other = "," if mark == "." else "."
+        raise ValueError(
+            f"column {name!r}, row {row}: {cell!r} may be {float(decimal):g} or {thousands}; pass"
+            f" decimal={mark!r} for the first reading, or decimal={other!r} for the second"
+        )
+
+
+def shows_decimals(columns: Iterable[NumberedCells], losses: Container[str]) -> bool:
+    """Return True if any cell, or any loss, has an unmistakable decimal mark."""
+    for name, _, cells in columns:
+        for cell in cells:
+            parsed = NUMBER.match(cell.strip()) if isinstance(cell, str) else None
+            if not parsed:
+                continue
+            digits = parsed["digits"].strip()
+            mark, is_certain = _decimal_mark(digits, bool(parsed["power"]))
+            if (mark and is_certain) or (name in losses and ("." in digits or "," in digits)):
+                return True
+    return False
 
 
 def _decimal_mark(digits: str, has_power: bool) -> tuple[str, bool]:
@@ -148,6 +191,13 @@ def parse_numbers(
         except (TypeError, ValueError):
             pass  # At least one cell has a unit, separators or no value.
     return np.array([parse_number(cell, comma, thousands, unit) for cell in cells], np.float64)
+
+
+def blank_cells(column: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which cells of a column have no value."""
+    if column.dtype.kind == "f":
+        return np.isnan(column)
+    return np.fromiter(map(is_blank, column.tolist()), bool, len(column))
 
 
 def list_some(items: Iterable[object]) -> str:

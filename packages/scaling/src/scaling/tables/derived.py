@@ -4,12 +4,9 @@ A batch size without further words may be that of one device, of one accumulatio
 step, in sequences or in tokens, so a table that has no other is refused with these readings.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
-from scaling.tables.cells import is_blank, parse_number
 from scaling.tables.names import PRODUCT_NAMES, recognize, split_words
-from scaling.tables.source import NumberedRecords
 
 #: Columns whose product is the number of tokens, by the kinds in names.toml.
 PRODUCTS = (
@@ -21,32 +18,19 @@ PRODUCTS = (
 TIMES = " * "
 
 
-def add_token_product(
-    table: NumberedRecords, present: Sequence[str], named: Mapping[str, str]
-) -> str:
-    """Add a column of tokens that is a product of others to each record, and return its name.
+def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]:
+    """Return the columns whose product is the number of tokens; empty if tokens are a column.
 
     The user may name the product, as in `{"tokens": "steps * batch"}`. Otherwise a product is only
-    used if the table has neither tokens nor compute. Return an empty name without a product.
+    used if the table has neither tokens nor compute. Raise `ValueError` if several could be meant.
     """
     name = named.get("tokens", "")
     if name in present or (name and TIMES not in name):
-        return ""
-    factors = name.split(TIMES) if name else _usual_factors(present, named)
-    if unknown := [factor for factor in factors if factor not in present]:
-        raise ValueError(f"columns['tokens'] = {name!r}: there are no columns {unknown}")
-    if not factors:
-        return ""
-    name = TIMES.join(factors)
-    for _, record in table:
-        cells = [record.get(factor) for factor in factors]
-        is_complete = not any(is_blank(cell) for cell in cells)
-        record[name] = math.prod(parse_number(c, False) for c in cells) if is_complete else None
-    return name
-
-
-def _usual_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]:
-    """Return the columns whose product is the number of tokens; raise if several could be."""
+        return []
+    if name:
+        if unknown := [factor for factor in name.split(TIMES) if factor not in present]:
+            raise ValueError(f"columns['tokens'] = {name!r}: there are no columns {unknown}")
+        return name.split(TIMES)
     if "compute" in named or any(recognize(p, k) for p in present for k in ("tokens", "compute")):
         return []
     by_kind: dict[str, list[str]] = {kind: [] for kind in PRODUCT_NAMES}

@@ -166,6 +166,10 @@ def is_known_name(name: str) -> bool:
 
 def recognize(name: str, ours: str) -> Column | None:
     """Return a column if its name is recognized as our column `ours`, otherwise None."""
+    # MLflow's prefix must not turn "params.tokens" into a ratio.
+    prefix, _, stem = name.removeprefix("data.").partition(".")
+    if prefix in ("params", "metrics") and (column := recognize(stem, ours)):
+        return replace(column, name=name)
     words = [word for word in split_words(name) if word != "in"]
     if ours == "loss":
         return _recognize_loss(name, words)
@@ -275,7 +279,7 @@ def _split_kinds(words: list[str]) -> tuple[list[str], frozenset[str]]:
 
 def _recognize_loss(name: str, words: list[str]) -> Column | None:
     """Return a column if its name is recognized as a loss, otherwise None."""
-    if set(words) & {*WORDS["no_loss"]}:
+    if set(words) & {*WORDS["no_loss"], *LOGARITHMS}:
         return None
     joined = "".join(words)
     description, unit = _loss_unit(words)

@@ -9,9 +9,12 @@ import re
 from collections.abc import Container
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scaling.tables.cells import is_blank, list_some
 from scaling.tables.names import STATES
-from scaling.tables.source import NumberedRecords
+from scaling.tables.source import Table
 
 #: The name of an enumeration before a state, as in `RunStatus.FINISHED`.
 ENUMERATION_PREFIX = re.compile(r"^(?:job|run|trial|task)_?(?:state|status)[._]")
@@ -28,30 +31,25 @@ BOOLEANS = {
 }
 
 
-def keep_finished(
-    table: NumberedRecords, selected_by: Container[str], messages: list[str]
-) -> NumberedRecords:
+def keep_finished(table: Table, selected_by: Container[str], messages: list[str]) -> Table:
     """Return the finished runs, and append to `messages` which rows were left out.
 
     Columns in `selected_by` are not read as states, because the user has selected rows by them.
     """
-    names = dict.fromkeys(name for _, record in table for name in record)
-    for name in names:
-        flags = None if name in selected_by else _finished_flags(name, table)
-        if flags is None:
+    for name in table.columns:
+        finished = None if name in selected_by else _finished_flags(name, table)
+        if finished is None or finished.all():
             continue
-        pairs = list(zip(table, flags, strict=True))
-        table = [entry for entry, is_finished in pairs if is_finished]
-        left_out = [row for (row, _), is_finished in pairs if not is_finished]
-        if left_out:
-            messages.append(
-                f"column {name!r} says that {len(left_out)} runs are not 'finished' in rows"
-                f" {list_some(left_out)}: those runs are left out"
-            )
+        left_out = table.rows[~finished].tolist()
+        messages.append(
+            f"column {name!r} says that {len(left_out)} runs are not 'finished' in rows"
+            f" {list_some(left_out)}: those runs are left out"
+        )
+        table = table.select(finished)
     return table
 
 
-def _finished_flags(name: str, table: NumberedRecords) -> list[bool] | None:
+def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
     """Return whether each run finished by this column; None if it is not a column of states."""
     spaced = re.sub("([a-z])([A-Z])", r"\1 \2", name.rsplit(".")[-1])
     words = re.findall("[a-z]+", spaced.lower())
@@ -60,48 +58,63 @@ def _finished_flags(name: str, table: NumberedRecords) -> list[bool] | None:
     ending = "".join(words[-2:])
     is_state = re.search("(?:state|status)$", words[-1]) and ending != "exitstatus"
     is_code = re.search("(?:exit|return)(?:code|status)$", ending)
+    is_flag = words[-1] in STATES["flags"]
     known = {*STATES["finished"], *STATES["unfinished"], *STATES["unclear"]}
-    cells = []
-    for row, record in table:
-        text = _normalize(record.get(name))
-        if text and text not in known and not (is_state or is_code or words[-1] in STATES["flags"]):
-            return None
-        cells.append((row, text))
-    texts = {text for _, text in cells if text}
-    if not texts:
+    allowed = None if is_state or is_code or is_flag else {"", *known}
+    texts = _normalized_cells(table.cells(name), allowed)
+    present = {*texts} - {""}
+    if not present:
         return None
+    finished: set[str] | None = None
     if is_state:
-        return _by_state(name, cells)
-    if is_code:
-        return [text in ("0", "0.0") for _, text in cells]
-    if words[-1] in STATES["flags"] and texts <= {*BOOLEANS}:
+        finished = _finished_states(name, texts, table)
+    elif is_code:
+        finished = {"0", "0.0"}
+    elif is_flag and present <= {*BOOLEANS}:
         means_finished = words[-1] in STATES["finished"]
-        return [BOOLEANS.get(text, not means_finished) == means_finished for _, text in cells]
-    # Under any other name (outcome, phase, result), the values must be unmistakable states.
-    if texts <= known:
-        has_both = texts & STATES["finished"] and texts & STATES["unfinished"]
-        if has_both or texts & STATES["broken"]:
-            return _by_state(name, cells)
-    return None
+        finished = {text for text, flag in BOOLEANS.items() if flag == means_finished}
+        # A run without a flag of failure did not fail.
+        finished |= set() if means_finished else {""}
+    elif present <= known:
+        # Under any other name (outcome, phase, result), the values must be unmistakable states.
+        has_both = present & STATES["finished"] and present & STATES["unfinished"]
+        if has_both or present & STATES["broken"]:
+            finished = _finished_states(name, texts, table)
+    return None if finished is None else np.array([text in finished for text in texts])
 
 
-def _by_state(name: str, cells: list[tuple[int, str]]) -> list[bool] | None:
-    """Return whether each state is a finished one; raise `ValueError` for unknown states.
+def _normalized_cells(cells: list[Any], allowed: set[str] | None) -> list[str]:
+    """Return the normalized texts of cells; an empty list if one is not allowed."""
+    # A column has few different states, so each text is normalized once.
+    normalized: dict[str, str] = {}
+    texts = []
+    for cell in cells:
+        raw = str(cell)
+        if raw not in normalized:
+            normalized[raw] = _normalize(cell)
+            if allowed is not None and normalized[raw] not in allowed:
+                return []
+        texts.append(normalized[raw])
+    return texts
+
+
+def _finished_states(name: str, texts: list[str], table: Table) -> set[str] | None:
+    """Return the states of finished runs; raise `ValueError` for unknown states.
 
     Return None if not a single cell is a known state.
     """
     known = {*STATES["finished"], *STATES["unfinished"]}
-    if not any(text in known or text in STATES["unclear"] for _, text in cells):
+    if not {*texts} & {*known, *STATES["unclear"]}:
         return None
-    for row, text in cells:
-        if text and text not in known:
-            reading = "finished or stopped early" if text in STATES["unclear"] else "neither known"
-            raise ValueError(
-                f"column {name!r} says {text!r} in row {row}, which may be {reading}: expected"
-                f" words such as 'finished', 'completed', 'failed' or 'running'; select the"
-                f" finished runs with where={{{name!r}: …}}, or leave the column out"
-            )
-    return [text in STATES["finished"] for _, text in cells]
+    for text in {*texts} - known - {""}:
+        row = table.rows[texts.index(text)]
+        reading = "finished or stopped early" if text in STATES["unclear"] else "neither known"
+        raise ValueError(
+            f"column {name!r} says {text!r} in row {row}, which may be {reading}: expected words"
+            " such as 'finished', 'completed', 'failed' or 'running'; select the finished runs"
+            f" with where={{{name!r}: …}}, or leave the column out"
+        )
+    return {*STATES["finished"]}
 
 
 def _normalize(cell: Any) -> str:

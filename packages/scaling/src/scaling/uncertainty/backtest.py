@@ -16,7 +16,7 @@ from scaling.equality import ComparesArrays
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Runs, ScalingWarning
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Runs, ScalingWarning, below_cuts
 
 METHODS = ("parametric", "isoflop")
 
@@ -64,7 +64,6 @@ def backtest(
         raise ValueError(f"expected fractions between 0 and 1, got {tuple(fractions)}")
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
     highest = float(compute.max())
-    cuts = np.unique(np.quantile(compute, fractions, method="higher"))
     rows: list[BacktestRow] = []
     reasons: list[str] = []
     with warnings.catch_warnings():
@@ -75,14 +74,9 @@ def backtest(
                 whole = _fit(method, runs)
                 law = whole.law if isinstance(whole, ParametricFit) else whole
                 full_fit_size = law.optimal(highest).parameters
-                for cut in cuts:
-                    below = compute <= cut * (1 + 1e-9)
-                    if not below.all():
-                        rows.append(
-                            _predict_held_out(
-                                method, runs, below, float(cut), highest, full_fit_size
-                            )
-                        )
+                for below in below_cuts(compute, fractions):
+                    cut = float(compute[below].max())
+                    rows.append(_predict_held_out(method, runs, below, cut, highest, full_fit_size))
             except ValueError as error:
                 reasons.append(f"{method}: {error}")
     if not rows:

@@ -122,8 +122,8 @@ def _optimum_messages(best: Optimum, runs: Runs, other: SizeEstimate | None) -> 
     prefix = f"at {best.compute:.3g} FLOPs the best size"
     if interval and interval.high > WIDE_INTERVAL * interval.low:
         yield (
-            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g}: the runs do not"
-            " determine it better; train at larger budgets"
+            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g} by noise alone: the"
+            " runs do not determine it better; train at larger budgets"
         )
     if distances := _distances(best, runs):
         yield f"{prefix}, {best.parameters:.3g}, is far from any run: {' and '.join(distances)}"

@@ -1,19 +1,16 @@
-"""The data of `DDP._get_ddp_logging_data`, with the names and units of torch's DDP."""
+"""The logging data that torch's own tests read, with the names and units of torch's DDP."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from ddp.compression.comm_hook import CommHook
 from ddp.metering.records import StepRecord
-
-if TYPE_CHECKING:
-    from ddp.replica import Replica
+from ddp.replica import Replica
+from torch import nn
 
 _DTYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
@@ -40,8 +37,6 @@ def logging_data(replica: Replica) -> dict[str, Any]:
         "find_unused_parameters": int(options.find_unused_parameters),
         "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
         "static_graph": int(options.static_graph),
-        # Lightning recommends static_graph=True if this is True; it makes nothing faster here.
-        "can_set_static_graph": False,
         "is_multi_device_module": 0,
         "has_sync_bn": int(has_sync_bn),
     }
@@ -60,7 +55,6 @@ def _group_data(replica: Replica) -> dict[str, Any]:
         "world_size": replica.group.world_size,
         "rank": replica.group.rank,
         "backend_name": dist.get_backend(replica.group.process_group),
-        "join_uneven_inputs": replica.has_joined,
     }
     if data["backend_name"] == "gloo":
         for name in _GLOO_ENVIRONMENT:
@@ -73,17 +67,12 @@ def _bucket_data(replica: Replica) -> dict[str, Any]:
     reducer = replica.reducer
     dtypes = {_DTYPE_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in trained}
     sizes = ", ".join(str(sum(bucket.slot_bytes)) for bucket in reducer.buckets)
-    unused_bytes = 0
-    for index, num_ranks in replica.agreement.num_missing.items():
-        if num_ranks == replica.group.world_size:
-            unused_bytes += reducer.parameters[index].nbytes
     data: dict[str, Any] = {
         "num_parameter_tensors": len(trained),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in trained),
         "dtypes": ", ".join(sorted(dtypes)),
         "bucket_sizes": sizes,
         "has_rebuilt_buckets": int(reducer.num_steps > 1),
-        "unused_parameter_size": unused_bytes,
     }
     if reducer.num_steps > 1:
         data["rebuilt_bucket_sizes"] = sizes
