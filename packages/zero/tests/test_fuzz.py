@@ -160,7 +160,7 @@ class Published(nn.Module):
         self.spare = nn.Linear(40, 40, bias=False)
 
     def forward(self, tokens, use_spare=False):
-        masks = {} if "mamba" in self.kinds else {"attention_mask": torch.ones_like(tokens)}
+        masks = {"attention_mask": torch.ones_like(tokens)}
         if "t5" in self.kinds:
             masks["decoder_input_ids"] = tokens
         logits = self.model(input_ids=tokens, **masks).logits
@@ -168,7 +168,18 @@ class Published(nn.Module):
 
 
 #: Families without biases of keys, whose gradients are rounding, which Adam makes steps of.
-FAMILIES = ("llama", "mistral", "mixtral", "qwen3", "gemma", "gemma2", "gptj", "mpt", "mamba", "t5")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gptj",
+    "mpt",
+    "stablelm",
+    "t5",
+)
 
 
 class Program:

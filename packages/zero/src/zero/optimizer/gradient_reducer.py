@@ -254,7 +254,8 @@ class GradientReducer:
         if self._in_backward:
             raise RuntimeError(
                 "this gradient is being reduced, because backward is running: read .grad after "
-                "backward, or in a hook of a parameter that runs before the gradient is collected"
+                "backward, or in a hook of a parameter that runs before the gradient is collected; "
+                "do not wrap the model in DDP, which would average the gradients again"
             )
         self.drain()
         return [
