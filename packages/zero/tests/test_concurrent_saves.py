@@ -232,13 +232,15 @@ def calls_of(log):
 @pytest.mark.parametrize("fault", ["kill", "error"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_at_any_system_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, fault, rank):
-    good, path, log = tmp_path / "good", tmp_path / "run" / "last", tmp_path / "log"
+    good = tmp_path / "good"
+    path = tmp_path / "run" / "last"
+    log = tmp_path / "log"
     run_ranks(save_one, 2, str(good), 1.0, timeout=DEADLINE)
     shutil.copytree(good, path)
     run_ranks(save_traced, 2, str(path), rank, [], str(log), timeout=DEADLINE)
     calls = calls_of(log)
     assert len(calls) > 50
-    found = {1.0: 0, 2.0: 0}
+    loaded = {1.0: 0, 2.0: 0}
     for point in range(0, len(calls), max(1, len(calls) // POINTS)):
         shutil.rmtree(path.parent)
         shutil.copytree(good, path)
@@ -251,14 +253,14 @@ def test_a_fault_at_any_system_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
             save_traced, 2, str(path), rank, injections, str(log), timeout=DEADLINE
         )
         [value] = run_ranks(load_one, 1, str(path), timeout=DEADLINE)[0]
-        found[value] += 1
+        loaded[value] += 1
         messages = [str(outcome.error) for outcome in outcomes if outcome.error]
         if fault == "error" and value == 1.0:
             assert messages, (point, name)
         for message in messages:
             assert "was not saved" in message or "was saved, but then" in message, message
     # Some calls come after the renames, or are not needed.
-    assert found[1.0] > 10, found
+    assert loaded[1.0] > 10, loaded
 
 
 def replace_while_loading(path):

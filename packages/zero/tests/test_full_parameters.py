@@ -323,7 +323,7 @@ def sizes_over(steps, stage):
         if number % 5 == 4:
             gc.collect()
             gc.unfreeze()
-            sizes.append(sum(sys.getsizeof(each) for each in gc.get_objects() if each is not sizes))
+            sizes.append(sum(sys.getsizeof(obj) for obj in gc.get_objects() if obj is not sizes))
     return sizes
 
 

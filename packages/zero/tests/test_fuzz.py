@@ -187,7 +187,8 @@ class Program:
 
     def __init__(self, number, folder, family=None):
         self.draw = random.Random(number)
-        self.number, self.folder, self.family = number, folder, family
+        self.number, self.folder = number, folder
+        self.family = family
         self.log = []
         self.hooked = False
         draw = self.draw

@@ -273,9 +273,9 @@ def synchronize_buffers():
         for name, expected in buffers_of(theirs).items():
             actual = buffers_of(sharded)[name]
             torch.testing.assert_close(actual, expected)
-        for each in optimizers if mode != "accumulate" else ():
-            each.step()
-            each.zero_grad()
+        for their_optimizer in optimizers if mode != "accumulate" else ():
+            their_optimizer.step()
+            their_optimizer.zero_grad()
         stage_1(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

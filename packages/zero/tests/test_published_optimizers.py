@@ -43,7 +43,7 @@ def pass_base(cls, params):
     return cls(params, base_optimizer=torch.optim.SGD, lr=0.01)
 
 
-#: How the classes are constructed that need more than parameters.
+#: The functions that construct classes that need more than parameters.
 CONSTRUCTORS = {
     **dict.fromkeys(("Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC"), wrap),
     **dict.fromkeys(("PCGrad", "SafeFP16Optimizer"), wrap),
@@ -198,7 +198,7 @@ def judge_all(stage, names, folder):
 
 def verdicts(stage, names, folder):
     """Return the verdict of each rank by name, with new processes after a failure."""
-    found = {}
+    verdict_of = {}
     remaining = list(names)
     while remaining:
         try_ranks(judge_all, 2, stage, remaining, str(folder), timeout=DEADLINE)
@@ -206,21 +206,21 @@ def verdicts(stage, names, folder):
             files = [Path(folder, f"{name}.{rank}") for rank in range(2)]
             if not any(file.exists() for file in files):
                 break
-            found[name] = [file.read_text() if file.exists() else "absent" for file in files]
+            verdict_of[name] = [file.read_text() if file.exists() else "absent" for file in files]
             remaining.remove(name)
-    return found
+    return verdict_of
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 3])
 def test_published_optimizers_equal_one_process_or_are_refused(stage, tmp_path):
-    found = verdicts(stage, names_of_optimizers(), tmp_path)
+    verdict_of = verdicts(stage, names_of_optimizers(), tmp_path)
     counts = {}
-    for name, by_rank in found.items():
+    for name, by_rank in verdict_of.items():
         assert len({verdict.split(":")[0] for verdict in by_rank}) == 1, (name, by_rank)
         kind = by_rank[0].split(":")[0]
         assert kind in ("right", "refused", "no reference"), (name, by_rank)
         if kind == "refused":
             assert re.search("cannot be (sharded|verified)", by_rank[0]), (name, by_rank)
         counts[kind] = counts.get(kind, 0) + 1
-    assert counts["right"] > len(found) / 2, counts
+    assert counts["right"] > len(verdict_of) / 2, counts
