@@ -119,7 +119,7 @@ def train_everything(stage, folder):
     return assert_alike(twin, twin)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_every_dtype_and_memory_format_trains_and_is_saved(tmp_path, stage):
     assert all(run_ranks(train_everything, 3, stage, str(tmp_path), timeout=DEADLINE))
 

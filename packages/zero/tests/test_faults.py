@@ -26,6 +26,10 @@ from zero import save_checkpoint as save
 DEADLINE = 300.0
 
 
+def exhaustive(value):
+    return pytest.param(value, marks=pytest.mark.exhaustive)
+
+
 def build(stage, width=6, group=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 3))
@@ -66,7 +70,7 @@ def lose_a_rank(stage, how, report_path):
             pass
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize("stage", [exhaustive(1), exhaustive(2), 3])
 def test_every_survivor_names_the_rank_that_died(tmp_path, stage):
     report_path = str(tmp_path / "report_path")
     outcomes = try_ranks(lose_a_rank, 3, stage, "die", report_path, timeout=DEADLINE)
@@ -74,7 +78,7 @@ def test_every_survivor_names_the_rank_that_died(tmp_path, stage):
         assert "rank 1 died or hangs" in str(outcomes[survivor].error)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, exhaustive(2), 3])
 def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
     report_path = str(tmp_path / "report_path")
     outcomes = try_ranks(lose_a_rank, 2, stage, "hang", report_path, timeout=DEADLINE)

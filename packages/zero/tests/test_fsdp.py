@@ -101,7 +101,7 @@ def trained(world):
     return run_ranks(train, world, 4, timeout=DEADLINE)
 
 
-@pytest.mark.parametrize("world", [1, exhaustive(2), 3, exhaustive(4)])
+@pytest.mark.parametrize("world", [exhaustive(1), exhaustive(2), 3, exhaustive(4)])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_fsdp_is_bit_equal_to_unsharded_training(name, world):
     expected = reference(world, 4, name)

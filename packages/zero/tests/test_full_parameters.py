@@ -1,6 +1,7 @@
 """FSDP with torch's tools and FSDP2's options, and full parameters outside of training steps."""
 
 import copy
+import gc
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -79,7 +80,7 @@ def torchs_state_dicts(folder):
     return True
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_torchs_tools_get_save_and_set_whole_tensors(tmp_path, world):
     assert all(run_ranks(torchs_state_dicts, world, str(tmp_path), timeout=DEADLINE))
 
@@ -120,7 +121,7 @@ def hybrid(stage, path):
     return True
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_hybrid_sharding_over_a_mesh_equals_one_process(stage, tmp_path):
     assert all(run_ranks(hybrid, 4, stage, str(tmp_path / "last"), timeout=DEADLINE))
 
@@ -299,20 +300,38 @@ def memory_over(steps, stage):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("steps", "stage"),
-    [
-        # The allocator's own memory grows in the first thousand steps.
-        (3_000, 2),
-        (3_000, 3),
-        *(pytest.param(10_000, stage, marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
-    ],
-)
-def test_host_memory_is_constant_over_steps(steps, stage):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_host_memory_is_constant_over_steps(stage):
     # A list that grew by one object per step would take 64 bytes per step in every quarter. An
-    # allocation that is made once, and late on a busy machine, appears in one quarter only.
-    for seen in run_ranks(memory_over, 2, steps, stage, timeout=1500):
+    # allocation that is made once, and late on a busy machine, appears in one quarter only. The
+    # allocator's own memory grows in the first thousand steps.
+    for seen in run_ranks(memory_over, 2, 10_000, stage, timeout=1500):
         assert min(after - before for before, after in pairwise(seen)) < 1 << 16
+
+
+def sizes_over(steps, stage):
+    """Return the bytes of all Python objects after each step."""
+    model, ours, _, _ = pair(stage)
+    sizes = []
+    for number in range(steps):
+        mean_square(model, batch(0, 0)).backward()
+        if number % 5:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        ours.step()
+        ours.zero_grad()
+        if number % 5 == 4:
+            gc.collect()
+            gc.unfreeze()
+            sizes.append(sum(sys.getsizeof(obj) for obj in gc.get_objects() if obj is not sizes))
+    return sizes
+
+
+def test_no_python_object_grows_over_steps():
+    # A list reserves room for an eighth of its entries, so 40 steps show growth by one per step.
+    for stage in (2, 3):
+        for sizes in run_ranks(sizes_over, 2, 60, stage, timeout=DEADLINE):
+            assert sizes[-1] == sizes[3], sizes
 
 
 class Viewed(nn.Module):

@@ -18,7 +18,9 @@ from zero import FSDP, ShardedOptimizer
 from zero_training import assert_alike
 
 DEADLINE = 300.0
-STAGES = [1, 2, 3]
+# Stage 1 differs from stage 2 where averages overwrite local gradients.
+EVERY_STAGE = [1, 2, 3]
+STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3]
 WORLDS = [pytest.param(2, marks=pytest.mark.exhaustive), 3]
 
 
@@ -114,12 +116,20 @@ def drop_some(parameters):
         parameter.grad = None
 
 
+def add_noise(parameters):
+    torch.manual_seed(1)
+    for parameter in parameters:
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
+        parameter.grad.mul_(torch.rand_like(parameter))
+
+
 EDITS = {
     "copies": clip_copies,
     "new": clip_new_ones,
     "forums": clip_as_forums_do,
     "sign": sign,
     "drop": drop_some,
+    "noise": add_noise,
     "data": multiply_data,
     "replace": replace,
     "replace, clip": lambda p: (replace(p), nn.utils.clip_grad_norm_(p, 0.1)),
@@ -301,7 +311,10 @@ def scale(stage, scaler_cls):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("scaler_cls", [torch.amp.GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize(
+    "scaler_cls",
+    [torch.amp.GradScaler, pytest.param(ShardedGradScaler, marks=pytest.mark.exhaustive)],
+)
 def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, scaler_cls):
     assert all(run_ranks(scale, 2, stage, scaler_cls, timeout=DEADLINE))
 
@@ -349,7 +362,7 @@ def drop(stage):
     return assert_alike(model, twin)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
     assert all(run_ranks(drop, 2, stage, timeout=DEADLINE))
 
@@ -383,7 +396,7 @@ def accumulate(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_backwards_accumulate_in_any_order_of_no_sync(stage):
     assert all(run_ranks(accumulate, 2, stage, timeout=DEADLINE))
 
@@ -608,6 +621,14 @@ MISUSES = {
     "sorted": (lambda n, _: n["0.weight"].grad.cumsum(0), "full_tensor"),
     "softmax": (lambda n, _: n["0.weight"].grad.softmax(0), "full_tensor"),
     "vector": (lambda n, _: n["0.weight"].grad.mul(torch.ones(5).double()), "full_tensor"),
+    "noise": (
+        lambda n, _: n["0.weight"].grad.add_(torch.randn(n["0.weight"].shape).double()),
+        "as random numbers of equal seeds are: create it by zeros_like(p), randn_like(p)",
+    ),
+    "noise of parameters": (
+        lambda n, _: torch._foreach_add_([n["0.weight"]], [torch.randn(n["0.weight"].shape)]),
+        "combines this rank's elements with a plain tensor of their shape",
+    ),
     "numpy": (lambda n, _: n["0.weight"].grad.tolist(), "full_tensor"),
 }
 

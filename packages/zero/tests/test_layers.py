@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from zero import (
     FSDP,
     ShardedOptimizer,
+    broadcast_buffers,
     load_checkpoint,
     memory_report,
     save_checkpoint,
@@ -96,7 +98,7 @@ def train_embeddings():
     return True
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(world):
     assert all(run_ranks(train_embeddings, world, timeout=DEADLINE))
 
@@ -157,6 +159,44 @@ def test_a_forward_that_writes_to_its_parameters_is_refused(build):
     assert run_ranks(refuse_writes, 1, build, timeout=DEADLINE) == [True]
 
 
+class Storing(nn.Module):
+    """A module that returns None, and writes to its weight or raises if it is requested."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.mode, self.stored = "store", None
+
+    def forward(self, x):
+        if self.mode == "write":
+            with torch.no_grad():
+                self.weight.zero_()
+        if self.mode == "raise":
+            raise ArithmeticError("on purpose")
+        self.stored = x * self.weight
+
+
+def return_nothing():
+    """Train a module without an output; writes and errors are reported, and training goes on."""
+    sharded = FSDP(nn.Sequential(Storing()))
+    for mode, error, message in (
+        ("write", RuntimeError, "wrote to 0.weight"),
+        ("raise", ArithmeticError, "on purpose"),
+    ):
+        sharded.module[0].mode = mode
+        with pytest.raises(error, match=message):
+            sharded(torch.ones(4))
+        sharded.module[0].mode = "store"
+        sharded(2 * torch.ones(4))
+        assert torch.equal(sharded.module[0].stored, 2 * torch.ones(4))
+        assert sharded._num_running == 0
+    return True
+
+
+def test_a_module_that_returns_none_is_checked_and_can_run_after_an_error():
+    assert all(run_ranks(return_nothing, 2, timeout=DEADLINE))
+
+
 def refuse_max_norm():
     for module in (nn.Embedding(6, 4, max_norm=1.0), nn.EmbeddingBag(6, 4, max_norm=1.0)):
         for shard in ((nn.Linear, type(module)), (nn.Linear,)):
@@ -190,6 +230,70 @@ def normalized(stage):
         model = FSDP(model)
         return model, torch.optim.SGD(model.parameters(), lr=0.01)
     return model, ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
+
+
+class WithBuffers(nn.Module):
+    """Layers with buffers of several dtypes, which each forward changes by its own batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("none", torch.zeros(0))
+
+    def forward(self, x):
+        self.largest.copy_(torch.maximum(self.largest, x.max().double()))
+        return self.layers(x)
+
+
+def synchronize_buffers():
+    """Compare buffers with those of torch's DDP after every forward of a training program."""
+    rank = dist.get_rank()
+    theirs = nn.parallel.DistributedDataParallel(WithBuffers())
+    sharded = FSDP(WithBuffers())
+    stage_1 = WithBuffers()
+    optimizer = ShardedOptimizer(stage_1.parameters(), torch.optim.SGD, lr=0.1)
+    stage_1.register_forward_pre_hook(lambda *_: broadcast_buffers(stage_1))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (theirs, sharded)]
+    modes = ["train", "train", "accumulate", "train", "evaluate", "evaluate", "train", "twice"]
+    for step, mode in enumerate(modes):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = (rank + 1) * torch.randn(8, 4, generator=generator)
+        for model in (theirs, sharded):
+            model.train(mode != "evaluate")
+            with model.no_sync() if mode == "accumulate" else nullcontext():
+                if mode == "evaluate":
+                    with torch.no_grad():
+                        model(x)
+                else:
+                    # A graph stays valid if a later forward synchronizes buffers.
+                    outputs = [model(x) for _ in range(2 if mode == "twice" else 1)]
+                    sum(output.square().mean() for output in outputs).backward()
+        for name, expected in buffers_of(theirs).items():
+            actual = buffers_of(sharded)[name]
+            torch.testing.assert_close(actual, expected)
+        for their_optimizer in optimizers if mode != "accumulate" else ():
+            their_optimizer.step()
+            their_optimizer.zero_grad()
+        stage_1(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        stage_1.eval()(x)
+    alone = FSDP(WithBuffers(), forward_sync_buffers=False)
+    for _ in range(2):
+        alone(x)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (buffers_of(alone), buffers_of(stage_1)))
+    key = "layers.1.running_mean"
+    return not torch.equal(every[0][0][key], every[1][0][key]), [b[1][key] for b in every]
+
+
+def test_buffers_are_synchronized_before_a_forward_as_by_torchs_ddp():
+    for is_independent, of_stage_1 in run_ranks(synchronize_buffers, 2, timeout=DEADLINE):
+        assert is_independent
+        assert torch.equal(*of_stage_1)
 
 
 def buffers_of(model):

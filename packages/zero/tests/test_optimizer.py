@@ -1,17 +1,24 @@
 """Stages 1 and 2 equal the unsharded optimizer."""
 
 import random
+import sys
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.optimizer.optimizer_kinds import how_to_split
+from zero_training import assert_alike
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -195,6 +202,60 @@ def weights_and_biases(module):
     weights = (p for n, p in module.named_parameters() if "weight" in n)
     biases = (p for n, p in module.named_parameters() if "bias" in n)
     return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+
+
+def train_unevenly(stage):
+    """Train with 4, 2 and 0 batches, clipping, a schedule and accumulation."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, twin = small(), small()
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    ours = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, **options
+    )
+    theirs = torch.optim.AdamW(twin.parameters(), **options)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (ours, theirs)]
+    lengths = [4, 2, 0]
+
+    def loss(module, step, micro, number):
+        generator = torch.Generator().manual_seed(100 * step + 10 * micro + number)
+        return module(torch.randn(4, 5, generator=generator).double()).square().mean()
+
+    with Join([ours]):
+        for step in range(lengths[rank]):
+            for micro in range(3):
+                with ours.no_sync() if micro == 1 else nullcontext():
+                    loss(model, step, micro, rank).backward()
+            ours.clip_grad_norm_(0.1)
+            if step == 0 and rank == 0:
+                with pytest.raises(RuntimeError, match=r"use ShardedOptimizer\.clip_grad"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            ours.step()
+            schedules[0].step()
+            ours.zero_grad()
+    for step in range(max(lengths)):
+        for number in range(world):
+            for micro in range(3) if step < lengths[number] else ():
+                (loss(twin, step, micro, number) / world).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        theirs.step()
+        schedules[1].step()
+        theirs.zero_grad()
+    assert_alike(model, twin)
+    # The optimizer works after the context as before it.
+    loss(model, 9, 0, rank).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    ours.step()
+    with pytest.raises(ValueError, match="expected divide_by_initial_world_size=True, got False"):
+        Join([ours], divide_by_initial_world_size=False)
+    second = ShardedOptimizer(small().parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="Join is supported for one ShardedOptimizer per group"):
+        Join([second])
+    return True
+
+
+@pytest.mark.parametrize("stage", [exhaustive(1), 2])
+def test_ranks_with_fewer_inputs_join_the_collectives_of_the_others(stage):
+    assert all(run_ranks(train_unevenly, 3, stage, timeout=DEADLINE))
 
 
 def use_groups_and_closures(stage):
@@ -462,6 +523,45 @@ class Estimating(Signs):
         return state["average"] if state["step"] < 1000 else group["total"] * state["average"]
 
 
+class Noisy(Signs):
+    """An optimizer that draws random numbers, which equal seeds make equal on all ranks."""
+
+    def change(self, state, parameter):
+        return super().change(state, parameter) + 1e-9 * torch.rand_like(parameter)
+
+
+class Counting(Signs):
+    """An optimizer with state that belongs to no parameter, as MADGRAD has."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["count"] = {"steps": 1}
+
+
+class Twice(Signs):
+    """An optimizer that evaluates its closure twice, as SAM does."""
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+            closure()
+        super().step()
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer that wraps another one and does not construct its base class."""
+
+    def __init__(self, params, lr):
+        self.wrapped = torch.optim.SGD(params, lr)
+        self.param_groups, self.defaults = self.wrapped.param_groups, self.wrapped.defaults
+        self._zero_grad_profile_name = "zero_grad"
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._patch_step_function()
+
+    def step(self, closure=None):
+        self.wrapped.step()
+
+
 class Forgetful(Signs):
     """An optimizer that hides an argument from its groups and attributes."""
 
@@ -537,14 +637,36 @@ def refuse_unknown(stage):
     for cls in (Large, Rows, Adam2, Coupled, Estimating):
         with pytest.raises(error, match=f"{cls.__name__} is not element-wise: its steps on a"):
             stepped(stage, cls, 1, 1e3, elementwise=True)
+    for cls, reason in (
+        (Noisy, "it draws random numbers"),
+        (Counting, "its state 'count' belongs"),
+    ):
+        with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: {reason}"):
+            stepped(stage, cls, 1)
     if stage == 3:
         with pytest.raises(RuntimeError, match="Prepared cannot be sharded"):
             stepped(3, Prepared, 1)
+        with pytest.raises(RuntimeError, match="Wrapping cannot be sharded: it wraps another"):
+            stepped(3, Wrapping, 1)
+        model = FSDP(small())
+        optimizer = Twice(model.parameters())
+
+        def closure():
+            loss = model(torch.ones(2, 5).double()).sum()
+            loss.backward()
+            return loss
+
+        with pytest.raises(RuntimeError, match="evaluates its closure several times per step"):
+            optimizer.step(closure)
         with pytest.raises(RuntimeError, match="its argument power is neither an option"):
             stepped(3, Forgetful, 1)
     else:
         stepped(stage, Prepared, 2)
         stepped(stage, Forgetful, 2)
+        counting = ShardedOptimizer(small().parameters(), Counting, elementwise=False)
+        counting.step()
+        with pytest.raises(ValueError, match="its state 'count' belongs to no parameter"):
+            counting.state_dict()
     # A loop over the parameters without an optimizer is allowed.
     if stage == 3:
         model = FSDP(small())
@@ -558,25 +680,6 @@ def refuse_unknown(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_stages_1_and_3_refuse_the_same_optimizers(stage):
     assert all(run_ranks(refuse_unknown, 2, stage, timeout=DEADLINE))
-
-
-def step_published(stage):
-    import pytorch_optimizer
-
-    for name in ("AdaShift", "AdaNorm", "AdamP", "Lion", "SOAP"):
-        stepped(stage, getattr(pytorch_optimizer, name), 30)
-    # These optimizers sum over all parameters.
-    for name in ("AdamS", "Prodigy"):
-        with pytest.raises((ValueError, RuntimeError), match=f"{name} cannot be sharded"):
-            stepped(stage, getattr(pytorch_optimizer, name), 1)
-    return True
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", [1, 3])
-def test_published_optimizers_equal_one_process(stage):
-    pytest.importorskip("pytorch_optimizer", reason="published optimizers")
-    assert all(run_ranks(step_published, 2, stage, timeout=DEADLINE))
 
 
 class Both(torch.optim.Optimizer):
@@ -809,7 +912,7 @@ def make_layers():
 
 @pytest.mark.parametrize(
     ("stage", "elementwise"),
-    [exhaustive(1, True), (2, True), (1, False), exhaustive(2, False)],
+    [exhaustive(1, True), (2, True), exhaustive(1, False), exhaustive(2, False)],
 )
 def test_two_optimizers_in_one_backward_equal_one_process(stage, elementwise):
     assert all(run_ranks(step_two, 3, stage, elementwise, timeout=DEADLINE))

@@ -21,7 +21,6 @@ from zero import (
     direct_reduce_scatter,
     wire_bytes,
 )
-from zero.bench.rows import gpt2_shapes
 from zero.partition import by_element, by_parameter
 
 STEPS = """
@@ -124,7 +123,7 @@ def scatter_and_gather():
     return True
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3, 5])
 def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
     assert all(run_ranks(scatter_and_gather, world, timeout=DEADLINE))
 
@@ -146,6 +145,16 @@ def test_every_element_has_one_owner_and_shards_are_even(numels, world, bucket):
     for rank in range(world):
         numel = sum(high - low for low, high in (s.shard(rank, world) for s in partition.spans))
         assert numel == -(-sum(numels) // world)
+
+
+def gpt2_shapes():
+    """Return the parameter shapes of GPT-2 124M."""
+    width = 768
+    block = [
+        (width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,),
+        (width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,),
+    ]  # fmt: skip
+    return [(50257, width), (1024, width), *(block * 12), (width,), (width,)]
 
 
 def test_shards_of_gpt2_are_even_where_whole_parameters_are_not():

@@ -11,7 +11,9 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from zero import FSDP
+import published_models
+from allocator import peak_bytes
+from zero import FSDP, ShardedOptimizer, memory_report
 from zero_training import mean_square, pair, train
 
 DEADLINE = 300.0
@@ -151,66 +153,45 @@ def test_names_and_predicates_select_the_sharded_modules():
     assert all(run_ranks(select, 2, timeout=DEADLINE))
 
 
-def published(name):
-    """Return a small model of transformers with random weights."""
-    import transformers as tf
+def train_published(stage, name):
+    """Train a model of transformers as one process does; return its memory by kind and peak."""
+    torch.set_default_dtype(torch.float64)
+    model, ours, twin, theirs = pair(stage, "SGD", build=lambda: published_models.build(name))
+    if stage == 3:
+        assert model.replicated_bytes == {}
+        assert len(model.units) >= 3
+    train(model, ours, twin, theirs, published_models.loss_of(name), clip=0.5)
+    if name == "t5":
+        # Its attention masks read values, which the meta device does not have.
+        return True
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "use_cache": False}
-    heads = {"num_attention_heads": 2, "intermediate_size": 24}
-    models = {
-        "gpt2": lambda: tf.GPT2LMHeadModel(
-            tf.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, use_cache=False)
-        ),
-        "mixtral": lambda: tf.MixtralForCausalLM(
-            tf.MixtralConfig(**sizes, **heads, num_key_value_heads=1, num_local_experts=3)
-        ),
-        "t5": lambda: tf.T5ForConditionalGeneration(
-            tf.T5Config(
-                vocab_size=40,
-                d_model=16,
-                d_kv=8,
-                d_ff=24,
-                num_layers=2,
-                num_heads=2,
-                decoder_start_token_id=0,
-            )
-        ),
-        "mamba": lambda: tf.MambaForCausalLM(tf.MambaConfig(**sizes, state_size=4)),
-        "vit": lambda: tf.ViTForImageClassification(
-            tf.ViTConfig(hidden_size=16, num_hidden_layers=2, **heads, image_size=8, patch_size=4)
-        ),
-    }
-    model = models[name]()
-    if name == "mixtral":
-        # The default implementation does not support float64.
-        model.set_experts_implementation("eager")
-    # Dropout draws other numbers in one process.
-    return model.double().eval()
+    def build(group):
+        model = published_models.build(name)
+        if stage == 3:
+            model = FSDP(model, group=group)
+            return model, torch.optim.AdamW(model.parameters())
+        options = {"group": group, "shard_gradients": stage == 2}
+        return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
 
+    def loss(model):
+        return published_models.loss_of(name)(model, torch.ones(4, 5, dtype=torch.float64))
 
-def published_loss(name):
-    def loss(model, inputs):
-        if name == "vit":
-            pixels = inputs.new_zeros(2, 3, 8, 8) + inputs.mean()
-            return model(pixel_values=pixels).logits.square().mean()
-        tokens = (inputs * 100).long().abs() % 40
-        return model(input_ids=tokens, labels=tokens).loss
-
-    return loss
-
-
-def train_published(name):
-    model, ours, twin, theirs = pair(3, "SGD", build=lambda: published(name))
-    assert model.replicated_bytes == {}
-    assert len(model.units) >= 3
-    train(model, ours, twin, theirs, published_loss(name), clip=0.5)
+    report = memory_report(build, loss)
+    for moment, measured in zip(report.predicted, report.measured, strict=True):
+        for kind in ("parameters", "gradients", "optimizer"):
+            planned, counted = getattr(moment, kind), getattr(measured, kind)
+            assert counted == pytest.approx(planned, rel=0.03), (moment.name, kind)
+    assert report.measured_peak == pytest.approx(report.predicted_peak, rel=0.03)
+    # The count does not see what an operator frees before it returns, 3.2 % of a small Mamba.
+    tolerance = 0.04 if name == "mamba" else 0.03
+    assert peak_bytes(*build(None), loss) == pytest.approx(report.predicted_peak, rel=tolerance)
     return True
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "mamba", "vit"])
-def test_models_of_transformers_are_sharded_and_equal_one_process(name):
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", published_models.FAMILIES)
+def test_families_of_transformers_equal_one_process_and_need_the_planned_memory(name, stage):
     pytest.importorskip("transformers", reason="models of transformers")
-    assert all(run_ranks(train_published, 2, name, timeout=DEADLINE))
+    assert all(run_ranks(train_published, 2, stage, name, timeout=DEADLINE))

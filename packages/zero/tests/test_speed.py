@@ -37,9 +37,27 @@ def on_the_loopback(tmp_path_factory):
     return steps(path)
 
 
-@pytest.mark.parametrize(("stage", "most"), [(1, 1.0), (2, 1.0), (3, 0.7)])
-def test_no_stage_is_slower_than_torchs_on_the_loopback(on_the_loopback, stage, most):
-    assert on_the_loopback[f"stage{stage}"]["ratio_p50"] <= most
+#: A quiet machine measures the expected ratios; a run may exceed them by this factor.
+MARGIN = 1.15
+
+
+def check_ratio(row, expected):
+    """Raise if a step takes more than `expected` of the rival's time, with a margin."""
+    cpu = next(
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    measured = row["ratio_p50"]
+    message = f"{row['name']} over {row['rival']}: expected <= {expected:.2f}x, "
+    message += f"measured {measured:.2f}x on {cpu}"
+    print(message)
+    assert measured <= expected * MARGIN, message
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(1, 1.0), (2, 1.0), (3, 0.7)])
+def test_no_stage_is_slower_than_torchs_on_the_loopback(on_the_loopback, stage, expected):
+    check_ratio(on_the_loopback[f"stage{stage}"], expected)
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -48,9 +66,8 @@ def test_steps_on_a_throttled_link_are_faster_than_torchs(tmp_path):
     with emulated_hosts(2, "2gbit") as hosts:
         assert run_everywhere(hosts, command(path), ENVIRONMENT, seconds=400) == [0, 0]
     rows = steps(path)
-    assert rows["stage3"]["ratio_p50"] <= 0.8
-    assert rows["stage1"]["ratio_p50"] <= 0.75
-    assert rows["stage2"]["ratio_p50"] <= 0.75
+    for name, expected in (("stage1", 0.65), ("stage2", 0.65), ("stage3", 0.6)):
+        check_ratio(rows[name], expected)
     for name, most in (("stage1", 1.01), ("stage2", 1.01), ("stage3", 1.51)):
         assert rows[name]["sent_over_parameters"] <= most
 

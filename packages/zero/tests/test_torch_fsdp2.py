@@ -1,6 +1,6 @@
-"""torch's tests of fully_shard, run with FSDP on the CPU.
+"""torch's tests of fully_shard, run with zero.fully_shard on the CPU.
 
-What passes with torch's passes with ours behind an adapter, but for what is named.
+Tests that pass with torch's implementation pass with this one, except those in DIFFERS.
 """
 
 import os

@@ -19,133 +19,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
+import zero
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.testing._internal import common_utils
-from zero import FSDP
 from zero.fsdp.autograd_hooks import _GradientHook
 from zero.fsdp.unit import find_unit
 
 # The most ranks that a test may use, and the timeout of a rank.
 RANKS, SECONDS = 4, 60
-THEIRS = torchs.FSDPModule
-
-
-class NotOffered(Exception):
-    """A feature of `fully_shard` that FSDP does not have."""
-
-
-class FSDPModule:
-    """A module passed to `fully_shard`, whose methods act on the FSDP of the whole model."""
-
-    def set_requires_gradient_sync(self, on, *, recurse=True):
-        whole = self.of_the_whole("gradients of some layers only sent later", recurse)
-        whole._sync_gradients = on
-
-    def set_is_last_backward(self, last):
-        """Do nothing: every backward ends without this call."""
-
-    def set_reshard_after_backward(self, on, *, recurse=True):
-        """Do nothing: layers are resharded after every backward, which does not change values."""
-
-    def set_requires_all_reduce(self, on, *, recurse=True):
-        raise NotOffered("a sum over shards without one over their copies")
-
-    def unshard(self, async_op=False):
-        for unit in self.units():
-            unit.unshard()
-            if not async_op:
-                unit.wait_for_unshard()
-        return mock.Mock(wait=lambda: [unit.wait_for_unshard() for unit in self.units()])
-
-    def reshard(self):
-        for unit in self.units():
-            unit.reshard()
-
-    def units(self):
-        return self._fsdp()._units_of.get(self, [])
-
-    def of_the_whole(self, what, recurse):
-        whole = self._fsdp()
-        if whole.module is not self or not recurse:
-            raise NotOffered(what)
-        return whole
-
-    def __getattr__(self, name):
-        if hasattr(THEIRS, name):
-            raise NotOffered(f"FSDPModule.{name}")
-        return super().__getattr__(name)
-
-
-def fully_shard(
-    module,
-    *,
-    mesh=None,
-    reshard_after_forward=True,
-    mp_policy=None,
-    offload_policy=None,
-    ignored_params=None,
-    **others,
-):
-    """Shard `module`, with the inner modules that were passed before."""
-    if not isinstance(module, nn.Module) or others.get("shard_placement_fn"):
-        raise NotOffered("groups of modules, or a placement")
-    policy = mp_policy or torchs.MixedPrecisionPolicy()
-    if policy.output_dtype or not policy.cast_forward_inputs:
-        raise NotOffered("output_dtype, cast_forward_inputs")
-    options = {
-        "compute_dtype": policy.param_dtype,
-        "gradient_dtype": policy.reduce_dtype,
-        "group": mesh,
-        "reshard_after_forward": bool(reshard_after_forward),
-        "cpu_offload": isinstance(offload_policy, torchs.CPUOffloadPolicy),
-        "ignored_params": ignored_params or (),
-    }
-    name = type(module).__name__
-    module.__class__ = type(f"FSDP{name}", (FSDPModule, type(module)), {})
-    if not [*module.parameters()]:
-        return module
-    within = [m.__dict__["_fsdp"]() for m in module.modules() if "_fsdp" in m.__dict__]
-    # In the same order on all ranks.
-    for inner in dict.fromkeys(within):
-        if inner.options != options:
-            raise NotOffered("layers with options of their own")
-        take_apart(inner)
-    whole = FSDP(
-        module,
-        shard=(FSDPModule,),
-        # Looked up at the call, because tests replace them.
-        reduce_scatter_tensor=lambda *a, **k: newest("reduce_scatter")(*a, **k),
-        all_gather_into_tensor=lambda *a, **k: newest("all_gather")(*a, **k),
-        **options,
-    )
-    whole.options = options
-    for marked in (m for m in module.modules() if isinstance(m, FSDPModule)):
-        marked.__dict__["_fsdp"] = lambda: whole
-    return module
-
-
-def newest(name):
-    old = {"all_gather": "all_gather_into_tensor"}.get(name, f"{name}_tensor")
-    newer = f"{name}_single"
-    return getattr(dist, newer, None) or getattr(dist, old)
-
-
-def take_apart(whole):
-    """Restore the parameters from before FSDP."""
-    for unit in whole.units:
-        values = unit.gather_full_parameters()
-        for sharded in unit.parameters:
-            parameter = nn.Parameter(values[sharded.name].clone(), sharded.shard.requires_grad)
-            for module, attribute in sharded.owners:
-                module._parameters[attribute] = parameter
-    for module, ids in whole._hook_ids.items():
-        for hooks in vars(module).values():
-            if isinstance(hooks, dict):
-                for key in [key for key in hooks if key in ids]:
-                    del hooks[key]
 
 
 def check_sharded_parity(case, replicated, sharded, prefixes_to_ignore=()):
@@ -239,7 +123,7 @@ def prepare(who):
             _GradientHook
         )
         for namespace in (torchs, importlib.import_module("torch.distributed._composable.fsdp")):
-            namespace.fully_shard, namespace.FSDPModule = fully_shard, FSDPModule
+            namespace.fully_shard, namespace.FSDPModule = zero.fully_shard, zero.FSDPModule
             namespace.register_fsdp_forward_method = lambda module, name: None
 
 

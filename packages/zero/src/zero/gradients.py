@@ -8,6 +8,7 @@ Therefore:
 - an element-wise operation acts on this rank's elements, which is exact;
 - a norm, sum, mean, maximum or minimum over all elements is reduced over ranks, so every rank must
   call it, and every rank gets the same value;
+- random numbers in the shape of a gradient are those that one process draws;
 - GradScaler's check for infinities is reduced too, so that either all ranks step or no rank does;
 - any other operation raises, and names `full_tensor()` as the remedy.
 
@@ -65,6 +66,8 @@ ELEMENTWISE_FUNCTIONS = {
     "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
     "true_divide", "square", "clamp", "masked_fill",
 }  # fmt: skip
+#: Functions that draw random numbers in the shape of a tensor.
+RANDOM = {"rand_like", "randn_like"}
 #: Attributes that are other views of all elements.
 VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
 #: Methods that end with an underscore and do not change elements.
@@ -182,6 +185,8 @@ class AveragedGradient(Tensor):
             return _apply_foreach(name.removeprefix("_foreach_"), args, kwargs)
         if _reduces_all_elements(name, args, kwargs):
             return _reduce(name, args, kwargs)
+        if name in RANDOM:
+            return _draw_like(func, args[0], kwargs)
         if torch.Tag.pointwise in func.tags or name in ELEMENTWISE_OPERATORS:
             return _apply_elementwise(func, args, kwargs)
         raise RuntimeError(
@@ -241,6 +246,16 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     return AveragedGradient(gradients[0], gradients[0].source, None, dtype=dtype, runs=results)
 
 
+def _draw_like(func: Any, gradient: AveragedGradient, kwargs: Any) -> AveragedGradient:
+    """Draw random numbers for all elements, as one process does, and keep this rank's."""
+    whole = func(
+        torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), **kwargs
+    )
+    flat = whole.reshape(-1)
+    runs = [(start, stop, flat[start:stop]) for start, stop, _ in gradient.local_runs()]
+    return AveragedGradient(gradient, gradient.source, None, dtype=whole.dtype, runs=runs)
+
+
 def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
     """Return the elements of another argument that belong to a run; numbers stay as they are."""
     if not isinstance(value, Tensor):
@@ -266,6 +281,7 @@ def _gather_runs(
     runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, communicator: Communicator
 ) -> Tensor:
     """Return the whole tensor, of which each rank passes its runs of elements."""
+    communicator.check_not_joining()
     first = runs[0][2]
     whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)
     for start, stop, values in runs:
@@ -281,6 +297,7 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
     if pieces:
         getattr(torch, UNSCALE)(pieces, found_inf, inv_scale)
     communicator = communicator_of(gradients)
+    communicator.check_not_joining()
     found_anywhere = found_inf.to(communicator.device)
     communicator.all_reduce(found_anywhere, op=dist.ReduceOp.MAX).wait()
     found_inf.copy_(found_anywhere)
@@ -344,6 +361,7 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
 
 def _all_gather_rows(values: Tensor, communicator: Communicator) -> Tensor:
     """Return every rank's `values` as rows, so that all ranks compute equal results."""
+    communicator.check_not_joining()
     rows = values.new_zeros(communicator.world, values.numel(), device=communicator.device)
     rows[communicator.rank] = values
     communicator.all_reduce(rows).wait()
@@ -436,12 +454,22 @@ class ShardGradient(Tensor):
             if name == "_foreach_norm":
                 return norms(*args, **kwargs)
             if name.startswith("_foreach_"):
-                _check_is_local(name, _is_elementwise(name.removeprefix("_foreach_")), ())
+                lists = [arg for arg in args if isinstance(arg, list | tuple)]
+                for leaves in zip(*lists, strict=False):
+                    # Replicated parameters have plain gradients.
+                    if any(isinstance(leaf, ShardGradient) for leaf in leaves):
+                        is_local = _is_elementwise(name.removeprefix("_foreach_"))
+                        _check_is_local(name, is_local, leaves)
                 return _wrap_results(func(*args, **kwargs), args[0])
             if _reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
                 if torch.is_grad_enabled() and args[0].requires_grad:
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return _reduce(name, args, kwargs)
+            if name in RANDOM:
+                like, elements = args[0], args[0].elements
+                whole = func(like.new_empty(elements.shape), *args[1:], **kwargs)
+                part = whole.reshape(-1)[elements.start : elements.stop].view(like.shape)
+                return shard_gradient(part, like.communicator, elements)
             return _apply_to_shards(func, name, args, kwargs)
 
 
@@ -546,6 +574,13 @@ def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
         raise RuntimeError(
             f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
             f"this rank's elements with a tensor of other elements: {REMEDY}"
+        )
+    has_plain = any(not isinstance(tensor, ShardGradient) for tensor in others)
+    if has_plain and gradients[0].communicator.world > 1:
+        raise RuntimeError(
+            f"{name} combines this rank's elements with a plain tensor of their shape, whose "
+            "values may be equal on all ranks, as random numbers of equal seeds are: create it by "
+            "zeros_like(p), randn_like(p), p.detach().clone() or another operation on p or p.grad"
         )
 
 

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero.cpu_offload import is_offloaded
-from zero.fsdp.fsdp import FSDP
+from zero.fsdp.fsdp import find_fsdp
+from zero.fsdp.unit import Unit
 from zero.gradients import AveragedGradient
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.process_groups import DryRun
@@ -169,7 +170,8 @@ def _run(
         _step(optimizer)
     moments.append(_moment("after step", model, optimizer, counter))
     optimizer.zero_grad()
-    return tuple(moments), model.replicated_bytes if isinstance(model, FSDP) else {}
+    fsdp = find_fsdp(model)
+    return tuple(moments), fsdp.replicated_bytes if fsdp else {}
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -197,7 +199,7 @@ def _device_bytes(sizes: dict[str, int]) -> int:
 
 def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the tensors that a rank stores between operators, by kind."""
-    units = model.units if isinstance(model, FSDP) else []
+    units = _units(model)
     parameters: list[Tensor] = [*model.parameters()]
     parameters += [tensor for unit in units for tensor in (unit.shard, unit.full)]
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -216,6 +218,11 @@ def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         target = host if is_offloaded(parameter.untyped_storage()) else kinds["optimizer"]
         target += [value for value in values.values() if isinstance(value, Tensor)]
     return {**kinds, "buffers": list(model.buffers()), "host": host}
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    fsdp = find_fsdp(model)
+    return fsdp.units if fsdp else []
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -253,7 +260,7 @@ class _AllocationMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter
         # A unit's storage is resized without an operator.
-        self.units = counter.model.units if isinstance(counter.model, FSDP) else []
+        self.units = _units(counter.model)
         self.unsharded = sum(unit.unsharded_bytes for unit in self.units)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.diagnostics import explain
@@ -73,6 +74,8 @@ class Communicator:
     ) -> None:
         #: The ranks with a copy of this rank's shard, if `group` is a mesh of two dimensions.
         self.replicas: Communicator | None = None
+        #: True within `Join`, where some ranks may have no inputs left.
+        self.is_joining = False
         self._mesh = group if isinstance(group, DeviceMesh) else None
         if isinstance(group, DeviceMesh):
             if group.ndim not in (1, 2):
@@ -116,6 +119,24 @@ class Communicator:
         if backend == "nccl":
             self.device = torch.device("cuda")
         self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
+
+    @contextmanager
+    def all_ranks_call(self) -> Iterator[None]:
+        """Allow collectives that ranks without inputs take part in."""
+        before = self.is_joining
+        self.is_joining = False
+        try:
+            yield
+        finally:
+            self.is_joining = before
+
+    def check_not_joining(self) -> None:
+        """Raise if a rank without inputs may not make the next collective."""
+        if self.is_joining:
+            raise RuntimeError(
+                "within Join, ranks without inputs do not take part in reductions of single "
+                "gradients: use ShardedOptimizer.clip_grad_norm_, and no norms, sums or scalers"
+            )
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -233,6 +254,23 @@ class Communicator:
         if self.replicas:
             self.replicas.broadcast(tensor, 0).wait()
 
+    @torch.no_grad()
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Copy the first rank's buffers to all other ranks, in one message per dtype."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for buffer in module.buffers():
+            if buffer.numel():
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for buffers in kinds.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.broadcast_first(flat)
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            # As in torch's DDP, a graph that has saved a buffer stays valid: a batch norm, for
+            # example, changes its running statistics between forward and backward too.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view(buffer.shape))
+
     def any_rank(self, flags: Sequence[bool], *, counted: bool = True) -> Callable[[], list[bool]]:
         """Start to find which flags are set on any rank; return a function that waits for them.
 
@@ -292,6 +330,15 @@ class Communicator:
         except RuntimeError as error:
             raise explain(error, self.group, description) from error
         return _FINISHED if work is None else _ExplainedWork(work, self.group, description)
+
+
+def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
+    """Copy rank 0's buffers to all other ranks of `group`; every rank must call it.
+
+    FSDP does this before a forward, as torch's DDP does. At stages 1 and 2 the module is not
+    wrapped: `model.register_forward_pre_hook(lambda *_: broadcast_buffers(model))` does the same.
+    """
+    Communicator(group).broadcast_buffers(module)
 
 
 def wire_bytes(payload: dict[str, int], world: int) -> float:

@@ -17,15 +17,12 @@ from torch.nn import functional as F
 
 from zero.fsdp.fsdp import FSDP
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.process_groups import DryRun
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 #: Vocabulary, width, layers, and tokens per rank.
 SIZES = {"quick": (1024, 128, 2, 64), "full": (4096, 512, 6, 128)}
 NAMES = ("ddp", "ddp_zero_redundancy", "stage1", "stage2", "fsdp2", "fsdp2_layers", "stage3")
-#: Lower bounds of a step: without communication, and torch's collectives of the same bytes alone.
-FLOORS = ("no_communication", "bare_sums", "bare_sums_and_gathers")
 #: torch's implementations that shard as much as each stage.
 RIVALS = {
     "stage1": ("ddp_zero_redundancy",),
@@ -66,31 +63,12 @@ def loss_of(model: nn.Module, size: str) -> Tensor:
 
 def build(name: str, model: nn.Module) -> Trained:
     """Return `model` wrapped by one of NAMES, and AdamW."""
-    if name == "no_communication":
-        world = DryRun(dist.get_world_size(), dist.get_rank())
-        return build_stage(1, model, world)
     if name in ("ddp", "ddp_zero_redundancy"):
         return _ddp(model, sharded=name == "ddp_zero_redundancy")
     if name in ("fsdp2", "fsdp2_layers"):
         return _fsdp2(model, (Block,) if name == "fsdp2" else (nn.Linear, nn.Embedding))
     # In one group, the reducers of several optimizers would wait for the end of backward.
     return build_stage(int(name[-1]), model, dist.new_group())
-
-
-def bare(name: str, model: nn.Module) -> Callable[[], None]:
-    """Return a function that runs the collectives of a step alone."""
-    first = next(model.parameters())
-    world = dist.get_world_size()
-    numel = -(-sum(p.numel() for p in model.parameters()) // world) * world
-    whole = first.new_zeros(numel)
-    shard = first.new_zeros(numel // world)
-
-    def call() -> None:
-        dist.all_reduce(whole)
-        if name == "bare_sums_and_gathers":
-            dist.all_gather_into_tensor(whole, shard)
-
-    return call
 
 
 def build_stage(stage: int, model: nn.Module, group: Any = None) -> Trained:

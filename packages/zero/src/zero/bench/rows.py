@@ -1,4 +1,4 @@
-"""Step time, bytes on the wire and peak memory of all stages beside torch's implementations.
+"""Memory of all stages, and step time and bytes on the wire beside torch's implementations.
 
 Stage 0 is torch's DDP. Stages 1 and 2 are compared with DDP and ZeroRedundancyOptimizer, stage 3
 with FSDP2. Under torchrun or tests/emulated_hosts.py the benchmark uses that process group;
@@ -24,18 +24,15 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from zero.allocator import peak_bytes
 from zero.bench import rivals
-from zero.fsdp.fsdp import FSDP
 from zero.memory import memory_report
-from zero.partition import by_element, by_parameter
 from zero.process_groups import wire_bytes
 
 Row = dict[str, float | int | str]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Return the rows of the cases `balance`, `memory`, `peak`, `stage3` and `step`, on rank 0.
+    """Return the rows of the cases `memory` and `step`, on rank 0.
 
     It runs two processes, or one if there is only one GPU.
     """
@@ -47,29 +44,6 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
         torch.multiprocessing.spawn(_spawned, arguments, nprocs=world)
         rows: list[Row] = json.loads(Path(folder, "rows").read_text())
         return rows
-
-
-def gpt2_shapes() -> list[tuple[int, ...]]:
-    """Return the parameter shapes of GPT-2 124M."""
-    width = 768
-    block: list[tuple[int, ...]] = [
-        (width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,),
-        (width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,),
-    ]  # fmt: skip
-    return [(50257, width), (1024, width), *(block * 12), (width,), (width,)]
-
-
-def _balance() -> list[Row]:
-    numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
-    rows: list[Row] = []
-    for world in range(2, 17):
-        row: Row = {"case": "balance", "ranks": world}
-        for name, cut in (("elements", by_element), ("whole_parameters", by_parameter)):
-            partition = cut(numels, world, 25 * 2**18)
-            sizes = [sum(p.numel for p in partition.shard_pieces(r)) for r in range(world)]
-            row[f"{name}_max_over_mean"] = max(sizes) / statistics.mean(sizes)
-        rows.append(row)
-    return rows
 
 
 def _memory(size: str, device: str) -> list[Row]:
@@ -92,60 +66,11 @@ def _memory(size: str, device: str) -> list[Row]:
     return rows
 
 
-def _peaks(size: str, device: str) -> list[Row]:
-    """Return the allocator's peak of every implementation."""
-    peaks = {}
-    for name in rivals.NAMES:
-        with torch.device(device):
-            trained = rivals.build(name, rivals.make_model(size))
-            peaks[name] = peak_bytes(*trained, partial(rivals.loss_of, size=size))
-    rows: list[Row] = []
-    for name, peak in peaks.items():
-        rival = min(rivals.RIVALS.get(name, ("ddp",)), key=peaks.__getitem__)
-        row: Row = {"case": "peak", "name": name, "ranks": dist.get_world_size()}
-        row["allocator_peak_mib"] = peak / 2**20
-        row["rival"] = rival
-        row["peak_over_rival"] = peak / peaks[rival]
-        rows.append(row)
-    return rows
-
-
-def _layers(size: str, device: str) -> Row:
-    """Return how many of stage 3's parameters are full at once, measured in hooks of all layers."""
-    model, _ = rivals.build_stage(3, rivals.make_model(size).to(device))
-    assert isinstance(model, FSDP)
-    units = model.units
-    largest = 0
-
-    def measure(*_: Any) -> None:
-        nonlocal largest
-        largest = max(largest, sum(unit.unsharded_bytes for unit in units))
-
-    for module in model.modules():
-        module.register_forward_pre_hook(measure)
-    for unit in units:
-        for parameter in unit.parameters:
-            parameter.full.register_hook(measure)
-    with torch.device(device):
-        for _ in range(2):
-            rivals.loss_of(model, size).backward()
-    world = dist.get_world_size()
-    parameters = sum(p.shape.numel() for unit in units for p in unit.parameters)
-    return {
-        "case": "stage3",
-        "ranks": world,
-        "share_times_ranks_over_parameters": sum(u.shard.numel() for u in units)
-        * (world / parameters),
-        "whole_at_once_over_largest_layer": largest / max(u.full.numel() * 4 for u in units),
-    }
-
-
 def _on_this_rank(device: str, quick: bool) -> list[Row]:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     size = "quick" if quick else "full"
-    rows = _balance() + _memory(size, device) + _peaks(size, device) + [_layers(size, device)]
-    rows += _steps(size, device, rounds=3 if quick else 20)
+    rows = _memory(size, device) + _steps(size, device, rounds=3 if quick else 20)
     return rows if dist.get_rank() == 0 else []
 
 
@@ -164,17 +89,15 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
     vocabulary, _, _, tokens = rivals.SIZES[size]
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs, targets = torch.randint(vocabulary, (2, tokens), generator=generator).to(device)
-    names = rivals.NAMES + rivals.FLOORS
-    models = {name: rivals.make_model(size).to(device) for name in names}
-    bare = {name: rivals.bare(name, models.pop(name)) for name in names if name.startswith("bare")}
-    built = {name: rivals.build(name, model) for name, model in models.items()}
+    names = rivals.NAMES
+    built = {name: rivals.build(name, rivals.make_model(size).to(device)) for name in names}
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    steps = {name: partial(train, *trained) for name, trained in built.items()} | bare
+    steps = {name: partial(train, *trained) for name, trained in built.items()}
     pop_payload = {name: rivals.payload_of(built[name]) for name in rivals.NAMES}
     samples = {name: _Samples() for name in names}
     for round_index in range(rounds + 2):

@@ -40,6 +40,7 @@ from zero.checkpoint.ownership import (
 )
 from zero.checkpoint.storage import Writer, find, fingerprint, together
 from zero.checkpoint.weights import find_weights
+from zero.optimizer.optimizer_kinds import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of
 
@@ -329,6 +330,7 @@ def _collect_state(
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     if optimizer is None or inner is None:
         return parts, objects
+    check_state(inner)
     for group in slots(model, optimizer):
         for slot in group:
             state = inner.state.get(slot.parameter, {})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.dtensors import Run
-from zero.fsdp.fsdp import FSDP
+from zero.fsdp.fsdp import find_fsdp
 from zero.fsdp.optimizer_hooks import find_shard_optimizer
 from zero.fsdp.unit import plain_shard
 from zero.fsdp.wrapping import original_name
@@ -144,7 +144,8 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
 
 
 def _keep_shards(model: nn.Module) -> AbstractContextManager[None]:
-    return model.state_dict_hooks.keep_shards() if isinstance(model, FSDP) else nullcontext()
+    fsdp = find_fsdp(model)
+    return fsdp.state_dict_hooks.keep_shards() if fsdp else nullcontext()
 
 
 def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
@@ -177,10 +178,10 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list
 
 def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
     sharded = set()
-    model = _compiled_from(model)
-    if isinstance(model, FSDP):
-        is_copy = is_replica(model.communicator)
-        for unit in model.units:
+    fsdp = find_fsdp(_compiled_from(model))
+    if fsdp is not None:
+        is_copy = is_replica(fsdp.communicator)
+        for unit in fsdp.units:
             for p in unit.parameters:
                 sharded.add(p.shard)
                 run = Run(p.start, p.stop, p.shard.shape)
@@ -197,10 +198,9 @@ def is_replica(communicator: Communicator) -> bool:
 
 
 def _sharded_names(model: nn.Module) -> set[str]:
-    model = _compiled_from(model)
-    if not isinstance(model, FSDP):
-        return set()
-    return {parameter.name for unit in model.units for parameter in unit.parameters}
+    fsdp = find_fsdp(_compiled_from(model))
+    units = fsdp.units if fsdp else []
+    return {parameter.name for unit in units for parameter in unit.parameters}
 
 
 def _look_up(parameter: nn.Parameter, table: dict[nn.Parameter, Any]) -> Any:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from zero.diagnostics import describe_difference
 from zero.fsdp.autograd_hooks import (
@@ -57,6 +58,10 @@ from zero.fsdp.wrapping import (
 )
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
+#: The attribute of a module passed to `fully_shard` that has the FSDP of the outermost one. It is
+#: set in `__dict__`, so that it is not a submodule.
+FULLY_SHARDED = "_zero_fsdp"
+
 
 class FSDP(nn.Module):
     """Fully sharded data parallelism: every rank stores 1/n of each parameter.
@@ -79,12 +84,15 @@ class FSDP(nn.Module):
     reshard_after_forward: False keeps layers unsharded until their backward and gathers them once.
     prefetch: the number of layers that are gathered ahead of the one that runs.
     ignored_params: parameters that are not sharded, averaged or synchronized.
+    forward_sync_buffers: copy rank 0's buffers to all ranks before a forward, by the rule of
+        torch's DDP: unless the previous forward ran without gradients or in `no_sync()`.
     elementwise_optimizers: classes besides torch's own that treat every element by itself and may
         step shards. A trial verifies this at the first step. While any other class of optimizer
         steps, each parameter is full on one rank.
     cpu_offload: shards, their gradients and the optimizer's state are in CPU memory, where the
         optimizer steps; the device stores the layers that run.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
+    inner: the FSDPs of modules within `module`, whose units this one takes over (`fully_shard`).
     """
 
     def __init__(
@@ -101,14 +109,17 @@ class FSDP(nn.Module):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         ignored_params: Iterable[nn.Parameter] = (),
+        forward_sync_buffers: bool = True,
         elementwise_optimizers: Iterable[type[torch.optim.Optimizer]] = (),
         cpu_offload: bool = False,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
+        inner: Sequence[FSDP] | None = None,
     ) -> None:
         super().__init__()
-        _check_module(module)
+        adopted = {p.shard for fsdp in inner or () for unit in fsdp.units for p in unit.parameters}
+        _check_module(module, adopted)
         self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
@@ -118,29 +129,38 @@ class FSDP(nn.Module):
         self.module = module
         self.compute_dtype = compute_dtype
         self.in_flight = in_flight
-        self.reshard_after_forward = reshard_after_forward
         self.prefetch = prefetch
-        ignored = set(ignored_params)
+        self.forward_sync_buffers = forward_sync_buffers
+        ignored = adopted.union(ignored_params)
         named = list(module.named_parameters(remove_duplicate=False))
         self._names = [original_name(name) for name, _ in named]
         self._check_ranks_agree([(name, p) for name, p in named if p not in ignored])
         target = torch.device(device) if device else self.communicator.device
+        self.units: list[Unit]
         self.units, self._units_of = make_units(
             module,
             shard,
             None if isinstance(group, DryRun) else Materialize(target, initialize),
             partial(Unit, self.communicator, compute_dtype, gradient_dtype, cpu_offload),
             ignored,
+            may_be_empty=inner is not None,
         )
         for unit in self.units:
             unit.elementwise_optimizers = tuple(elementwise_optimizers)
+            unit.reshard_after_forward = reshard_after_forward
+        #: The dtypes of inputs and outputs of modules that differ from `compute_dtype` and None.
+        self.input_dtypes: dict[nn.Module, torch.dtype | None] = {}
+        self.output_dtypes: dict[nn.Module, torch.dtype] = {}
+        for fsdp in inner or ():
+            self._adopt(fsdp)
         sharded = {p.shard for unit in self.units for p in unit.parameters}
         replicated = [p for p in module.parameters() if p not in sharded | ignored]
         self._replicated = ReplicatedParameters(self.communicator, replicated)
         #: Bytes of the parameters that every rank keeps full, by the class of their module.
         self.replicated_bytes = bytes_by_class(module, replicated)
-        for tensor in [*replicated, *module.buffers()]:
-            self.communicator.broadcast_first(tensor.detach())
+        for parameter in replicated:
+            self.communicator.broadcast_first(parameter.detach())
+        self.communicator.broadcast_buffers(module)
         self._init_runtime_state()
         self._hook_modules()
         if compute_dtype is not None:
@@ -149,14 +169,16 @@ class FSDP(nn.Module):
         self.communicator.pop_bytes()
 
     def _init_runtime_state(self) -> None:
-        #: False under `no_sync()`.
+        #: False while gradients of replicated parameters are accumulated locally.
         self._sync_gradients = True
+        #: True if a forward has changed buffers that are synchronized before the next one.
+        self._buffers_may_differ = True
         #: The units in the order of this forward and of the previous one, and the number of units
         #: that ran before each module.
         self._forward_order: list[Unit] = []
         self._previous_order: list[Unit] = []
         self._position: dict[nn.Module, int] = {}
-        self._hooked_parameters: set[nn.Parameter] = set()
+        self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._in_backward = False
         #: False in `torch.autograd.grad()`, which does not change `.grad`.
         self._accumulates_gradients = False
@@ -238,12 +260,28 @@ class FSDP(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate local, unsharded gradients: for every backward of a step but the last."""
+        synced = [unit for unit in self.units if unit.sync_gradients]
         before = self._sync_gradients
-        self._sync_gradients = False
+        self.set_sync_gradients(self.units, False)
         try:
             yield
         finally:
+            self.set_sync_gradients(synced, True)
             self._sync_gradients = before
+
+    def set_sync_gradients(self, units: Iterable[Unit], sync: bool) -> None:
+        """Average the gradients of `units` in the next backwards, or accumulate them locally.
+
+        Gradients of replicated parameters are averaged if those of all units are.
+        """
+        for unit in units:
+            unit.sync_gradients = sync
+        self._sync_gradients = all(unit.sync_gradients for unit in self.units)
+
+    def units_of(self, module: nn.Module) -> list[Unit]:
+        """Return the units of a selected module, without those that it reads from others."""
+        read = self._units_read_by.get(module, ())
+        return [unit for unit in self._units_of.get(module, ()) if unit not in read]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all parameters except ignored ones by their total norm."""
@@ -287,9 +325,30 @@ class FSDP(nn.Module):
             self._hook_gradient(replicated, self._replicated_gradient_ready)
 
     def _hook_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-        if parameter.requires_grad and parameter not in self._hooked_parameters:
-            self._hooked_parameters.add(parameter)
-            parameter.register_post_accumulate_grad_hook(hook)
+        if parameter.requires_grad and parameter not in self._gradient_hooks:
+            handle = parameter.register_post_accumulate_grad_hook(hook)
+            self._gradient_hooks[parameter] = handle
+
+    def _adopt(self, inner: FSDP) -> None:
+        """Take over the units of the FSDP of an inner module."""
+        if not self.communicator.uses_same_groups(inner.communicator):
+            raise ValueError(
+                "expected one group for a module and the modules within it, got several: pass the "
+                "same mesh or group"
+            )
+        names = {m: original_name(name) for name, m in self.module.named_modules()}
+        remove_hooks(inner._hook_ids, {module: module for module in inner._hook_ids})
+        for handle in inner._gradient_hooks.values():
+            handle.remove()
+        for unit in inner.units:
+            unit.add_prefix(f"{names[inner.module]}.")
+            unit.communicator = self.communicator
+        self.units += inner.units
+        for module, units in inner._units_of.items():
+            self._units_of.setdefault(module, []).extend(units)
+            self.input_dtypes[module] = inner.compute_dtype
+        self.input_dtypes |= inner.input_dtypes
+        self.output_dtypes |= inner.output_dtypes
 
     # Forward
 
@@ -313,6 +372,8 @@ class FSDP(nn.Module):
             self._shards_version = version
             self._uncalled_units.clear()
         self.state_dict_hooks.discard_gathered()
+        if self._buffers_may_differ and self.forward_sync_buffers:
+            self.communicator.broadcast_buffers(self.module)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather a module's units, prefetch the next ones, and hook the gradients of its inputs."""
@@ -331,8 +392,9 @@ class FSDP(nn.Module):
             start = len(self._forward_order)
             for unit in self._previous_order[start : start + self.prefetch]:
                 unit.unshard()
-        if units and self.compute_dtype is not None:
-            args, kwargs = cast(self.compute_dtype, (args, kwargs))
+        dtype = self.input_dtypes.get(module, self.compute_dtype)
+        if units and dtype is not None:
+            args, kwargs = cast(dtype, (args, kwargs))
         if units and torch.is_grad_enabled():
             args, kwargs = call_after_gradients(
                 (args, kwargs),
@@ -344,17 +406,17 @@ class FSDP(nn.Module):
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free a module's units, and hook the gradients of its outputs."""
         units = self._units_of[module]
-        if output is not None:
-            # `output` is None if the forward raised or returned None; the check is skipped in both
-            # cases.
+        try:
             for unit in units:
                 unit.check_unchanged()
-        is_last_layer = self._forward_order == self._previous_order
-        keep = torch.is_grad_enabled() and (is_last_layer or not self.reshard_after_forward)
-        for unit in units:
-            unit.set_sharded_parameters()
-            if not keep and not self._in_backward:
-                unit.reshard()
+        except RuntimeError:
+            self._num_running = max(0, self._num_running - 1)
+            raise
+        finally:
+            # Also after an error, because the caller may catch it and run another forward.
+            self._leave_module(units)
+        if module in self.output_dtypes:
+            output = cast(self.output_dtypes[module], output)
         if units and reads_weight_in_backward(module, self._hook_ids[module]):
             if torch.is_grad_enabled() and hides_tensors(output):
                 raise TypeError(
@@ -369,6 +431,15 @@ class FSDP(nn.Module):
             output = call_before_gradients(output, before_backward, args)
         return self._end_forward(output)
 
+    def _leave_module(self, units: list[Unit]) -> None:
+        is_last_layer = self._forward_order == self._previous_order
+        for unit in units:
+            unit.set_unsharded_by_caller(False)
+            unit.set_sharded_parameters()
+            keep = is_last_layer or not unit.reshard_after_forward
+            if not (keep and torch.is_grad_enabled()) and not self._in_backward:
+                unit.reshard()
+
     def _end_forward(self, output: Any) -> Any:
         """Finish a forward when the outermost hooked module returns."""
         self._num_running = max(0, self._num_running - 1)
@@ -377,12 +448,12 @@ class FSDP(nn.Module):
         for unit in self._uncalled_units:
             unit.check_unchanged()
         self._assign_readers()
+        self._buffers_may_differ = torch.is_grad_enabled() and self._sync_gradients
         unsharded: list[Unit] = []
         if torch.is_grad_enabled():
-            unsharded = self._forward_order
-            if self.reshard_after_forward:
-                # The last layer of forward is the first of backward, and the root ends after it.
-                unsharded = [*self._forward_order[-1:], *self._units_of[self.module]]
+            # The last layer of forward is the first of backward, and the root ends after it.
+            unsharded = [*self._forward_order[-1:], *self._units_of[self.module]]
+            unsharded += [u for u in self._forward_order if not u.reshard_after_forward]
         for unit in self.units:
             unit.keep_unsharded = False
             if unit not in unsharded:
@@ -475,7 +546,7 @@ class FSDP(nn.Module):
         # that gradients are accumulated.
         self._accumulates_gradients = True
         self._num_ready_gradients[unit] = self._num_ready_gradients.get(unit, 0) + 1
-        if self._sync_gradients and self._num_ready_gradients[unit] == unit.num_trainable():
+        if unit.sync_gradients and self._num_ready_gradients[unit] == unit.num_trainable():
             self._reduce(unit)
 
     def _replicated_gradient_ready(self, _: Tensor) -> None:
@@ -509,20 +580,21 @@ class FSDP(nn.Module):
             return
         self._in_backward = False
         self._num_ready_gradients.clear()
-        if self._sync_gradients and self._accumulates_gradients:
+        is_synced = self._sync_gradients or any(unit.sync_gradients for unit in self.units)
+        if is_synced and self._accumulates_gradients:
             self._finish_reductions()
         for unit in self.units:
-            if not self._sync_gradients:
+            if not unit.sync_gradients:
                 unit.mark_unreduced_gradients()
             unit.release_and_reshard()
 
     def _finish_reductions(self) -> None:
         """Reduce the remaining gradients, and give all ranks the same set of `.grad`s."""
         for unit in self.units:
-            if unit.has_unreduced_gradients():
+            if unit.sync_gradients and unit.has_unreduced_gradients():
                 self._reduce(unit)
         agreed = self.communicator.any_rank([used for unit in self.units for used in unit.is_used])
-        wait_functions = self._replicated.start_reduce()
+        wait_functions = self._replicated.start_reduce() if self._sync_gradients else []
         while self._reducing_units:
             self._reducing_units.popleft().wait_for_reduce_grads()
         for wait in wait_functions:
@@ -552,19 +624,15 @@ class FSDP(nn.Module):
         copied_units = [copy.deepcopy(unit, memo) for unit in self.units]
         for unit in copied_units:
             unit.copy_owners(memo)
-        not_copied = ("_hooked_parameters", "_hook_ids", "_unit_of", "state_dict_hooks")
+        not_copied = ("_gradient_hooks", "_hook_ids", "_unit_of", "state_dict_hooks")
         attributes = {k: v for k, v in self.__dict__.items() if k not in not_copied}
         copied.__dict__.update(copy.deepcopy(attributes, memo))
-        copied._hooked_parameters = set()
+        copied._gradient_hooks = {}
         copied._hook_ids = {}
         copied._unit_of = {}
         copied.state_dict_hooks = StateDictHooks(copied.communicator)
-        for module, ids in self._hook_ids.items():
-            # The copied modules still have the hooks of the original.
-            for hooks in vars(memo[id(module)]).values():
-                if isinstance(hooks, OrderedDict):
-                    for key in ids & hooks.keys():
-                        del hooks[key]
+        # The copied modules still have the hooks of the original.
+        remove_hooks(self._hook_ids, {module: memo[id(module)] for module in self._hook_ids})
         copied._hook_modules()
         return copied
 
@@ -580,7 +648,24 @@ class FSDP(nn.Module):
         )
 
 
-def _check_module(module: nn.Module) -> None:
+def find_fsdp(model: nn.Module) -> FSDP | None:
+    """Return an FSDP itself, the FSDP of a module of `fully_shard`, or None for other models."""
+    if isinstance(model, FSDP):
+        return model
+    fsdp: FSDP | None = vars(model).get(FULLY_SHARDED)
+    return fsdp
+
+
+def remove_hooks(hook_ids: dict[nn.Module, set[int]], targets: dict[nn.Module, nn.Module]) -> None:
+    """Remove the hooks with these ids from the target of each module."""
+    for module, ids in hook_ids.items():
+        for hooks in vars(targets[module]).values():
+            if isinstance(hooks, OrderedDict):
+                for key in ids & hooks.keys():
+                    del hooks[key]
+
+
+def _check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
     """Raise if a module cannot be sharded."""
     for name, inner in module.named_modules():
         if isinstance(inner, FSDP):
@@ -596,5 +681,5 @@ def _check_module(module: nn.Module) -> None:
                 "pass max_norm=None and renormalize the rows after each step"
             )
     for name, parameter in module.named_parameters():
-        if find_unit(parameter) is not None:
+        if find_unit(parameter) is not None and parameter not in adopted:
             raise ValueError(f"parameter {name} is another FSDP's shard: wrap a model once")

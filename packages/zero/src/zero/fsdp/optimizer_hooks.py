@@ -10,7 +10,7 @@ tensors, and this rank's shards.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,6 +52,11 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(parameters) != known_count:
         if any(find_unit(parameter) for parameter in parameters):
+            if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} cannot be sharded: it wraps another optimizer and "
+                    "does not call torch.optim.Optimizer.__init__; use the wrapped optimizer"
+                )
             shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
             shard_optimizer.update(optimizer)
         _known[optimizer] = shard_optimizer, len(parameters)
@@ -68,13 +73,23 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         with torch.enable_grad():
             loss = closure()
         args = args[:1]
-        kwargs = {**kwargs, "closure": lambda: loss}
+        kwargs = {**kwargs, "closure": partial(_return_once, [loss])}
     ShardGradient.is_stepping = False
     shard_optimizer.check_gradients_alike(optimizer)
     for exchange in shard_optimizer.exchanges:
         exchange.gather_full_tensors()
     ShardGradient.is_stepping = True
     return args, kwargs
+
+
+def _return_once(losses: list[Any]) -> Any:
+    """Return the loss of a step's closure; raise if the optimizer evaluates the closure again."""
+    if not losses:
+        raise RuntimeError(
+            "the optimizer evaluates its closure several times per step, so it cannot be sharded: "
+            "the gradients of shards are exchanged once per step; use it unsharded"
+        )
+    return losses.pop()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

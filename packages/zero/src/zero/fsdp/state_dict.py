@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zero.dtensors import full_value, shard_rows
 from zero.fsdp.unit import ShardedParameter, Unit, plain_shard
+from zero.gradients import shard_gradient
 from zero.process_groups import Communicator
 
 
@@ -42,11 +43,13 @@ class StateDictHooks:
             module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
         ) -> None:
             error_messages = rest[-1]
-            for name, (_, parameter) in parameters.items():
+            for name, (unit, parameter) in parameters.items():
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor):
-                    state[prefix + name] = _select_shard(
-                        prefix + name, value, parameter, error_messages
+                    selected = _select_shard(prefix + name, value, parameter, error_messages)
+                    # Only a tensor that is known to have these elements may be copied to a shard.
+                    state[prefix + name] = shard_gradient(
+                        selected, unit.communicator, parameter.elements
                     )
 
         handles = (

@@ -202,9 +202,7 @@ class Unit:
         self.communicator = communicator
         #: True if shards, and so an optimizer's state for them, are in CPU memory.
         self.cpu_offload = cpu_offload
-        first_name, first, _ = named[0]
-        #: Identifies the unit in collectives: equal on all ranks, and different from other units'.
-        self.label = f"{first_name} and {len(named) - 1} more" if named[1:] else first_name
+        first = named[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
         #: False if no backward reads the parameters, as that of an embedding does not.
         self.is_read_in_backward = True
@@ -236,7 +234,12 @@ class Unit:
         self._num_checks = 0
         self._unshard_work: Work | None = None
         self._unshard_input: Tensor | None = None
+        #: False while gradients are accumulated locally.
+        self.sync_gradients = True
+        #: False keeps the parameters unsharded from forward until backward.
+        self.reshard_after_forward = True
         self._num_users = 0
+        self._is_unsharded_by_caller = False
         #: True while a module that does not own the parameters may read them, and during a double
         #: backward: Note [Lifetime of a unit].
         self.keep_unsharded = False
@@ -279,6 +282,16 @@ class Unit:
                 ShardedParameter(name, parameter.shape, start, stop, shard, full, owners)
             )
         return parameters
+
+    @property
+    def label(self) -> str:
+        """The name of the unit in collectives: equal on all ranks, and different from others'."""
+        name = self.parameters[0].name
+        return f"{name} and {len(self.parameters) - 1} more" if self.parameters[1:] else name
+
+    def add_prefix(self, prefix: str) -> None:
+        """Rename the parameters as the outer module that takes over the unit names them."""
+        self.parameters = [replace(p, name=prefix + p.name) for p in self.parameters]
 
     def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
         """Return the elements of a parameter in a rank's shard."""
@@ -459,6 +472,7 @@ class Unit:
         self._full_versions = []
         self._reduction = None
         self._num_users = 0
+        self._is_unsharded_by_caller = False
         self.keep_unsharded = False
         self._unclaimed_averages.clear()
         self._accumulated.clear()
@@ -474,6 +488,14 @@ class Unit:
         for parameter in self.parameters:
             for module, name in parameter.owners:
                 module._parameters[name] = parameter.full
+
+    def set_unsharded_by_caller(self, is_unsharded: bool) -> None:
+        """Register full parameters until the caller reshards them or their module has run."""
+        if is_unsharded and not self._is_unsharded_by_caller:
+            self.set_unsharded_parameters()
+        elif self._is_unsharded_by_caller and not is_unsharded:
+            self.set_sharded_parameters()
+        self._is_unsharded_by_caller = is_unsharded
 
     def set_sharded_parameters(self) -> None:
         """Remove one user.

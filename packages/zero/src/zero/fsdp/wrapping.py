@@ -51,13 +51,15 @@ def make_units(
     materialize: Materialize | None,
     make_unit: MakeUnit,
     ignored: set[nn.Parameter],
+    *,
+    may_be_empty: bool = False,
 ) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
     """Shard the parameters below the modules that `policy` selects, each with the innermost one.
 
     Return the units, and the units that each module needs unsharded while it runs.
     """
     plan = _plan_units(root, select_modules(root, policy), ignored)
-    if not plan.groups:
+    if not plan.groups and not may_be_empty:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
         raise ValueError(
             f"expected parameters below modules {describe_policy(policy)}, got a model of "
@@ -260,9 +262,9 @@ def intercept_reads(module: nn.Module, read_hook: ReadHook) -> None:
 def _intercepting_subclass(cls: Any) -> type[nn.Module]:
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = cls.__getattr__(self, name)
-        if isinstance(value, nn.Parameter):
-            return self.__dict__[READ_HOOK](value)
-        return value
+        # A slice of a container has its class and no hook.
+        read_hook = self.__dict__.get(READ_HOOK)
+        return read_hook(value) if read_hook and isinstance(value, nn.Parameter) else value
 
     attributes = {"__getattr__": __getattr__, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), attributes)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -152,6 +152,8 @@ class GradientReducer:
         self.max_in_flight = max_in_flight
         #: False under `no_sync()`.
         self.enabled = True
+        #: Called before the first collective of a backward.
+        self.before_backward: Callable[[], None] = lambda: None
         self.buckets: list[Bucket] = []
         #: The parameters' versions when all ranks last had equal values.
         self.versions: dict[nn.Parameter, int] = {}
@@ -252,7 +254,8 @@ class GradientReducer:
         if self._in_backward:
             raise RuntimeError(
                 "this gradient is being reduced, because backward is running: read .grad after "
-                "backward, or in a hook of a parameter that runs before the gradient is collected"
+                "backward, or in a hook of a parameter that runs before the gradient is collected; "
+                "do not wrap the model in DDP, which would average the gradients again"
             )
         self.drain()
         return [
@@ -271,6 +274,16 @@ class GradientReducer:
             bucket.average = None
             if self.release_gradients:
                 bucket.buffer = None
+
+    @property
+    def shares_group(self) -> bool:
+        """True if another reducer of the same group exists on any rank."""
+        return len(self._group_numbers) > 1
+
+    def join_backward(self) -> None:
+        """Take part in a backward of the other ranks with gradients of zero."""
+        self._begin_backward()
+        self._finish_backward()
 
     def drain(self) -> None:
         """Wait for all reductions in flight."""
@@ -312,6 +325,7 @@ class GradientReducer:
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if not self._in_backward:
+            self.before_backward()
             self._begin_backward()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
@@ -340,7 +354,7 @@ class GradientReducer:
             if not bucket.missing:
                 self._ready_order.append(bucket)
         self._mark_averaged(parameter)
-        if self._launch_order is None or len(self._group_numbers) > 1:
+        if self._launch_order is None or self.shares_group:
             return
         for bucket in self._launch_order[self._num_launched :]:
             if bucket.missing:
@@ -359,7 +373,7 @@ class GradientReducer:
         if not self._in_backward:
             # Another reducer of the group has finished this one's backward.
             return
-        if len(self._group_numbers) == 1:
+        if not self.shares_group:
             self._finish_backward()
             return
         living = self._living_reducers()

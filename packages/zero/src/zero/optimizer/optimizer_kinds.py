@@ -221,6 +221,7 @@ class _Trial:
 
         `only` is the index of the one parameter to step.
         """
+        generators = _random_states()
         try:
             optimizer, stepped = self._steps(values, gradients, only, as_columns)
             if not all(bool(torch.isfinite(value).all()) for value in stepped):
@@ -231,6 +232,13 @@ class _Trial:
                 f"step() ({error}); if it treats each parameter by itself, pass "
                 "ShardedOptimizer(..., elementwise=False)"
             ) from error
+        check_state(optimizer)
+        if any(not torch.equal(*pair) for pair in zip(generators, _random_states(), strict=True)):
+            raise ValueError(
+                f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
+                "in another order than one process; if this is intended, seed each rank "
+                "differently, and pass ShardedOptimizer(..., elementwise=False)"
+            )
         return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
 
     def _steps(
@@ -260,6 +268,22 @@ class _Trial:
                     parameter.grad = None
                     parameter.data = _column(values[chosen[position]])
         return optimizer, wholes
+
+
+def check_state(optimizer: Optimizer) -> None:
+    """Raise ValueError if an optimizer stores state that belongs to no parameter."""
+    shared = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if shared:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot be sharded: its state {shared[0]!r} belongs to no "
+            "parameter, so a checkpoint of shards would not have it; use the optimizer unsharded"
+        )
+
+
+def _random_states() -> list[Tensor]:
+    """Return the states of torch's default generators."""
+    states = [torch.get_rng_state()]
+    return states + torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else states
 
 
 def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:

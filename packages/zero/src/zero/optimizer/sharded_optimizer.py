@@ -13,11 +13,14 @@ import gc
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.cpu_offload import to_host
@@ -31,6 +34,7 @@ from zero.optimizer.state_dict import (
     load_state_dict,
     options_of,
 )
+from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
 from zero.partition import Piece, by_element, by_parameter
 from zero.process_groups import Collective, Communicator, Group
 
@@ -43,7 +47,7 @@ def _owner(parameter: Tensor) -> ShardedOptimizer | None:
     return owner
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """`optimizer_cls(params, **kwargs)`, with its state and its work split over the ranks.
 
     Gradients are averaged during backward. After backward `.grad` is an AveragedGradient: this
@@ -97,6 +101,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         #: The split of each group.
         self.splits: list[Split] = []
         self.bucket_bytes = int(bucket_size_mb * 2**20)
+        Joinable.__init__(self)
+        #: The hook of torch's `Join` while its context is active or afterwards.
+        self._uneven_inputs: UnevenInputs | None = None
         self.reducer = GradientReducer(self.communicator, release_gradients=shard_gradients)
         self._buckets: list[Bucket] = []
         self._shards: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
@@ -162,6 +169,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._uneven_inputs:
+            self._uneven_inputs.announce("step", options_of_groups(self))
         self._restore_views()
         self._assign_gradients()
         shards = [shard for _, _, shard, _ in self._shards]
@@ -229,8 +238,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Average the remaining gradients, and clip those of all groups by their total norm."""
+        if self._uneven_inputs:
+            self._uneven_inputs.announce("clip", max_norm)
         self.reducer.finish()
-        return nn.utils.clip_grad_norm_(list(self._views), max_norm)
+        with self.communicator.all_ranks_call():
+            return nn.utils.clip_grad_norm_(list(self._views), max_norm)
+
+    def join_hook(self, **options: Any) -> UnevenInputs:
+        """Return the hook of `torch.distributed.algorithms.Join`, for ranks with fewer inputs."""
+        self._uneven_inputs = UnevenInputs(self, options)
+        self.reducer.before_backward = partial(self._uneven_inputs.announce, "backward")
+        return self._uneven_inputs
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives of `Join`."""
+        return self.communicator.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of the collectives of `Join`."""
+        return self.communicator.group or dist.group.WORLD
 
     @property
     def split(self) -> Split:

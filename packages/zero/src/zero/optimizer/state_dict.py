@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero.dtensors import Run, full_entries, state_rows, whole_state
+from zero.optimizer.optimizer_kinds import check_state
 from zero.partition import Piece
 from zero.process_groups import Communicator
 
@@ -80,6 +81,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _collect_state(optimizer: Sharded, collect: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     runs = _runs(optimizer)
+    check_state(optimizer.inner)
     inner_state = optimizer.inner.state
     state = {}
     groups = []

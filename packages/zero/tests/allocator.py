@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
 from zero.memory import tensors_by_kind
 
 STEPS = 2

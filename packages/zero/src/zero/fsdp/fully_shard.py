@@ -1,0 +1,186 @@
+"""`fully_shard` with the signature of torch's FSDP2, so that its programs switch by one import.
+
+The module stays itself, and its class gets the methods of `FSDPModule`. Each call makes an FSDP of
+the module, which takes over the units of the modules within it that were passed before. FSDP2.md
+lists the differences from torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero.fsdp.fsdp import FSDP, FULLY_SHARDED
+from zero.fsdp.unit import Unit
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: None = None,
+) -> nn.Module:
+    """Shard the parameters of `module` that no inner module has sharded before, as one unit.
+
+    Call it bottom-up: for each block, then for the model. The module is changed in place and
+    returned; its `parameters()` are this rank's shards. Arguments are those of
+    `torch.distributed.fsdp.fully_shard`; those without an equivalent are refused.
+    """
+    for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
+        if value is not None:
+            raise ValueError(f"{name} is not supported, as shards are runs of elements: omit it")
+    if not isinstance(reshard_after_forward, bool | None):
+        raise ValueError(
+            "expected reshard_after_forward to be True, False or None, got "
+            f"{reshard_after_forward}: there is no smaller mesh to reshard to"
+        )
+    _check_module(module)
+    policy = mp_policy or MixedPrecisionPolicy()
+    inner = dict.fromkeys(_fsdp_of(sharded) for sharded in _sharded_modules(module))
+    originals = list(module.parameters())
+    fsdp = FSDP(
+        module,
+        policy.param_dtype,
+        gradient_dtype=policy.reduce_dtype,
+        group=mesh,
+        shard=lambda _, candidate: candidate is module,
+        reshard_after_forward=reshard_after_forward is not False,
+        cpu_offload=isinstance(offload_policy, CPUOffloadPolicy),
+        ignored_params=ignored_params or (),
+        inner=list(inner),
+    )
+    if not policy.cast_forward_inputs:
+        fsdp.input_dtypes[module] = None
+    if policy.output_dtype is not None:
+        fsdp.output_dtypes[module] = policy.output_dtype
+    cls: Any = type(module)
+    module.__class__ = _sharded_class(cls)
+    for sharded in _sharded_modules(module):
+        sharded.__dict__[FULLY_SHARDED] = fsdp
+    for parameter in set(originals).difference(module.parameters()):
+        _sharded_originals[parameter] = True
+    return module
+
+
+#: The parameters from before sharding, which only a module outside of the sharded one still has.
+_sharded_originals = WeakTensorKeyDictionary()
+
+
+class FSDPModule:
+    """The methods that `fully_shard` adds to a module.
+
+    `set_is_last_backward` and `set_reshard_after_backward` only change when torch communicates.
+    Here every backward ends by itself and frees the parameters, so both do nothing.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct the original class, for example for a slice of a container."""
+        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        return original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError(
+            "a module of fully_shard cannot be copied: use its state dict, or zero.FSDP, whose "
+            "copies are independent models"
+        )
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this module; return a handle to wait for if `async_op`."""
+        handle = UnshardHandle(_units_of(self))
+        for unit in handle.units:
+            unit.unshard()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the full parameters of this module."""
+        for unit in _units_of(self):
+            unit.set_unsharded_by_caller(False)
+            unit.release_and_reshard()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Average gradients in the next backwards, or accumulate them locally."""
+        _fsdp_of(self).set_sync_gradients(_units_of(self, recurse), requires_gradient_sync)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free the parameters after forward, or keep them until backward."""
+        for unit in _units_of(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Do nothing, because every backward ends without this call."""
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Do nothing: parameters are freed after every backward, which changes no value."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather at least this number of modules ahead, in the order of the last forward."""
+        _fsdp_of(self).prefetch = max(_fsdp_of(self).prefetch, len(modules))
+
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
+
+
+class UnshardHandle:
+    """The all-gathers that `FSDPModule.unshard(async_op=True)` has started."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = units
+
+    def wait(self) -> None:
+        """Wait for the full parameters, which their modules have until `reshard` or a forward."""
+        for unit in self.units:
+            unit.wait_for_unshard()
+            unit.set_unsharded_by_caller(True)
+
+
+def _check_module(module: Any) -> None:
+    """Raise if `module` cannot be a unit."""
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"{type(module).__name__} was passed to fully_shard before: pass it once")
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "expected one module, because a unit belongs to one module, got a "
+            f"{type(module).__name__}: pass a module that contains the others"
+        )
+    for name, parameter in module.named_parameters():
+        if parameter in _sharded_originals:
+            raise ValueError(
+                f"{name} is tied to a parameter that an earlier call of fully_shard has sharded: "
+                "pass neither of the two modules, but one that contains both"
+            )
+
+
+def _fsdp_of(module: Any) -> FSDP:
+    return cast(FSDP, vars(module)[FULLY_SHARDED])
+
+
+def _units_of(module: Any, recurse: bool = False) -> list[Unit]:
+    fsdp = _fsdp_of(module)
+    modules = _sharded_modules(module) if recurse else [module]
+    return [unit for sharded in modules for unit in fsdp.units_of(sharded)]
+
+
+def _sharded_modules(module: Any) -> list[Any]:
+    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+
+
+@cache
+def _sharded_class(cls: Any) -> type[nn.Module]:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

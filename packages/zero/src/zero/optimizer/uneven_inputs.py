@@ -1,0 +1,71 @@
+"""Uneven inputs with torch's `Join`: ranks without inputs take part in the others' collectives.
+
+An active rank announces each backward, clipping and step. A rank that has joined contributes zeros
+to the sum of gradients, and steps its shard with the options of an active rank. As with torch's
+DDP by default, gradients are divided by the number of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.algorithms.join import Join, JoinHook
+
+from zero.optimizer.state_dict import options_of
+
+
+class UnevenInputs(JoinHook):
+    """The hook of a ShardedOptimizer within `Join([optimizer])`."""
+
+    def __init__(self, optimizer: Any, options: dict[str, Any]) -> None:
+        if not options.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                "expected divide_by_initial_world_size=True, got False: gradients are divided by "
+                "the number of all ranks; scale the loss instead"
+            )
+        if optimizer.reducer.shares_group or optimizer.communicator.replicas:
+            raise ValueError(
+                "Join is supported for one ShardedOptimizer per group, and not for a mesh of two "
+                "dimensions: put all parameters into one optimizer, or give every rank as many "
+                "inputs"
+            )
+        self.optimizer = optimizer
+        self.has_joined = False
+
+    def announce(self, name: str, argument: Any = None) -> None:
+        """Announce the next call of this rank to the ranks that have joined."""
+        if self.has_joined or not self.optimizer._join_config.enable:
+            return
+        work = Join.notify_join_context(self.optimizer)
+        if work is None:
+            raise ValueError("expected ShardedOptimizer as the only argument of Join([...])")
+        work.wait()
+        self.optimizer.communicator.is_joining = True
+        self.optimizer.communicator.gather_objects((name, argument))
+
+    def main_hook(self) -> None:
+        """Take part in the next call of the active ranks."""
+        self.has_joined = True
+        optimizer = self.optimizer
+        announced = optimizer.communicator.gather_objects(None)
+        name, argument = next(call for call in announced if call is not None)
+        if name == "backward":
+            optimizer.reducer.join_backward()
+        elif name == "clip":
+            optimizer.clip_grad_norm_(argument)
+        else:
+            # A schedule has changed the options on active ranks only.
+            for group, options in zip(optimizer.param_groups, argument, strict=True):
+                group.update(options)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End the context."""
+        self.has_joined = True
+        self.optimizer.communicator.is_joining = False
+
+
+def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the options of all groups, which ranks that have joined adopt."""
+    return [options_of(group) for group in optimizer.param_groups]

@@ -1,0 +1,232 @@
+"""`fully_shard` in a program written for FSDP2: equal to torch's, or refused with the remedy."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.utils.checkpoint import checkpoint
+from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import zero
+from zero import FSDPModule, fully_shard, load_checkpoint, save_checkpoint
+from zero_training import batch
+
+DEADLINE = 300.0
+
+
+class Block(nn.Sequential):
+    """Layers that may be recomputed in backward, or skipped."""
+
+    recompute = skip = False
+
+    def forward(self, x):
+        if self.skip:
+            return x
+        if self.recompute:
+            return checkpoint(super().forward, x, use_reentrant=False)
+        return super().forward(x)
+
+
+def build(dtype=torch.float64):
+    torch.manual_seed(0)
+    blocks = [Block(nn.Linear(5, 5), nn.Tanh(), nn.LayerNorm(5)) for _ in range(2)]
+    return nn.Sequential(nn.Linear(5, 5), *blocks, nn.Linear(5, 5)).to(dtype)
+
+
+def tie(model):
+    model[3].weight = model[0].weight
+
+
+def freeze(model):
+    model[1].requires_grad_(False)
+
+
+def recompute(model):
+    model[1].recompute = model[2].recompute = True
+
+
+def skip(model):
+    model[2].skip = True
+
+
+def train(shard, model, change=None, accumulate=1, steps=3, **options):
+    """Run a program of FSDP2 with either implementation; return its full state dict."""
+    if change is not None:
+        change(model)
+    for block in (model[1], model[2]):
+        shard(block, **options)
+    shard(model, **options)
+    model[1].set_modules_to_forward_prefetch([model[2]])
+    model[2].set_modules_to_backward_prefetch([model[1]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for number in range(steps):
+        for micro in range(accumulate):
+            is_last = micro + 1 == accumulate
+            model.set_requires_gradient_sync(is_last)
+            model.set_is_last_backward(is_last)
+            inputs = batch(10 * number + micro, dist.get_rank())
+            model(inputs.to(next(model.parameters()).dtype)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}, optimizer
+
+
+def run_programs():
+    """Run programs with torch's implementation and with this package's."""
+    programs = {
+        "usual": {},
+        "mesh": {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))},
+        "kept": {"reshard_after_forward": False},
+        "accumulated": {"accumulate": 3},
+        "tied": {"change": tie},
+        "frozen": {"change": freeze},
+        "recomputed": {"change": recompute},
+        "skipped": {"change": skip},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    }
+    for name, options in programs.items():
+        expected, _ = train(torchs_fully_shard, build(), **options)
+        actual, _ = train(fully_shard, build(), **options)
+        assert list(actual) == list(expected)
+        for key, value in expected.items():
+            torch.testing.assert_close(actual[key], value, msg=lambda m, n=name: f"{n}: {m}")
+    return True
+
+
+def test_programs_of_fsdp2_train_equally_with_one_import_changed():
+    assert all(run_ranks(run_programs, 2, timeout=DEADLINE))
+
+
+def mix_precision():
+    """Cast parameters, inputs and outputs as torch does, also with a policy per module."""
+    half, single = torch.bfloat16, torch.float32
+    policies = [
+        (MixedPrecisionPolicy(half, single), MixedPrecisionPolicy(half, single)),
+        (MixedPrecisionPolicy(half), MixedPrecisionPolicy(half, output_dtype=single)),
+        # The root computes in float32, and the blocks' outputs are cast.
+        (MixedPrecisionPolicy(half, output_dtype=single), MixedPrecisionPolicy()),
+        (MixedPrecisionPolicy(cast_forward_inputs=False), MixedPrecisionPolicy()),
+    ]
+    for of_blocks, of_root in policies:
+        outputs = []
+        for shard in (torchs_fully_shard, fully_shard):
+            model = build(single)
+            for block in (model[1], model[2]):
+                shard(block, mp_policy=of_blocks)
+            shard(model, mp_policy=of_root)
+            output = model(batch(0, dist.get_rank()).float())
+            output.float().square().mean().backward()
+            gradients = [p.grad.full_tensor() for p in model.parameters()]
+            outputs.append((output.detach(), *gradients))
+        for actual, expected in zip(outputs[1], outputs[0], strict=True):
+            assert actual.dtype == expected.dtype
+            # Two ranks' gradients are added in either order.
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+    return True
+
+
+def test_policies_of_mixed_precision_cast_as_torchs():
+    assert all(run_ranks(mix_precision, 2, timeout=DEADLINE))
+
+
+def synchronize_some():
+    """Hold back the gradients of one block only, and sum them in a later backward."""
+    results = []
+    for shard in (torchs_fully_shard, fully_shard):
+        model = build()
+        for block in (model[1], model[2]):
+            shard(block)
+        shard(model)
+        for micro in range(2):
+            model[1].set_requires_gradient_sync(micro == 1)
+            model(batch(micro, dist.get_rank())).square().mean().backward()
+        results.append([p.grad.full_tensor() for p in model.parameters()])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+    return True
+
+
+def test_gradients_of_some_modules_are_held_back_as_torch_holds_them():
+    assert all(run_ranks(synchronize_some, 2, timeout=DEADLINE))
+
+
+def use_methods(folder):
+    model = build()
+    expected, optimizer = train(fully_shard, model)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model[1], FSDPModule)
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[0:2]) is nn.Sequential
+    assert not list(fully_shard(nn.Tanh()).parameters())
+    save_checkpoint(folder, model, optimizer)
+    other = build()
+    other_optimizer = torch.optim.AdamW(fully_shard(other).parameters(), lr=0.1)
+    load_checkpoint(folder, other, other_optimizer)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), expected[name])
+    for async_op in (False, True):
+        handle = model[1].unshard(async_op=async_op)
+        if handle is not None:
+            handle.wait()
+        assert torch.equal(model[1][0].weight, expected["1.0.weight"])
+        if async_op:
+            model[1].reshard()
+        else:
+            # A forward frees the parameters too.
+            with torch.no_grad():
+                model(batch(0, 0))
+        assert model[1][0].weight.numel() < 25
+    with pytest.raises(AssertionError, match=r"use its state dict, or zero\.FSDP, whose copies"):
+        copy.deepcopy(model)
+    return True
+
+
+def test_sharded_modules_have_fsdp2s_methods_and_are_saved(tmp_path):
+    assert all(run_ranks(use_methods, 2, str(tmp_path / "last"), timeout=DEADLINE))
+
+
+def refuse():
+    tied = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    tied[1].weight = tied[0].weight
+    fully_shard(tied[0])
+    part = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    cases = [
+        (lambda: fully_shard(tied), r"1\.weight is tied to a parameter that an earlier call"),
+        (lambda: fully_shard(part), "FSDPLinear was passed to fully_shard before: pass it once"),
+        (lambda: fully_shard([nn.Linear(2, 2)]), "expected one module, .* got a list: pass a"),
+        (
+            lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=2),
+            "False or None, got 2",
+        ),
+        (
+            lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: None),
+            "shard_placement_fn is not supported",
+        ),
+        (
+            lambda: fully_shard(nn.Sequential(part, nn.Linear(4, 4)), mesh=zero_mesh()),
+            "expected one group for a module and the modules within it",
+        ),
+        (lambda: zero.FSDP(nn.Sequential(part)), r"parameter 0\.weight is another FSDP's shard"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    return True
+
+
+def zero_mesh():
+    return init_device_mesh("cpu", (1, dist.get_world_size()))
+
+
+def test_arguments_and_models_without_an_equivalent_are_refused():
+    assert all(run_ranks(refuse, 2, timeout=DEADLINE))
