@@ -2,40 +2,69 @@
 
     python docs/guarantees.py
 
-packages/NAME/guarantees.toml contains the claims and the tests that they cite.
+packages/NAME/guarantees.toml contains the claims, the question that each answers, and the tests.
 """
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/guarantees.toml"))
+#: What a user asks, by the key in guarantees.toml, in the order of the page.
+QUESTIONS = {
+    "right": "Are the results right?",
+    "works": "Does it work with my code?",
+    "input": "What happens if I use it wrongly?",
+    "failure": "What happens when something fails?",
+    "continue": "Can I save, stop and continue?",
+    "cost": "What does it cost in time, memory and bytes?",
+    "sure": "How sure are its estimates?",
+    "observe": "Can I see what it does?",
+}
 
 
-def guarantees(package: str) -> list[tuple[str, list[str]]]:
-    """Return each claim of a package with the tests that show it, as `file.py::test_name`."""
+class Guarantee(NamedTuple):
+    """A claim, the key of the question that it answers, and tests as `file.py::test_name`."""
+
+    claim: str
+    question: str
+    tests: list[str]
+
+
+def guarantees(package: str) -> list[Guarantee]:
+    """Return the guarantees of a package."""
     text = (ROOT / "packages" / package / "guarantees.toml").read_text()
-    entries = tomllib.loads(text)["guarantee"]
-    return [(entry["claim"], entry["tests"]) for entry in entries]
+    return [Guarantee(**entry) for entry in tomllib.loads(text)["guarantee"]]
 
 
 def page() -> str:
-    """Return the page as Markdown."""
+    """Return the page as Markdown: the packages, and in each the questions that it answers."""
     lines = [
         "# Guarantees",
         "",
-        "What each package guarantees, and the tests that show it. Each claim has a test.",
+        "What each package guarantees, by the question that a user asks. Each claim names the tests "
+        "that show it.",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]
     for package in PACKAGES:
-        lines += ["", f"## {package}", "", "| claim | shown by |", "|---|---|"]
-        for claim, tests in guarantees(package):
-            cited = ", ".join(f"`{test}`" for test in tests)
-            lines.append(f"| {claim.replace('|', chr(92) + '|')} | {cited} |")
+        lines += ["", f"## {package}"]
+        entries = guarantees(package)
+        for key, question in QUESTIONS.items():
+            answers = [entry for entry in entries if entry.question == key]
+            if answers:
+                lines += ["", f"**{question}**", "", "| guarantee | shown by |", "|---|---|"]
+                lines += [_row(entry) for entry in answers]
     return "\n".join(lines) + "\n"
+
+
+def _row(entry: Guarantee) -> str:
+    claim = entry.claim.replace("|", r"\|")
+    cited = ", ".join(f"`{test}`" for test in entry.tests)
+    return f"| {claim if claim.endswith('.') else claim + '.'} | {cited} |"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ def test_every_package_guarantees_something():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_guarantee_names_tests_that_exist(package):
-    for claim, tests in guarantees.guarantees(package):
+    for claim, question, tests in guarantees.guarantees(package):
+        assert question in guarantees.QUESTIONS, claim
         assert tests, claim
         for test in tests:
             file, _, name = test.partition("::")
