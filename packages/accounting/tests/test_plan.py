@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from accounting import (
     HARDWARE,
@@ -16,6 +17,7 @@ from accounting import (
     Plan,
     Transformer,
     Window,
+    flops,
     kv_cache,
     plan_for,
     training_memory,
@@ -328,6 +330,59 @@ def test_copies_under_tensor_parallelism_count_on_every_device() -> None:
         serving(QWEN3_30B, gpus=3)
     with pytest.raises(ValueError, match="keeps no cache"):
         serving(replace(SMALL, causal=False))
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_inference_times_start_at_roofline_of_stages(batch: int) -> None:
+    device = HARDWARE["H100"]
+    model = replace(SMALL, tied=False)
+    table = model.vocab_size * model.d_model
+    read = 2 * (model.size - table) + batch * kv_cache(model, seq=1024).total
+    work = flops(model, seq=1024, batch=batch, phase="decode").total
+    expected = max(read / device.memory_bandwidth, work / device.peak("bf16"))
+    result = serving(model, hardware="H100", seq=1024, batch=batch)
+    assert result["decode_step_seconds_low"] == pytest.approx(expected)
+    work = flops(model, seq=1024, batch=batch, phase="prefill").total
+    expected = max(read / device.memory_bandwidth, work / device.peak("bf16"))
+    assert result["prefill_seconds_low"] == pytest.approx(expected)
+    for name in ("prefill_seconds", "decode_step_seconds", "tokens_per_second"):
+        assert result[f"{name}_low"] < result[name] < result[f"{name}_high"]
+    assert result["tokens_per_second"] == pytest.approx(batch / result["decode_step_seconds"])
+    # Stages run one after another: the same bytes and the same roofline on half of the memory each.
+    staged = serving(model, hardware="H100", seq=1024, batch=batch, gpus=2, pipeline=2)
+    assert staged["weights_bytes"] == 2 * model.size
+    assert staged["cache_bytes_per_sequence"] == result["cache_bytes_per_sequence"]
+    assert staged["decode_step_seconds_low"] == pytest.approx(
+        result["decode_step_seconds_low"], rel=0.2
+    )
+    assert staged["sequences_at_once"] > 2 * result["sequences_at_once"]
+
+
+def test_batch_reads_experts_that_its_tokens_choose() -> None:
+    experts = Experts(count=128, per_token=8, width=768)
+    model = Transformer(layers=2, d_model=2048, heads=32, vocab_size=99, experts=experts)
+    rng = np.random.default_rng(0)
+    chosen = [
+        np.unique([rng.choice(128, 8, replace=False) for _ in range(16)]).size for _ in range(400)
+    ]
+    expert = 3 * 2048 * 768
+    more = np.mean(chosen) - 8
+    seconds = [
+        serving(model, hardware="H100", seq=8, batch=batch)["decode_step_seconds_low"]
+        for batch in (1, 16)
+    ]
+    caches = 15 * kv_cache(model, seq=8).total
+    actual = (seconds[1] - seconds[0]) * HARDWARE["H100"].memory_bandwidth - caches
+    assert actual == pytest.approx(2 * 2 * more * expert, rel=0.02)
+
+
+def test_serving_refuses_layouts_that_are_not_modeled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", TEXT, "--gpus", "4", "--ep", "2"]) == 2
+    assert "expected --ep 1, got 2; serve splits every expert" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="expected pipeline to divide gpus=4, got pipeline=3"):
+        serving(SMALL, gpus=4, pipeline=3)
+    assert main(["serve", TEXT, "--seq", "8192", "--batch", "100000"]) == 1
+    assert "for batch=100000" in capsys.readouterr().out
 
 
 def test_serve_reads_quantization_config(

@@ -143,17 +143,30 @@ def _plan(words: Sequence[str]) -> int:
 
 def _serve(words: Sequence[str]) -> int:
     """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
-    names = "gpus hardware seq weights cache json"
+    names = "gpus hardware seq batch weights cache json"
     parser = _parser("serve", _serve.__doc__, names)
-    parser.set_defaults(gpus=1, seq=8192, weights=None)
+    parser.add_argument("--pp", dest="pipeline", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--ep", type=int, default=1, help="1; other degrees are refused")
+    parser.set_defaults(gpus=1, seq=8192, batch=1, weights=None)
     options = vars(_options(parser, words))
+    expert = options.pop("ep")
+    if expert != 1:
+        raise ValueError(
+            f"expected --ep 1, got {expert}; serve splits every expert over the tensor-parallel "
+            "devices and does not model expert parallelism"
+        )
     as_json = options.pop("json")
     name = options.pop("model")
     if options["weights"] is None:
         options["weights"] = stored_dtype(name)
     result = serving(read_model(name), **options)
     rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in result.items()]
-    if not result["sequences_at_once"]:
+    rows.append(
+        "times from the roofline to the widest known error of training steps; no published "
+        "inference run was compared"
+    )
+    fits = result["sequences_at_once"] >= options["batch"]
+    if not fits:
         needed = result["devices_needed"]
         remedy = (
             f"{needed:,.0f} of them have room"
@@ -162,12 +175,13 @@ def _serve(words: Sequence[str]) -> int:
         )
         rows.append(
             f"DOES NOT FIT: {binary_size(result['weights_bytes'])} of weights and "
-            f"{binary_size(result['cache_bytes_per_sequence'])} of one sequence's cache in "
+            f"{binary_size(result['cache_bytes_per_sequence'])} of one sequence's cache, for batch="
+            f"{options['batch']}, in "
             f"{binary_size(result['memory_bytes'])}, nine tenths of {options['gpus']} "
             f"{options['hardware']}; {remedy}"
         )
     print(json.dumps(result, indent=1) if as_json else "\n".join(rows))
-    return 0 if result["sequences_at_once"] else 1
+    return 0 if fits else 1
 
 
 def _diff(words: Sequence[str]) -> int:
