@@ -61,7 +61,7 @@ def test_every_hardware_entry_has_a_source() -> None:
     assert find("tpu-v5p") is HARDWARE["TPU v5p"]
 
 
-OWN = """
+DEVICE_FILE = """
 [Mine]
 cores = [{ clock_hz = 1_000_000_000, units = 10, fma = { fp32 = 64, bf16 = 512 } }]
 memory_bytes = 40_000_000_000
@@ -77,7 +77,7 @@ source = "a data sheet"
 
 def test_own_hardware_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(OWN)
+    file.write_text(DEVICE_FILE)
     device = find(str(file))
     assert device.name == "Mine"
     assert device.peak("bf16") == 2 * 1_000_000_000 * 10 * 512
@@ -90,12 +90,15 @@ def test_own_hardware_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (OWN.replace("power_watts = 300", ""), "power_watts"),
-        (OWN.replace('network = ["Ethernet", 12.5e9, 1e-5]', ""), "'network' is missing"),
-        (OWN.replace("memory_bandwidth = 1e12", "memory_bandwidth = -1"), "memory_bandwidth"),
-        (OWN + "colour = 3\n", "colour"),
+        (DEVICE_FILE.replace("power_watts = 300", ""), "power_watts"),
+        (DEVICE_FILE.replace('network = ["Ethernet", 12.5e9, 1e-5]', ""), "'network' is missing"),
+        (
+            DEVICE_FILE.replace("memory_bandwidth = 1e12", "memory_bandwidth = -1"),
+            "memory_bandwidth",
+        ),
+        (DEVICE_FILE + "colour = 3\n", "colour"),
         ('[mine]\nlike = "H999"\n', "'H999' is missing or is not one of V100, A100"),
-        (OWN + "[other]\n", "too many values"),
+        (DEVICE_FILE + "[other]\n", "too many values"),
         ("[mine", "Expected"),
         ("mine = 3\n", "int"),
     ],

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accounting import checks
 from accounting.breakdown import Breakdown, binary_size, readable
@@ -29,6 +29,14 @@ from accounting.time.efficiency import (
 )
 from accounting.time.published import Interval, predicted
 from accounting.time.step import fastest, group_link
+
+
+class Stage(NamedTuple):
+    """The model of a pipeline stage, and bytes of its weights and of one cache per device."""
+
+    model: Shape
+    weight_bytes: float
+    cache_bytes: float
 
 
 @checks.entry()
@@ -60,33 +68,33 @@ def serving(
     if gpus % pipeline:
         raise ValueError(f"expected pipeline to divide gpus={gpus}, got pipeline={pipeline}")
 
-    def stages(ranks: int) -> list[tuple[Shape, float, float]]:
-        """Return model, bytes of weights and bytes of one cache on a device of each stage."""
+    def stages(ranks: int) -> list[Stage]:
         plan = Plan(tensor=ranks, pipeline=pipeline)
         plan.check(model)
-        held = []
-        for stage in range(pipeline):
-            part = plan.stage_model(model, stage)
-            cached = kv_cache(part, seq=seq, dtype=cache, tensor=ranks).total
-            held.append((part, sum(device_parameters(model, plan, stage)) * size, float(cached)))
-        return held
+        result = []
+        for number in range(pipeline):
+            part = plan.stage_model(model, number)
+            cache_bytes = float(kv_cache(part, seq=seq, dtype=cache, tensor=ranks).total)
+            weight_bytes = sum(device_parameters(model, plan, number)) * size
+            result.append(Stage(part, weight_bytes, cache_bytes))
+        return result
 
     tensor = gpus // pipeline
-    held = stages(tensor)
-    weight_bytes = tensor * sum(own for _, own, _ in held)
-    cache_bytes = tensor * sum(cached for _, _, cached in held)
+    loads = stages(tensor)
+    weight_bytes = tensor * sum(stage.weight_bytes for stage in loads)
+    cache_bytes = tensor * sum(stage.cache_bytes for stage in loads)
     if not cache_bytes:
         raise ValueError(f"expected a decoder, got {model.name}, which keeps no cache")
     usable = 0.9 * device.memory_bytes
-    read = [_read_parameters(part, tensor) * size + cached for part, _, cached in held]
+    read = sum(_read_parameters(x.model, tensor) * size + x.cache_bytes for x in loads)
     room = math.inf
-    for _, own, cached in held:
-        if own > usable:
+    for stage in loads:
+        if stage.weight_bytes > usable:
             room = 0
-        elif cached:  # A stage without attention stores no cache.
-            room = min(room, (usable - own) // cached)
+        elif stage.cache_bytes:  # A stage without attention stores no cache.
+            room = min(room, (usable - stage.weight_bytes) // stage.cache_bytes)
     prefill, decode = (
-        _inference_seconds(held, device, tensor, phase, batch=batch, seq=seq, weights=weights)
+        _inference_seconds(loads, device, tensor, phase, batch=batch, seq=seq, weights=weights)
         for phase in ("prefill", "decode")
     )
     return {
@@ -97,8 +105,8 @@ def serving(
         "sequences_at_once": int(room),
         "devices_needed": _devices_needed(model, usable, stages, batch),
         "flops_per_token": float(flops(model, seq=seq, phase="decode").total),
-        "bytes_per_token": sum(read) * tensor,
-        "tokens_per_second_alone_at_most": device.memory_bandwidth / sum(read),
+        "bytes_per_token": read * tensor,
+        "tokens_per_second_alone_at_most": device.memory_bandwidth / read,
         "prefill_flops": float(flops(model, seq=seq, phase="prefill").total),
         "batch": batch,
         **_ends("prefill_seconds", prefill),
@@ -116,7 +124,7 @@ def _ends(name: str, interval: Interval) -> dict[str, float]:
 
 
 def _inference_seconds(
-    held: list[tuple[Shape, float, float]],
+    loads: list[Stage],
     device: Hardware,
     tensor: int,
     phase: Phase,
@@ -132,10 +140,10 @@ def _inference_seconds(
     utilization = MATMUL_SHARE.get(dtype, 0.8) * POWER_SHARE.get(device.name, 1.0)
     tokens = batch * (seq if phase == "prefill" else 1)
     least = modeled = 0.0
-    for part, _, cached in held:
+    for part, _, cache_bytes in loads:
         work = flops(part, seq=seq, batch=batch, phase=phase)
         scores = float(work["attention"].total) if "attention" in work else 0.0
-        moved = _read_parameters(part, tensor, tokens) * size + batch * cached
+        moved = _read_parameters(part, tensor, tokens) * size + batch * cache_bytes
         peak, bandwidth = device.peak(dtype), device.memory_bandwidth
         least += max(float(work.total) / tensor / peak, moved / bandwidth)
         stream = STREAM_PASSES / 3 * part.layers * tokens * part.d_model * wire
@@ -147,8 +155,8 @@ def _inference_seconds(
             # One all-reduce after attention or a mixer, and one after the MLP or the experts.
             calls = _collective("all_reduce", tensor, 2 * part.layers, payload)
             modeled += fastest(calls, group_link(device, stride=1, ranks=tensor))
-    if len(held) > 1:
-        sends = _collective("send", 2, len(held) - 1, payload)
+    if len(loads) > 1:
+        sends = _collective("send", 2, len(loads) - 1, payload)
         modeled += fastest(sends, group_link(device, stride=tensor, ranks=2, operation="send"))
     return replace(predicted(modeled), low=least)
 
@@ -161,17 +169,17 @@ def _collective(operation: str, ranks: int, count: int, size: int) -> Collective
 def _devices_needed(
     model: Transformer,
     usable: float,
-    stages: Callable[[int], list[tuple[Shape, float, float]]],
+    stages: Callable[[int], list[Stage]],
     batch: int,
 ) -> int:
     # A tensor-parallel degree divides the heads, or the MLP of a model without heads.
     for ranks in range(1, (model.heads or model.d_ff) + 1):
         try:
-            held = stages(ranks)
+            loads = stages(ranks)
         except ValueError:
             continue
-        if max(own + batch * cached for _, own, cached in held) <= usable:
-            return ranks * len(held)
+        if max(x.weight_bytes + batch * x.cache_bytes for x in loads) <= usable:
+            return ranks * len(loads)
     return 0
 
 
