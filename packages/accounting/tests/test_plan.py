@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,34 @@ def test_search_for_405b_on_16384_devices_takes_less_than_one_second() -> None:
     answer = plan_for(LLAMA_405B, gpus=16384, hardware="H100", tokens=15.6e12, seq=8192)
     assert time.process_time() - begin < 1
     assert answer.memory.total <= 80e9
+
+
+@pytest.mark.timing
+def test_search_for_deepseek_v3_on_2048_devices_takes_less_than_two_seconds() -> None:
+    begin = time.process_time()
+    answer = plan_for(DEEPSEEK_V3, gpus=2048, hardware="H800", tokens=14.8e12, seq=4096)
+    seconds = time.process_time() - begin
+    assert seconds < 2, f"expected < 2 s of processor time, measured {seconds:.2f}"
+    assert answer.plan.devices == 2048
+
+
+@pytest.mark.timing
+def test_refusal_takes_less_than_two_seconds() -> None:
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="no plan over"):
+        plan_for(DEEPSEEK_V3, gpus=2048, hardware="H800", seq=4096, memory_bytes=1e9)
+    seconds = time.process_time() - begin
+    assert seconds < 2, f"expected < 2 s of processor time, measured {seconds:.2f}"
+
+
+@pytest.mark.timing
+def test_import_takes_less_than_a_tenth_of_a_second() -> None:
+    code = "import time; t = time.process_time(); import accounting; print(time.process_time() - t)"
+    run = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(run) < 0.1, f"expected < 0.1 s of processor time, measured {min(run):.3f}"
 
 
 def test_the_answer_holds_together() -> None:
@@ -403,9 +433,57 @@ def test_serve_reads_quantization_config(
     assert main([*words, "--weights", "fp8"]) == 0
 
 
-def test_refusal_says_that_no_degrees_divide_devices_and_batch() -> None:
-    with pytest.raises(ValueError, match="no degrees of parallelism divide both the devices"):
+def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
+    # Seven ranks that are data-parallel, and a batch of 9 = 7 + 2.
+    reason = r"divisibility fails, not memory.*multiple of 7, and batch=9 is 2 more.*batch=7 or 14"
+    with pytest.raises(ValueError, match=reason):
         plan_for(SMALL, gpus=7, batch=9, seq=64)
+    for batch in (7, 14):
+        assert plan_for(SMALL, gpus=7, batch=batch, seq=64).plan.data == 7
+    with pytest.raises(
+        ValueError, match=r"not memory\. No degrees divide 4096 devices, batch=1, 8 l"
+    ):
+        plan_for(SMALL, gpus=4096, batch=1, seq=64)
+
+
+def test_refusal_says_how_much_memory_is_missing() -> None:
+    with pytest.raises(ValueError, match="needs about") as refused:
+        plan_for(SMALL, gpus=2, batch=2, seq=64, memory_bytes=1e8)
+    numbers = re.findall(r"([\d.]+) (MiB|GiB)", str(refused.value))
+    needed, usable, missing = (float(n) * {"MiB": 1, "GiB": 1024}[unit] for n, unit in numbers)
+    assert usable == pytest.approx(0.9 * 1e8 / 2**20, rel=0.01)
+    assert missing == pytest.approx(needed - usable, rel=0.02)
+
+
+def test_search_stops_at_time_limit_and_reports_progress() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def record(computed: int, plans: int) -> None:
+        seen.append((computed, plans))
+
+    question: dict[str, Any] = {"hardware": "H100", "devices": 8, "batch": 8, "seq": 64}
+    whole = plans_that_fit(SMALL, **question, progress=record)
+    assert [computed for computed, _ in seen] == list(range(len(seen)))
+    assert len({plans for _, plans in seen}) == 1
+    assert plans_that_fit(SMALL, **question, time_limit=600.0) == whole
+    with pytest.raises(TimeoutError, match=r"within 1e-09 s, got none among 0 of [\d,]+ plans"):
+        plans_that_fit(SMALL, **question, time_limit=1e-9)
+
+    def wait(computed: int, plans: int) -> None:
+        if computed == 5:
+            end = time.monotonic() + 0.6
+            while time.monotonic() < end:
+                pass
+
+    some = plans_that_fit(SMALL, **question, most=40, time_limit=0.5, progress=wait)
+    assert 0 < len(some) <= 5
+    assert main(["plan", TEXT, "--gpus", "8", "--time-limit", "1e-9"]) == 2
+
+
+def test_plan_for_tpus_has_no_command_lines() -> None:
+    answer = plan_for(SMALL, gpus=8, hardware="TPU v5e", tokens=1e9, batch=64, seq=1024)
+    assert answer.commands() == {}
+    assert "torchrun" not in str(answer)
 
 
 def test_amounts_with_suffixes_are_parsed() -> None:

@@ -52,6 +52,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "memory": {"type": float, "help": "memory per device in GB"},
     "price": {"type": float, "help": "USD per device-hour"},
     "precision": {"help": ", ".join(PRECISIONS)},
+    "time-limit": {"type": float, "help": "seconds after which the best plan so far is printed"},
     "efficiency": {"type": float, "help": "one fraction of the peak for all arithmetic"},
     "search": {
         "action": "store_true",
@@ -121,7 +122,7 @@ def _fixed_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(words: Sequence[str]) -> int:
     """Search all axes for the fastest plan, and print its memory, duration and price."""
-    names = "gpus hardware tokens seq batch memory price precision json"
+    names = "gpus hardware tokens seq batch memory price precision time-limit json"
     options = _options(_parser("plan", _plan.__doc__, names, axes=True), words)
     if options.gpus is None:
         raise ValueError("expected the number of devices, got none; pass --gpus")
@@ -135,10 +136,17 @@ def _plan(words: Sequence[str]) -> int:
         memory_bytes=None if options.memory is None else options.memory * 1e9,
         usd_per_hour=options.price,
         precision=options.precision,
+        time_limit=options.time_limit,
+        progress=_show_progress if sys.stderr.isatty() else None,
         **_fixed_fields(options),
     )
     print(json.dumps(answer.to_dict(), indent=1) if options.json else answer)
     return 0
+
+
+def _show_progress(computed: int, plans: int) -> None:
+    if computed % 20 == 0:
+        print(f"\r{computed:,} of at most {plans:,} plans", end="\r", file=sys.stderr)
 
 
 def _serve(words: Sequence[str]) -> int:
