@@ -237,6 +237,8 @@ def _searched_plan(
     fitting = plans_that_fit(model, devices=options.gpus, **question)
     if not fitting:
         work = Workload(batch=batch, seq=options.seq, precision=about["precision"])
+        # This search does not offload, unless an option says so.
+        fixed = {"offload": "none"} | fixed
         raise ValueError(no_room(model, about["hardware"], options.gpus, work, fixed))
     return fitting[0].plan, batch
 

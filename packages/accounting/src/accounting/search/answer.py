@@ -215,7 +215,13 @@ def no_room(
     settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
     head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
     capacity = SHARE_OF_MEMORY * (device.memory_bytes if memory_bytes is None else memory_bytes)
-    needed = Estimator(model, device, gpus, work, capacity, fixed).least_memory()
+    searched = [fixed["offload"]] if "offload" in fixed else ["none", "optimizer", "activations"]
+    estimators = [
+        Estimator(model, device, gpus, work, capacity, {**fixed, "offload": offload})
+        for offload in searched
+    ]
+    least = [estimator.least_memory() for estimator in estimators]
+    needed = min((size for size in least if size is not None), default=None)
     if needed is None:
         return f"{head}: divisibility fails, not memory. {_indivisible(model, gpus, work, fixed)}"
     short = needed - capacity
