@@ -7,7 +7,7 @@ from accounting.cli.main import main
 from accounting.fermi import Range
 from accounting.hardware import find
 from accounting.time.mesh import best_mesh, compute_bound_batch
-from accounting.time.roofline import intensity, plot
+from accounting.time.roofline import intensity
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,18 +121,6 @@ def test_an_operation_is_under_its_roof(m: int, k: int, n: int) -> None:
     assert (slot.bound == "compute") == (slot.intensity >= slot.ridge)
     # No matmul moves fewer bytes for its work than half its shortest side says.
     assert intensity(m, k, n) <= min(m, k, n)
-
-
-def test_the_plot_draws_the_roof_and_every_operation() -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    places = [roofline("A100", shape=shape) for shape in ((4096, 4096, 4096), (1, 4096, 4096))]
-    axes = plot(places, "A100")
-    assert len(axes.lines) == 3
-    assert axes.lines[0].get_ydata()[-1] == HARDWARE["A100"].peak("fp16")
-    assert [p.bound for p in places] == ["compute", "memory"]
-    mpl.pyplot.close("all")
 
 
 @given(

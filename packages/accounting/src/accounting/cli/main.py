@@ -201,7 +201,7 @@ def _diff(words: Sequence[str]) -> int:
         result = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
         print(json.dumps(result, indent=1))
         return 0
-    print(f"{'':<34}{first.name:>24}{second.name:>24}{'ratio':>9}")
+    print(f"{'':<34}{first.name[:23]:>24}{second.name[:23]:>24}{'ratio':>9}")
     for row in rows:
         ratio = f"{row.second / row.first:9.3f}" if row.first else f"{'-':>9}"
         print(f"{row.name:<34}{row.show(row.first):>24}{row.show(row.second):>24}{ratio}")
