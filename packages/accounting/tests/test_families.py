@@ -205,6 +205,34 @@ def test_random_configurations_of_every_family_are_exact_or_refused(family: str)
     agrees_on_draws(family, draws=40)
 
 
+@pytest.mark.exhaustive
+def test_every_causal_type_of_transformers_is_exact_or_refused() -> None:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    exact = refused = 0
+    wrong = {}
+    for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        try:
+            with warnings.catch_warnings(), torch.device("meta"):
+                warnings.simplefilter("ignore")
+                module = getattr(transformers, name)(transformers.AutoConfig.for_model(family))
+        except Exception:  # transformers does not build its default.
+            continue
+        content = module.config.to_dict() | {"architectures": [name]}
+        try:
+            model = Transformer.from_hf(content)
+        except ValueError:
+            refused += 1
+            continue
+        exact += 1
+        actual = sum(parameter.numel() for parameter in module.parameters())
+        if model.size != actual and "without its other parts" not in model.name:
+            wrong[family] = (model.size, actual)
+    assert not wrong, wrong
+    assert exact > 90, (exact, refused)
+
+
 @pytest.mark.parametrize("family", ["bailing_hybrid", "bert"])
 def test_random_configurations_are_exact_or_refused(family: str) -> None:
     agrees_on_draws(family, draws=5)

@@ -116,6 +116,41 @@ def test_flat_file_of_qwen_is_read_like_transformers(family: str, tmp_path: Path
     assert model.tied
 
 
+# Sizes of the files on the hub, and the number of parameters that their model pages state.
+QWEN_2B = {
+    **{"model_type": "qwen2_vl", "hidden_size": 1536, "intermediate_size": 8960},
+    **{"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
+    **{"vocab_size": 151936, "tie_word_embeddings": True},
+    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "in_chans": 3},
+}
+QWEN_7B = {
+    **{"model_type": "qwen2_5_vl", "hidden_size": 3584, "intermediate_size": 18944},
+    **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+    **{"vocab_size": 152064, "tie_word_embeddings": False},
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "in_chans": 3},
+}
+LLAVA_7B = {
+    "model_type": "llava",
+    "text_config": {
+        **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008},
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32064},
+    },
+    "vision_config": {
+        **{"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096},
+        **{"num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336, "patch_size": 14},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [(QWEN_2B, 2_208_985_600), (QWEN_7B, 8_292_166_656), (LLAVA_7B, 7_063_427_072)],
+    ids=["Qwen2-VL-2B", "Qwen2.5-VL-7B", "llava-1.5-7b"],
+)
+def test_vision_models_have_published_parameters(config: dict[str, Any], published: int) -> None:
+    assert parameters(Transformer.from_hf(config)).total == published
+
+
 def test_gemma_3_has_published_parameters() -> None:
     # google/gemma-3-4b-it has 4,300,079,472 parameters.
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
