@@ -16,7 +16,10 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import api_examples
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -176,21 +179,27 @@ def _file(path: Path) -> str:
 
 
 def _api(name: str) -> str:
-    """Return a page of every public name with its docstring, in the order of `__all__`."""
+    """Return a page of every public name with its docstring and example, in `__all__`'s order."""
     module = importlib.import_module(name.replace("-", "_"))
-    lines = [f"# {name}: public names", "", "```{eval-rst}"]
+    examples = api_examples.examples(name)
+    parts = [f"# {name}: public names", api_examples.introduction(name)]
     for public in module.__all__:
-        thing = getattr(module, public)
-        where = f"{module.__name__}.{public}"
-        if inspect.isclass(thing):
-            lines += [f".. autoclass:: {where}", "   :members:", "   :show-inheritance:", ""]
-        elif inspect.isroutine(thing):
-            lines += [f".. autofunction:: {where}", ""]
-        elif inspect.ismodule(thing):
-            lines += [f".. automodule:: {thing.__name__}", "   :members:", ""]
-        else:
-            lines += [f".. py:data:: {where}", f"   :type: {type(thing).__name__}", ""]
-    return "\n".join([*lines, "```", ""])
+        directive = "\n".join(_directive(module, public))
+        parts += [f"```{{eval-rst}}\n{directive}\n```", examples[public]]
+    return "\n\n".join([*parts, ""])
+
+
+def _directive(module: ModuleType, public: str) -> list[str]:
+    """Return the lines of autodoc's directive for a public name."""
+    thing = getattr(module, public)
+    where = f"{module.__name__}.{public}"
+    if inspect.isclass(thing):
+        return [f".. autoclass:: {where}", "   :members:", "   :show-inheritance:"]
+    if inspect.isroutine(thing):
+        return [f".. autofunction:: {where}"]
+    if inspect.ismodule(thing):
+        return [f".. automodule:: {thing.__name__}", "   :members:"]
+    return [f".. py:data:: {where}", f"   :type: {type(thing).__name__}"]
 
 
 def _results() -> str:

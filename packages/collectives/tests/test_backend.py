@@ -1,6 +1,7 @@
 """torch's trainers on the registered backend, compared with gloo."""
 
 import os
+import random
 import threading
 import time
 from datetime import timedelta
@@ -10,10 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from collectives.algorithms import dispatch
+from collectives.shared_memory import segment
 from collectives.work import Work
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from worker_pool import run_ranks
@@ -102,12 +107,29 @@ def train_tensor_parallel():
     return [p.full_tensor().detach() for p in network.parameters()]
 
 
+def train_pipeline():
+    """Train one layer per rank in a pipeline, whose ranks send activations and gradients."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(world)]
+    stage = PipelineStage(layers[rank], rank, world, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(layers[rank].parameters(), lr=0.1)
+    batch, target = torch.randn(2, 8, 12)
+    for _ in range(3):
+        optimizer.zero_grad()
+        schedule.step(*[batch] * (rank == 0), target=target if rank == world - 1 else None)
+        optimizer.step()
+    return [p.detach() for p in layers[rank].parameters()]
+
+
 TRAINERS = {
     "ddp": train_ddp,
     "zero": train_zero,
     "fsdp2": train_fsdp2,
     "hybrid": train_hybrid,
     "tensor_parallel": train_tensor_parallel,
+    "pipeline": train_pipeline,
     "dcp": train_and_checkpoint,
 }
 
@@ -135,6 +157,33 @@ def test_trainer_gives_same_parameters_as_on_gloo(trainer, tmp_path):
     for on_gloo, on_ours in run_ranks(both, 2, trainer, str(tmp_path), backend=""):
         for a, b in zip(on_gloo, on_ours, strict=True):
             torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=1e-6, atol=1e-7)
+
+
+def redistributed(hosts):
+    """Move random tensors between random placements; the full tensor must stay the same."""
+    if hosts > 1:
+        segment.host_identity = lambda: f"host {int(os.environ['RANK']) * hosts // 4}"
+        dispatch.tune = lambda *_, **options: collectives.CostModel()
+    begin()
+    meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]
+    for seed in range(40):
+        choose = random.Random(seed)
+        mesh, dims = choose.choice(meshes), choose.choice((1, 2, 3))
+        full = torch.randint(-4, 5, [choose.choice((1, 3, 5, 8)) for _ in range(dims)])
+        dist.broadcast(full, 0)
+        full = full.to(choose.choice((torch.float32, torch.bfloat16, torch.int64, torch.complex64)))
+        kinds = [Replicate(), *[Shard(dim) for dim in range(dims)]]
+        tensor = distribute_tensor(full, mesh, choose.choices(kinds, k=mesh.ndim))
+        for _ in range(4):
+            tensor = tensor.redistribute(mesh, choose.choices(kinds, k=mesh.ndim))
+            assert torch.equal(tensor.full_tensor(), full), (seed, tensor.placements)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_redistributed_dtensor_keeps_its_values(hosts):
+    run_ranks(redistributed, 4, hosts, backend="")
 
 
 def begin(backend="collectives", seconds=60):

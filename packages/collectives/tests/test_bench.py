@@ -19,7 +19,7 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
     assert nothing == []
     assert {row["case"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
     reduced = {row["algorithm"] for row in rows if row["case"] == "all_reduce"}
-    assert reduced >= {"gloo", "auto", "ring", "halving_doubling", "tree", "shared_empty"}
+    assert reduced >= {"gloo", "auto", "ring", "tree", "shared_empty"}
     for row in rows:
         assert set(row) >= COLUMNS
         assert row["wrong"] == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from collectives.algorithms import dispatch
 from collectives.shared_memory import segment
 from worker_pool import run_ranks
 
@@ -17,13 +18,15 @@ CPU = torch.device("cpu")
 
 
 def begin(where="together"):
-    import collectives.backend  # noqa: F401
+    import collectives.backend
 
     # torch deprecates some of these functions, and they are still called.
     warnings.simplefilter("ignore")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if where == "apart":
         segment.host_identity = lambda: f"host {rank}"
+        # Default prices, so that "auto" does not measure for seconds.
+        dispatch.tune = lambda *_, **options: collectives.CostModel()
     store = dist.FileStore(os.environ["STORE_FILE"], world)
     limit = timedelta(seconds=60)
     dist.init_process_group("collectives", store=store, rank=rank, world_size=world, timeout=limit)
@@ -194,32 +197,86 @@ def test_nan_in_any_coalesced_tensor_is_raised():
     run_ranks(nans, 2, backend="")
 
 
-def first_error():
-    """Fail the second of three calls, so that the third one, which would also fail, is skipped."""
+def mixed():
+    """Coalesce tensors of several dtypes, sizes and layouts, one of which appears twice."""
     rank, world = begin()
-    dtype = [torch.int32, torch.int64][rank]
-    batch = [torch.ones(2), torch.ones(3 + rank), torch.ones(4, dtype=dtype)]
+    factor = sum(r + 1 for r in range(world))
+    values = [
+        torch.ones(2),
+        torch.arange(600_001.0),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(5),
+        torch.empty(0, 3),
+        torch.tensor(4.0, dtype=torch.float64),
+    ]
+    batch = [(rank + 1) * value for value in values]
+    # A tensor that appears twice is reduced once, as on gloo.
+    calls = everyone().communicator.operation.number
+    work = everyone().allreduce_coalesced([*batch, batch[0]])
+    assert work.wait(timedelta(seconds=30))
+    assert everyone().communicator.operation.number == calls + 1
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    for tensor, value in zip(batch, values, strict=True):
+        assert torch.equal(tensor, factor * value)
+    results = [*work.result()], work.get_future().wait()
+    for result in results:
+        assert [a is b for a, b in zip(result, [*batch, batch[0]], strict=True)] == [True] * 7
+
+    gathered = [torch.empty(world, value.numel(), dtype=value.dtype) for value in values]
+    inputs = [(rank + 1) * value for value in values]
+    everyone().allgather_into_tensor_coalesced(gathered, inputs).wait()
+    for output, value in zip(gathered, values, strict=True):
+        for r in range(world):
+            assert torch.equal(output[r], (r + 1) * value.reshape(-1))
+
+    # Each rank passes a different row to each rank.
+    scattered = [torch.empty_like(value) for value in values]
+    inputs = [torch.stack([(rank + 1) * (r + 1) * value for r in range(world)]) for value in values]
+    everyone().reduce_scatter_tensor_coalesced(scattered, inputs).wait()
+    for output, value in zip(scattered, values, strict=True):
+        assert torch.equal(output, factor * (rank + 1) * value)
+
+
+def test_coalesced_tensors_of_any_dtype_size_and_layout_are_one_call():
+    run_ranks(mixed, 3, backend="")
+
+
+def ticks():
+    """Return the ticks of a call with one tensor and of a call with forty."""
+    begin()
+    arena, counts = everyone().communicator.topology.arena, []
+    for count in (1, 40):
+        start = arena.tick
+        dist.all_reduce_coalesced([torch.ones(10) for _ in range(count)])
+        counts.append(arena.tick - start)
+    return counts
+
+
+def test_coalesced_tensors_share_one_tick():
+    assert run_ranks(ticks, 2, backend="") == [[1, 1]] * 2
+
+
+def first_error():
+    """Fail a call with two dtypes in the tensor of the second one."""
+    rank, world = begin()
+    batch = [torch.ones(2), torch.ones(3, dtype=[torch.int32, torch.int64][rank])]
     work = everyone().allreduce_coalesced(batch)
-    with pytest.raises(collectives.Mismatch, match=r"shape \(4,\), torch.float32") as caught:
+    with pytest.raises(collectives.Mismatch, match="shapes with digest") as caught:
         work.wait()
-    with pytest.raises(RuntimeError, match=r"shape \(4,\), torch.float32"):
+    with pytest.raises(RuntimeError, match="shapes with digest"):
         work.get_future().wait()
     assert work.exception() is caught.value
     assert work.is_completed()
     assert not work.is_success()
-    assert [tensor[0].item() for tensor in batch] == [world, 1, 1]
-
-    batch = [torch.ones(size) for size in (1, 200_000, 3)]
-    work = everyone().allreduce_coalesced(batch)
-    assert work.wait(timedelta(seconds=30))
-    assert work.is_completed()
-    assert work.is_success()
-    assert work.exception() is None
-    assert [tensor[0].item() for tensor in work.get_future().wait()] == [world] * 3
-    assert [tensor is same for tensor, same in zip(work.result(), batch, strict=True)] == [True] * 3
+    assert [tensor.sum().item() for tensor in batch] == [2, 3]
+    # The ranks are still synchronized.
+    dist.all_reduce(batch[0])
+    assert batch[0].tolist() == [world, world]
 
 
-def test_coalesced_handle_raises_first_error_and_returns_all_results():
+def test_coalesced_handle_raises_the_error_before_any_data_move():
     run_ranks(first_error, 2, backend="")
 
 
@@ -229,15 +286,19 @@ def counts():
     for count in (1, 2, 3, 40):
         batch = [torch.ones(400) for _ in range(count + rank)]
         work = everyone().allreduce_coalesced(batch)
-        with pytest.raises(collectives.Mismatch, match=f"one of {count + 1} coalesced"):
+        with pytest.raises(collectives.Mismatch, match=f"{count + 1} coalesced tensors"):
             work.wait()
         # The ranks are still synchronized.
         total = torch.full((400,), rank + 1.0)
         dist.all_reduce(total)
         assert total[0] == 3
         assert all(tensor.sum() == 400 for tensor in batch)
-    with pytest.raises(ValueError, match=r"lists of one length, got \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"one length .*got 1 outputs and 2 inputs"):
         everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4)] * 2)
+    with pytest.raises(ValueError, match=r"outputs of 8 elements .* got 7"):
+        everyone().allgather_into_tensor_coalesced([torch.ones(7)], [torch.ones(4)])
+    with pytest.raises(ValueError, match=r"of torch\.float64 .*got 8 elements of torch\.float32"):
+        everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4).double()])
 
 
 def test_coalescing_different_numbers_of_tensors_is_an_error():

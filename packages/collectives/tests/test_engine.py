@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import itertools
 import os
 import threading
 import time
@@ -14,10 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.shared_memory import engine
+from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES, SLOT_BYTES
 from worker_pool import run_ranks, try_ranks
 
 DTYPES = (*engine.DTYPES, torch.int8, torch.complex64)
-SIZES = (0, 1, 1000, 8193, 300_001)
+
+
+def sizes(dtype):
+    """Return numbers of elements: few, more than one shot, and more than one slot or piece."""
+    large = [n // dtype.itemsize + 1 for n in (ONE_SHOT_BYTES, SLOT_BYTES, PIECE_BYTES)]
+    return (0, 1, 1000, *large)
+
+
+CASES = [(dtype, numel) for dtype in DTYPES for numel in sizes(dtype)]
+
 pytestmark = pytest.mark.skipif(bool(engine.why_not()), reason=engine.why_not())
 
 
@@ -43,7 +52,7 @@ def everything(python_ranks):
     if rank in python_ranks:
         without_engine()
     result = {}
-    for dtype, numel in itertools.product(DTYPES, SIZES):
+    for dtype, numel in CASES:
         tensor = values(rank, numel, dtype)
         for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
             real = dtype.is_floating_point
@@ -252,10 +261,9 @@ def fails_beside_python(compiled, how):
     collectives.barrier()
     odd = rank == world - 1
     if odd and how != "differs":
-        if how == "dies":
-            os._exit(1)
-        time.sleep(TIMEOUT + 3)
-        os._exit(0)
+        if how == "hangs":
+            store.wait([f"over {survivor}" for survivor in range(rank)], timedelta(seconds=60))
+        os._exit(1)
     start = time.monotonic()
     if how == "differs":
         works = [collectives.all_reduce(tensors[1], async_op=True)]
@@ -277,13 +285,23 @@ def fails_beside_python(compiled, how):
             assert caught.value.ranks == (world - 1,)
     seconds = time.monotonic() - start
     # A survivor that ended at once would be taken for lost by a slower one.
-    time.sleep(1)
+    store.set(f"over {rank}", "")
+    store.wait([f"over {other}" for other in range(2)], timedelta(seconds=60))
     return seconds
 
 
-@PATHS
-@pytest.mark.parametrize("how", ["dies", "hangs", "differs"])
-def test_fault_is_reported_in_time_while_the_caller_computes(compiled, how):
+@pytest.mark.parametrize(
+    ("how", "compiled"),
+    [
+        ("dies", True),
+        ("hangs", True),
+        ("differs", True),
+        ("dies", False),
+        pytest.param("hangs", False, marks=pytest.mark.exhaustive),
+        ("differs", False),
+    ],
+)
+def test_fault_is_reported_in_time_while_the_caller_computes(how, compiled):
     outcomes = try_ranks(fails_beside_python, 3, compiled, how, backend="")
     for outcome in outcomes[: 3 if how == "differs" else 2]:
         assert not outcome.failed, outcome.trace

@@ -1,5 +1,6 @@
 """Ranks that leave a group, restart, or use several groups do not block the other ranks."""
 
+import itertools
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from collectives.algorithms import dispatch
 from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks, try_ranks
 
@@ -25,6 +27,8 @@ def emulate_hosts(where):
     if where != "together":
         ranks_per_host = 1 if where == "apart" else 2
         segment.host_identity = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
+        # Default prices, so that "auto" does not measure for seconds.
+        dispatch.tune = lambda *_, **options: collectives.CostModel()
 
 
 def begin(backend, where="together", seconds=TIMEOUT):
@@ -73,11 +77,20 @@ def leave(backend, where, part):
     return [float(world)], caught.value.ranks, seconds
 
 
-@pytest.mark.parametrize("part", [False, True], ids=["world", "subgroup"])
 @pytest.mark.parametrize(
-    "where", ["together", "apart", pytest.param("pairs", marks=pytest.mark.exhaustive)]
+    ("backend", "where", "part"),
+    [
+        ("collectives", "together", True),
+        ("collectives", "apart", False),
+        ("gloo", "apart", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in itertools.product(
+                ("collectives", "gloo"), ("together", "apart", "pairs"), (False, True)
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("backend", ["collectives", "gloo"])
 def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
     for total, ranks, seconds in run_ranks(leave, 4, backend, where, part, backend=""):
         assert total == [4.0]
@@ -86,9 +99,9 @@ def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
         assert seconds < TIMEOUT / 2
 
 
-def leave_in_order(backend, where):
+def leave_in_order(backend, where, rounds):
     """Leave in different orders right after the last call; no rank gets an error."""
-    for i in range(20):
+    for i in range(rounds):
         rank = int(os.environ["RANK"])
         if i == 0:
             begin(backend, where)
@@ -105,10 +118,19 @@ def leave_in_order(backend, where):
         del group
 
 
-@pytest.mark.parametrize("where", ["together", "apart"])
-@pytest.mark.parametrize("backend", ["collectives", "gloo"])
-def test_leaving_after_the_last_call_is_not_a_fault(backend, where):
-    run_ranks(leave_in_order, 3, backend, where, backend="")
+@pytest.mark.parametrize(
+    ("backend", "where", "rounds"),
+    [
+        ("collectives", "apart", 6),
+        ("gloo", "together", 6),
+        *(
+            pytest.param(*case, 20, marks=pytest.mark.exhaustive)
+            for case in itertools.product(("collectives", "gloo"), ("together", "apart"))
+        ),
+    ],
+)
+def test_leaving_after_the_last_call_is_not_a_fault(backend, where, rounds):
+    run_ranks(leave_in_order, 3, backend, where, rounds, backend="")
 
 
 def in_opposite_orders(backend, where, compiled, calls):
@@ -142,8 +164,8 @@ def in_opposite_orders(backend, where, compiled, calls):
     ("backend", "where", "compiled", "calls"),
     [
         ("collectives", "together", True, 3000),
-        ("collectives", "together", False, 700),
-        ("gloo", "together", True, 700),
+        pytest.param("collectives", "together", False, 700, marks=pytest.mark.exhaustive),
+        pytest.param("gloo", "together", True, 700, marks=pytest.mark.exhaustive),
         ("gloo", "apart", True, 700),
     ],
 )
@@ -291,45 +313,80 @@ def test_restart_under_torchrun_succeeds(rendezvous, tmp_path):
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} attempt 1 1.0" for rank in range(3)]
 
 
-def continue_without_the_lost_rank(where, how):
-    """Lose rank 1; the survivors destroy the group and create a smaller one."""
-    rank, store = begin("collectives", where, seconds=6)
-    world = dist.get_world_size()
-    dist.all_reduce(torch.ones(10))
-    if rank == 1:
-        if how == "dies":
+def lose_two_ranks(backend, where, how):
+    """Lose rank 1 and then rank 2 of four; the survivors rebuild their group each time."""
+    rank, store = begin(backend, where, seconds=6)
+    with pytest.raises(RuntimeError, match="expected a group that has failed"):
+        collectives.rebuild()
+    group = dist.group.WORLD
+    sums = []
+    for lost, survivors in ((1, [0, 2, 3]), (2, [0, 3])):
+        reduce(group, torch.ones(10))
+        if rank == lost:
+            if how == "dies":
+                os._exit(1)
+            # A rank that is only slow learns that the others continued without it.
+            store.wait([f"{survivor} continues without {lost}" for survivor in survivors])
+            with pytest.raises(collectives.RankLost):
+                reduce(group, torch.ones(10))
+            with pytest.raises(RuntimeError, match="named this rank"):
+                collectives.rebuild(None if lost == 1 else group)
+            store.set(f"{lost} is done", "")
             os._exit(1)
-        store.wait(["0 is done", "2 is done"])
-        os._exit(0)
-    with pytest.raises(collectives.RankLost) as caught:
-        dist.all_reduce(torch.ones(10))
-    survivors = [r for r in range(world) if r not in caught.value.ranks]
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "collectives",
-        store=dist.PrefixStore("without " + str(caught.value.ranks), store),
-        rank=survivors.index(rank),
-        world_size=len(survivors),
-        timeout=timedelta(seconds=TIMEOUT),
-    )
-    total = torch.full((1000,), rank + 1.0)
-    works = [dist.all_reduce(total, async_op=True) for _ in range(2)]
-    for work in works:
-        work.wait()
-    store.set(f"{rank} is done", "")
-    return survivors, total.unique().tolist()
+        with pytest.raises(collectives.RankLost):
+            reduce(group, torch.ones(10))
+        group = collectives.rebuild(group, timeout=timedelta(seconds=6 if lost == 1 else TIMEOUT))
+        store.set(f"{rank} continues without {lost}", "")
+        assert dist.get_process_group_ranks(group) == survivors
+        total = torch.full((1000,), rank + 1.0)
+        for work in [reduce(group, total, async_op=True) for _ in range(2)]:
+            work.wait()
+        sums.append(total.unique().tolist())
+        if how == "hangs":
+            store.wait([f"{lost} is done"])
+    return sums
 
 
 @pytest.mark.parametrize(
-    ("where", "how"),
+    ("backend", "where", "how"),
     [
-        ("together", "dies"),
-        ("together", "hangs"),
-        ("apart", "dies"),
-        pytest.param("apart", "hangs", marks=pytest.mark.exhaustive),
+        ("collectives", "together", "dies"),
+        ("collectives", "apart", "dies"),
+        pytest.param("collectives", "pairs", "dies", marks=pytest.mark.exhaustive),
+        pytest.param("collectives", "together", "hangs", marks=pytest.mark.exhaustive),
+        pytest.param("collectives", "apart", "hangs", marks=pytest.mark.exhaustive),
+        pytest.param("gloo", "apart", "dies", marks=pytest.mark.exhaustive),
     ],
 )
-def test_survivors_of_a_lost_rank_create_a_smaller_group(where, how):
-    outcomes = try_ranks(continue_without_the_lost_rank, 3, where, how, backend="")
-    for rank in (0, 2):
-        assert outcomes[rank].value == ([0, 2], [8.0]), outcomes
+def test_survivors_of_lost_ranks_rebuild_their_group(backend, where, how):
+    outcomes = try_ranks(lose_two_ranks, 4, backend, where, how, backend="")
+    for rank in (0, 3):
+        # Each call multiplies the sum 1 + 3 + 4, and then 1 + 4, by the number of ranks.
+        assert outcomes[rank].value == [[8.0 * 3], [5.0 * 2]], outcomes
+
+
+def lose_the_store(port):
+    """Lose rank 0, which serves the store: a new group is impossible."""
+    import collectives.backend
+
+    rank = int(os.environ["RANK"])
+    limit = timedelta(seconds=4)
+    store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=limit)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=3, timeout=limit)
+    dist.all_reduce(torch.ones(3))
+    if rank == 0:
+        os._exit(1)
+    with pytest.raises(collectives.RankLost) as caught:
+        dist.all_reduce(torch.ones(3))
+    assert caught.value.ranks == (0,)
+    with pytest.raises(collectives.RankLost, match="rank 0 is lost: the group's store"):
+        collectives.rebuild()
+    return True
+
+
+def test_rebuild_without_the_store_is_refused():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outcomes = try_ranks(lose_the_store, 3, port, backend="")
+    assert [outcome.value for outcome in outcomes[1:]] == [True, True], outcomes

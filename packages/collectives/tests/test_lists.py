@@ -7,6 +7,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from collectives.algorithms import dispatch
 from collectives.shared_memory import segment
 from worker_pool import run_ranks
 
@@ -16,6 +17,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 def apart():
     segment.host_identity = lambda: f"host {os.environ['RANK']}"
+    # Default prices, so that "auto" does not measure for seconds.
+    dispatch.tune = lambda *_, **options: collectives.CostModel()
 
 
 def contribution(rank, shape, dtype, salt=0):
@@ -124,6 +127,80 @@ def test_list_collectives_run_on_the_registered_backend(where):
     run_ranks(by_torchs_names, 3, where, backend="")
 
 
+def uneven(where):
+    """Gather and scatter tensors whose sizes differ between ranks."""
+    if where == "apart":
+        apart()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = [(3, 2), (0,), (7,)][:world]
+    for dtype in (torch.float32, torch.bfloat16):
+        everyone = [contribution(r, size, dtype) for r, size in enumerate(sizes)]
+        room = [torch.full(size, 99).to(dtype) for size in sizes]
+        collectives.all_gather(room, everyone[rank])
+        assert all(map(torch.equal, room, everyone))
+        # Rank r contributes r + 1 times the tensor of each rank.
+        total = sum(r + 1 for r in range(world))
+        out = torch.full(sizes[rank], 99).to(dtype)
+        collectives.reduce_scatter(out, [(rank + 1) * tensor for tensor in everyone])
+        assert torch.equal(out, total * everyone[rank])
+    room = [torch.empty(size) for size in (5, 6, 8 if rank == 1 else 7)]
+    with collectives.checked(), pytest.raises(collectives.Mismatch, match="rank 1 called"):
+        collectives.all_gather(room, torch.ones(5 + rank))
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_lists_of_different_sizes_match_their_definition(where):
+    run_ranks(uneven, 3, where)
+
+
+def overlapping(where, numel):
+    """Pass inputs that overlap the outputs, in place and shifted by one element."""
+    if where == "apart":
+        apart()
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def whole(r):
+        return torch.arange(1.0 * world * numel) + 1000 * r
+
+    total = sum(whole(r) for r in range(world))
+    for shift in (0, 1):
+        # The input is this rank's slice of the output, or the reverse, moved by `shift`.
+        buffer = torch.zeros(world * numel + 1)
+        longer, shorter = buffer[:-1], buffer[rank * numel + shift :][:numel]
+        shorter.copy_(whole(rank)[:numel])
+        collectives.all_gather_into_tensor(longer, shorter)
+        assert torch.equal(longer.view(world, -1)[1], whole(1)[:numel]), shift
+
+        longer.copy_(whole(rank))
+        collectives.reduce_scatter_tensor(shorter, longer)
+        assert torch.equal(shorter, total.view(world, -1)[rank]), shift
+
+        sent, received = buffer[:-1], buffer[shift:][: world * numel]
+        sent.copy_(whole(rank))
+        collectives.all_to_all_single(received, sent)
+        expected = torch.cat([whole(r).view(world, -1)[rank] for r in range(world)])
+        assert torch.equal(received, expected), shift
+
+        sent.copy_(whole(rank))
+        collectives.all_to_all_single(received, sent, algorithm="ring")
+        assert torch.equal(received, expected), shift
+
+        sent.copy_(whole(rank))
+        parts = list(sent.chunk(world))
+        collectives.all_to_all(list(received.chunk(world)), parts)
+        assert torch.equal(received, expected), shift
+
+        sent.copy_(whole(rank))
+        output = parts[1] if rank == 0 else torch.empty(numel)
+        collectives.scatter(output, parts if rank == 0 else None, src=0)
+        assert torch.equal(output, whole(0).view(world, -1)[rank]), shift
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten(where):
+    run_ranks(overlapping, 2, where, 200_001)
+
+
 def differing(where):
     """Deviate on rank 1 and check that every rank names it before data move."""
     if where == "apart":
@@ -189,14 +266,59 @@ def test_lazy_conjugates_and_negatives_are_resolved(where):
     run_ranks(lazy, 2, where)
 
 
+def versions():
+    """Return the version counters after each call, by kind."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outputs = {}
+
+    def room(name, count=1):
+        outputs.setdefault(name, []).extend(torch.ones(2) for _ in range(count))
+        return outputs[name][-count:]
+
+    parts = [torch.ones(2) for _ in range(world)]
+    whole = torch.ones(2 * world)
+    collectives.all_reduce(*room("all_reduce"))
+    collectives.all_reduce(*room("all_reduce"), async_op=True).wait()
+    collectives.all_reduce(*room("all_reduce"), algorithm="ring")
+    collectives.reduce(*room("reduce"), 1)
+    collectives.broadcast(*room("broadcast"), 1)
+    collectives.reduce_scatter_tensor(*room("reduce_scatter"), whole)
+    collectives.reduce_scatter(*room("reduce_scatter"), parts)
+    collectives.scatter(*room("scatter"), parts if rank == 0 else None, src=0)
+    collectives.all_gather(room("all_gather", world), torch.ones(2))
+    collectives.gather(torch.ones(2), room("gather", world) if rank == 0 else None, dst=0)
+    collectives.all_to_all(room("all_to_all", world), parts)
+    outputs["single"] = [torch.ones(2 * world) for _ in range(2)]
+    collectives.all_gather_into_tensor(outputs["single"][0], torch.ones(2))
+    collectives.all_to_all_single(outputs["single"][1], whole)
+    assert all(tensor._version == 0 for tensor in (*parts, whole))
+    with torch.inference_mode():
+        collectives.all_reduce(torch.ones(2))
+    # A saved tensor that is overwritten is an error of the backward pass, not a wrong gradient.
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    with torch.no_grad():
+        collectives.all_reduce(y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    return {name: {tensor._version > 0 for tensor in tensors} for name, tensors in outputs.items()}
+
+
+def test_autograd_notices_every_tensor_that_is_overwritten():
+    for rank, results in enumerate(run_ranks(versions, 2)):
+        unchanged = {"reduce": rank != 1, "broadcast": rank == 1, "gather": rank != 0}
+        for name, are_changed in results.items():
+            assert are_changed <= {not unchanged.get(name, False)}, (rank, name)
+
+
 def refused():
     ones = torch.ones(4)
     world = dist.get_world_size()
     raises = pytest.raises
     with raises(ValueError, match="tensor_list needs a tensor for each of 2 ranks, but has 1"):
         collectives.all_gather([ones], ones)
-    with raises(ValueError, match=r"tensor_list\[1\] has 5 elements"):
-        collectives.all_gather([ones, torch.ones(5)], ones)
+    with raises(ValueError, match=r"list\[0\] has 5 elements"):
+        collectives.gather(ones, [torch.ones(5), ones], dst=dist.get_rank())
     with raises(TypeError, match="one dtype"):
         collectives.all_to_all([ones] * world, [ones.double()] * world)
     if dist.get_rank() == 1:
@@ -212,6 +334,21 @@ def refused():
         collectives.all_to_all_single(ones, ones, [5, -1], [5, -1])
     with raises(TypeError, match="to_dense"):
         collectives.all_reduce(torch.eye(3).to_sparse())
+    # No method may read from the address of a tensor without memory.
+    meta = torch.empty(4, device="meta")
+    for call in (
+        lambda: collectives.all_gather_into_tensor(ones, meta[:2]),
+        lambda: collectives.reduce_scatter_tensor(ones[:2], meta),
+        lambda: collectives.all_to_all_single(ones, meta),
+        lambda: collectives.all_gather([ones[:2], meta[:2]], ones[:2]),
+        lambda: collectives.reduce_scatter(ones[:2], [ones[2:], meta[:2]]),
+        lambda: collectives.all_to_all([ones[:2], meta[:2]], [ones[:2], ones[2:]]),
+        lambda: collectives.all_to_all([ones[:2], ones[2:]], [ones[:2], meta[2:]]),
+        lambda: collectives.reduce(meta, 0),
+        lambda: collectives.all_reduce(meta, algorithm="ring"),
+    ):
+        with raises(TypeError, match="expected (tensors on one device|a tensor on the CPU)"):
+            call()
     # The group is still usable.
     collectives.all_reduce(ones)
     return ones.tolist()

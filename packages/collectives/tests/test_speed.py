@@ -63,6 +63,26 @@ def test_four_ranks_are_faster_than_gloo_at_every_size():
     assert all(min(pair) >= 1.5 for pair in measured.values()), measured
 
 
+def cpu_model():
+    text = Path("/proc/cpuinfo").read_text()
+    return next(line for line in text.splitlines() if "model name" in line).partition(": ")[2]
+
+
+@pytest.mark.parametrize("size", [KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB])
+def test_busy_core_never_makes_ours_slower_than_gloo(size):
+    """Measure two ranks while another program computes on one of the two cores."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        measured = run_ranks(ratios, 2, (size,))[0][size]
+    finally:
+        busy.kill()
+        busy.wait()
+    for name, ratio in zip(("any tensor", "shared_empty"), measured, strict=True):
+        assert ratio >= 1.0, (
+            f"expected >= 1.0x for {name} of {size} bytes, measured {ratio:.2f}x on {cpu_model()}"
+        )
+
+
 LINK_SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)
 NO_HOSTS = why_not()
 needs_hosts = pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)

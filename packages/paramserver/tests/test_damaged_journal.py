@@ -2,12 +2,10 @@
 
 import errno
 import itertools
+import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -430,23 +428,25 @@ def test_a_record_of_one_server_is_given_up_at_all_of_them(tmp_path):
     assert pulled(worker)[0] == before + 2
 
 
-HOLDS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_damaged_journal import opened
-held = opened(sys.argv[2])
-print("open", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_journal_that_another_process_writes_is_refused(tmp_path):
-    tests = str(Path(__file__).parent)
-    command = [sys.executable, "-W", "ignore", "-c", HOLDS, tests, str(tmp_path / "job")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as holder:
-        assert holder.stdout.readline() == "open\n"
+    is_open, opens = os.pipe()
+    ends, may_end = os.pipe()
+    holder = os.fork()
+    if not holder:  # another process, because a process does not exclude itself
+        try:
+            server = opened(tmp_path / "job")
+            os.write(opens, b"1")
+            os.read(ends, 1)
+        finally:
+            os._exit(int(not server))
+    try:
+        assert os.read(is_open, 1) == b"1"
         for use in (opened, recover):
             with pytest.raises(RuntimeError, match="in use by another process"):
                 use(tmp_path / "job")
+    finally:
+        os.write(may_end, b"1")
+        os.waitpid(holder, 0)
+        for descriptor in (is_open, opens, ends, may_end):
+            os.close(descriptor)
     assert opened(tmp_path / "job")[0].version == 0

@@ -318,7 +318,7 @@ def fuzz(tmp_path, tries):
 
 
 def test_mutated_messages_change_nothing_unless_they_are_valid(tmp_path):
-    fuzz(tmp_path, 3_000)
+    fuzz(tmp_path, 2_000)
 
 
 @pytest.mark.exhaustive
@@ -414,7 +414,8 @@ def disturb(context, server, number, *, joined):
         socket.send_multipart([json.dumps([rank, life, name, 0, *fields]).encode(), *data])
 
     if joined:
-        ask(9, 77, 1, [Kind.JOIN, 0, 4, number, 0, 0, -1, layout])
+        position = server.core.replica.position
+        ask(9, 77, 1, [Kind.JOIN, 0, 4, number, position, 0, -1, layout])
         assert socket.poll(5000)
         assert json.loads(socket.recv_multipart()[0])[3] == Kind.OK
     requests = [*nasty(layout, server.core.replica.position)]

@@ -1,5 +1,6 @@
 """DiLoCo equals a minimal loop, and compression carries residuals to later pushes."""
 
+import math
 import sys
 import threading
 from functools import partial
@@ -19,6 +20,7 @@ from paramserver import (
     BulkSynchronous,
     Integers,
     LocalSteps,
+    OptimizerSpec,
     Server,
     StaleSynchronous,
     TopK,
@@ -32,6 +34,37 @@ from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, mod
 
 INNER = partial(torch.optim.AdamW, lr=0.01)
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+SPEC = OptimizerSpec(INNER)
+
+
+def warmup_and_cosine(step, warmup=5, total=60):
+    if step < warmup:
+        return step / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+
+#: Published configurations, with fewer local steps: OpenDiLoCo's train_diloco_torch.py (500 local
+#: steps), torchft's train_diloco.py with streaming, and torchtitan's launcher of torchft jobs.
+CONFIGURATIONS = {
+    "OpenDiLoCo": (
+        LocalSteps(10, OUTER),
+        OptimizerSpec(
+            partial(torch.optim.AdamW, lr=4e-4, weight_decay=0.1, betas=(0.9, 0.95)),
+            partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=warmup_and_cosine),
+            max_norm=1.0,
+        ),
+    ),
+    "torchft": (
+        LocalSteps(20, OUTER, fragments=2, overlap=5, alpha=0.0),
+        OptimizerSpec(partial(torch.optim.AdamW, lr=4e-4, weight_decay=0.1, betas=(0.9, 0.95))),
+    ),
+    "torchtitan": (
+        LocalSteps(20, OUTER, fragments=2, overlap=1, alpha=0.0),
+        OptimizerSpec(partial(torch.optim.AdamW, lr=8e-4, betas=(0.9, 0.95)), max_norm=1.0),
+    ),
+}
 
 
 def loss_of_step(module, worker, step):
@@ -110,16 +143,21 @@ class StreamingDiloco:
                 flat = replica.get_parameter(name).data.view(-1)
                 flat[cut] = alpha * flat[cut] + (1 - alpha) * part
 
-    def train(self, steps):
+    def train(self, steps, spec=SPEC):
         """Train `steps` steps, which are whole rounds, and return the final parameters."""
         policy = self.policy
-        inners = [INNER(replica.parameters()) for replica in self.replicas]
+        inners = [spec.optimizer(replica.parameters()) for replica in self.replicas]
+        schedulers = [spec.scheduler(inner) for inner in inners] if spec.scheduler else []
         arrives = {}
         for step in range(1, steps + 1):
             for worker, (replica, inner) in enumerate(zip(self.replicas, inners, strict=True)):
                 inner.zero_grad()
                 loss_of_step(replica, worker, step - 1).backward()
+                if spec.max_norm:
+                    nn.utils.clip_grad_norm_(replica.parameters(), spec.max_norm)
                 inner.step()
+            for scheduler in schedulers:
+                scheduler.step()
             if step % policy.interval == 0:
                 number = step // policy.interval % policy.fragments - 1
                 arrives[step + policy.overlap] = self.exchange(number)
@@ -149,6 +187,26 @@ def test_fragments_are_streaming_diloco(policy, servers, transport):
     assert_equal_parameters(result.parameters, expected)
     exchanges = 12 // policy.interval + policy.fragments - 1
     assert result.versions == [exchanges] * servers
+
+
+@pytest.mark.parametrize(("policy", "spec"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_published_configurations_equal_the_reference(policy, spec):
+    parameters = dict(model().named_parameters())
+    hosts = [
+        Server(parameters, spec, policy, workers=2, shard=shard)
+        for shard in partition(parameters, 2)
+    ]
+    modules = [model(), model()]
+    workers = [
+        Worker(module, hosts, rank=rank, local=policy, optimizer=spec)
+        for rank, module in enumerate(modules)
+    ]
+    in_threads(workers, 40)
+    expected = StreamingDiloco(2, policy, 2).train(40, spec)
+    for module in modules:
+        assert_equal_parameters({n: p.detach() for n, p in module.named_parameters()}, expected)
+    start = dict(model().named_parameters())
+    assert all((start[name] - p).abs().max() > 1e-4 for name, p in expected.items())
 
 
 def test_the_plain_file_is_diloco():

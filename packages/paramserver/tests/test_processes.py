@@ -62,7 +62,8 @@ def until(condition, seconds):
     [
         pytest.param("shared_memory", "fork", marks=pytest.mark.exhaustive),
         pytest.param("distributed", "forkserver", marks=pytest.mark.exhaustive),
-        ("zeromq", "forkserver"),
+        pytest.param("zeromq", "forkserver", marks=pytest.mark.exhaustive),
+        ("zeromq", "fork"),
     ],
 )
 def test_nothing_outlives_a_caller_that_is_killed(transport, method, tmp_path):
@@ -99,7 +100,7 @@ def stop(worker, how):
     [
         ("shared_memory", BulkSynchronous()),
         pytest.param("distributed", Asynchronous(), marks=pytest.mark.exhaustive),
-        ("zeromq", None),
+        pytest.param("zeromq", None, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_others_go_on_and_end_without_a_worker_that_hangs(transport, policy, monkeypatch):

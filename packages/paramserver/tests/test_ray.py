@@ -14,6 +14,14 @@ ray = pytest.importorskip("ray", reason="the optional extra paramserver[ray] is 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
+def kill_server_actor(worker):
+    train(worker, 2)
+    if worker.rank == 0:
+        ray.kill(worker._connections[1]._actor)
+    train(worker, 3)
+
+
+@pytest.mark.exhaustive
 def test_ray_equals_one_process_and_names_who_died():
     ray.init(
         include_dashboard=False,
@@ -29,5 +37,7 @@ def test_ray_equals_one_process_and_names_who_died():
             run(fail, model(), SGD, args=(1, "raise"), workers=2, transport="ray")
         with pytest.raises((PeerLost, TimeoutError), match="worker 1"):
             run(fail, model(), SGD, args=(1, "die"), workers=2, transport="ray", timeout=5.0)
+        with pytest.raises(PeerLost, match="server 1 is gone"):
+            run(kill_server_actor, model(), SGD, workers=2, servers=2, transport="ray")
     finally:
         ray.shutdown()

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from paramserver import Asynchronous, Server, Worker
+from paramserver import Asynchronous, Server, Worker, payload
 from paramserver.partition import partition
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
@@ -59,7 +59,7 @@ def test_what_is_read_while_updates_come_is_one_version(group, monkeypatch, upda
     push(writer, -1.0)
     copied = []
 
-    def interrupted(shard, buffer, alpha=0.0):
+    def interrupted(shard, flat, buffer):
         copied.append(buffer.data_ptr())
         mine, theirs = reader.module.x.detach(), buffer.view(torch.float32)[:ELEMENTS]
         mine[:1000] = theirs[:1000]
@@ -67,7 +67,7 @@ def test_what_is_read_while_updates_come_is_one_version(group, monkeypatch, upda
             push(writer, -1.0)
         mine[1000:] = theirs[1000:]
 
-    monkeypatch.setattr(reader._payload, "_copy", interrupted)
+    monkeypatch.setattr(payload, "_copy", interrupted)
     assert reader.pull() == 1
     assert torch.equal(reader.module.x, torch.ones(ELEMENTS))
     home = server.core.replica._buffer.data_ptr()

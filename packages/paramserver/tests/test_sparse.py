@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from paramserver import Asynchronous, BulkSynchronous, Server, Worker, partition
 from paramserver.sparse import pack, unpack
@@ -113,6 +113,7 @@ def added_up(gradients, shape):
     return total
 
 
+@settings(max_examples=40)
 @given(data=st.data(), servers=st.integers(1, 6), workers=st.integers(1, 3))
 def test_rows_are_added_where_they_belong_wherever_tables_are_cut(data, servers, workers):
     shape = st.lists(st.integers(1, 6), max_size=2)

@@ -118,9 +118,9 @@ def test_five_runs_have_no_degrees_of_freedom_and_an_infinite_interval():
 
 
 def test_interval_too_wide_to_use_is_a_warning():
-    fit = fit_parametric(isoflop_runs(budgets=[1e18, 3e18], per_budget=6, noise=0.02))
+    runs = isoflop_runs(budgets=[1e18, 3e18], per_budget=6, noise=0.02)
     with pytest.warns(ScalingWarning) as caught:
-        fit.optimal(1e26)
+        fit_parametric(runs).optimal(1e26)
     assert any("do not determine it better" in str(w.message) for w in caught)
 
 

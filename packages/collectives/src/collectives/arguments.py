@@ -3,17 +3,18 @@
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from collectives.algorithms import dispatch
 from collectives.communicator import Communicator
-from collectives.shared_memory.fingerprint import Call
-from collectives.work import current_coalesced_calls
+from collectives.shared_memory.fingerprint import Call, digest_shapes
 
 P = ParamSpec("P")
 Collective = Callable[P, dist.Work | None]
@@ -48,31 +49,26 @@ def describe_call(
     root: int = 0,
     outputs: Sequence[Tensor] = (),
     shape: tuple[int, ...] | None = None,
+    shapes: tuple[tuple[object, ...], ...] = (),
+    coalesced: int = 1,
 ) -> Call:
     """Validate a call and return it as the other ranks compare it.
 
     Args:
         tensor: a tensor that has the call's dtype, and its shape unless `shape` is passed.
         outputs: the tensors that the call writes to.
+        shapes: the shapes of several tensors, all of which must be the same on all ranks.
+        coalesced: the number of tensors that are coalesced into this call.
     """
     dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{kind} expected a dense tensor, got {tensor.layout}; use to_dense()")
-    for output in outputs:
-        # Contiguous tensors do not overlap, and the check costs time.
-        if not output.is_contiguous() and torch._debug_has_internal_overlap(output) == 1:
-            raise ValueError(
-                f"{kind} would write several results to one address of an expanded tensor of shape "
-                f"{tuple(output.shape)}; pass a clone"
-            )
-    if tensor.is_cuda and algorithm in ("shared_memory", "hierarchical"):
-        raise ValueError(
-            f'{algorithm} expected CPU tensors, got {tensor.device}; use "ring", or "auto" for NCCL'
-        )
-    coalesced = current_coalesced_calls()
-    count = coalesced.count if coalesced else 1
+    check_tensors(kind, tensor, outputs)
+    # A broadcast does not change the root's tensor, and a reduce changes no other rank's.
+    if kind not in ("broadcast", "reduce") or (comm.rank == root) == (kind == "reduce"):
+        # Autograd must notice that a tensor is overwritten which it saved for a backward pass.
+        # Tensors that were created in inference mode have no version.
+        increment_version([output for output in outputs if not output.is_inference()])
     shape = tensor.shape if shape is None else shape
-    return _cached_call(kind, shape, tensor.dtype, op, root, algorithm, count)
+    return _cached_call(kind, shape, tensor.dtype, op, root, algorithm, shapes, coalesced)
 
 
 # A training loop repeats the same few calls.
@@ -84,9 +80,40 @@ def _cached_call(
     op: str,
     root: int,
     algorithm: str,
+    shapes: tuple[tuple[object, ...], ...],
     coalesced: int,
 ) -> Call:
-    return Call(kind, tuple(shape), dtype, op, root, algorithm, coalesced=coalesced)
+    digest = digest_shapes(shapes) if shapes else 0
+    call = Call(kind, tuple(shape), dtype, op, root, algorithm)
+    return replace(call, coalesced=coalesced, digest=digest)
+
+
+def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Raise an error unless the tensors are dense, on one device, and can be written to."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{kind} expected a dense tensor, got {tensor.layout}; use to_dense()")
+    if not tensor.is_cpu:
+        raise TypeError(
+            f"{kind} expected a tensor on the CPU, got one on {tensor.device}; use the function of "
+            "torch.distributed"
+        )
+    for output in outputs:
+        check_device(kind, output, tensor)
+        # Contiguous tensors do not overlap, and the check costs time.
+        if not output.is_contiguous() and torch._debug_has_internal_overlap(output) == 1:
+            raise ValueError(
+                f"{kind} would write several results to one address of an expanded tensor of shape "
+                f"{tuple(output.shape)}; pass a clone"
+            )
+
+
+def check_device(kind: str, tensor: Tensor, like: Tensor) -> None:
+    """Raise TypeError unless both tensors are on the same device."""
+    if tensor.device != like.device:
+        raise TypeError(
+            f"{kind} expected tensors on one device, got {tensor.device} and {like.device}; move "
+            "them to the same device"
+        )
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -100,6 +127,17 @@ def flatten(tensor: Tensor) -> Tensor:
         dense = dense.resolve_conj().resolve_neg()
     # `view` does not suffice: a single element may keep a stride that is not 1.
     return dense.as_strided((dense.numel(),), (1,))
+
+
+def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """Return the input, or a copy if its memory may overlap that of an output.
+
+    Otherwise a step of an algorithm would overwrite elements that a later step reads.
+    """
+    storage = tensor.untyped_storage().data_ptr()
+    if any(output.untyped_storage().data_ptr() == storage for output in outputs):
+        return tensor.clone()
+    return tensor
 
 
 def copy_back(tensor: Tensor, flat: Tensor) -> None:

@@ -29,10 +29,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
+from collectives.algorithms.gloo import NO_TIMEOUT, connect_in_time
 from collectives.communicator import Communicator
 from collectives.failure_detection import REPORT_SECONDS
 from collectives.store import fetch, fresh_store
-from collectives.work import CoalescedWork, Work, coalesced
+from collectives.work import CoalescedWork, Work
 
 NAME = "collectives"
 CPU = torch.device("cpu")
@@ -136,13 +137,15 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rank = options.group_rank
         world = options.group_size
         timeout = options.timeout
-        store = fresh_store(options.store, world, timeout.total_seconds())
+        deadline = time.monotonic() + timeout.total_seconds()
+        store = fresh_store(options.store, world, deadline)
         options = _copy_options(options, store=store)
         super().__init__(store, rank, world)
         # Needed to create a backend of another device, or a group from this one.
         self._options = options
         self._backend_options = backend_options
-        self._gloo: Any = _connect_gloo(store, rank, world, timeout)
+        self._gloo: Any = _connect_gloo(store, rank, world, deadline)
+        self._gloo._set_default_timeout(timeout)
         self._others: dict[str, Any] = {}
         self._creating = threading.Lock()
         # The handles of the calls since `_start_coalescing`; None outside of it.
@@ -156,7 +159,9 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if bound is not None:
             self.bound_device_id = bound
         #: The state of this group's collectives.
-        self.communicator = Communicator(self._gloo, store=store, timeout=timeout)
+        self.communicator = Communicator(
+            self._gloo, store=store, timeout=timeout, deadline=deadline
+        )
 
     # ----- ours: collectives of one tensor per rank -----
 
@@ -315,40 +320,44 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @_by_device
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Run `allreduce` on each tensor and return one handle."""
-        return _coalesce(self.allreduce, [tensors], args, kwargs)
+        """Reduce several tensors in place, in one call."""
+        options = _Options.parse(["op"], args, kwargs)
+        return _run_coalesced(
+            self, "all_reduce", [[tensor] for tensor in tensors], tensors, options, options.op
+        )
 
     @_by_device
     def all_gather_single_coalesced(
         self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Run `all_gather_single` on each pair of tensors and return one handle."""
-        return _coalesce(self.all_gather_single, [outputs, inputs], args, kwargs)
+        """Run `all_gather_single` on several pairs of tensors, in one call."""
+        options = _Options.parse([], args, kwargs)
+        return _run_coalesced(self, "all_gather", [[output] for output in outputs], inputs, options)
 
     @_by_device
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Run `reduce_scatter_single` on each pair of tensors and return one handle."""
-        return _coalesce(self.reduce_scatter_single, [outputs, inputs], args, kwargs)
+        """Run `reduce_scatter_single` on several pairs of tensors, in one call."""
+        options = _Options.parse(["op"], args, kwargs)
+        return _run_coalesced(
+            self, "reduce_scatter", [[output] for output in outputs], inputs, options, options.op
+        )
 
     @_by_device
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Copy input_list[i] of each rank to output_lists[rank][i], with one handle."""
+        """Copy input_list[i] of each rank to output_lists[rank][i], in one call."""
         lengths = [len(outputs) for outputs in output_lists]
         if lengths != [len(input_list)] * self.size():
             raise ValueError(
                 f"all_gather_coalesced expected {self.size()} output lists of {len(input_list)} "
                 f"tensors, one list per rank and one tensor per input, got lists of {lengths}"
             )
-        with coalesced(len(input_list)):
-            works = [
-                self.allgather([list(outputs)], [tensor], opts)
-                for outputs, tensor in zip(zip(*output_lists, strict=True), input_list, strict=True)
-            ]
-        return CoalescedWork(works, output_lists)
+        options = _Options.parse([], [], {"opts": opts})
+        outputs = [list(of_ranks) for of_ranks in zip(*output_lists, strict=True)]
+        return _run_coalesced(self, "all_gather", outputs, input_list, options)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the handles of the following calls."""
@@ -462,10 +471,10 @@ GLOO = ("monitored_barrier", "recv", "recv_anysource", "send")
 REFUSED = {
     "_enable_collectives_timing": "use torch.profiler",
     "_register_on_completion_hook": "use the handle's get_future().then()",
-    "get_reconfigure_handle": "create a new group",
+    "get_reconfigure_handle": "use collectives.rebuild",
     "merge_remote_group": "create a new group",
     "new_window": "use collectives.shared_empty on one host",
-    "reconfigure": "create a new group",
+    "reconfigure": "use collectives.rebuild",
     "register_abort_hook": "catch collectives.RankLost",
     "register_post_hook": "use the handle's get_future().then()",
     "register_pre_hook": "wrap the call",
@@ -474,49 +483,21 @@ REFUSED = {
     "unregister_pre_hook": "no hook can be registered",
 }
 
-# Methods and properties of torch's base class that apply to this backend: names, ranks, registered
-# backends and supported features. torch defines that backends without ephemeral timeouts ignore
-# `_add_ephemeral_timeout`.
-INHERITED = frozenset(
-    {
-        "_add_ephemeral_timeout",
-        "_backend_id",
-        "_device_types",
-        "_get_backend_name",
-        "_has_hooks",
-        "_id",
-        "_register_backend",
-        "_set_default_backend",
-        "_set_group_desc",
-        "_set_group_name",
-        "bound_device_id",
-        "boxed",
-        "get_group_store",
-        "group_desc",
-        "group_name",
-        "name",
-        "rank",
-        "size",
-        "supports_abort_hooks",
-        "supports_completion_hooks",
-        "supports_reconfigure",
-        "supports_window",
-        "unbox",
-        "use_pg_for_symm_mem_rendezvous",
-    }
-)
 
-
-def _connect_gloo(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
+def _connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
     """Return a gloo group; raise RankLost with the ranks that do not join, or end meanwhile."""
 
     def synchronize(key: str, deadline: float) -> None:
         fetch(store, {r: f"{key}/{r}" for r in range(world)}, deadline, {f"{key}/{rank}": ""})
 
-    synchronize("joined", time.monotonic() + timeout.total_seconds())
+    synchronize("joined", deadline)
     try:
-        return ProcessGroupGloo(store, rank, world, timeout)
-    except RuntimeError:
+        return connect_in_time(
+            store,
+            lambda store: ProcessGroupGloo(store, rank, world, NO_TIMEOUT),
+            deadline - time.monotonic(),
+        )
+    except (RuntimeError, TimeoutError):
         # gloo's error names no rank. The ranks that still run write to the store once more.
         synchronize("still running", time.monotonic() + REPORT_SECONDS)
         raise
@@ -551,16 +532,21 @@ def _single_list(tensor_lists: Any) -> list[Tensor]:
     return list(tensor_lists[0])
 
 
-def _coalesce(
-    method: _Method, tensor_lists: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> CoalescedWork:
-    """Call a method for the i-th tensors of all lists, for each i; return one handle."""
-    lengths = [len(tensors) for tensors in tensor_lists]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"{method.__name__}_coalesced expected lists of one length, got {lengths}")
-    with coalesced(lengths[0]):
-        works = [method(*tensors, *args, **kwargs) for tensors in zip(*tensor_lists, strict=True)]
-    return CoalescedWork(works, list(tensor_lists[0]))
+def _run_coalesced(
+    group: CollectivesProcessGroup,
+    kind: str,
+    outputs: list[list[Tensor]],
+    inputs: Sequence[Tensor],
+    options: _Options,
+    op: Any = None,
+) -> dist.Work:
+    if not inputs or len(outputs) != len(inputs):
+        raise ValueError(
+            f"a coalesced {kind} expected lists of one length that is not zero, got "
+            f"{len(outputs)} outputs and {len(inputs)} inputs"
+        )
+    work = lists.coalesced(kind, outputs, inputs, op, group, options.async_op)
+    return _handle(work, [tensor for tensors in outputs for tensor in tensors])
 
 
 def _first_tensor(values: Any) -> Tensor | None:
@@ -616,21 +602,6 @@ def _backend_by_name(name: str, device: torch.device, options: Any, backend_opti
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world, timeout)
     return plugin.creator_fn(_copy_options(options, store=store), backend_options)
-
-
-def method_table() -> str:
-    """Return a Markdown table of torch's ProcessGroup methods by the code that implements them."""
-    ours = vars(CollectivesProcessGroup).keys() - {*GLOO, *REFUSED}
-    groups = {
-        "this package": [name for name in ours if not name.startswith("__")],
-        "gloo": GLOO,
-        "refused with an error": REFUSED,
-        "torch's base class": INHERITED,
-    }
-    lines = ["| implemented by | methods |", "|---|---|"]
-    for implementation, names in groups.items():
-        lines.append(f"| {implementation} | {', '.join(f'`{name}`' for name in sorted(names))} |")
-    return "\n".join(lines)
 
 
 for _name in GLOO:

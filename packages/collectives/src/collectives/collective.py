@@ -21,6 +21,7 @@ from collectives.arguments import (
     flatten,
     for_members,
     root_rank,
+    separate,
     split_lengths,
 )
 from collectives.communicator import Communicator, communicator
@@ -148,7 +149,7 @@ def all_to_all_single(
     def body(packed: bytes) -> None:
         flat_output = flatten(output)
         outputs = flat_output.split(lengths_out)
-        inputs = flatten(input).split(lengths_in)
+        inputs = separate(flatten(input), [output]).split(lengths_in)
         dispatch.all_to_all(comm, call, packed, outputs, inputs)
         copy_back(output, flat_output)
 
@@ -169,6 +170,7 @@ def run(
     comm: Communicator, call: Call, async_op: bool, output: Tensor, *inputs: Tensor
 ) -> dist.Work | None:
     """Run a call that writes to `output`, which is also its input if `inputs` is empty."""
+    inputs = tuple(_separate_unless_in_place(comm, output, tensor) for tensor in inputs)
     if not async_op and call.packed in comm.gloo.groups:
         flat_output = flatten(output)
         if comm.run_connected(call, flat_output, *(flatten(tensor) for tensor in inputs)):
@@ -183,6 +185,19 @@ def run(
     source = inputs[0] if inputs else output
     make_job = partial(dispatch.make_job, comm, call, output, source)
     return comm.run(call, source, body, async_op=async_op, result=output, make_job=make_job)
+
+
+def _separate_unless_in_place(comm: Communicator, output: Tensor, tensor: Tensor) -> Tensor:
+    """Return the input, or a copy if it overlaps the output and is not its slice of this rank.
+
+    The output of a reduce-scatter may be a slice of its input, and the reverse for an all-gather.
+    """
+    longer, shorter = (output, tensor) if output.numel() > tensor.numel() else (tensor, output)
+    slice_address = longer.data_ptr() + comm.rank * shorter.nbytes
+    is_in_place = longer.is_contiguous() and shorter.is_contiguous()
+    if is_in_place and longer.numel() > shorter.numel() and shorter.data_ptr() == slice_address:
+        return tensor
+    return separate(tensor, [output])
 
 
 @for_members

@@ -40,7 +40,7 @@ from collectives.progress import ProgressQueue
 from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.store import fresh_store
-from collectives.work import CoalescedCalls, Work, current_coalesced_calls
+from collectives.work import Work
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
@@ -109,15 +109,26 @@ def _watch_groups() -> None:
 class Communicator:
     """The state that all collectives of one rank and one group share."""
 
-    def __init__(self, group: Any, *, store: Store, timeout: timedelta) -> None:
+    def __init__(
+        self, group: Any, *, store: Store, timeout: timedelta, deadline: float | None = None
+    ) -> None:
         self.rank = group.rank()
         self.world = group.size()
         #: The group's timeout in seconds.
         self.timeout = timeout.total_seconds()
-        self.store = fresh_store(store, self.world, self.timeout)
+        # One deadline, a value of time.monotonic, bounds all waits of this constructor.
+        deadline = deadline or time.monotonic() + self.timeout
+        self.store = fresh_store(store, self.world, deadline)
         self.gloo = GlooGroups(group, self.store)
         self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
-        self.topology = Topology(self.store, self.rank, self.world, self.timeout)
+        self.topology = Topology(
+            self.store,
+            self.rank,
+            self.world,
+            timeout=self.timeout,
+            deadline=deadline,
+            find_ended=self.wire.disconnected_peers,
+        )
         self.failures = FailureDetector(
             self.store,
             self.rank,
@@ -171,7 +182,6 @@ class Communicator:
             # The checks that are active now apply, although the call may run later.
             compare_calls=self.compare_calls,
             find_nan=self.find_nan,
-            coalesced=current_coalesced_calls(),
         )
         # Recording costs microseconds, so it is skipped unless the profiler runs. The event of an
         # asynchronous call covers its start only: an event must not outlive the profiler.
@@ -198,8 +208,6 @@ class Communicator:
                 # The engine does not search for NaNs.
                 is_usable=self.failures.broken is None and not execution.find_nan,
             )
-            if execution.coalesced is not None:
-                execution.coalesced.add(job)
 
             def run() -> None:
                 try:
@@ -296,23 +304,9 @@ class _Execution:
     body: Callable[[bytes], None]
     compare_calls: bool
     find_nan: bool
-    #: The coalesced call that this call is part of, or None.
-    coalesced: CoalescedCalls | None
 
     def run(self, job: Job | None) -> None:
         """Run the call; `job` is its job if the engine has already started it."""
-        if self.coalesced is None:
-            self._run(job)
-            return
-        if self.coalesced.error is not None:
-            raise self.coalesced.error
-        try:
-            self._run(job)
-        except Exception as error:
-            self.coalesced.fail(error)
-            raise
-
-    def _run(self, job: Job | None) -> None:
         comm = self.communicator
         call = self.call
         if self.find_nan and any(has_nan(tensor) for tensor in self.inputs):

@@ -32,6 +32,8 @@ from collectives.store import STORE_SECONDS, clone_store, query_store, run_withi
 
 # Minimum time that a rank waits for reports: surviving ranks need it to notice closed connections.
 REPORT_SECONDS = 1.0
+# Time in which gloo notices that all connections to a dead rank have ended.
+DISCONNECT_SECONDS = 0.25
 # Interval at which a rank checks whether it is waiting, in seconds and as a fraction of the
 # timeout.
 MIN_POLL_SECONDS = 0.1
@@ -254,6 +256,10 @@ class FailureDetector:
             awaited.add(error.peer)
         waited = time.monotonic() - operation.start_time
         status = Status.TIMED_OUT if waited > (1 - POLL_FRACTION) * timeout else Status.FAILED
+        if status is Status.FAILED:
+            # gloo notices the connections of a dead rank one after another. The report lists those
+            # that have ended, and cannot be completed later, because it closes the other ones.
+            time.sleep(DISCONNECT_SECONDS)
         self._publish_report(operation, status, waits_for=error.peer)
         context = f"messages failed in call {number}: {error}; {UNUSABLE}"
         try:

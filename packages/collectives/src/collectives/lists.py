@@ -4,6 +4,7 @@
     all_to_all                    the same steps; lengths may differ
     gather, scatter               an all-to-all in which only the root receives or sends
     reduce                        an all-reduce whose result only the root keeps
+    coalesced calls               the collective on one tensor into which several are packed
 
 They are therefore compared across ranks, end at the timeout and name lost ranks as the others do.
 """
@@ -17,7 +18,16 @@ from torch import Tensor
 
 from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import check_dtype, op_name
-from collectives.arguments import copy_back, describe_call, flatten, for_members, root_rank
+from collectives.arguments import (
+    check_device,
+    check_tensors,
+    copy_back,
+    describe_call,
+    flatten,
+    for_members,
+    root_rank,
+    separate,
+)
 from collectives.communicator import Communicator, communicator
 from collectives.shared_memory.fingerprint import Call
 
@@ -90,18 +100,18 @@ def scatter(
 def all_gather(
     tensor_list: Tensors, tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
-    """Fill every rank's list with every rank's tensor, in rank order."""
+    """Fill every rank's list with every rank's tensor, in rank order; sizes may differ."""
     comm = communicator(group)
-    outputs = _check_list("tensor_list", comm, tensor_list, tensor)
-    call = describe_call(comm, "all_gather", tensor, "auto", outputs=outputs)
+    outputs = _check_list("tensor_list", comm, tensor_list, tensor, comm.rank)
+    sizes = [output.numel() for output in outputs]
+    call = _describe_list(comm, "all_gather", tensor, sizes, outputs=outputs)
 
     def body(packed: bytes) -> None:
-        local = flatten(tensor)
-        gathered = local.new_empty(comm.world * local.numel())
+        local = _pad(flatten(tensor), max(sizes))
+        gathered = local.new_empty(comm.world * max(sizes))
         dispatch.run(comm, call, packed, gathered, local)
-        # `chunk` returns a single part of an empty tensor.
-        for output, part in zip(outputs, gathered.chunk(comm.world), strict=local.numel() > 0):
-            copy_back(output, part)
+        for output, part in zip(outputs, gathered.tensor_split(comm.world), strict=True):
+            copy_back(output, part[: output.numel()])
 
     return comm.run(call, tensor, body, async_op=async_op, result=outputs)
 
@@ -114,18 +124,19 @@ def reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Reduce the i-th tensors of all ranks' lists into the output of rank i."""
+    """Reduce the i-th tensors of all ranks' lists into the output of rank i; sizes may differ."""
     comm = communicator(group)
     name = op_name(op)
     check_dtype(name, output.dtype)
-    inputs = _check_list("input_list", comm, input_list, output)
-    call = describe_call(comm, "reduce_scatter", output, "auto", op=name, outputs=[output])
+    inputs = _check_list("input_list", comm, input_list, output, comm.rank)
+    sizes = [tensor.numel() for tensor in inputs]
+    call = _describe_list(comm, "reduce_scatter", output, sizes, op=name, outputs=[output])
 
     def body(packed: bytes) -> None:
-        flat_output = flatten(output)
-        flat_input = torch.cat([flatten(tensor) for tensor in inputs])
+        flat_input = torch.cat([_pad(flatten(tensor), max(sizes)) for tensor in inputs])
+        flat_output = _pad(flatten(output), max(sizes))
         dispatch.run(comm, call, packed, flat_output, flat_input)
-        copy_back(output, flat_output)
+        copy_back(output, flat_output[: output.numel()])
 
     return comm.run(call, inputs, body, async_op=async_op, result=output)
 
@@ -161,10 +172,12 @@ def _exchange(
             f"{call.kind} expected tensors of one dtype, got {sorted(map(str, dtypes))}; convert "
             f"them to {call.dtype}"
         )
+    for tensor in (*outputs, *inputs):
+        check_device(call.kind, tensor, inputs[0])
 
     def body(packed: bytes) -> None:
         flat_outputs = [flatten(output) for output in outputs]
-        flat_inputs = [flatten(tensor) for tensor in inputs]
+        flat_inputs = [separate(flatten(tensor), flat_outputs) for tensor in inputs]
         dispatch.all_to_all(comm, call, packed, flat_outputs, flat_inputs)
         for output, part in zip(outputs, flat_outputs, strict=True):
             copy_back(output, part)
@@ -172,15 +185,113 @@ def _exchange(
     return comm.run(call, inputs, body, async_op=async_op, result=result or outputs)
 
 
+def coalesced(
+    kind: str,
+    outputs: Sequence[Tensors],
+    inputs: Tensors,
+    op: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Run one collective on several inputs as one call, with one comparison and one handle.
+
+    The inputs of each dtype are packed into one tensor. outputs[i] receives the result of
+    inputs[i]: it contains one tensor, or one tensor per rank.
+    """
+    comm = communicator(group)
+    name = op_name(op) if op is not None else ""
+    in_rows = comm.world if kind == "reduce_scatter" else 1
+    out_rows = comm.world if kind == "all_gather" else 1
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, (targets, tensor) in enumerate(zip(outputs, inputs, strict=True)):
+        check_tensors(kind, tensor, targets)
+        if name:
+            check_dtype(name, tensor.dtype)
+        expected = (tensor.dtype, tensor.numel() * out_rows // in_rows)
+        got = (targets[0].dtype, sum(target.numel() for target in targets))
+        if got != expected or len({target.dtype for target in targets}) > 1:
+            raise ValueError(
+                f"coalesced {kind} expected outputs of {expected[1]} elements of {expected[0]} for "
+                f"input {i}, got {got[1]} elements of {got[0]}"
+            )
+        by_dtype.setdefault(tensor.dtype, []).append(i)
+    shapes = tuple((tensor.dtype, *tensor.shape) for tensor in inputs)
+    calls = [
+        describe_call(
+            comm,
+            kind,
+            inputs[indices[0]],
+            "auto",
+            op=name,
+            outputs=[target for i in indices for target in outputs[i]],
+            shape=(sum(inputs[i].numel() for i in indices),),
+            shapes=shapes,
+            coalesced=len(inputs),
+        )
+        for indices in by_dtype.values()
+    ]
+
+    def run_dtype(call: Call, packed: bytes, indices: list[int]) -> None:
+        sizes = [inputs[i].numel() // in_rows for i in indices]
+        rows = [
+            flatten(inputs[i]).view(in_rows, size) for i, size in zip(indices, sizes, strict=True)
+        ]
+        local = torch.cat(rows, dim=1).view(-1)
+        result = local if kind == "all_reduce" else local.new_empty(sum(sizes) * out_rows)
+        dispatch.run(comm, call, packed, *([result] if result is local else [result, local]))
+        blocks = result.view(out_rows, sum(sizes)).split(sizes, dim=1)
+        for i, block in zip(indices, blocks, strict=True):
+            parts = block.tensor_split(len(outputs[i]))
+            for target, part in zip(outputs[i], parts, strict=True):
+                target.detach().copy_(part.reshape(target.shape))
+
+    def body(packed: bytes) -> None:
+        for call, indices in zip(calls, by_dtype.values(), strict=True):
+            # A NaN of any input is marked in the first call.
+            run_dtype(call, packed if call is calls[0] else call.packed, indices)
+
+    result = [target for targets in outputs for target in targets]
+    return comm.run(calls[0], inputs, body, async_op=async_op, result=result)
+
+
+def _describe_list(
+    comm: Communicator, kind: str, tensor: Tensor, sizes: list[int], **fields: Any
+) -> Call:
+    """Describe a call with a list of tensors, whose sizes all ranks know."""
+    if len(set(sizes)) == 1:
+        return describe_call(comm, kind, tensor, "auto", **fields)
+    shapes = tuple((size,) for size in sizes)
+    return describe_call(comm, kind, tensor, "auto", shape=(sum(sizes),), shapes=shapes, **fields)
+
+
+def _pad(flat: Tensor, length: int) -> Tensor:
+    """Return the tensor, or a longer copy if it is shorter than `length`."""
+    if flat.numel() == length:
+        return flat
+    padded = flat.new_zeros(length)
+    padded[: flat.numel()] = flat
+    return padded
+
+
 def _check_list(
-    name: str, comm: Communicator, tensors: Tensors | None, like: Tensor | None = None
+    name: str,
+    comm: Communicator,
+    tensors: Tensors | None,
+    like: Tensor | None = None,
+    position: int | None = None,
 ) -> list[Tensor]:
-    """Return the list if it has one tensor per rank, of the size and dtype of `like` if passed."""
+    """Return the list if it has one tensor per rank, and each has the dtype and size of `like`.
+
+    If `position` is passed, only the size of the tensor at that position is compared.
+    """
     if not tensors or len(tensors) != comm.world:
         count = len(tensors) if tensors else "none"
         raise ValueError(f"{name} needs a tensor for each of {comm.world} ranks, but has {count}")
-    for i, tensor in enumerate(tensors):
-        if like is not None and (tensor.numel(), tensor.dtype) != (like.numel(), like.dtype):
+    for i, tensor in enumerate(tensors if like is not None else ()):
+        assert like is not None
+        check_device(name, tensor, like)
+        is_same_size = tensor.numel() == like.numel() or position not in (None, i)
+        if not is_same_size or tensor.dtype != like.dtype:
             raise ValueError(
                 f"{name}[{i}] has {tensor.numel()} elements of {tensor.dtype}; expected as many as "
                 f"this rank's tensor: {like.numel()} elements of {like.dtype}"

@@ -1,11 +1,10 @@
 """The minimal implementation: textbook collectives, written with send and receive alone.
 
 Each of n ranks has a tensor x of S bytes. An all-reduce leaves the sum of all of them on every
-rank. Three algorithms do it:
+rank. Two algorithms do it:
 
-    ring               2(n-1) messages, 2(n-1)/n S bytes sent per rank   long tensors
-    halving-doubling   2 log n messages, the same bytes                  n is a power of two
-    tree               2 log n messages, up to 2 log n S bytes           short tensors
+    ring   2(n-1) messages, 2(n-1)/n S bytes sent per rank   long tensors
+    tree   2 log n messages, up to 2 log n S bytes           short tensors
 
 (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) An all-reduce is a reduce-scatter,
 after which each rank owns one slice of the sum, and an all-gather, which runs the same steps in
@@ -57,33 +56,6 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
     """Replace x by the sum over all ranks; every link carries 2(n-1)/n S, which is optimal."""
     ring_reduce_scatter(x, group)
     ring_all_gather(x, group)
-
-
-def halving_doubling_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Replace x by the sum: partners at distance n/2, n/4, ... exchange halves of a range."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n & (n - 1):
-        raise ValueError(
-            f"halving-doubling expected a power of two of ranks, not {n}; use ring_all_reduce"
-        )
-    low, high = 0, x.numel()
-    sent_ranges: list[tuple[int, tuple[int, int]]] = []
-    distance = n // 2
-    while distance:
-        partner, middle = rank ^ distance, (low + high) // 2
-        keep, send = (low, middle), (middle, high)
-        if rank & distance:
-            keep, send = send, keep
-        received = torch.empty_like(x[slice(*keep)])
-        exchange(x[slice(*send)], partner, received, partner, group)
-        x[slice(*keep)] += received
-        sent_ranges.append((partner, send))
-        low, high = keep
-        distance //= 2
-    # In reverse order, each range that was sent returns as a finished sum.
-    for partner, (start, stop) in reversed(sent_ranges):
-        exchange(x[low:high], partner, x[start:stop], partner, group)
-        low, high = min(low, start), max(high, stop)
 
 
 def tree_reduce(x: Tensor, group: Group = None) -> None:

@@ -8,10 +8,8 @@ abandoned if the store does not answer.
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from datetime import timedelta
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -21,6 +19,11 @@ from collectives.shared_memory.fingerprint import format_ranks
 
 # A store that serves many ranks at once is slow. Only a longer silence counts as a failure.
 STORE_SECONDS = 0.8
+# The pause between two queries grows from the first value to the second.
+MIN_PAUSE_SECONDS = 1e-3
+MAX_PAUSE_SECONDS = 0.1
+# Interval at which a rank that waits for another one checks whether that rank has ended.
+CHECK_SECONDS = 0.5
 T = TypeVar("T")
 
 
@@ -35,15 +38,17 @@ def clone_store(store: Store) -> Store:
         return store
 
 
-def fresh_store(store: Store, world: int, seconds: float) -> Store:
+def fresh_store(store: Store, world: int, deadline: float) -> Store:
     """Return a part of a store that no earlier group of the same ranks has written to.
 
     A store may outlive a group, and under an elastic launcher it may outlive the processes. Without
     a separate prefix, the next group would read the addresses of ranks that have ended. Every rank
     of a group must call this function. The prefix starts with the launcher's restart count, because
-    ranks that died while they set up a group did not all increment the generation.
+    ranks that died while they set up a group did not all increment the generation. `deadline` is a
+    value of time.monotonic.
     """
     attempt = PrefixStore(f"collectives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    seconds = max(STORE_SECONDS, deadline - time.monotonic())
     count = query_store(seconds, lambda: attempt.add("generation", 1))
     return PrefixStore(str((count - 1) // world), attempt)
 
@@ -84,32 +89,84 @@ def query_store(
 
 
 def fetch(
-    store: Store, keys: Mapping[int, str], deadline: float, publish: Mapping[str, str] | None = None
+    store: Store,
+    keys: Mapping[int, str],
+    deadline: float,
+    publish: Mapping[str, str] | None = None,
+    find_ended: Callable[[], Sequence[int]] = lambda: (),
 ) -> dict[int, bytes]:
     """Write `publish` to the store, then return the value of `keys[rank]` for every rank.
 
     Raise RankLost with the ranks that have not written theirs by `deadline`, a value of
-    time.monotonic.
+    time.monotonic, or that are known to have ended (`find_ended`).
     """
-    values: dict[int, bytes] = {}
+    reader = _Reader(store, keys, deadline, find_ended)
     start_time = time.monotonic()
 
     def query() -> None:
         for key, text in (publish or {}).items():
             store.set(key, text)
-        for rank, key in keys.items():
-            with suppress(RuntimeError):
-                remaining = max(0.01, deadline - time.monotonic())
-                store.wait([key], timedelta(seconds=remaining))
-                values[rank] = store.get(key)
+        reader.read()
 
+    # A store may be silent for a while: other threads of this process use the same connection.
     query_store(max(0.0, deadline - start_time) + STORE_SECONDS, query)
-    missing = [rank for rank in keys if rank not in values]
+    missing = reader.ended or [rank for rank in keys if rank not in reader.values]
     if missing:
         seconds = time.monotonic() - start_time
+        event = "ended before joining the group" if reader.ended else "did not join the group"
         raise RankLost(
             missing,
-            f"{format_ranks(missing)} did not join the group within {seconds:.3g} s; "
+            f"{format_ranks(missing)} {event} within {seconds:.3g} s; "
             "check that every rank makes its first call on the group",
         )
-    return values
+    return reader.values
+
+
+class _Reader:
+    """Reads the values that ranks write to a store; the arguments are those of `fetch`."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Mapping[int, str],
+        deadline: float,
+        find_ended: Callable[[], Sequence[int]],
+    ) -> None:
+        #: The values that have been read, by rank.
+        self.values: dict[int, bytes] = {}
+        #: The ranks that ended before they wrote their values.
+        self.ended: list[int] = []
+        self._store = store
+        self._keys = keys
+        self._deadline = deadline
+        self._find_ended = find_ended
+
+    def read(self) -> None:
+        """Read the value of every rank that writes it by the deadline, unless a rank ends."""
+        for rank, key in self._keys.items():
+            if self._wait_for(rank):
+                self.values[rank] = self._store.get(key)
+            if self.ended:
+                return
+
+    def _is_written(self, rank: int) -> bool:
+        return bool(self._store.check([self._keys[rank]]))
+
+    def _wait_for(self, rank: int) -> bool:
+        """Return True when the rank has written; False at the deadline or if a rank ends."""
+        pause = MIN_PAUSE_SECONDS
+        next_check = time.monotonic() + CHECK_SECONDS
+        while not self._is_written(rank):
+            now = time.monotonic()
+            if now > self._deadline:
+                return False
+            if now > next_check:
+                next_check = now + CHECK_SECONDS
+                ended = [other for other in self._find_ended() if other in self._keys]
+                # A rank may have written its value before it ended.
+                self.ended = [other for other in ended if not self._is_written(other)]
+                if self.ended:
+                    return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, MAX_PAUSE_SECONDS)
+        return True

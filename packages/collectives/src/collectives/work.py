@@ -1,20 +1,17 @@
-"""Handles of asynchronous operations, and calls that torch coalesces into one with one handle.
+"""Handles of asynchronous operations.
 
 Callbacks of a future may start collectives and wait for them, as torch's `powerSGD_hook` does. They
 therefore run on a separate thread: the progress thread would wait for itself.
 """
 
-import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.futures import Future, collect_all
+from torch.futures import Future
 
 from collectives.shared_memory.process import yield_core
 
@@ -143,10 +140,9 @@ class CoalescedWork(dist.Work):
     `wait` returns when all of them are done, or raises the error of the first one that failed.
     """
 
-    def __init__(self, works: Sequence[dist.Work], result: Any = None) -> None:
+    def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
         self._works = list(works)
-        self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for every operation, also after an error; raise the first error."""
@@ -170,74 +166,3 @@ class CoalescedWork(dist.Work):
     def is_completed(self) -> bool:
         """Return True if every operation has ended."""
         return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Return True if every operation has ended without an error."""
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        """Return the first operation's error, or None."""
-        errors = (work.exception() for work in self._works)
-        return next((error for error in errors if error is not None), None)
-
-    def result(self) -> Any:
-        """Return the tensors of all operations."""
-        return self._result
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that holds the result, or the first error."""
-        return collect_all([work.get_future() for work in self._works]).then(self._finish)
-
-    def _finish(self, _: Any) -> Any:
-        self.wait()
-        return self._result
-
-
-class CoalescedCalls:
-    """The calls that are combined into one.
-
-    Once a call has failed, the calls after it are skipped. All ranks get the same error at the same
-    call, so they stay synchronized even if their counts differ.
-    """
-
-    def __init__(self, count: int) -> None:
-        #: The number of calls.
-        self.count = count
-        #: The first error.
-        self.error: Exception | None = None
-        self._jobs: list[ctypes.Structure] = []
-
-    def add(self, job: ctypes.Structure | None) -> None:
-        """Register a call's job, so that the engine skips it after an earlier call has failed."""
-        if job is not None:
-            # Added before the check: `fail`, on the progress thread, sets the error first.
-            self._jobs.append(job)
-            self._skip_jobs()
-
-    def fail(self, error: Exception) -> None:
-        """Skip the calls that have not started."""
-        self.error = self.error or error
-        self._skip_jobs()
-
-    def _skip_jobs(self) -> None:
-        if self.error is not None:
-            for job in list(self._jobs):
-                job.done = 1
-
-
-_current: ContextVar[CoalescedCalls | None] = ContextVar("coalesced", default=None)
-
-
-def current_coalesced_calls() -> CoalescedCalls | None:
-    """Return the coalesced calls that this thread is making, or None."""
-    return _current.get()
-
-
-@contextmanager
-def coalesced(count: int) -> Iterator[None]:
-    """Combine the `count` collective calls that are made inside this context."""
-    token = _current.set(CoalescedCalls(count))
-    try:
-        yield
-    finally:
-        _current.reset(token)

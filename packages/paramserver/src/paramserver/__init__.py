@@ -6,8 +6,10 @@ argument, a policy of `paramserver.consistency`, bounds how far the workers may 
 
 from paramserver.compression import Integers, TopK
 from paramserver.consistency import Asynchronous, BulkSynchronous, LocalSteps, StaleSynchronous
+from paramserver.optimizers import OptimizerSpec
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
+from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job, Result
 from paramserver.running.launch import run
 from paramserver.server import Server
@@ -20,6 +22,7 @@ __all__ = [
     "Integers",
     "Job",
     "LocalSteps",
+    "OptimizerSpec",
     "PeerLost",
     "Result",
     "Server",
@@ -27,6 +30,7 @@ __all__ = [
     "StaleSynchronous",
     "TopK",
     "Worker",
+    "convert_journal",
     "join",
     "partition",
     "run",

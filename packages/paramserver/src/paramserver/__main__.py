@@ -1,11 +1,12 @@
-"""Start one server or one worker: `python -m paramserver serve | join | keys | recover`.
+"""Start one server or one worker: `python -m paramserver serve | join | keys | ...`.
 
     python -m paramserver serve mine:job --server 0 --address tcp://127.0.0.1:5550 --journal state
     python -m paramserver join mine:job --rank 0 --address tcp://127.0.0.1:5550
 
 `mine:job` names a function of an importable module that returns the `paramserver.Job`, equal in all
 processes. Addresses are in the order of the servers. `keys FILE` writes a pair of CURVE keys.
-`recover FOLDER` takes a damaged journal back to its last good record.
+`recover FOLDER` takes a damaged journal back to its last good record. `convert JOB OLD NEW` writes
+the journals in OLD for the number of servers of the job into NEW.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paramserver.journal import recover
+from paramserver.journal import recover, require_journals
+from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
 from paramserver.transport.connection import import_extra
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join.add_argument("--rank", type=int, required=True, help="number of the worker")
     join.add_argument("--site", action="store_true", help="this process is one rank of the worker")
     join.set_defaults(call=_join)
+    join.add_argument("--checkpoint", type=Path, help="file of the state of local steps")
     for command in (serve, join):
         command.add_argument("job", help="module:function")
         command.add_argument("--address", action="append", required=True)
@@ -60,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     back.add_argument("--before", metavar="FILE:BYTE", help="also discard this record")
     back.set_defaults(call=_recover)
+    convert = commands.add_parser("convert", help="convert journals to another number of servers")
+    convert.add_argument("job", help="module:function of the job with the new number of servers")
+    convert.add_argument("source", type=Path, help="folder of the journals of all servers")
+    convert.add_argument("target", type=Path, help="folder of the new journals")
+    convert.set_defaults(call=_convert)
     arguments = parser.parse_args(argv)
     try:
         arguments.call(arguments)
@@ -78,6 +86,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     if bool(secret) != bool(workers):
         raise ValueError("expected --keys and --peer together, got only one of them")
     keys = Keys(public, secret, workers=workers) if secret else None
+    if arguments.journal:
+        require_journals(arguments.journal, job.servers, [arguments.server])
     address = arguments.address[0]
     server = open_server(job, arguments.server, address, journal=arguments.journal, keys=keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -97,7 +107,10 @@ def _join(arguments: argparse.Namespace) -> None:
     if bool(secret) != bool(arguments.peer):
         raise ValueError("expected --keys and --peer together, got only one of them")
     keys = Keys(public, secret, arguments.peer.read_text().strip()) if secret else None
-    with join_servers(job, arguments.rank, arguments.address, keys=keys, site=site) as worker:
+    checkpoint = arguments.checkpoint
+    with join_servers(
+        job, arguments.rank, arguments.address, keys=keys, site=site, checkpoint=checkpoint
+    ) as worker:
         print(job.train(worker, *job.args), flush=True)
 
 
@@ -117,6 +130,10 @@ def _recover(arguments: argparse.Namespace) -> None:
         before = name, int(byte)
     for line in recover(arguments.folder, before=before):
         print(line)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    convert_journal(_load_job(arguments.job), arguments.source, arguments.target)
 
 
 def _read_key_pair(path: Path | None) -> tuple[str, str]:

@@ -14,17 +14,14 @@ over several steps of its local optimizer.
 """
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
 from paramserver.compression import Compression
-
-OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+from paramserver.optimizers import OptimizerFactory
 
 
 class Consistency(Protocol):
@@ -93,7 +90,7 @@ class LocalSteps:
 
     Args:
         steps: local steps per round.
-        outer: factory of the outer optimizer on the servers.
+        outer: factory of the outer optimizer on the servers, or an `OptimizerSpec`.
         compression: encoding of pushed and pulled changes; None sends float values.
         fragments: number of equal parts of the model. One fragment is exchanged every
             `steps / fragments` steps, each in its turn (Douillard et al., "Streaming DiLoCo with

@@ -31,6 +31,7 @@ import secrets
 import shutil
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -60,6 +61,8 @@ _START = b""
 _TORN = b"t"
 #: Number of bytes that are read at once for a checksum.
 _CHUNK = 2**20
+#: Number of times that the journal of another server, which may be running, is read.
+_READS = 5
 
 
 class JournalError(RuntimeError):
@@ -107,6 +110,22 @@ class DiskJournal:
         #: Error of the last snapshot; the journal continues without that snapshot.
         self.error: OSError | RuntimeError | None = None
 
+    @classmethod
+    def start(cls, folder: str | Path, core: Core, *, fsync: bool = False) -> "DiskJournal":
+        """Return the journal in `folder`: continue it, or start it with the state of `core`.
+
+        Raises:
+            RuntimeError: the disk has no room for the state, see also `load`.
+        """
+        journal = cls(folder, fsync=fsync)
+        if not journal.load(core):
+            # A job may initialize its parameters at random, so the initial state is stored.
+            journal.snapshot(core)
+            journal.wait()
+            if journal.error:
+                raise RuntimeError(f"cannot write a journal in {folder}: {journal.error}")
+        return journal
+
     def load(self, core: Core) -> bool:
         """Restore the state of the journal in `core`, and continue the journal with its changes.
 
@@ -116,17 +135,7 @@ class DiskJournal:
         Raises:
             JournalError: the journal is damaged. Neither `core` nor the folder has changed.
         """
-        _refuse_if_in_use(self.folder)
-        first = _newest_snapshot(self.folder)
-        spans = list(_spans(self.folder, first)) if first is not None or self._numbers() else []
-        snapshot = None if first is None else _read_snapshot(self.folder, first)
-        current: list[_Span] = []
-        try:
-            core.restore(snapshot, _records(self.folder, spans, current))
-        except Exception as error:
-            if not current:  # the snapshot is of another job
-                raise
-            raise self._cannot_apply(current[-1], error) from error
+        spans, has_state = _restore(self.folder, core)
         if spans:
             self._identity = _identity(self.folder, spans)
             self._number = spans[-1].number
@@ -138,15 +147,7 @@ class DiskJournal:
             _publish(self.folder, 0)
         self._open()
         core.journal = self
-        return snapshot is not None or bool(current)
-
-    def _cannot_apply(self, span: _Span, error: Exception) -> JournalError:
-        path = _path(self.folder, "journal", span.number)
-        return JournalError(
-            f"{path}: the record at byte {span.start} cannot be applied: {type(error).__name__}: "
-            f"{error}. Nothing was changed. Correct the job, or discard this record and all later "
-            f"ones by `{_remedy(self.folder)} --before {path}:{span.start}`"
-        )
+        return has_state
 
     def record(self, record: Record) -> None:
         """Write a record and return when it is written.
@@ -297,6 +298,83 @@ class DiskJournal:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
 
 
+def restore(folder: Path, core: Core) -> None:
+    """Restore the state of a journal in `core` without continuing it; see `DiskJournal.load`."""
+    if not _restore(folder, core)[1]:
+        raise JournalError(f"expected a journal in {folder}, which is empty")
+
+
+def _restore(folder: Path, core: Core) -> tuple[list[_Span], bool]:
+    """Return the spans of a journal, and whether it contains a state, after restoring it."""
+    _refuse_if_in_use(folder)
+    first = _newest_snapshot(folder)
+    has_files = first is not None or _numbers(folder, "journal")
+    spans = list(_spans(folder, first)) if has_files else []
+    snapshot = None if first is None else _read_snapshot(folder, first)
+    current: list[_Span] = []
+    try:
+        core.restore(snapshot, _records(folder, spans, current))
+    except Exception as error:
+        if not current:  # the snapshot is of another job
+            raise
+        path = _path(folder, "journal", current[-1].number)
+        start = current[-1].start
+        raise JournalError(
+            f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "
+            f"{error}. Nothing was changed. Correct the job, or discard this record and all later "
+            f"ones by `{_remedy(folder)} --before {path}:{start}`"
+        ) from error
+    return spans, snapshot is not None or bool(current)
+
+
+def journal_folders(folder: Path) -> list[Path]:
+    """Return the journals of the servers of a job, those of servers 0, 1, ..."""
+    paths = {p for p in folder.glob("server-*") if re.fullmatch(r"server-\d+", p.name)}
+    present = [path for path in paths if any(path.iterdir())]
+    return sorted(present, key=lambda path: int(path.name[7:]))
+
+
+def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None:
+    """Raise `JournalError` if the journal of one of the servers `numbers` is lost.
+
+    It is lost if it is missing although another server's journal contains a push, which all servers
+    have stored. Journals of a larger number of servers are refused, too.
+    """
+    present = journal_folders(folder)
+    convert = (
+        f"Nothing was changed. To continue with {servers} servers instead of {len(present)}, run "
+        f"`python -m paramserver convert MODULE:JOB {folder} NEW` and pass NEW"
+    )
+    if len(present) > servers:
+        names = ", ".join(path.name for path in present)
+        raise JournalError(f"expected journals of {servers} servers, got {names}. {convert}")
+    lost = [path for i in numbers if (path := folder / f"server-{i}") not in present]
+    if lost and any(map(_has_pushes, present)):
+        raise JournalError(
+            f"expected a journal of each of the {servers} servers in {folder}, or of none, but "
+            f"{', '.join(map(str, lost))} is empty or missing. {convert}. If it is lost, restore "
+            "it from a copy of the same time, or pass another folder"
+        )
+    if not present and (checkpoints := sorted(folder.glob("worker-*"))):
+        raise JournalError(
+            f"expected a journal of each server in {folder}, which contains {checkpoints[0].name} "
+            "of a worker; restore them, or pass another folder"
+        )
+
+
+def _has_pushes(folder: Path) -> bool:
+    """Return True unless the journal contains no push; its server may be running."""
+    for _ in range(_READS):
+        try:
+            first = _newest_snapshot(folder)
+            # Snapshot 1 contains the state with which the journal started.
+            is_later = first is not None and first > 1
+            return is_later or any(span.kind == _STAGED for span in _spans(folder, first))
+        except (JournalError, OSError):  # damaged, or the server has just replaced its files
+            time.sleep(0.1)
+    return True
+
+
 def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> list[str]:
     """Take a damaged journal back to its last good record, and return a report in lines.
 
@@ -311,8 +389,7 @@ def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> lis
         JournalError: no good record exists. Nothing has changed.
     """
     folder = Path(folder)
-    servers = [path for path in folder.glob("server-*") if re.fullmatch(r"server-\d+", path.name)]
-    folders = sorted(servers, key=lambda path: int(path.name[7:])) or [folder]
+    folders = journal_folders(folder) or [folder]
     for path in folders:
         _refuse_if_in_use(path)
     if before and not any(_is_in(before[0], path) for path in folders):

@@ -76,6 +76,16 @@ class Shard:
         parts = [(p, buffer.numpy()[p.offset : p.offset + p.nbytes]) for p in self.pieces]
         return [torch.from_numpy(part).view(p.dtype).view(p.view_shape) for p, part in parts]
 
+    def gather(self, buffer: Tensor, flat: Mapping[str, Tensor]) -> None:
+        """Copy a buffer into flat parameters by name, each in its logical order."""
+        for piece, view in zip(self.pieces, self.views(buffer), strict=True):
+            flat[piece.name][piece.start : piece.stop] = view.view(-1)
+
+    def scatter(self, flat: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Copy flat parameters by name into a buffer."""
+        for piece, view in zip(self.pieces, self.views(buffer), strict=True):
+            view.view(-1).copy_(flat[piece.name][piece.start : piece.stop])
+
     def fragments(self, count: int) -> list["Fragment"]:
         """Split the buffer into `count` parts of equal bytes, up to alignment.
 

@@ -8,13 +8,14 @@ fragment, and carries compression residuals over to the next push.
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paramserver import sparse
 from paramserver.consistency import LocalSteps
-from paramserver.partition import Piece, Shard, local_part
+from paramserver.partition import Shard, local_part
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import add_flat, flatten
 from paramserver.transport.connection import Connection
@@ -35,9 +36,16 @@ class Gradients:
         self._parameters = parameters
         self._shards = shards
         self._connections = connections
-        #: Flat view of each parameter, or of this rank's part of it.
-        self.flat = {name: _flat_view(name, p) for name, p in parameters.items()}
-        if any(flat.is_cuda for flat in self.flat.values()):
+        for name, parameter in parameters.items():
+            sizes = zip(parameter.stride(), parameter.shape, strict=True)
+            if any(stride == 0 and size > 1 for stride, size in sizes):
+                raise ValueError(
+                    f"expected parameters whose elements have their own memory, got {name} with "
+                    f"strides {tuple(parameter.stride())}; set parameter.data = "
+                    "parameter.data.contiguous() before creating the worker"
+                )
+        self._cuda_devices = {p.device for p in parameters.values() if p.is_cuda}
+        if self._cuda_devices:
             buffers = [b for c in connections for b in (c.parameters, c.gradients, c.home)]
             pin(buffer for buffer in buffers if buffer is not None)
 
@@ -76,7 +84,7 @@ class Gradients:
                 if not source.is_cuda:
                     yield piece.offset + (start + len(part)) * target.itemsize
         # Copies from a GPU are asynchronous: nothing may be sent before they have finished.
-        for device in {flat.device for flat in self.flat.values() if flat.is_cuda}:
+        for device in self._cuda_devices:
             torch.cuda.current_stream(device).synchronize()
         yield len(buffer)
 
@@ -91,21 +99,24 @@ class Gradients:
 
     def load(self, alpha: float = 0.0) -> None:
         """Copy the pulled parameters into the module."""
+        flat = self.flat()
         for connection, shard in zip(self._connections, self._shards, strict=True):
-            connection.read(partial(self._copy, shard))
+            connection.read(partial(_copy, shard, flat))
+        self.store(flat)
 
-    def _copy(self, shard: Shard, buffer: Tensor, alpha: float = 0.0) -> None:
-        """Copy the pieces of a shard into the module; keep weight `alpha` of the old values."""
-        for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
-            local = self._slice(piece)
-            pulled = view.view(-1).to(local.device)
-            if alpha:
-                local.lerp_(pulled, 1 - alpha)
-            else:
-                local.copy_(pulled)
+    def flat(self) -> dict[str, Tensor]:
+        """Return the elements of each parameter, or of this rank's part of it, in logical order.
 
-    def _slice(self, piece: Piece) -> Tensor:
-        return self.flat[piece.name][piece.start : piece.stop]
+        They are a view of a contiguous parameter, and a copy of any other.
+        """
+        return {name: local_part(p.detach()).reshape(-1) for name, p in self._parameters.items()}
+
+    def store(self, flat: Mapping[str, Tensor]) -> None:
+        """Copy the elements that `flat` returned, and that were changed, into the parameters."""
+        for name, parameter in self._parameters.items():
+            local = local_part(parameter.detach())
+            if not local.is_contiguous():  # such as a convolution in torch.channels_last
+                local.copy_(flat[name].view(local.shape))
 
 
 class Changes(Gradients):
@@ -137,13 +148,14 @@ class Changes(Gradients):
         """Compute the change of `fragment` since it was pulled last."""
         self._fragment = fragment
         self._changes = []
+        flat = self.flat()
         for pulled, fragments in zip(self._pulled, self._fragments, strict=True):
             shard = fragments[fragment].shard
             old = fragments[fragment].of(pulled)
             change = torch.zeros_like(old)
             views = zip(shard.pieces, shard.views(change), shard.views(old), strict=True)
             for piece, view, old_view in views:
-                new = self._slice(piece).to(old_view.device)
+                new = flat[piece.name][piece.start : piece.stop].to(old_view.device)
                 torch.sub(old_view.view(-1), new, out=view.view(-1))
             self._changes.append(change)
 
@@ -186,14 +198,29 @@ class Changes(Gradients):
 
     def load(self, alpha: float = 0.0) -> None:
         """Copy what has arrived into the module, which keeps weight `alpha` of its fragment."""
+        flat = self.flat()
         for server, number in self._arrived.items():
             pulled = self._pulled[server]
             if number < 0:
-                self._copy(self._shards[server], pulled)
+                _copy(self._shards[server], flat, pulled)
             else:
                 fragment = self._fragments[server][number]
-                self._copy(fragment.shard, fragment.of(pulled), alpha)
+                _copy(fragment.shard, flat, fragment.of(pulled), alpha)
+        self.store(flat)
         self._arrived.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters that were pulled last, by name, and the compression residuals."""
+        pulled = {name: torch.empty_like(flat, device="cpu") for name, flat in self.flat().items()}
+        for shard, buffer in zip(self._shards, self._pulled, strict=True):
+            shard.gather(buffer, pulled)
+        return {"pulled": pulled, "residuals": self._residuals}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a value of `state_dict`."""
+        for shard, buffer in zip(self._shards, self._pulled, strict=True):
+            shard.scatter(state["pulled"], buffer)
+        self._residuals = dict(state["residuals"])
 
     def _compress(self, server: int, change: Tensor) -> Tensor:
         """Encode a change with its residual, and keep the new residual until it is accepted."""
@@ -220,14 +247,15 @@ class Changes(Gradients):
         return data
 
 
-def _flat_view(name: str, parameter: nn.Parameter) -> Tensor:
-    tensor = local_part(parameter.detach())
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"expected contiguous parameters, got {name} with strides {tuple(tensor.stride())}; "
-            "set parameter.data = parameter.data.contiguous() before creating the worker"
-        )
-    return tensor.view(-1)
+def _copy(shard: Shard, flat: Mapping[str, Tensor], buffer: Tensor, alpha: float = 0.0) -> None:
+    """Copy the pieces of a shard into flat parameters; keep weight `alpha` of the old values."""
+    for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
+        local = flat[piece.name][piece.start : piece.stop]
+        pulled = view.view(-1).to(local.device)
+        if alpha:
+            local.lerp_(pulled, 1 - alpha)
+        else:
+            local.copy_(pulled)
 
 
 def pin(buffers: Iterable[Tensor]) -> None:

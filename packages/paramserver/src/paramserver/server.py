@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from paramserver.consistency import BulkSynchronous, Consistency, OptimizerFactory
+from paramserver.consistency import BulkSynchronous, Consistency
+from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
@@ -32,8 +33,8 @@ class Server:
     Args:
         parameters: all parameters of the model, by name.
         optimizer: factory of the optimizer from the tensors of the shard, such as
-            `functools.partial(torch.optim.SGD, lr=0.1)`. With `LocalSteps` the server uses the
-            policy's `outer` instead, and `optimizer` is the workers' local optimizer.
+            `functools.partial(torch.optim.SGD, lr=0.1)`, or an `OptimizerSpec`. With `LocalSteps`
+            the server uses the policy's `outer` instead, and workers use `optimizer` locally.
         consistency: the policy; None is `BulkSynchronous()`.
         workers: number of workers from the start. No worker continues before all have joined.
         shard: the part of the parameters that this server stores; None is all of them. Of several

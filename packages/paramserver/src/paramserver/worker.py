@@ -7,17 +7,21 @@ ranks, its site; then the first rank of the site communicates with the servers f
 
 import json
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.consistency import Consistency, LocalSteps, OptimizerFactory
+from paramserver.consistency import Consistency, LocalSteps
+from paramserver.optimizers import OptimizerFactory, Updater, spec_of
 from paramserver.partition import partition
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.messages import Kind, Message
@@ -42,12 +46,15 @@ class Worker:
         rank: number of this worker.
         whole: whether each parameter is stored on one server.
         local: the policy, if it is `LocalSteps` and `servers` are connections.
-        optimizer: factory of the local optimizer; required with `LocalSteps`.
+        optimizer: factory of the local optimizer, or an `OptimizerSpec`; `LocalSteps` require it.
         site: process group whose ranks act as one worker. Every rank creates a `Worker`, calls the
             same methods and passes gradients that are already averaged over the group. Only the
             `servers` of the first rank are used. With FSDP, do not pass `site`: each rank is its
             own worker and trains its shard with the ranks that have the same shard in the other
             sites.
+        checkpoint: file that receives the state of local steps before every exchange: the module,
+            the local optimizer and the random number generator of torch. If the file exists, the
+            worker continues exactly from it. With `LocalSteps` only.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Worker:
         local: LocalSteps | None = None,
         optimizer: OptimizerFactory | None = None,
         site: dist.ProcessGroup | None = None,
+        checkpoint: str | Path | None = None,
     ) -> None:
         self._site = site
         self._is_communicator = site is None or dist.get_rank(site) == 0
@@ -71,6 +79,11 @@ class Worker:
             local = local_of(servers[0].consistency)
         if local and optimizer is None:
             raise ValueError("expected a local `optimizer` with LocalSteps, got None")
+        if checkpoint and (site is not None or not local):
+            raise ValueError(
+                "expected LocalSteps and one rank per worker with a checkpoint; pass None: the "
+                "servers store all state of other policies, and each rank of a site its own"
+            )
         self.module = module
         self.rank = rank
         self._parameters = trainable(module)
@@ -87,7 +100,8 @@ class Worker:
         self.loss = math.nan
         self._finished = False
         self._local = local
-        self._optimizer = optimizer(self._parameters.values()) if local and optimizer else None
+        self._updater = self._local_updater(optimizer) if local and optimizer else None
+        self._settings = self._updater.settings() if self._updater else {}
         #: Local steps taken so far.
         self._steps = 0
         #: The step at which each fragment was sent last.
@@ -99,8 +113,14 @@ class Worker:
         self._exchange: Future[None] | None = None
         number = getattr(self._connections[0], "session", None) if self._connections else None
         number = secrets.randbits(48) if number is None else number
-        self._session = Session(rank, [layout(s, local) for s in shards], number)
+        self._layouts = [layout(shard, local) for shard in shards]
+        self._session = Session(rank, self._layouts, number)
         self._on_communicator(lambda: self._run_requests(self._session.join()))
+        #: Position at local step 0.
+        self._first_position = self._position_of_pushes()
+        self._checkpoint = Path(checkpoint) if checkpoint else None
+        if self._checkpoint and self._checkpoint.exists():
+            self._resume(torch.load(self._checkpoint, weights_only=True))
 
     @property
     def clock(self) -> int:
@@ -117,12 +137,12 @@ class Worker:
 
     @property
     def position(self) -> int:
-        """Number of local steps that this rank's accepted pushes cover: its position in the data.
+        """Number of steps that this rank has taken: its position in the data.
 
-        It includes the steps before the rank rejoined. A last round that ends early counts as a
-        whole round.
+        When a rank rejoins, it has taken the steps that its accepted pushes cover. A last round
+        that ended early counts as a whole round.
         """
-        return self.pushes * (self._local.interval if self._local else 1)
+        return self._first_position + self._steps if self._local else self.pushes
 
     @property
     def version(self) -> int:
@@ -162,15 +182,14 @@ class Worker:
                 module and the other workers are not affected.
         """
         self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        if self._local is None or self._optimizer is None:
+        if self._local is None or self._updater is None:
             self._on_communicator(self._push)
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
         if self._pull_due is not None and self._steps >= self._pull_due:
             raise RuntimeError(f"worker {self.rank} must pull before each step: an update is due")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._updater.step()
         self._steps += 1
         if self._steps % self._local.interval == 0:
             self._send_fragment(self._local.overlap)
@@ -205,6 +224,20 @@ class Worker:
         """Report to the servers that this worker has failed, so that no worker waits for it."""
         for connection in self._connections:
             connection.abort(reason)
+
+    def _local_updater(self, factory: OptimizerFactory) -> Updater:
+        parameters = self._parameters
+        spec = spec_of(factory)
+        is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
+        if spec.master_dtype or (spec.max_norm is not None and is_local):
+            raise ValueError(
+                "expected a local optimizer without master_dtype, and for sharded parameters "
+                "without max_norm; use float32 parameters with torch.autocast, and clip the "
+                "gradients before `push`"
+            )
+        spec.check_groups(parameters)
+        shapes = [parameter.shape for parameter in parameters.values()]
+        return Updater(spec, list(parameters.values()), list(parameters), shapes)
 
     def _on_communicator(self, function: Callable[[], object]) -> None:
         """Call `function` on the first rank of the site; all ranks raise its exception, if any."""
@@ -278,6 +311,8 @@ class Worker:
         """Send the changes of the next fragment, in another thread if the exchange may overlap."""
         fragment = self.clock % len(self._sent_at)
         self._payload.capture(fragment)
+        if self._checkpoint:
+            self._save(self._checkpoint)
         # With overlap, the other ranks of a site take part in `_receive_update` only.
         if overlap and self._exchange_thread and self._is_communicator:
             self._exchange = self._exchange_thread.submit(self._push_and_pull)
@@ -285,6 +320,86 @@ class Worker:
             self._on_communicator(self._push)
         self._sent_at[fragment] = self._steps
         self._pull_due = self._steps + overlap
+
+    def _save(self, path: Path) -> None:
+        """Write the state before the next push; see `_resume`."""
+        assert self._updater is not None
+        assert isinstance(self._payload, Changes)
+        session = self._session
+        state = {
+            "layouts": self._layouts,
+            "settings": self._settings,
+            "interval": self._local.interval if self._local else 1,
+            "at": (session.clock, session.pushes, session.version),
+            "steps": (self._steps, self._sent_at),
+            "module": self.module.state_dict(),
+            "updater": self._updater.state_dict(),
+            "payload": self._payload.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, which was saved before a push.
+
+        The servers know whether they have accepted that push: it is sent, or only its residuals are
+        carried over. If training continued without this worker since, the push is void, and the
+        worker continues with its local optimizer from the parameters of the servers.
+        """
+        assert self._local is not None
+        assert self._updater is not None
+        assert isinstance(self._payload, Changes)
+        session = self._session
+        clock, pushes, version = state["at"]
+        accepted = session.pushes - pushes
+        is_of_layout = state["layouts"] == self._layouts or (
+            self._local.fragments == 1 and not self._local.compression
+        )
+        if accepted not in (0, 1) or state["interval"] != self._local.interval or not is_of_layout:
+            raise ValueError(
+                f"expected a checkpoint of worker {self.rank} with {session.pushes} accepted "
+                f"pushes, intervals of {self._local.interval} steps and layouts {self._layouts}, "
+                f"got one with {pushes}, {state['interval']} and {state['layouts']}; remove "
+                f"{self._checkpoint} to continue without the state of the local optimizer"
+            )
+        for name, saved in state["settings"].items():
+            if self._settings.get(name) != saved:
+                raise ValueError(
+                    f"expected a checkpoint with {name} {self._settings.get(name)} of the local "
+                    f"optimizer, got one with {saved}; pass the same setting, or remove "
+                    f"{self._checkpoint} to continue without the state of the local optimizer"
+                )
+        self.module.load_state_dict(state["module"])
+        self._updater.load_state_dict(state["updater"])
+        torch.set_rng_state(state["random"])
+        if session.clock != clock + accepted:
+            return
+        self._payload.load_state_dict(state["payload"])
+        self._steps, self._sent_at = state["steps"]
+        session.version = version
+        fragment = clock % len(self._sent_at)
+        if accepted:
+            self._payload.capture(fragment)
+            for server in range(len(self._connections)):
+                self._payload.write(server)
+            self._payload.on_accepted()
+        else:
+            self._send_fragment()
+        self._sent_at[fragment] = self._steps
+        # The position exceeds the steps if the last round of a finished run was short.
+        added = self._position_of_pushes() - self._steps
+        self._steps += added
+        self._sent_at = [step + added for step in self._sent_at]
+        self._pull_due = self._steps + self._local.overlap
+        self._first_position = 0
+
+    def _position_of_pushes(self) -> int:
+        return self.pushes * (self._local.interval if self._local else 1)
 
     def _push_and_pull(self) -> None:
         self._push()
@@ -306,8 +421,10 @@ class Worker:
     def _load(self, alpha: float = 0.0) -> None:
         self._payload.load(alpha)
         if self._site is not None:
-            for flat in self._payload.flat.values():
-                dist.broadcast(flat, group_src=0, group=self._site)
+            flat = self._payload.flat()
+            for elements in flat.values():
+                dist.broadcast(elements, group_src=0, group=self._site)
+            self._payload.store(flat)
 
 
 def local_of(consistency: Consistency | None) -> LocalSteps | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.algorithms import halving_doubling, hierarchical, ring, tree
+from collectives.algorithms import hierarchical, ring, tree
 from collectives.choice.cost import NATIVE, CostModel, candidates
 from collectives.choice.tuning import tune
 from collectives.communicator import Communicator
@@ -33,12 +33,6 @@ BY_MESSAGES: dict[str, dict[str, Function]] = {
         "reduce_scatter": ring.reduce_scatter,
         "all_gather": ring.all_gather,
         "broadcast": ring.broadcast,
-    },
-    "halving_doubling": {
-        "all_reduce": halving_doubling.all_reduce,
-        "reduce_scatter": halving_doubling.reduce_scatter,
-        "all_gather": halving_doubling.all_gather,
-        "broadcast": halving_doubling.broadcast,
     },
     "tree": {
         "all_reduce": tree.all_reduce,

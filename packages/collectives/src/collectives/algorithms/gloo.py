@@ -127,17 +127,30 @@ class GlooGroups:
         options._threads = base.options._threads
         options._timeout = NO_TIMEOUT
 
-        def connect() -> Any:
-            # A client that waits in a store occupies its connection, so this thread uses another.
-            store = clone_store(self._store)
-            if store is not self._store:
-                store.set_timeout(NO_TIMEOUT)
-            return gloo(PrefixStore(f"gloo/{call.hex()}", store), base.rank(), base.size(), options)
+        return connect_in_time(
+            PrefixStore(f"gloo/{call.hex()}", self._store),
+            lambda store: gloo(store, base.rank(), base.size(), options),
+            seconds,
+        )
 
-        try:
-            return run_within(seconds, connect)
-        except TimeoutError as error:
-            raise TimeoutError(f"gloo did not connect all ranks within {seconds:.3g} s") from error
+
+def connect_in_time(store: Store, create: Callable[[Store], Any], seconds: float) -> Any:
+    """Return the gloo group that `create` connects; raise TimeoutError after `seconds`.
+
+    `create` must disable gloo's own timeout: see Note [One gloo group per kind of call].
+    """
+
+    def connect() -> Any:
+        # A client that waits in a store occupies its connection, so this thread uses another.
+        separate = clone_store(store)
+        if separate is not store:
+            separate.set_timeout(NO_TIMEOUT)
+        return create(separate)
+
+    try:
+        return run_within(seconds, connect)
+    except TimeoutError as error:
+        raise TimeoutError(f"gloo did not connect all ranks within {seconds:.3g} s") from error
 
 
 def _start_function(group: Any, kind: str, op: str, root: int) -> Callable[..., Any]:

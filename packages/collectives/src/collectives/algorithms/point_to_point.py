@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo
 
@@ -25,6 +24,9 @@ from collectives.errors import PeerError
 PIECE_BYTES = 512 * 1024
 # gloo's tags have 31 bits.
 TAG_BITS = 0x7FFFFFFF
+# The tag of receives that only test or close a connection. Users' tags are small numbers; a longer
+# message that such a receive accepted would abort the process.
+UNUSED_TAG = TAG_BITS
 # 2^32 divided by the golden ratio, which is odd, spreads lengths over the tags.
 TAG_FACTOR = 0x9E3779B1
 # The number of seconds that a wait without a deadline may last.
@@ -87,7 +89,7 @@ class PointToPoint:
         peers = []
         for peer in set(self._ranks) - {self._ranks[self.rank]}:
             try:
-                receive([torch.empty(1, dtype=torch.uint8)], peer, 0)
+                receive([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG)
             except RuntimeError as error:
                 # gloo closes this rank's connections when one of its waits times out.
                 if "timeout" not in first_line(error):
@@ -126,7 +128,7 @@ class PointToPoint:
         """
         target, outgoing = send
         source, local, out = receive
-        if out.is_cuda or max(outgoing.nbytes, out.nbytes) <= PIECE_BYTES:
+        if max(outgoing.nbytes, out.nbytes) <= PIECE_BYTES:
             # There is nothing to overlap, and the loop below costs as much as a short message.
             received = torch.empty_like(out)
             self.exchange([(target, outgoing)], [(source, received)])
@@ -156,21 +158,13 @@ class PointToPoint:
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Started]:
         started: list[Started] = []
-        on_device: list[dist.P2POp] = []
-        receive = self._backend.recv, dist.irecv, receives
-        send = self._backend.send, dist.isend, sends
-        for start, batched, messages in (receive, send):
+        for start, messages in ((self._backend.recv, receives), (self._backend.send, sends)):
             for position, tensor in messages:
-                if not tensor.numel():
-                    continue
-                peer = self._ranks[position]
-                raw = tensor.view(torch.uint8)
-                if raw.is_cuda:
-                    operation = dist.P2POp(batched, raw, group=self._group, group_peer=peer)
-                    on_device.append(operation)
-                else:
+                if tensor.numel():
+                    raw = tensor.view(torch.uint8)
+                    peer = self._ranks[position]
                     started.append((peer, self._start_message(start, raw, peer), raw))
-        return started + _start_batch(on_device)
+        return started
 
     def _start_message(self, start: Callable[..., Any], raw: Tensor, peer: int) -> Any:
         tag = (self._state.tag ^ raw.numel() * TAG_FACTOR) & TAG_BITS
@@ -205,21 +199,12 @@ class _State:
         self.peer: int | None = None
 
 
-def _start_batch(operations: list[dist.P2POp]) -> list[Started]:
-    """Start messages of CUDA tensors. NCCL must know which sends and receives run concurrently."""
-    if not operations:
-        return []
-    first = operations[0]
-    works = dist.batch_isend_irecv(operations)
-    return [(first.group_peer, work, first.tensor) for work in works]
-
-
 def close_peers(group: Any, peers: Iterable[int]) -> None:
     """Close a group's connections: gloo closes all of them when one of its waits times out."""
     for peer in peers:
         with suppress(RuntimeError):
             buffer = torch.empty(1, dtype=torch.uint8)
-            group.recv([buffer], peer, 0).wait(timedelta(milliseconds=1))
+            group.recv([buffer], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:

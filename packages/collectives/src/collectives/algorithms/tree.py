@@ -10,9 +10,8 @@ whole range. A reduce sends in the opposite direction, starting with the smalles
 A tree sends few messages, each of full length, so it is the choice for short tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
@@ -44,7 +43,10 @@ def broadcast(wire: PointToPoint, flat: Tensor, source: int) -> None:
     # Ranks are numbered from the source.
     position = (wire.rank - source) % world
     for low, middle, _ in levels(position, world):
-        _move(wire, [((low + source) % world, (middle + source) % world, flat)])
+        if position == low:
+            wire.exchange([((middle + source) % world, flat)], [])
+        elif position == middle:
+            wire.exchange([], [((low + source) % world, flat)])
 
 
 def reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
@@ -55,12 +57,6 @@ def reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
             wire.exchange_reduce((middle, empty), (middle, flat, flat), name)
         elif wire.rank == middle:
             wire.exchange_reduce((low, flat), (low, empty, empty), name)
-
-
-def scatter(wire: PointToPoint, slices: Sequence[Tensor]) -> None:
-    """Send slices[i] of rank 0 to rank i."""
-    for low, middle, high in levels(wire.rank, wire.world):
-        _move(wire, [(low, middle, part) for part in slices[middle:high]])
 
 
 def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
@@ -75,37 +71,8 @@ def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
         piece.copy_(block)
 
 
-def in_column_blocks(
-    wire: PointToPoint,
-    out: Tensor,
-    flat: Tensor,
-    step: Callable[[Tensor, Sequence[Tensor]], None],
-) -> None:
-    """Reduce-scatter by `step(block, slices)`, which reduces in place.
-
-    A block contains a part of every slice, copied in the accumulation dtype.
-    """
-    wide = accumulation_dtype(flat.dtype)
-    slices = flat.tensor_split(wire.world)
-    width = max(1, PIECE_BYTES // wire.world // wide.itemsize)
-    for start in range(0, out.numel(), width):
-        parts = [part[start : start + width] for part in slices]
-        block = torch.cat(parts).to(wide)
-        columns = block.tensor_split(wire.world)
-        step(block, columns)
-        out[start : start + width].copy_(columns[wire.rank])
-
-
 def _all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
     reduce(wire, flat, name)
     if wire.rank == 0:
         average(name, flat, wire.world)
     broadcast(wire, flat, 0)
-
-
-def _move(wire: PointToPoint, moves: Sequence[tuple[int, int, Tensor]]) -> None:
-    """Send and receive this rank's part of the moves (source, target, tensor)."""
-    wire.exchange(
-        [(to, tensor) for source, to, tensor in moves if source == wire.rank],
-        [(source, tensor) for source, to, tensor in moves if to == wire.rank],
-    )

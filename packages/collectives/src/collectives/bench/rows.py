@@ -120,7 +120,7 @@ class _Case:
         #: The function of each contender.
         self.calls: dict[str, Callable[..., object]] = {self.native: getattr(dist, FUNCTIONS[kind])}
         ours = getattr(collectives, FUNCTIONS[kind])
-        for name in ("auto", *_algorithms(kind)):
+        for name in ("auto", *_algorithms(kind, device)):
             self.calls[name] = partial(ours, algorithm=name)
         #: The result and the source of each contender.
         self.tensors = dict.fromkeys(self.calls, (result, source))
@@ -179,10 +179,13 @@ def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
             # The ratios in place replace those out of place.
             row |= _ratios(times, name, case.native)
     # The choice of "auto" is known only after its calls.
-    return [_description(kind, name, size) | row for name, row in rows.items()]
+    return [_description(kind, name, size, device) | row for name, row in rows.items()]
 
 
-def _algorithms(kind: str) -> list[str]:
+def _algorithms(kind: str, device: str) -> list[str]:
+    """Return the names of this package's algorithms, which run on CPU tensors only."""
+    if device != "cpu":
+        return []
     topology = communicator().topology
     return list(candidates(kind, topology.ranks_per_host, shared=topology.one_host))
 
@@ -210,13 +213,15 @@ def _num_wrong(result: Tensor, block: Tensor) -> int:
     return wrong
 
 
-def _description(kind: str, name: str, size: int) -> Row:
+def _description(kind: str, name: str, size: int, device: str) -> Row:
     """Return the columns that identify a row."""
     comm = communicator()
     # The array that is scattered or gathered is a multiple of the number of ranks.
     whole = size if kind == "all_reduce" else size // 4 // comm.world * comm.world * 4
     runs = "shared_memory" if name == "auto" else name
-    if name == "auto" and not comm.topology.one_host:
+    if name == "auto" and device != "cpu":
+        runs = dist.get_backend()
+    elif name == "auto" and not comm.topology.one_host:
         runs = comm.choices.get((kind, whole, True)) or comm.choices[kind, whole, False]
     return {
         "case": kind,

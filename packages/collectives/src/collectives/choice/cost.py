@@ -24,7 +24,6 @@ from dataclasses import asdict, astuple, dataclass, fields
 
 import numpy as np
 
-from collectives.algorithms.halving_doubling import SHORT_BYTES
 from collectives.algorithms.point_to_point import PIECE_BYTES
 
 # gloo's own collective has no terms, only measured times.
@@ -179,11 +178,7 @@ def candidates(
     if is_rooted_or_reduced and 1 < len(hosts) < sum(hosts):
         names.append("hierarchical")
     names.append("ring")
-    # In an all-to-all every pair of ranks exchanges different data, so no rank can forward data on
-    # behalf of another.
-    if collective != "all_to_all":
-        names.append("halving_doubling")
-    # If ranks receive different parts, a tree sends more bytes in as many messages as halving.
+    # If ranks receive different parts, a tree would send most of them several times.
     if is_rooted_or_reduced:
         names.append("tree")
     return tuple(names)
@@ -214,10 +209,6 @@ def _message_terms(
     chain = pieces + others - 1
     # In the middle of the chain a rank forwards one piece while it receives the next.
     chain_operations = chain + (pieces - 1 if world > 2 else 0)
-    if size <= SHORT_BYTES:
-        doubling = Terms(steps, steps * size * ranks_per_link, steps * size, 2 * steps)
-    else:
-        doubling = Terms(2 * steps, 2 * link_part, part, 4 * steps)
     table = {
         # A ring sends and receives in each message: two operations.
         ("all_reduce", "ring"): Terms(2 * others, 2 * part, part, 4 * others),
@@ -225,11 +216,6 @@ def _message_terms(
         ("all_gather", "ring"): Terms(others, part, 0, 2 * others),
         ("all_to_all", "ring"): Terms(others, link_part, 0, 2 * others),
         ("broadcast", "ring"): Terms(chain, size * chain / pieces, 0, chain_operations),
-        ("all_reduce", "halving_doubling"): doubling,
-        ("reduce_scatter", "halving_doubling"): Terms(steps, link_part, part, 2 * steps),
-        ("all_gather", "halving_doubling"): Terms(steps, link_part, 0, 2 * steps),
-        # The scatter either sends or receives; the all-gather does both.
-        ("broadcast", "halving_doubling"): Terms(2 * steps, part + link_part, 0, 3 * steps),
         ("all_reduce", "tree"): Terms(2 * steps, 2 * steps * size, steps * size, 2 * steps),
         ("broadcast", "tree"): Terms(steps, steps * size, 0, steps),
     }

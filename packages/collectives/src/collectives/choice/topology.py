@@ -8,7 +8,7 @@ import json
 import mmap
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -31,11 +31,21 @@ Views = dict[tuple[int, int, torch.dtype], list[Tensor]]
 class Topology:
     """The ranks of a group by host, this host's arena, and the tensors allocated in it."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        *,
+        timeout: float,
+        deadline: float,
+        find_ended: Callable[[], Sequence[int]],
+    ) -> None:
         self._store = store
+        self._find_ended = find_ended
         self._rank = rank
         # All rounds of messages through the store share one deadline.
-        self._deadline = time.monotonic() + timeout
+        self._deadline = deadline
         mappings, addresses = self._exchange_segments("arena", ARENA_BYTES, range(world))
         reachable = [rank for rank in range(world) if mappings[rank] is not None]
         texts = self._gather_texts("reach", json.dumps(reachable), range(world))
@@ -152,7 +162,9 @@ class Topology:
         """Publish a text in the store and return the texts of all ranks."""
         keys = {rank: f"{key}/{rank}" for rank in ranks}
         publish = {f"{key}/{self._rank}": text}
-        return list(fetch(self._store, keys, self._deadline, publish).values())
+        find_ended = self._find_ended
+        values = fetch(self._store, keys, self._deadline, publish, find_ended)
+        return list(values.values())
 
 
 def _why_not(local: Address, other: Address) -> str:

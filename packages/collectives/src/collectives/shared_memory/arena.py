@@ -14,8 +14,9 @@ that run in Python. Otherwise clocks are loaded and stored by Python, which is c
 stores become visible in program order (x86-64). Elsewhere `is_available` returns False and messages
 are used.
 
-A wait yields the core and then sleeps, because there may be more ranks than cores. It also checks
-the peers' processes: a dead peer ends the wait at once, a late peer ends it at the deadline.
+A wait polls the clock, yields the core and then sleeps, because there may be more ranks than cores.
+If a yield shows that another program uses the core, the engine sleeps almost at once for a while.
+A wait also checks the peers' processes: a dead peer ends it at once, a late peer at the deadline.
 """
 
 import mmap

@@ -27,13 +27,18 @@
 enum { DONE, WAITING, MISMATCH };
 enum { FLOAT32, FLOAT64, BFLOAT16, INT32, INT64, UINT8, FLOAT16 };
 enum { SUM, AVG, PRODUCT, MIN, MAX };
-enum { BLOCK = 1024, POLLS = 200, FEW_POLLS = 20, PAUSES = 16, CROWDED_NANOSECONDS = 100000 };
+enum { BLOCK = 1024, PAUSES = 16 };
+/* A wait polls for this long before it sleeps, and for the second time if the core is crowded. */
+enum { POLL_NANOSECONDS = 100000, CROWDED_POLL_NANOSECONDS = 10000 };
+/* A core is crowded for the second time after a yield has lasted for more than the first. */
+enum { LONG_YIELD_NANOSECONDS = 100000, CROWDED_NANOSECONDS = 50000000 };
 enum { NAPS = 40, NAP_NANOSECONDS = 1000000, NOTE_BYTES = 16 };
 
 typedef struct {
     int64_t rank, world, tick, slot_bytes, one_shot_bytes, piece_bytes;
     /* Offsets in a rank's memory: see arena.py. */
     int64_t sleepers, calls, call_room, call_bytes, nan_at, notes, note_room, data;
+    int64_t crowded_until; /* other programs use this core: a value of nanoseconds() */
     char **memory;
 } Arena;
 
@@ -45,8 +50,7 @@ typedef struct {
     char **ins, **outs;
     int64_t *lengths;
     const char *call, *note; /* written before the first tick and then set to NULL */
-    int32_t done, later; /* `later`: `serve` runs the job while the caller computes */
-    int32_t crowded;     /* another thread, perhaps the caller, uses this core */
+    int32_t done;
 } Job;
 
 enum { ROOM = 1024 };
@@ -94,23 +98,37 @@ static int64_t nanoseconds(void) {
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
-/* Return 1 if `rank` reaches this tick soon: poll its clock, then sleep for a while. */
-static int wait_for(const Arena *a, Job *job, int64_t rank) {
-    /* The low half of the clock, which changes with every tick. */
-    int32_t *word = (int32_t *)clock_of(a, rank);
-    struct timespec nap = {0, NAP_NANOSECONDS};
-    for (int poll = 0; poll < (job->crowded ? FEW_POLLS : POLLS); poll++) {
+/* Return 1 if `rank` reaches this tick within a short time: poll its clock. */
+static int poll_for(Arena *a, int64_t rank) {
+    const int64_t start = nanoseconds();
+    int64_t now = start, limit = POLL_NANOSECONDS;
+    while (now - start < limit) {
         for (int i = 0; i < PAUSES; i++) {
             if (has_reached(a, rank)) return 1;
             relax();
         }
-        if (job->crowded) continue;
-        const int64_t start = job->later ? nanoseconds() : 0;
+        const int64_t before = now = nanoseconds();
+        limit = POLL_NANOSECONDS;
+        if (now < a->crowded_until) {
+            limit = CROWDED_POLL_NANOSECONDS;
+            continue;
+        }
         sched_yield();
+        now = nanoseconds();
         /* Another thread has used this core for a whole time slice. The scheduler runs a thread that
-         * sleeps as soon as it is woken, but not a thread that yields. */
-        job->crowded = job->later && nanoseconds() - start > CROWDED_NANOSECONDS;
+         * sleeps as soon as it is woken, but not a thread that yields. A thread that sleeps also
+         * frees its core for a rank that waits behind another program. */
+        if (now - before > LONG_YIELD_NANOSECONDS) a->crowded_until = now + CROWDED_NANOSECONDS;
     }
+    return has_reached(a, rank);
+}
+
+/* Return 1 if `rank` reaches this tick soon: poll its clock, then sleep for a while. */
+static int wait_for(Arena *a, int64_t rank) {
+    if (poll_for(a, rank)) return 1;
+    /* The low half of the clock, which changes with every tick. */
+    int32_t *word = (int32_t *)clock_of(a, rank);
+    struct timespec nap = {0, NAP_NANOSECONDS};
     for (int i = 0; i < NAPS; i++) {
         __atomic_add_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
         int64_t seen = __atomic_load_n(clock_of(a, rank), __ATOMIC_SEQ_CST);
@@ -123,9 +141,9 @@ static int wait_for(const Arena *a, Job *job, int64_t rank) {
     return 0;
 }
 
-static int all_have_reached(const Arena *a, Job *job) {
+static int all_have_reached(Arena *a) {
     for (int64_t rank = 0; rank < a->world; rank++)
-        if (rank != a->rank && !has_reached(a, rank) && !wait_for(a, job, rank)) return 0;
+        if (rank != a->rank && !has_reached(a, rank) && !wait_for(a, rank)) return 0;
     /* This rank's clock is negative if another thread has left the group. */
     return has_reached(a, a->rank);
 }
@@ -136,9 +154,9 @@ static int all_have_reached(const Arena *a, Job *job) {
         job->phase = (next);             \
     } while (0)
 
-#define WAIT()                                         \
-    do {                                               \
-        if (!all_have_reached(a, job)) return WAITING; \
+#define WAIT()                                    \
+    do {                                          \
+        if (!all_have_reached(a)) return WAITING; \
     } while (0)
 
 /* ----- slots, notes and calls ----- */
@@ -494,7 +512,6 @@ void serve(Arena *a, Queue *queue) {
     Job *job = queue->jobs[count % ROOM];
     __atomic_store_n(&queue->taken, count + 1, __ATOMIC_RELEASE);
     if (!job) return;
-    job->later = 1;
     run(a, job);
 }
 

@@ -51,6 +51,7 @@ class Memory(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (
             "rank", "world", "tick", "slot_bytes", "one_shot_bytes", "piece_bytes",
             "sleepers", "calls", "call_room", "call_bytes", "nan_at", "notes", "note_room", "data",
+            "crowded_until",
         )),
         ("memory", ctypes.POINTER(ctypes.c_void_p)),
     )  # fmt: skip
@@ -69,7 +70,7 @@ class Job(ctypes.Structure):
         ("lengths", ctypes.POINTER(ctypes.c_int64)),
         ("call", ctypes.c_char_p),
         ("note", ctypes.c_char_p),
-        *((name, ctypes.c_int32) for name in ("done", "later", "crowded")),
+        ("done", ctypes.c_int32),
     )  # fmt: skip
 
 

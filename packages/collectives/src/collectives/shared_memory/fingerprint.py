@@ -7,6 +7,7 @@ make different calls do not receive each other's messages (see Note [Tags of mes
 their calls when the wait ends.
 """
 
+import hashlib
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,11 @@ KINDS = (
 )  # fmt: skip
 # The collectives that run the steps of another one.
 STEPS = {"reduce": "all_reduce", "gather": "all_to_all", "scatter": "all_to_all"}
-ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "halving_doubling", "tree", "gloo")
+ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "tree", "gloo")
 OPS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 MAX_DIMS = 8
-_LAYOUT = struct.Struct(f"<6h2i{MAX_DIMS}q")
+_LAYOUT = struct.Struct(f"<6h2iQ{MAX_DIMS}q")
 BYTES = _LAYOUT.size
 # The offset of `has_nan` in `Call.packed`.
 NAN_OFFSET = struct.calcsize("<4h")
@@ -46,8 +47,10 @@ class Call:
     root: int = 0
     algorithm: str = "auto"
     has_nan: bool = False
-    #: The number of calls that this call is coalesced with, including itself.
+    #: The number of tensors that are coalesced into this call.
     coalesced: int = 1
+    #: A digest of the tensors' shapes, if there are several shapes; otherwise 0.
+    digest: int = 0
 
     @property
     def steps(self) -> str:
@@ -71,6 +74,7 @@ class Call:
             len(self.shape),
             self.root,
             self.coalesced,
+            self.digest,
             *dims,
             *padding,
         )
@@ -78,7 +82,8 @@ class Call:
     @staticmethod
     def unpack(raw: bytes) -> "Call":
         """Return the call of a fingerprint."""
-        kind, dtype, op, algorithm, has_nan, ndim, root, coalesced, *dims = _LAYOUT.unpack(raw)
+        fields = _LAYOUT.unpack(raw)
+        kind, dtype, op, algorithm, has_nan, ndim, root, coalesced, digest, *dims = fields
         return Call(
             kind=KINDS[kind],
             shape=tuple(dims[:ndim]),
@@ -88,6 +93,7 @@ class Call:
             algorithm=ALGORITHMS[algorithm],
             has_nan=bool(has_nan),
             coalesced=coalesced,
+            digest=digest,
         )
 
     def __str__(self) -> str:
@@ -100,8 +106,16 @@ class Call:
         if self.algorithm != "auto":
             parts.append(f"algorithm {self.algorithm}")
         if self.coalesced > 1:
-            parts.append(f"one of {self.coalesced} coalesced")
+            parts.append(f"{self.coalesced} coalesced tensors")
+        if self.digest:
+            parts.append(f"shapes with digest {self.digest:016x}")
         return f"{self.kind}({', '.join(parts)})"
+
+
+def digest_shapes(shapes: Sequence[Sequence[object]]) -> int:
+    """Return a number that differs, except by a chance of 2^-64, if the shapes do."""
+    text = repr([tuple(shape) for shape in shapes]).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:

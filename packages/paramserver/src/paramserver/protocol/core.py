@@ -378,6 +378,8 @@ class Core:
             self.lost.pop(worker, None)
         if m.number:  # only the first server decides which workers take part
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
+        if replica.shard.servers > 1 and not self.ledger.can_follow(m.position):
+            return Message(Kind.REREAD, position=replica.position)
         if self._elastic:
             # The field `clock` of a JOIN contains the number of the session.
             self.ledger.join(worker, _public(m.clock))

@@ -234,6 +234,20 @@ class Ledger:
         entries = tuple(self._entries[skipped:])
         return Log(max(position, self._first), entries, self._digests[skipped])
 
+    def can_follow(self, position: int) -> bool:
+        """Return True if a server that has replayed `position` entries may have the others' state.
+
+        Before a worker pushes again, all servers have replayed its last push. A server that is
+        behind by two pushes of a worker has therefore lost a part of its journal.
+        """
+        pushes: set[Push] = set()
+        for entry in self._entries[max(0, position - self._first) :]:
+            if isinstance(entry, Accept):
+                pushes.add(entry.push)
+            elif isinstance(entry, Write):
+                pushes.update(entry.pushes)
+        return position >= self._first and len({p[0] for p in pushes}) == len(pushes)
+
     def forget(self, position: int) -> None:
         """Discard the entries before `position`, which all servers have replayed."""
         count = min(max(0, position - self._first), len(self._entries))

@@ -6,7 +6,6 @@ applied before the read is fetched; readers share the copy. A push that arrives 
 recognized by its identity (worker, epoch, clock) and has no effect.
 """
 
-import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from paramserver import sparse
-from paramserver.consistency import Consistency, LocalSteps, OptimizerFactory
-from paramserver.partition import Shard, local_part
+from paramserver.consistency import Consistency, LocalSteps
+from paramserver.optimizers import OptimizerFactory, Updater
+from paramserver.partition import Piece, Shard, local_part
 from paramserver.protocol.ledger import Accept, Join, Leave, Log, Push, Read, Write
 
 EpochAndNumber = tuple[int, int]
@@ -52,17 +52,15 @@ class Replica:
         if memory is None:
             memory = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
         self._buffer = memory.zero_()
-        self._by_fragment = [
-            [nn.Parameter(view) for view in fragment.shard.views(fragment.of(self._buffer))]
-            for fragment in self._fragments
-        ]
-        self._parameters = [p for parameters_of in self._by_fragment for p in parameters_of]
-        self._copy_in(parameters)
-        factory = local.outer if local else optimizer
-        self._optimizer = factory(self._parameters) if self._parameters else None
-        if self._optimizer:
-            _require_elementwise([f.shard for f in self._fragments], self._optimizer)
-        self._settings = _settings(policy, self._optimizer)
+        views = [f.shard.views(f.of(self._buffer)) for f in self._fragments]
+        self._parameters = [nn.Parameter(view) for views_of in views for view in views_of]
+        pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
+        self._copy_in(pieces, parameters)
+        self._updater = _updater(local.outer if local else optimizer, self, pieces, parameters)
+        targets = iter(self._updater.targets)
+        #: By fragment: the tensors that receive the gradients.
+        self._targets = [[next(targets) for _ in views_of] for views_of in views]
+        self._settings = {"policy": _describe(policy)} | self._updater.settings()
         self.compression = local.compression if local else None
         for name in (p.name for p in shard.pieces if p.dtype.is_complex and self.compression):
             raise ValueError(
@@ -88,8 +86,7 @@ class Replica:
         self.copy_outs: dict[int, Callable[[], None]] = {}
 
     @torch.no_grad()
-    def _copy_in(self, parameters: Mapping[str, Tensor]) -> None:
-        pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
+    def _copy_in(self, pieces: Sequence[Piece], parameters: Mapping[str, Tensor]) -> None:
         for piece, target in zip(pieces, self._parameters, strict=True):
             flat = local_part(parameters[piece.name].detach()).reshape(-1)
             target.view(-1).copy_(flat[piece.start : piece.stop])
@@ -221,9 +218,8 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the parameters, the optimizer's state and the version."""
-        optimizer = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer else {}
         state = {"layout": self.shard.digest(), "parameters": self._buffer.clone()}
-        return state | {"optimizer": optimizer, "version": self.version}
+        return state | {"version": self.version} | self._updater.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start a new log from `state`, which a server of the same shard saved."""
@@ -232,11 +228,11 @@ class Replica:
                 f"expected the state of a shard with layout {self.shard.digest()}, which is server "
                 f"{self.shard.number} of {self.shard.servers}, got layout {state['layout']}; pass "
                 "the same parameters (names, shapes, dtypes), `servers` and `whole` as before, or "
-                "another folder"
+                "another folder. `python -m paramserver convert MODULE:JOB OLD NEW` converts "
+                "journals to another number of servers"
             )
         self._buffer.copy_(state["parameters"])
-        if self._optimizer:
-            self._optimizer.load_state_dict(state["optimizer"])
+        self._updater.load_state_dict(state)
         self.version = self.base_version = state["version"]
         self.position = 0
         self._staged = {}
@@ -319,15 +315,14 @@ class Replica:
         """Update fragment `number` by the mean of the gradients of `pushes`."""
         fragment = self._fragments[number]
         targets = zip(
-            self._by_fragment[number], fragment.shard.pieces, zip(*pushes, strict=True), strict=True
+            self._targets[number], fragment.shard.pieces, zip(*pushes, strict=True), strict=True
         )
-        for parameter, piece, gradients in targets:
-            mean = _mean(gradients, parameter.dtype)
-            parameter.grad = sparse.convert_for(self._optimizer, mean, piece)
-        if self._optimizer:
-            self._optimizer.step()
-            # Parameters without a gradient are skipped, so the momentum of other fragments stays.
-            self._optimizer.zero_grad()
+        for target, piece, gradients in targets:
+            mean = _mean(gradients, target.dtype)
+            if self._updater.needs_dense_gradients:
+                mean = mean.to_dense()
+            target.grad = sparse.convert_for(self._updater.optimizer, mean, piece)
+        self._updater.step()
         self.version += 1
         self._changed = number
         self._change = fragment.of(self.newest)
@@ -373,14 +368,61 @@ _ELEMENTWISE = (
 )
 
 
-def _require_elementwise(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> None:
+def _updater(
+    factory: OptimizerFactory,
+    replica: Replica,
+    pieces: Sequence[Piece],
+    parameters: Mapping[str, Tensor],
+) -> Updater:
+    """Return the updater of the pieces.
+
+    Raises:
+        ValueError: their updates would differ from those of whole parameters.
+    """
+    names, shapes = [p.name for p in pieces], [p.shape for p in pieces]
+    updater = Updater(factory, replica._parameters, names, shapes)
+    updater.spec.check_groups(parameters)
+    is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
+    servers, fragments = replica.shard.servers, len(replica._fragments)
+    if updater.spec.max_norm is not None and (is_local or servers > 1 or fragments > 1):
+        part = "a rank's shards" if is_local else f"{fragments} fragments on {servers} servers"
+        raise ValueError(
+            f"expected all gradients on one server with max_norm, because it limits their common "
+            f"norm, got {part}; pass servers=1 and one fragment, or pass max_norm=None and call "
+            "torch.nn.utils.clip_grad_norm_ on each worker before `push`, which limits the norm "
+            "of each worker's gradients"
+        )
+    if updater.optimizer:
+        _require_elementwise(pieces, updater.optimizer)
+        is_part = len(pieces) < len(parameters) or any(p.view_shape != p.shape for p in pieces)
+        if is_part and not updater.spec.groups:
+            _require_one_group(updater.spec.optimizer, parameters.values())
+    return updater
+
+
+def _require_one_group(
+    factory: Callable[..., torch.optim.Optimizer], parameters: Iterable[Tensor]
+) -> None:
+    """Raise `ValueError` if a factory of an optimizer of parts would group whole parameters."""
+    # They have the shapes of the parameters and take no memory.
+    whole = [nn.Parameter(p.detach().new_zeros(()).expand(p.shape)) for p in parameters]
+    groups = factory(whole).param_groups
+    if len(groups) > 1:
+        raise ValueError(
+            f"expected one parameter group, because each server stores a part of the parameters, "
+            f"got {len(groups)}; pass OptimizerSpec(groups=...), which groups parameters by name "
+            "and shape"
+        )
+
+
+def _require_elementwise(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> None:
     """Raise `ValueError` if a tensor is split and the optimizer may need all of its elements."""
     kind = type(optimizer)
     # torch wraps `step` of each class when its first optimizer is created.
     steps = {inspect.unwrap(elementwise.step) for elementwise in _ELEMENTWISE}
     if inspect.unwrap(kind.step) in steps or getattr(kind, "elementwise", False):
         return
-    for piece in (piece for shard in shards for piece in shard.pieces):
+    for piece in pieces:
         if piece.view_shape != piece.shape:
             raise ValueError(
                 f"expected an elementwise optimizer, because {piece.name} is split, got "
@@ -389,21 +431,11 @@ def _require_elementwise(shards: Sequence[Shard], optimizer: torch.optim.Optimiz
             )
 
 
-def _settings(
-    policy: Consistency | None, optimizer: torch.optim.Optimizer | None
-) -> dict[str, str]:
-    """Return the settings that a log depends on, as texts that are equal in every process."""
+def _describe(policy: Consistency | None) -> str:
+    """Return the settings of a policy as a text that is equal in every process."""
     values = getattr(policy, "__dict__", {}).items()
-    rules = [f"{key}={value}" for key, value in values if not callable(value)]
-    settings = {"policy": f"{type(policy).__name__}({', '.join(rules)})"}
-    if optimizer:
-        settings["optimizer"] = type(optimizer).__name__
-        types = (bool, int, float, str, tuple, Tensor)
-        for i, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if type(value) in types:
-                    settings[f"group {i}'s {key}"] = str(value)
-    return settings
+    rules = [f"{key}={value}" for key, value in values if key != "outer"]
+    return f"{type(policy).__name__}({', '.join(rules)})"
 
 
 def layout(shard: Shard, policy: Consistency | None) -> str:

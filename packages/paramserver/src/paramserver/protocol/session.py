@@ -64,20 +64,35 @@ class Session:
             ValueError: the servers store the parameters of another module, or different versions.
         """
         join = Message(Kind.JOIN, clock=self._number)
-        answers = yield [
+        first, *others = [
             Request(server, replace(join, number=server, text=layout))
             for server, layout in enumerate(self._layouts)
         ]
+        answers = [Message(Kind.REREAD)]
+        tried = -1
+        while answers[0].kind is Kind.REREAD:
+            # A JOIN changes nothing at these servers, and at the first one only if none is too old.
+            replies = (yield others) if others else []
+            position = min((reply.position for reply in replies), default=0)
+            if position == tried:
+                raise RuntimeError(
+                    f"the servers have replayed {[reply.position for reply in replies]} entries of "
+                    f"the log, but server 0 has {answers[0].position}: a journal was lost, or "
+                    "restored from an older copy. No server has changed; recover all servers' "
+                    "journals together"
+                )
+            tried = position
+            first = replace(first, message=replace(first.message, position=position))
+            answers = [*(yield [first]), *replies]
         versions = [answer.number for answer in answers]
         if len(set(versions)) > 1:
             raise ValueError(
                 f"expected one version at all servers, got {versions}; "
                 "load states that were saved at the same version"
             )
-        first = answers[0]
-        self.epoch = first.epoch
-        self.clock = first.clock
-        self.pushes = int(first.text)
+        self.epoch = answers[0].epoch
+        self.clock = answers[0].clock
+        self.pushes = int(answers[0].text)
         self._positions = [answer.position for answer in answers]
         self._reads, self._has_pushed = 0, False
         if self.epoch and len(self._layouts) > 1:

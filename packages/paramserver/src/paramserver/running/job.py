@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.consistency import Consistency, OptimizerFactory
+from paramserver.consistency import Consistency
+from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
 from paramserver.server import Server
@@ -74,7 +76,13 @@ class Job:
             memory=memory,
         )
 
-    def worker(self, rank: int, connections: Sequence[Any], site: Site = None) -> Worker:
+    def worker(
+        self,
+        rank: int,
+        connections: Sequence[Any],
+        site: Site = None,
+        checkpoint: str | Path | None = None,
+    ) -> Worker:
         """Return a new worker that has joined the servers behind `connections`."""
         return Worker(
             self.module,
@@ -84,6 +92,7 @@ class Job:
             local=local_of(self.consistency),
             optimizer=self.optimizer,
             site=site,
+            checkpoint=checkpoint,
         )
 
 
@@ -139,15 +148,14 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
         assert causes[0].error is not None
         raise causes[0].error
     reports: list[ServerReport] = [outcome.value for outcome in servers]
-    parameters = {name: torch.empty_like(p) for name, p in trainable(job.module).items()}
+    trained = trainable(job.module)
+    parameters = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in trained.items()}
     for shard, server in zip(shards, reports, strict=True):
-        views = shard.views(torch.frombuffer(bytearray(server.buffer), dtype=torch.uint8))
-        for piece, view in zip(shard.pieces, views, strict=True):
-            with torch.no_grad():
-                parameters[piece.name].view(-1)[piece.start : piece.stop] = view.view(-1)
+        buffer = torch.frombuffer(bytearray(server.buffer), dtype=torch.uint8)
+        shard.gather(buffer, {name: tensor.view(-1) for name, tensor in parameters.items()})
     return Result(
         [outcome.value for outcome in workers],
-        {name: tensor.detach() for name, tensor in parameters.items()},
+        parameters,
         [server.version for server in reports],
         sum((server.staleness for server in reports), Counter()),
         sum((server.push_bytes for server in reports), Counter()),

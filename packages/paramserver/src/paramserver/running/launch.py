@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from paramserver.consistency import Consistency, OptimizerFactory
+from paramserver.consistency import Consistency
+from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Shard
 from paramserver.running.job import Job, Result, ServerReport, assemble, report
 from paramserver.running.processes import Processes, ReportProgress, collect

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paramserver.journal import DiskJournal, JournalError
+from paramserver.journal import DiskJournal, require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
 from paramserver.running.processes import Processes, ReportProgress
 from paramserver.transport.connection import GRACE
 from paramserver.transport.zeromq import Keys, ZeroMQConnection, ZeroMQServer
-from paramserver.worker import Worker
+from paramserver.worker import Worker, local_of
 
 
 def open_server(
@@ -34,15 +34,8 @@ def open_server(
     server = job.server(job.shards()[number], elastic=True)
     disk_journal = None
     if journal is not None:
-        disk_journal = DiskJournal(Path(journal) / f"server-{number}", fsync=job.fsync)
-        if not disk_journal.load(server.core):
-            # A job may initialize its parameters at random, so the initial state is stored.
-            disk_journal.snapshot(server.core)
-            disk_journal.wait()
-            if disk_journal.error:
-                raise RuntimeError(
-                    f"cannot write a journal in {disk_journal.folder}: {disk_journal.error}"
-                )
+        folder = Path(journal) / f"server-{number}"
+        disk_journal = DiskJournal.start(folder, server.core, fsync=job.fsync)
     return ZeroMQServer(server.core, address, keys=keys, journal=disk_journal)
 
 
@@ -54,6 +47,7 @@ def join_servers(
     *,
     keys: Keys | None = None,
     site: dist.ProcessGroup | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Iterator[Worker]:
     """Provide a worker of the servers at these addresses, in the order of their shards.
 
@@ -66,7 +60,7 @@ def join_servers(
         return
     with (
         _connected(job, rank, addresses, keys) as connections,
-        job.worker(rank, connections, site) as worker,
+        job.worker(rank, connections, site, checkpoint) as worker,
     ):
         yield worker
 
@@ -118,7 +112,7 @@ def run_on_zeromq(
     packed = pickle.dumps(job)
     shards = job.shards()
     if journal is not None:
-        _require_all_journals(Path(journal), job.servers)
+        require_journals(Path(journal), job.servers, range(job.servers))
     with (
         tempfile.TemporaryDirectory() as folder,
         Processes(context, folder, job.timeout + GRACE, progress) as processes,
@@ -129,7 +123,7 @@ def run_on_zeromq(
             processes.start(f"server {i}", _serve, packed, i, address, journal_folder)
         workers = [f"worker {w}" for w in range(job.workers)]
         for w, name in enumerate(workers):
-            processes.start(name, _work, packed, w, addresses)
+            processes.start(name, _work, packed, w, addresses, journal_folder)
         ended: dict[str, Outcome] = {}
         final_state: Future[list[ServerReport]] | None = None
         # In a thread, because a server may still die, and be restarted, while the state is read.
@@ -154,25 +148,17 @@ def run_on_zeromq(
         return assemble(job, shards, ended)
 
 
-def _require_all_journals(folder: Path, servers: int) -> None:
-    """Raise `JournalError` if only some servers have a journal, before any server starts."""
-    paths = [folder / f"server-{i}" for i in range(servers)]
-    lost = [str(path) for path in paths if not (path.is_dir() and any(path.iterdir()))]
-    if 0 < len(lost) < servers:
-        raise JournalError(
-            f"expected a journal of each of the {servers} servers in {folder}, or of none, but "
-            f"{', '.join(lost)} is empty or missing. Nothing was changed. Restore it from a copy "
-            "of the same time, or pass another folder"
-        )
-
-
 def _serve(
     packed: bytes, number: int, address: str, journal: str | None, *report: ReportProgress
 ) -> None:
     open_server(pickle.loads(packed), number, address, journal=journal).serve(*report)
 
 
-def _work(packed: bytes, rank: int, addresses: Sequence[str]) -> Any:
+def _work(packed: bytes, rank: int, addresses: Sequence[str], journal: str | None) -> Any:
     job: Job = pickle.loads(packed)
-    with join_servers(job, rank, addresses) as worker:
+    checkpoint = None
+    if journal is not None and local_of(job.consistency):
+        Path(journal).mkdir(parents=True, exist_ok=True)
+        checkpoint = f"{journal}/worker-{rank}"
+    with join_servers(job, rank, addresses, checkpoint=checkpoint) as worker:
         return job.train(worker, *job.args)

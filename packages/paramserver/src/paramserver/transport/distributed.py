@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.consistency import Consistency, OptimizerFactory
+from paramserver.consistency import Consistency
+from paramserver.optimizers import OptimizerFactory
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.job import Job, Site
 from paramserver.running.serving import serve

@@ -262,7 +262,7 @@ class ZeroMQServer:
             reply = self.core.handle(
                 worker, request.message, data.data, now, finite=finite, session=request.session
             )
-            if request.message.kind is Kind.JOIN:
+            if request.message.kind is Kind.JOIN and reply and reply.kind is Kind.OK:
                 self._joined[worker] = request.name, request.key[0], request.session
         except DiskFullError as error:
             self._report_full_disk(error, now)

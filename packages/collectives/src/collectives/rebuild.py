@@ -1,0 +1,45 @@
+"""A new group of the ranks that survived a failure, in the same processes."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from collectives.communicator import communicator
+
+
+def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Return a new group of the ranks that the failure of `group` did not name as lost.
+
+    Every surviving rank must call this function after its `RankLost`, as they all call
+    `torch.distributed.new_group`. Ranks keep their global numbers, and the failed group remains
+    unusable, also if it is the default group. The new group needs the store of the default group:
+    it must not be served by a lost rank.
+
+    Args:
+        group: the failed group; the default group if None.
+        timeout: the timeout of the new group; that of the failed group if None.
+    """
+    comm = communicator(group)
+    broken = comm.failures.broken
+    if broken is None:
+        raise RuntimeError(
+            "expected a group that has failed, got one that works; to create a group of some of "
+            "its ranks, use torch.distributed.new_group"
+        )
+    if comm.rank in broken.ranks:
+        raise RuntimeError(
+            f"expected a surviving rank, but the failure named this rank, {comm.rank}; restart "
+            f"this process: {broken}"
+        ) from broken
+    members = dist.get_process_group_ranks(group)
+    survivors = [members[rank] for rank in range(comm.world) if rank not in broken.ranks]
+    rebuilt = dist.new_group(
+        survivors,
+        timeout=timeout or timedelta(seconds=comm.timeout),
+        backend=dist.get_backend(group),
+        # The lost ranks make no call.
+        use_local_synchronization=True,
+    )
+    assert isinstance(rebuilt, dist.ProcessGroup)
+    return rebuilt

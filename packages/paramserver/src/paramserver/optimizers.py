@@ -1,0 +1,212 @@
+"""Optimizers with a schedule, groups by name, gradient clipping and master weights.
+
+An `OptimizerSpec` is accepted wherever an optimizer factory is: by servers, as `outer` of
+`LocalSteps`, and as the local optimizer of workers. `Updater` creates the optimizer and applies
+updates with it.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer and the rules by which it is applied.
+
+    Args:
+        optimizer: factory of the optimizer, such as `partial(torch.optim.AdamW, lr=1e-3)`.
+        scheduler: factory of a torch scheduler from the optimizer; it advances after every update.
+            `partial(LambdaLR, lr_lambda=f)` multiplies the learning rate by `f(updates)`.
+        groups: returns the options of a parameter that differ from those of the optimizer, from its
+            name and shape, such as `{"weight_decay": 0.0}`.
+        max_norm: limit of the norm of all gradients of an update, see
+            `torch.nn.utils.clip_grad_norm_`. A server clips the mean gradient.
+        master_dtype: type in which a server stores and updates the parameters. Workers receive them
+            rounded to the type of the module.
+    """
+
+    optimizer: Callable[..., Optimizer]
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    groups: Callable[[str, torch.Size], Mapping[str, Any]] | None = None
+    max_norm: float | None = None
+    master_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"expected max_norm > 0, or None, got {self.max_norm!r}")
+
+    def check_groups(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise `ValueError` if `groups` returns no options for any of the module's parameters."""
+        if self.groups and not any(self.groups(n, p.shape) for n, p in parameters.items()):
+            raise ValueError(
+                "expected `groups` to return options for some parameter, got none for any of "
+                f"{', '.join(list(parameters)[:8])}; correct the names, or pass groups=None"
+            )
+
+
+OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer] | OptimizerSpec
+
+
+def spec_of(factory: OptimizerFactory) -> OptimizerSpec:
+    """Return the specification of an optimizer factory."""
+    return factory if isinstance(factory, OptimizerSpec) else OptimizerSpec(factory)
+
+
+class Updater:
+    """The optimizer of some parameters, with its schedule, clipping and master weights.
+
+    Args:
+        factory: the optimizer factory.
+        parameters: the parameters, or parts of parameters.
+        names: name of each of `parameters`.
+        shapes: shape of the whole parameter of each of `parameters`.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+    ) -> None:
+        self.spec = spec = spec_of(factory)
+        self._parameters = parameters
+        self._names = names
+        #: The parameters that the optimizer updates, which receive the gradients: `parameters`, or
+        #: their master weights.
+        self.targets = parameters
+        if spec.master_dtype:
+            self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
+        #: The optimizer; None if `parameters` is empty.
+        self.optimizer: Optimizer | None = None
+        self._scheduler: LRScheduler | None = None
+        if self.targets:
+            self.optimizer = spec.optimizer(self._groups(shapes) if spec.groups else self.targets)
+            if spec.groups:
+                _require_known_options(self.optimizer)
+            if self.needs_dense_gradients and isinstance(self.optimizer, torch.optim.SparseAdam):
+                raise ValueError(
+                    "expected max_norm=None and master_dtype=None with SparseAdam, which needs "
+                    "sparse gradients; pass Adam to use them"
+                )
+            if spec.scheduler:
+                self._scheduler = _checked(spec.scheduler(self.optimizer))
+
+    @property
+    def needs_dense_gradients(self) -> bool:
+        """True if sparse gradients have to be converted before they are assigned."""
+        return self.spec.max_norm is not None or self.spec.master_dtype is not None
+
+    def step(self) -> None:
+        """Apply the gradients of `targets`, clear them, and advance the schedule."""
+        if self.optimizer is None:
+            return
+        if self.spec.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.targets, self.spec.max_norm, error_if_nonfinite=True)
+        self.optimizer.step()
+        # Parameters without a gradient are skipped, so the momentum of other fragments stays.
+        self.optimizer.zero_grad()
+        self._publish()
+        if self._scheduler:
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state of the optimizer, the schedule and the master weights."""
+        state: dict[str, Any] = {"optimizer": {}, "scheduler": None, "masters": None}
+        if self.optimizer:
+            state["optimizer"] = copy.deepcopy(self.optimizer.state_dict())
+        if self._scheduler:
+            state["scheduler"] = copy.deepcopy(self._scheduler.state_dict())
+        if self.spec.master_dtype:
+            state["masters"] = [target.detach().clone() for target in self.targets]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a value of `state_dict`."""
+        if self.optimizer:
+            # A copy, because the optimizer keeps and changes the tensors that it loads.
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if self._scheduler and state.get("scheduler") is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        if self.spec.master_dtype:
+            masters = state.get("masters") or self._parameters
+            for target, master in zip(self.targets, masters, strict=True):
+                target.copy_(master)
+            self._publish()
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings that updates depend on, as texts that are equal in every process."""
+        spec = self.spec
+        settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
+        if self.optimizer is None:
+            return settings
+        settings["optimizer"] = type(self.optimizer).__name__
+        names = {id(target): name for target, name in zip(self.targets, self._names, strict=True)}
+        types = (bool, int, float, str, tuple, Tensor)
+        for group in self.optimizer.param_groups:
+            options = [f"{key}={value}" for key, value in group.items() if type(value) in types]
+            for target in group["params"]:
+                settings[f"options of {names[id(target)]}"] = ", ".join(options)
+        settings["scheduler"] = "None"
+        if self._scheduler:
+            state = self._scheduler.state_dict()
+            settings["scheduler"] = f"{type(self._scheduler).__name__} {state}"
+        return settings
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Copy the master weights into the parameters."""
+        if self.spec.master_dtype:
+            for parameter, target in zip(self._parameters, self.targets, strict=True):
+                parameter.copy_(target)
+
+    def _groups(self, shapes: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """Return a group of the optimizer per set of options."""
+        assert self.spec.groups is not None
+        groups: dict[str, dict[str, Any]] = {}
+        for target, name, shape in zip(self.targets, self._names, shapes, strict=True):
+            options = dict(self.spec.groups(name, torch.Size(shape)))
+            group = groups.setdefault(repr(sorted(options.items())), {"params": [], **options})
+            group["params"].append(target)
+        return list(groups.values())
+
+
+def _require_known_options(optimizer: Optimizer) -> None:
+    """Raise `ValueError` for an option that the optimizer lacks, which torch would ignore."""
+    for group in optimizer.param_groups:
+        if unknown := sorted(set(group) - {"params", *optimizer.defaults}):
+            raise ValueError(
+                f"expected `groups` to return options of {type(optimizer).__name__}, which are "
+                f"{', '.join(optimizer.defaults)}, got {', '.join(unknown)}"
+            )
+
+
+def _checked(scheduler: LRScheduler) -> LRScheduler:
+    """Return the scheduler; raise `ValueError` if it cannot be continued from a journal."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "expected a scheduler of the number of updates, got ReduceLROnPlateau, which needs the "
+            "loss; pass another one"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(f"expected a torch scheduler, got {type(scheduler).__name__}")
+    file = io.BytesIO()
+    torch.save(scheduler.state_dict(), file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"expected a scheduler whose state_dict() contains numbers, texts and tensors only, "
+            f"because journals store it, got that of {type(scheduler).__name__}"
+        ) from error
+    return scheduler

@@ -1,0 +1,186 @@
+"""Conversion of the journals of a job to another number of servers."""
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paramserver.journal import DiskJournal, JournalError, journal_folders, restore
+from paramserver.partition import Piece
+from paramserver.protocol.core import Core, Followed
+from paramserver.protocol.replica import Replica
+from paramserver.running.job import Job
+from paramserver.worker import local_of
+
+#: Values of whole parameters, by the name of the parameter and the name of the value.
+Values = dict[str, dict[str, Any]]
+_PARAMETER = "parameter"
+
+
+def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
+    """Write journals of `job.servers` servers with the state of the journals in `source`.
+
+    Training from `target` continues as from `source`, which remains as it is.
+
+    Args:
+        job: the job with the new number of servers.
+        source: folder of the journals of all servers, which must have stopped.
+        target: folder of the new journals, which must not exist.
+
+    Raises:
+        ValueError: the result of the training would depend on the number of servers.
+        JournalError: a journal is damaged, or the journals do not match.
+    """
+    source, target = Path(source), Path(target)
+    policy = local_of(job.consistency)
+    if policy and (policy.fragments > 1 or policy.compression):
+        raise ValueError(
+            "expected a policy without fragments and compression, whose results depend on the "
+            f"number of servers, got {policy}; continue with the former number"
+        )
+    if target.exists():
+        raise ValueError(f"expected a new folder for the journals, got {target}, which exists")
+    old = _restored(job, source)
+    new = [job.server(shard, elastic=True).core for shard in job.shards()]
+    values, options = _whole_values([core.replica for core in old])
+    for core in new:
+        core.ledger = old[0].ledger.copy()
+        _set_values(core.replica, values, options)
+        _set_history(core.replica, [core.replica for core in old], values)
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for number, core in enumerate(new):
+        DiskJournal.start(unfinished / f"server-{number}", core).close()
+    for checkpoint in source.glob("worker-*"):
+        shutil.copy(checkpoint, unfinished)
+    unfinished.rename(target)
+
+
+def _restored(job: Job, source: Path) -> list[Core]:
+    """Return the cores of the servers of `source`, all at the same position of the log."""
+    folders = journal_folders(source)
+    former = replace(job, servers=len(folders))
+    cores = [former.server(shard, elastic=True).core for shard in former.shards()]
+    for core, folder in zip(cores, folders, strict=True):
+        restore(folder, core)
+    first = cores[0]
+    for core, folder in zip(cores, folders, strict=True):
+        try:
+            # The first server may be ahead of the others, which have staged all committed pushes.
+            core.restore(None, [Followed(first.ledger.since(core.replica.position))])
+        except (ValueError, RuntimeError) as error:
+            raise JournalError(
+                f"{folder} does not match {folders[0]}: {error}. Recover the journals of all "
+                f"servers together by `python -m paramserver recover {source}`"
+            ) from error
+    return cores
+
+
+def _whole_values(replicas: Sequence[Replica]) -> tuple[Values, dict[str, dict[str, Any]]]:
+    """Return the values of whole parameters, and the options of their groups, by name.
+
+    The values are the parameters, the state of the optimizer, and the gradients of pushes that are
+    accepted but not applied yet.
+    """
+    values: Values = {}
+    options: dict[str, dict[str, Any]] = {}
+    for replica in replicas:
+        for index, (piece, target, state, group) in enumerate(_targets(replica)):
+            of_piece = {_PARAMETER: target.detach(), **state}
+            for push in sorted(replica._accepted):
+                of_piece[f"push {push}"] = replica._staged[push][0][index].to_dense()
+            for key, value in of_piece.items():
+                _add(values.setdefault(piece.name, {}), key, value, piece)
+            options[piece.name] = group
+    return values, options
+
+
+def _targets(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any], dict[str, Any]]]:
+    """Return the pieces with their updated tensor, and the state and options of the optimizer."""
+    updater = replica._updater
+    if updater.optimizer is None:
+        return []
+    options = {
+        id(target): {key: value for key, value in group.items() if key != "params"}
+        for group in updater.optimizer.param_groups
+        for target in group["params"]
+    }
+    return [
+        (piece, target, updater.optimizer.state.get(target, {}), options[id(target)])
+        for piece, target in zip(replica.shard.pieces, updater.targets, strict=True)
+    ]
+
+
+def _add(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> None:
+    """Add a value of a piece to the values of the whole parameter."""
+    if isinstance(value, Tensor) and value.shape == piece.view_shape:
+        numel = torch.Size(piece.shape).numel()
+        flat = whole.setdefault(key, torch.empty(numel, dtype=value.dtype))
+        flat[piece.start : piece.stop] = value.reshape(-1)
+        return
+    is_whole = piece.view_shape == piece.shape
+    is_scalar = not isinstance(value, Tensor) or value.numel() == 1
+    if not is_whole and not (is_scalar and bool(whole.get(key, value) == value)):
+        raise ValueError(
+            f"expected elementwise state of {piece.name}, which is split, got {key}; continue with "
+            "the former number of servers"
+        )
+    whole[key] = value
+
+
+def _part(value: Any, key: str, piece: Piece, whole_numel: int) -> Any:
+    """Return the part of a parameter's value that belongs to a piece."""
+    if not isinstance(value, Tensor) or value.numel() == 1 < whole_numel:
+        return value.clone() if isinstance(value, Tensor) else value
+    if value.shape == (whole_numel,):
+        return value[piece.start : piece.stop].clone().view(piece.view_shape)
+    if piece.view_shape == piece.shape:
+        return value.clone()
+    raise ValueError(
+        f"expected elementwise state of {piece.name}, which would be split, got {key} of shape "
+        f"{tuple(value.shape)}; pass whole=True, or continue with the former number of servers"
+    )
+
+
+@torch.no_grad()
+def _set_values(replica: Replica, values: Values, options: dict[str, dict[str, Any]]) -> None:
+    """Set the parameters and the state of the optimizer."""
+    updater = replica._updater
+    for piece, target, _, _ in _targets(replica):
+        numel = torch.Size(piece.shape).numel()
+        parts = {key: _part(v, key, piece, numel) for key, v in values[piece.name].items()}
+        target.copy_(parts.pop(_PARAMETER))
+        state = {key: part for key, part in parts.items() if not key.startswith("push ")}
+        if state and updater.optimizer:
+            updater.optimizer.state[target] = state
+    for group in updater.optimizer.param_groups if updater.optimizer else ():
+        name = next(p.name for p, t, _, _ in _targets(replica) if t is group["params"][0])
+        group.update(options[name])
+
+
+def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> None:
+    """Set the position in the log, the schedule, and the pushes that are not applied yet."""
+    first = old[0]
+    updater = replica._updater
+    state = updater.state_dict() | {"scheduler": first._updater.state_dict()["scheduler"]}
+    updater.load_state_dict(state)
+    replica.position = first.position
+    replica.version = first.version
+    replica.base_version = first.base_version
+    replica.staleness = Counter(first.staleness)
+    if replica.shard.number == 0:
+        replica.push_bytes = sum((other.push_bytes for other in old), Counter())
+    replica.next = dict(first.next)
+    replica._accepted = set(first._accepted)
+    for push in replica._accepted:
+        key = f"push {push}"
+        gradients = [
+            _part(values[piece.name][key], key, piece, torch.Size(piece.shape).numel())
+            for piece in replica.shard.pieces
+        ]
+        replica._staged[push] = gradients, replica.shard.buffer_bytes

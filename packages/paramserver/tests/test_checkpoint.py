@@ -1,0 +1,201 @@
+"""A job of local steps that is killed anywhere and resumed equals the undisturbed job."""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import (
+    Integers,
+    LocalSteps,
+    OptimizerSpec,
+    PeerLost,
+    Server,
+    Worker,
+    partition,
+    run,
+)
+from paramserver.journal import DiskJournal
+from paramserver_training import batch
+
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+INNER = OptimizerSpec(
+    partial(torch.optim.AdamW, lr=0.02),
+    partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=30),
+    max_norm=0.5,
+)
+POLICIES = {
+    "diloco": LocalSteps(4, OUTER),
+    "streaming": LocalSteps(6, OUTER, fragments=2, overlap=2, alpha=0.25),
+    "compressed": LocalSteps(3, OUTER, Integers(4)),
+}
+STEPS = 12
+
+
+class Killed(BaseException):
+    pass
+
+
+def noisy_model():
+    """Return a module with random numbers, buffers and batch statistics in its steps."""
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 3)
+    return nn.Sequential(*layers).float()
+
+
+def train(worker, steps, die_at=None):
+    if not worker.position:
+        torch.manual_seed(worker.rank)  # the state of the generator is in the checkpoint
+    for step in range(worker.position, steps):
+        worker.pull()
+        inputs, targets = batch(step, worker.rank)
+        F.mse_loss(worker.module(inputs.float()), targets.float()).backward()
+        if step == die_at and worker.rank == 0:
+            os._exit(3)
+        worker.push()
+
+
+def train_to_the_end(worker):
+    train(worker, STEPS)
+    worker.finish()  # receives the last exchange
+
+
+class Fleet:
+    """Servers and one worker that can be killed and restarted."""
+
+    def __init__(self, folder, policy, servers):
+        self.folder = folder
+        self.policy = policy
+        self.servers = servers
+        self.journals = []
+
+    def start(self):
+        torch.manual_seed(99)  # a restarted process has another state than the killed one
+        module = noisy_model()
+        parameters = dict(module.named_parameters())
+        self.hosts = []
+        for shard in partition(parameters, self.servers):
+            host = Server(parameters, INNER, self.policy, workers=1, shard=shard, elastic=True)
+            self.journals.append(DiskJournal(self.folder / f"server-{shard.number}"))
+            self.journals[-1].load(host.core)
+            self.hosts.append(host)
+        checkpoint = self.folder / "worker"
+        return Worker(module, self.hosts, optimizer=INNER, checkpoint=checkpoint)
+
+    def kill(self):
+        while self.journals:
+            self.journals.pop().close()
+
+
+def killed_at(worker, when, at):
+    """Let the worker die before or after the commit of push number `at`."""
+    push = worker._session.push
+
+    def dying_push():
+        if worker.pushes == at and when == "before the push":
+            raise Killed
+        yield from push()
+        if worker.pushes == at + 1 and when == "after the push":
+            raise Killed
+
+    worker._session.push = dying_push
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    results = {}
+    for name, policy in POLICIES.items():
+        for servers in (1, 2):
+            fleet = Fleet(tmp_path_factory.mktemp("undisturbed"), policy, servers)
+            with fleet.start() as worker:
+                train(worker, STEPS)
+            results[name, servers] = worker.module.state_dict()
+            fleet.kill()
+    return results
+
+
+@pytest.mark.parametrize("when", ["before the push", "after the push"])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_job_killed_at_any_push_equals_the_undisturbed_one(
+    tmp_path, undisturbed, name, servers, when
+):
+    policy = POLICIES[name]
+    for at in range(STEPS // policy.interval):
+        fleet = Fleet(tmp_path / str(at), policy, servers)
+        worker = fleet.start()
+        killed_at(worker, when, at)
+        with pytest.raises(Killed):
+            train_to_the_end(worker)
+        fleet.kill()
+        with fleet.start() as worker:
+            assert worker.position == (at + 1) * policy.interval
+            train(worker, STEPS)
+        fleet.kill()
+        for key, value in worker.module.state_dict().items():
+            assert torch.equal(value, undisturbed[name, servers][key]), key
+
+
+def test_a_job_killed_between_exchanges_equals_the_undisturbed_one(tmp_path, undisturbed):
+    fleet = Fleet(tmp_path, POLICIES["streaming"], 1)
+    for steps in (4, 5, 8, 9, 11):  # twice within the same round
+        train(fleet.start(), steps)
+        fleet.kill()
+    with fleet.start() as worker:
+        train(worker, STEPS)
+    fleet.kill()
+    for key, value in worker.module.state_dict().items():
+        assert torch.equal(value, undisturbed["streaming", 1][key]), key
+
+
+def test_a_job_of_processes_that_is_killed_and_run_again_equals_the_undisturbed_one(tmp_path):
+    pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    policy = LocalSteps(4, OUTER)
+    options = {"workers": 2, "servers": 2, "transport": "zeromq"}
+    start = partial(run, train, noisy_model(), INNER, policy, **options)
+    with pytest.raises(PeerLost, match="worker 0 died with exit code 3"):
+        start(args=(STEPS, 6), journal=tmp_path / "killed")
+    resumed = start(args=(STEPS,), journal=tmp_path / "killed")
+    undisturbed = start(args=(STEPS,), journal=tmp_path / "undisturbed")
+    for name, parameter in undisturbed.parameters.items():
+        assert torch.equal(resumed.parameters[name], parameter)
+
+
+def test_the_position_counts_every_local_step_also_while_an_exchange_is_in_flight(tmp_path):
+    fleet = Fleet(tmp_path, POLICIES["streaming"], 1)
+    worker = fleet.start()
+    for step in range(7):
+        assert worker.position == step
+        train(worker, step + 1)
+    fleet.kill()
+    assert fleet.start().position == 6  # the steps after the last exchange are repeated
+    fleet.kill()
+
+
+def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
+    fleet = Fleet(tmp_path, LocalSteps(2, OUTER), 1)
+    train(fleet.start(), 2)
+    old = (tmp_path / "worker").read_bytes()
+    train(Worker(noisy_model(), fleet.hosts, optimizer=INNER), 8)
+    fleet.kill()
+    (tmp_path / "worker").write_bytes(old)
+    with pytest.raises(ValueError, match=r"4 accepted pushes.*got one with 0.*remove .*worker to"):
+        fleet.start()
+    fleet.kill()
+    (tmp_path / "worker").unlink()
+    train(fleet.start(), 10)
+    fleet.kill()
+    faster = OptimizerSpec(partial(torch.optim.AdamW, lr=0.03), INNER.scheduler, max_norm=0.5)
+    assert fleet.start().position == 10
+    with pytest.raises(ValueError, match=r"options of 0\.weight lr=0\.03.*got one with lr=0\.02"):
+        Worker(noisy_model(), fleet.hosts, optimizer=faster, checkpoint=tmp_path / "worker")
+    fleet.kill()
+    with pytest.raises(ValueError, match="expected LocalSteps and one rank per worker"):
+        Worker(noisy_model(), [], checkpoint=tmp_path / "worker")

@@ -1,0 +1,207 @@
+"""Journals continue with another number of servers, and a lost one is refused at once."""
+
+import shutil
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    Integers,
+    Job,
+    LocalSteps,
+    OptimizerSpec,
+    Worker,
+    convert_journal,
+)
+from paramserver import __main__ as command_line
+from paramserver.journal import DiskJournal, JournalError, require_journals
+from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model
+
+
+def no_decay(name, shape):
+    return {"weight_decay": 0.0} if len(shape) < 2 else {}
+
+
+SCHEDULED = OptimizerSpec(
+    ADAMW, partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20), no_decay
+)
+MASTERS = replace(SCHEDULED, master_dtype=torch.float64)
+ADAFACTOR = partial(torch.optim.Adafactor, lr=0.05)
+WHOLE = Job(print, model(), ADAFACTOR, BulkSynchronous(), whole=True)
+JOBS = {
+    "adamw with a schedule and groups": Job(print, model(), SCHEDULED, BulkSynchronous()),
+    "master weights": Job(print, model(torch.float32), MASTERS, BulkSynchronous()),
+    "momentum, every gradient": Job(print, model(), SGD, Asynchronous()),
+    "whole tensors": WHOLE,
+    "local steps": Job(print, model(), SCHEDULED, LocalSteps(2)),
+}
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all():
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+class Fleet:
+    """The servers and two workers of a job, in one process; they start from `folder`."""
+
+    def __init__(self, job, folder):
+        OPEN.append(self)
+        self.journals = []
+        self.servers = []
+        for shard in job.shards():
+            self.servers.append(job.server(shard, elastic=True))
+            path = folder / f"server-{shard.number}"
+            self.journals.append(DiskJournal.start(path, self.servers[-1].core))
+        local = job.consistency if isinstance(job.consistency, LocalSteps) else None
+        self.workers = []
+        for rank in range(2):
+            module = model(next(job.module.parameters()).dtype)
+            options = {"local": local, "optimizer": job.optimizer, "whole": job.whole}
+            checkpoint = folder / f"worker-{rank}" if local else None
+            self.workers.append(
+                Worker(module, self.servers, rank=rank, checkpoint=checkpoint, **options)
+            )
+
+    def train(self, first, stop):
+        for step in range(first, stop):
+            for worker in self.workers:
+                worker.pull()
+            for worker in self.workers:
+                self.push(worker, step)
+
+    def push(self, worker, step):
+        inputs, targets = batch(step, worker.rank)
+        dtype = next(worker.module.parameters()).dtype
+        F.mse_loss(worker.module(inputs.to(dtype)), targets.to(dtype)).backward()
+        worker.push()
+
+    def close(self):
+        for journal in self.journals:
+            journal.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2), (2, 1)])
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_a_job_continues_with_another_number_of_servers(tmp_path, job, before, after):
+    old = Fleet(replace(job, servers=before), tmp_path / "old")
+    old.train(0, 6)
+    has_push = job.consistency.averages and not isinstance(job.consistency, LocalSteps)
+    if has_push:  # the journals end in the middle of a step
+        old.workers[0].pull()
+        old.push(old.workers[0], 6)
+    old.close()
+    files = {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()}
+    convert_journal(replace(job, servers=after), tmp_path / "old", tmp_path / "new")
+    assert all(path.read_bytes() == content for path, content in files.items())
+    new = Fleet(replace(job, servers=after), tmp_path / "new")
+    if has_push:
+        assert [worker.pushes for worker in new.workers] == [7, 6]
+        new.workers[1].pull()
+        new.push(new.workers[1], 6)
+    new.train(6 + has_push, 12)
+    new.workers[0].pull()
+    new.close()
+    same = Fleet(replace(job, servers=before), tmp_path / "undisturbed")
+    same.train(0, 12)
+    same.workers[0].pull()
+    same.close()
+    trained = dict(new.workers[0].module.named_parameters())
+    assert_equal_parameters(trained, dict(same.workers[0].module.named_parameters()))
+    assert [server.version for server in new.servers] == [same.servers[0].version] * after
+    assert new.servers[0].staleness == same.servers[0].staleness
+
+
+def test_another_number_of_servers_is_refused_with_the_command_that_converts(tmp_path):
+    job = Job(print, model(), SGD)
+    for servers in (1, 3):
+        folder = tmp_path / str(servers)
+        fleet = Fleet(replace(job, servers=servers), folder)
+        fleet.train(0, 1)
+        fleet.close()
+        with pytest.raises(JournalError, match=rf"paramserver convert MODULE:JOB {folder} NEW"):
+            require_journals(folder, 2, range(2))
+
+
+def test_results_that_depend_on_the_number_of_servers_are_not_converted(tmp_path):
+    for policy in (LocalSteps(2, fragments=2), LocalSteps(2, compression=Integers(8))):
+        job = Job(print, model(), SGD, policy, servers=2)
+        with pytest.raises(ValueError, match="continue with the former number"):
+            convert_journal(job, tmp_path, tmp_path / "new")
+    fleet = Fleet(replace(WHOLE, servers=1), tmp_path / "old")
+    fleet.train(0, 2)
+    fleet.close()
+    split = replace(WHOLE, whole=False, servers=2)
+    with pytest.raises(ValueError, match=r"pass whole=True"):
+        convert_journal(split, tmp_path / "old", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_journals_that_do_not_match_or_are_overwritten_are_refused(tmp_path, capsys, monkeypatch):
+    job = Job(print, model(), SGD, Asynchronous(), servers=2)
+    fleet = Fleet(job, tmp_path / "old")
+    fleet.train(0, 1)
+    shutil.copytree(tmp_path / "old", tmp_path / "mixed")
+    fleet.train(1, 4)
+    fleet.close()
+    shutil.rmtree(tmp_path / "mixed" / "server-0")
+    shutil.copytree(tmp_path / "old" / "server-0", tmp_path / "mixed" / "server-0")
+    with pytest.raises(JournalError, match=r"does not match .*paramserver recover"):
+        convert_journal(replace(job, servers=1), tmp_path / "mixed", tmp_path / "new")
+    monkeypatch.setattr(command_line, "_load_job", lambda _: replace(job, servers=1))
+    command = ["convert", "mine:job", str(tmp_path / "old"), str(tmp_path / "new")]
+    assert command_line.main(command) == 0
+    assert command_line.main(command) == 2
+    assert "which exists" in capsys.readouterr().err
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_server_started_by_hand_refuses_its_lost_journal(tmp_path, number, monkeypatch, capsys):
+    pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    from paramserver.running.supervise import open_server
+
+    job = Job(print, model(), SGD, Asynchronous(), servers=3)
+    for i in range(3):  # before the first push, a missing journal is new
+        require_journals(tmp_path / "state", 3, [i])
+        open_server(job, i, f"ipc://{tmp_path}/s{i}", journal=tmp_path / "state").close()
+    fleet = Fleet(job, tmp_path / "state")
+    fleet.train(0, 2)
+    fleet.close()
+    shutil.rmtree(tmp_path / "state" / f"server-{number}")
+    before = files_of(tmp_path / "state")
+    monkeypatch.setattr(command_line, "_load_job", lambda _: job)
+    serve = ["serve", "mine:job", "--server", str(number), "--address", f"ipc://{tmp_path}/s"]
+    assert command_line.main([*serve, "--journal", str(tmp_path / "state")]) == 2
+    assert f"server-{number} is empty or missing. Nothing was changed" in capsys.readouterr().err
+    assert files_of(tmp_path / "state") == before
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_servers_on_other_machines_are_not_touched_if_one_has_lost_its_journal(tmp_path, number):
+    job = Job(print, model(), SGD, Asynchronous(), servers=3)
+    fleet = Fleet(job, tmp_path / "state")
+    fleet.train(0, 4)
+    fleet.close()
+    shutil.rmtree(tmp_path / "state" / f"server-{number}")  # not visible to the other servers
+    before = files_of(tmp_path / "state")
+    with pytest.raises(RuntimeError, match=r"(a journal was lost|its journal was restored)"):
+        Fleet(job, tmp_path / "state")
+    assert {path: files_of(tmp_path / "state")[path] for path in before} == before

@@ -1,0 +1,177 @@
+"""A job that is killed at any change of its journals equals an undisturbed one."""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from paramserver import Asynchronous, BulkSynchronous, OptimizerSpec, Server, Worker, partition
+from paramserver.journal import DiskJournal
+from paramserver_training import ADAMW, batch, model
+
+SPEC = OptimizerSpec(ADAMW, partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9))
+STEPS = 4
+KILLED = 9
+#: Number of parts into which the points of a kill are divided; the fast test takes one of each.
+PARTS = 6
+
+
+class Injector:
+    """Counts the changes of the disk, and ends the process at number `kill_at`."""
+
+    def __init__(self, kill_at=None):
+        self.kill_at = kill_at
+        self.count = 0
+
+    def tick(self):
+        if self.count == self.kill_at:
+            os._exit(KILLED)
+        self.count += 1
+
+    def install(self):
+        use = DiskJournal._use
+
+        def counted_use(journal, file):
+            use(journal, CountedFile(file, self))
+
+        DiskJournal._use = counted_use
+        for owner, name in (
+            (Path, "rename"),
+            (Path, "unlink"),
+            (os, "truncate"),
+            (os, "fsync"),
+        ):
+            setattr(owner, name, self.counted(getattr(owner, name)))
+
+    def counted(self, function):
+        def call(*args, **kwargs):
+            self.tick()
+            result = function(*args, **kwargs)
+            self.tick()
+            return result
+
+        return call
+
+
+class CountedFile:
+    """A file of records, whose process may die before, within or after each write."""
+
+    def __init__(self, file, injector):
+        self._file = file
+        self._injector = injector
+
+    def write(self, part):
+        self._injector.tick()
+        written = self._file.write(part[: len(part) // 2])
+        self._injector.tick()
+        return written + self._file.write(part[written:])
+
+    def fileno(self):
+        return self._file.fileno()
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def train(folder, policy, servers):
+    """Train from the state of the journals; return the version, parameters and staleness.
+
+    A policy that averages has two workers. Other policies have one, because the gradients of two
+    depend on the order in which they pull.
+    """
+    count = 2 if policy.averages else 1
+    parameters = dict(model().named_parameters())
+    hosts, journals = [], []
+    for shard in partition(parameters, servers):
+        hosts.append(Server(parameters, SPEC, policy, workers=count, shard=shard, elastic=True))
+        path = folder / f"server-{shard.number}"
+        journals.append(DiskJournal.start(path, hosts[-1].core, fsync=True))
+    workers = [Worker(model(), hosts, rank=rank) for rank in range(count)]
+    for step in range(min(worker.position for worker in workers), STEPS):
+        active = [worker for worker in workers if worker.position == step]
+        for worker in active:
+            worker.pull()
+        for worker in active:
+            inputs, targets = batch(step, worker.rank)
+            F.mse_loss(worker.module(inputs), targets).backward()
+            worker.push()
+        for host, journal in zip(hosts, journals, strict=True):
+            if step in (1, 2):
+                journal.snapshot(host.core)
+                journal.wait()
+    version = workers[0].pull()
+    for journal in journals:
+        journal.close()
+    trained = [p.detach() for p in workers[0].module.parameters()]
+    return version, trained, [host.staleness for host in hosts]
+
+
+def in_a_fork(function):
+    """Call `function` in a child process and return the exit status of the child."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            code = function()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def count_changes(folder, policy, servers):
+    def count():
+        injector = Injector()
+        injector.install()
+        train(folder, policy, servers)
+        (folder / "count").write_text(str(injector.count))
+        return 0
+
+    folder.mkdir()
+    assert in_a_fork(count) == 0
+    return int((folder / "count").read_text())
+
+
+def die_at(kill_at, folder, policy, servers):
+    def die():
+        Injector(kill_at).install()
+        train(folder, policy, servers)
+        return 0
+
+    return in_a_fork(die)
+
+
+def kill_at_points(tmp_path, policy, servers, points):
+    version, expected, staleness = train(tmp_path / "undisturbed", policy, servers)
+    changes = count_changes(tmp_path / "counted", policy, servers)
+    assert changes > 100
+    for kill_at in points(changes):
+        folder = tmp_path / f"killed-{kill_at}"
+        assert die_at(kill_at, folder, policy, servers) == KILLED, kill_at
+        resumed = train(folder, policy, servers)
+        assert resumed[0] == version, kill_at
+        for parameter, other in zip(resumed[1], expected, strict=True):
+            assert torch.equal(parameter, other), kill_at
+        assert resumed[2] == staleness, kill_at
+
+
+def test_a_job_killed_at_some_changes_of_its_journals_equals_the_undisturbed_one(tmp_path):
+    def points(changes):
+        return range(changes // PARTS // 2, changes, changes // PARTS)
+
+    kill_at_points(tmp_path, BulkSynchronous(), 2, points)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("policy", [BulkSynchronous(), Asynchronous()], ids=repr)
+def test_a_job_killed_at_any_change_of_its_journals_equals_the_undisturbed_one(
+    tmp_path, policy, servers
+):
+    kill_at_points(tmp_path, policy, servers, range)

@@ -1,0 +1,333 @@
+"""Schedules, groups, clipping and master weights train as in one process."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    LocalSteps,
+    OptimizerSpec,
+    Server,
+    Worker,
+    partition,
+)
+from paramserver.journal import DiskJournal
+from paramserver_training import assert_equal_parameters, batch, model
+
+ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+WORKERS = 2
+
+
+def no_decay(name, shape):
+    return {"weight_decay": 0.0} if len(shape) < 2 or name.endswith("bias") else {}
+
+
+def warmup(step):
+    return min(1.0, (step + 1) / 4)
+
+
+def sequential(optimizer):
+    linear = lr_scheduler.LinearLR(optimizer, total_iters=3)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [3])
+
+
+SCHEDULERS = {
+    "function": partial(lr_scheduler.LambdaLR, lr_lambda=warmup),
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=6),
+    "steps": partial(lr_scheduler.MultiStepLR, milestones=[2, 5], gamma=0.3),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=20),
+    "sequential": sequential,
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
+}
+FULL = OptimizerSpec(ADAMW, SCHEDULERS["sequential"], no_decay, max_norm=0.3)
+
+
+def servers_of(module, spec, policy=None, servers=1, **options):
+    parameters = dict(module.named_parameters())
+    options = {"workers": WORKERS, "elastic": True} | options
+    return [
+        Server(parameters, spec, policy, shard=shard, **options)
+        for shard in partition(parameters, servers)
+    ]
+
+
+def loss_of(module, step, worker):
+    inputs, targets = batch(step, worker)
+    dtype = next(module.parameters()).dtype
+    return F.mse_loss(module(inputs.to(dtype)), targets.to(dtype))
+
+
+def train(servers, steps, spec=None, first=0, modules=None):
+    """Train the workers in rounds of one step, in one thread; return the first worker's module."""
+    modules = modules or [model() for _ in range(WORKERS)]
+    workers = [
+        Worker(module, servers, rank=rank, optimizer=spec) for rank, module in enumerate(modules)
+    ]
+    for step in range(first, first + steps):
+        for worker in workers:
+            worker.pull()
+            loss_of(worker.module, step, worker.rank).backward()
+        for worker in workers:
+            worker.push()
+    workers[0].pull()
+    return dict(modules[0].named_parameters())
+
+
+def train_alone(spec, steps, module=None):
+    """Train in one process with torch only, on the mean gradient of the workers."""
+    module = module or model()
+    groups = [{"params": [p], **no_decay(n, p.shape)} for n, p in module.named_parameters()]
+    optimizer = spec.optimizer(groups if spec.groups else module.parameters())
+    scheduler = spec.scheduler(optimizer) if spec.scheduler else None
+    for step in range(steps):
+        optimizer.zero_grad()
+        for worker in range(WORKERS):
+            (loss_of(module, step, worker) / WORKERS).backward()
+        if spec.max_norm:
+            nn.utils.clip_grad_norm_(module.parameters(), spec.max_norm)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_schedule_on_the_servers_equals_one_process(scheduler, servers):
+    spec = OptimizerSpec(MOMENTUM, scheduler)
+    trained = train(servers_of(model(), spec, servers=servers), 8)
+    assert_equal_parameters(trained, train_alone(spec, 8))
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_groups_by_name_equal_one_process_wherever_tensors_are_split(servers):
+    spec = OptimizerSpec(ADAMW, groups=no_decay)
+    trained = train(servers_of(model(), spec, servers=servers), 5)
+    assert_equal_parameters(trained, train_alone(spec, 5))
+    decayed = train_alone(OptimizerSpec(ADAMW), 5)
+    assert (trained["0.bias"] - decayed["0.bias"]).abs().max() > 1e-3
+
+
+def test_clipping_by_the_global_norm_equals_one_process():
+    trained = train(servers_of(model(), FULL), 8)
+    assert_equal_parameters(trained, train_alone(FULL, 8))
+    unclipped = train_alone(OptimizerSpec(MOMENTUM), 4)
+    clipped = train_alone(OptimizerSpec(MOMENTUM, max_norm=0.01), 4)
+    assert (unclipped["0.weight"] - clipped["0.weight"]).abs().max() > 1e-3
+
+
+def test_clipped_sparse_gradients_equal_one_process():
+    def embedding():
+        torch.manual_seed(0)
+        return nn.Embedding(50, 4, sparse=True, dtype=torch.float64)
+
+    spec = OptimizerSpec(partial(torch.optim.SGD, lr=0.5), max_norm=0.1)
+    module, alone = embedding(), embedding()
+    alone.sparse = False
+    (server,) = servers_of(module, spec, workers=1)
+    worker = Worker(module, server)
+    optimizer = spec.optimizer(alone.parameters())
+    for rows in ([1, 3, 3], [7, 1]):
+        worker.pull()
+        module(torch.tensor(rows)).square().sum().backward()
+        worker.push()
+        optimizer.zero_grad()
+        alone(torch.tensor(rows)).square().sum().backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optimizer.step()
+    worker.pull()
+    torch.testing.assert_close(module.weight, alone.weight)
+
+
+@pytest.mark.parametrize("spec", [FULL, OptimizerSpec(MOMENTUM, SCHEDULERS["function"])])
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
+    def opened():
+        (server,) = servers_of(model(), spec)
+        journal = DiskJournal(tmp_path)
+        journal.load(server.core)
+        return server, journal
+
+    server, journal = opened()
+    train([server], 5)
+    if snapshot:
+        journal.snapshot(server.core)
+    journal.close()
+    server, journal = opened()
+    resumed = train([server], 6, first=5)
+    journal.close()
+    undisturbed = train(servers_of(model(), spec), 11)
+    for name, parameter in resumed.items():
+        assert torch.equal(parameter, undisturbed[name])
+
+
+def test_a_journal_of_another_schedule_or_group_is_refused(tmp_path):
+    journal = DiskJournal(tmp_path)
+    cosine = SCHEDULERS["cosine"]
+    journal.snapshot(servers_of(model(), OptimizerSpec(ADAMW, cosine, no_decay, 0.3))[0].core)
+    journal.close()
+    longer = partial(lr_scheduler.CosineAnnealingLR, T_max=7)
+    others = {
+        "scheduler CosineAnnealingLR": OptimizerSpec(ADAMW, longer, no_decay, 0.3),
+        "options of 0.bias": OptimizerSpec(ADAMW, cosine, max_norm=0.3),
+        "max_norm 0.2": OptimizerSpec(ADAMW, cosine, no_decay, max_norm=0.2),
+    }
+    for difference, other in others.items():
+        with pytest.raises(ValueError, match=f"expected a journal with {difference}"):
+            DiskJournal(tmp_path).load(servers_of(model(), other)[0].core)
+
+
+def test_a_state_that_is_loaded_twice_is_not_changed_by_training():
+    (first,) = servers_of(model(), FULL)
+    train([first], 3)
+    state = first.state_dict()
+    results = []
+    for _ in range(2):
+        (server,) = servers_of(model(), FULL)
+        server.load_state_dict(state)
+        results.append(train([server], 3, first=3))
+    assert_equal_parameters(*results)
+
+
+def test_workers_of_local_steps_use_schedule_groups_and_clipping():
+    outer = partial(torch.optim.SGD, lr=1.0)  # with one worker, training is local training
+    module = model()
+    (server,) = servers_of(module, FULL, LocalSteps(4, outer), workers=1)
+    with Worker(module, server, optimizer=FULL) as worker:
+        for step in range(8):
+            worker.pull()
+            sum(loss_of(module, step, w) / WORKERS for w in range(WORKERS)).backward()
+            worker.push()
+    assert_equal_parameters(dict(module.named_parameters()), train_alone(FULL, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_master_weights_equal_one_process_with_master_weights(dtype, servers):
+    spec = OptimizerSpec(ADAMW, SCHEDULERS["cosine"], no_decay, master_dtype=torch.float64)
+    modules = [model(dtype) for _ in range(WORKERS)]
+    trained = train(servers_of(modules[0], spec, servers=servers), 20, modules=modules)
+    module = model(dtype)
+    masters = [nn.Parameter(p.detach().double()) for p in module.parameters()]
+    names = [name for name, _ in module.named_parameters()]
+    optimizer = ADAMW(
+        [{"params": [p], **no_decay(n, p.shape)} for n, p in zip(names, masters, strict=True)]
+    )
+    scheduler = spec.scheduler(optimizer)
+    for step in range(20):
+        gradients = [
+            torch.autograd.grad(loss_of(module, step, w), module.parameters())
+            for w in range(WORKERS)
+        ]
+        for master, *parts in zip(masters, *gradients, strict=True):
+            master.grad = sum(part.double() for part in parts) / WORKERS
+        optimizer.step()
+        scheduler.step()
+        for parameter, master in zip(module.parameters(), masters, strict=True):
+            parameter.data.copy_(master)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(trained[name], parameter, rtol=1e-7, atol=1e-7)
+
+
+def test_updates_below_the_resolution_of_bfloat16_are_kept_by_master_weights():
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(module.weight)
+    sgd = partial(torch.optim.SGD, lr=1e-3)  # bfloat16 cannot represent 1 - 0.001
+    (server,) = servers_of(
+        module, OptimizerSpec(sgd, master_dtype=torch.float32), Asynchronous(), workers=1
+    )
+    worker = Worker(module, server)
+    for _ in range(100):
+        worker.pull()
+        module.weight.grad = torch.ones_like(module.weight)
+        worker.push()
+    worker.pull()
+    assert module.weight.item() == pytest.approx(0.9, abs=0.004)
+    (restored,) = servers_of(
+        module, OptimizerSpec(sgd, master_dtype=torch.float32), Asynchronous(), workers=1
+    )
+    restored.load_state_dict(server.state_dict())
+    assert torch.equal(*(s.state_dict()["masters"][0] for s in (server, restored)))
+
+
+def test_autocast_equals_one_process():
+    def loss(module, step, worker):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(module, step, worker)
+
+    (server,) = servers_of(model(torch.float32), MOMENTUM, BulkSynchronous())
+    workers = [Worker(model(torch.float32), server, rank=rank) for rank in range(WORKERS)]
+    alone = model(torch.float32)
+    optimizer = MOMENTUM(alone.parameters())
+    for step in range(5):
+        for worker in workers:
+            worker.pull()
+            loss(worker.module, step, worker.rank).backward()
+        for worker in workers:
+            worker.push()
+        optimizer.zero_grad()
+        (sum(loss(alone, step, w) for w in range(WORKERS)) / WORKERS).backward()
+        optimizer.step()
+    workers[0].pull()
+    for ours, expected in zip(workers[0].module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def groups_by_dimension(parameters):
+    by_dimension = {}
+    for parameter in parameters:
+        by_dimension.setdefault(parameter.dim(), []).append(parameter)
+    return ADAMW([{"params": group} for group in by_dimension.values()])
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "error"),
+    [
+        (FULL, {"servers": 2}, r"all gradients on one server with max_norm.*clip_grad_norm_ on"),
+        (groups_by_dimension, {"servers": 3}, r"one parameter group.*OptimizerSpec\(groups="),
+        (
+            OptimizerSpec(ADAMW, groups=lambda *_: {"weight_decy": 0.0}),
+            {},
+            "options of AdamW, which are lr, .*got weight_decy",
+        ),
+        (
+            OptimizerSpec(ADAMW, groups=lambda name, _: {"lr": 0} if "ln" in name else {}),
+            {},
+            r"expected `groups` to return options for some parameter, got none for any of 0\.wei",
+        ),
+        (OptimizerSpec(MOMENTUM, lr_scheduler.ReduceLROnPlateau), {}, "ReduceLROnPlateau"),
+        (
+            OptimizerSpec(partial(torch.optim.SparseAdam, lr=0.1), max_norm=1.0),
+            {},
+            "max_norm=None and master_dtype=None with SparseAdam",
+        ),
+        (
+            MOMENTUM,
+            {"policy": LocalSteps(4, OptimizerSpec(MOMENTUM, max_norm=1.0), fragments=2)},
+            "2 fragments on 1 servers",
+        ),
+    ],
+)
+def test_rules_that_would_be_applied_to_parts_or_ignored_are_refused(spec, options, error):
+    with pytest.raises(ValueError, match=error):
+        servers_of(model(), spec, **options)
+
+
+def test_a_worker_of_local_steps_refuses_master_weights():
+    (server,) = servers_of(model(), MOMENTUM, LocalSteps(4))
+    with pytest.raises(ValueError, match=r"without master_dtype.*torch\.autocast"):
+        Worker(model(), server, optimizer=OptimizerSpec(ADAMW, master_dtype=torch.float64))
+    with pytest.raises(ValueError, match="expected max_norm > 0, or None, got 0"):
+        OptimizerSpec(ADAMW, max_norm=0)
