@@ -45,8 +45,8 @@ def page() -> str:
     lines = [
         "# Guarantees",
         "",
-        "What each package guarantees, by the question that a user asks. Each claim names the tests "
-        "that show it.",
+        "What each package guarantees, by the question that a user asks, and the tests that show "
+        "each claim.",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]

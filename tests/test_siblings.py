@@ -161,10 +161,6 @@ def test_make_test_runs_the_tests_of_every_package():
 
 OPTIONAL = {
     "accounting[torch]": ("torch", "import accounting; accounting.Ledger"),
-    "accounting[plot]": (
-        "matplotlib",
-        "from accounting.time.roofline import plot; plot([], 'A100')",
-    ),
     "scaling[plot]": ("matplotlib", "import scaling; scaling.plot(None)"),
     "scaling[sweep]": ("torch", "import scaling; scaling.sweep_learning_rate('linear')"),
 }

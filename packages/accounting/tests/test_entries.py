@@ -91,7 +91,6 @@ TAKES: dict[str, dict[str, Any]] = {
     "time.published.predicted": {"seconds": 1.0},
     "time.roofline.intensity": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},
     "time.roofline.matmul": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},
-    "time.roofline.plot": {"operations": (), "hardware": "H100", "dtype": "fp16"},
     "time.roofline.roofline": {"hardware": "H100", "shape": (2, 3, 4), "dtype": "fp16"},
     "time.step.bucket_overhead_seconds": {
         **{"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5, "num_buckets": 3}

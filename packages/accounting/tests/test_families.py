@@ -4,6 +4,7 @@ Each family is tested with the defaults of its class and with every switch flipp
 """
 
 import json
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, replace
@@ -40,8 +41,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
 }
-# Families that this release of transformers does not build.
+# Families that this release of transformers does not build by themselves.
 UNBUILT = {"dbrx", "kimi_k2", "mimo"}
+UNBUILT |= {f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
 NO_SWITCH = ("output_", "is_", "use_cache", "return_", "add_", "use_mamba", "router", "norm_topk")
 SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "shared_intermediate_size"), 640),
@@ -52,6 +54,18 @@ SIZES = {
     **dict.fromkeys(("head_dim",), 64),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
 }
+
+WIDTHS = (
+    *("hidden_size", "n_embd", "d_model", "dim", "intermediate_size", "n_inner", "d_ff", "ffn_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size", "q_lora_rank"),
+    *("kv_lora_rank", "shared_intermediate_size", "embedding_size", "word_embed_proj_dim"),
+)
+COUNTS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+    *("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "type_vocab_size"),
+    *("decoder_sparse_step", "max_window_layers", "layer_group_size", "linear_num_heads"),
+)
 
 
 def build(family: str, sizes: dict[str, Any]) -> torch.nn.Module:
@@ -143,6 +157,85 @@ def test_every_switch_of_every_family_changes_counts_like_transformers(family: s
             if next(iter(flip)) not in str(error):
                 raise
     assert built >= refused
+
+
+def drawn(family: str, rng: random.Random) -> dict[str, Any]:
+    """Return random values for about half of the sizes and switches of a family."""
+    chosen: dict[str, Any] = {}
+    for name, value in defaults(family).items():
+        if name in NEEDED.get(family, {}) or name.startswith(NO_SWITCH) or rng.random() < 0.5:
+            continue
+        if isinstance(value, bool):
+            chosen[name] = rng.random() < 0.5
+        elif name in WIDTHS:
+            chosen[name] = rng.choice((192, 384, 768))
+        elif name in COUNTS:
+            chosen[name] = rng.choice((1, 2, 3, 4, 6, 12))
+        elif name in DEPTHS and isinstance(value, int):
+            chosen[name] = rng.randint(1, 6)
+    return chosen
+
+
+def agrees_on_draws(family: str, draws: int) -> None:
+    """Check that random configurations are counted as transformers builds them, or refused."""
+    rng = random.Random(family)
+    built = exact = 0
+    for _ in range(draws):
+        sizes = small(family) | drawn(family, rng)
+        try:
+            module = build(family, sizes)
+        except Exception:  # transformers does not build it.
+            continue
+        built += 1
+        content = module.config.to_dict() | {"architectures": None}
+        actual = sum(parameter.numel() for parameter in module.parameters())
+        for file in (content, sizes | {"model_type": family}):
+            try:
+                result = Transformer.from_hf(file).size
+            except ValueError:
+                continue
+            exact += 1
+            assert result == actual, file if file is not content else sizes
+    assert exact or not built
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
+def test_random_configurations_of_every_family_are_exact_or_refused(family: str) -> None:
+    agrees_on_draws(family, draws=40)
+
+
+@pytest.mark.exhaustive
+def test_every_causal_type_of_transformers_is_exact_or_refused() -> None:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    exact = refused = 0
+    wrong = {}
+    for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        try:
+            with warnings.catch_warnings(), torch.device("meta"):
+                warnings.simplefilter("ignore")
+                module = getattr(transformers, name)(transformers.AutoConfig.for_model(family))
+        except Exception:  # transformers does not build its default.
+            continue
+        content = module.config.to_dict() | {"architectures": [name]}
+        try:
+            model = Transformer.from_hf(content)
+        except ValueError:
+            refused += 1
+            continue
+        exact += 1
+        actual = sum(parameter.numel() for parameter in module.parameters())
+        if model.size != actual and "without its other parts" not in model.name:
+            wrong[family] = (model.size, actual)
+    assert not wrong, wrong
+    assert exact > 90, (exact, refused)
+
+
+@pytest.mark.parametrize("family", ["bailing_hybrid", "bert"])
+def test_random_configurations_are_exact_or_refused(family: str) -> None:
+    agrees_on_draws(family, draws=5)
 
 
 @pytest.mark.exhaustive

@@ -1,11 +1,13 @@
 import math
+from pathlib import Path
 
 import pytest
 from accounting import HARDWARE, fermi, roofline
+from accounting.cli.main import main
 from accounting.fermi import Range
 from accounting.hardware import find
 from accounting.time.mesh import best_mesh, compute_bound_batch
-from accounting.time.roofline import intensity, plot
+from accounting.time.roofline import intensity
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +27,16 @@ SHEETS = {
     ("MI300X", "bf16"): 1307.4,
     ("MI300X", "fp8"): 2614.9,
     ("MI300X", "fp32"): 163.4 / 1,
+    ("A100 40GB", "bf16"): 312,
+    ("L40S", "bf16"): 362,
+    ("L40S", "fp8"): 733,
+    ("RTX 4090", "fp32"): 82.6,
+    ("RTX 4090", "bf16"): 165.2,
+    ("RTX 4090", "fp8"): 330.3,
+    ("RTX 5090", "fp32"): 104.8,
+    ("RTX 5090", "bf16"): 209.5,
+    ("RTX 5090", "fp4"): 1676,
+    ("TPU v6e", "bf16"): 918,
     ("TPU v4", "bf16"): 275,
     ("TPU v5e", "bf16"): 197,
     ("TPU v5e", "int8"): 394,
@@ -49,6 +61,56 @@ def test_every_hardware_entry_has_a_source() -> None:
     assert find("tpu-v5p") is HARDWARE["TPU v5p"]
 
 
+DEVICE_FILE = """
+[Mine]
+cores = [{ clock_hz = 1_000_000_000, units = 10, fma = { fp32 = 64, bf16 = 512 } }]
+memory_bytes = 40_000_000_000
+memory_bandwidth = 1e12
+node_link = ["bridge", 50e9, 2e-6]
+network = ["Ethernet", 12.5e9, 1e-5]
+host_link = ["PCIe 4 x16", 32e9, 5e-6]
+devices_per_node = 4
+power_watts = 300
+source = "a data sheet"
+"""
+
+
+def test_own_hardware_is_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(DEVICE_FILE)
+    device = find(str(file))
+    assert device.name == "Mine"
+    assert device.peak("bf16") == 2 * 1_000_000_000 * 10 * 512
+    file.write_text('["H100 NVL"]\nlike = "H100"\nmemory_bytes = 94_000_000_000\n')
+    device = find(str(file))
+    assert (device.memory_bytes, device.peak("bf16")) == (94_000_000_000, find("H100").peak("bf16"))
+    assert main(["serve", "layers=2,d_model=64,heads=4,vocab_size=9", "--hardware", str(file)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (DEVICE_FILE.replace("power_watts = 300", ""), "power_watts"),
+        (DEVICE_FILE.replace('network = ["Ethernet", 12.5e9, 1e-5]', ""), "'network' is missing"),
+        (
+            DEVICE_FILE.replace("memory_bandwidth = 1e12", "memory_bandwidth = -1"),
+            "memory_bandwidth",
+        ),
+        (DEVICE_FILE + "colour = 3\n", "colour"),
+        ('[mine]\nlike = "H999"\n', "'H999' is missing or is not one of V100, A100"),
+        (DEVICE_FILE + "[other]\n", "too many values"),
+        ("[mine", "Expected"),
+        ("mine = 3\n", "int"),
+    ],
+)
+def test_incomplete_hardware_file_reports_reason(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="to have one table with the fields") as e:
+        find(str(file))
+    assert reason in str(e.value)
+
+
 @given(m=st.integers(1, 9999), k=st.integers(1, 9999), n=st.integers(1, 9999))
 def test_an_operation_is_under_its_roof(m: int, k: int, n: int) -> None:
     slot = roofline("H100", shape=(m, k, n), dtype="bf16")
@@ -59,18 +121,6 @@ def test_an_operation_is_under_its_roof(m: int, k: int, n: int) -> None:
     assert (slot.bound == "compute") == (slot.intensity >= slot.ridge)
     # No matmul moves fewer bytes for its work than half its shortest side says.
     assert intensity(m, k, n) <= min(m, k, n)
-
-
-def test_the_plot_draws_the_roof_and_every_operation() -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    places = [roofline("A100", shape=shape) for shape in ((4096, 4096, 4096), (1, 4096, 4096))]
-    axes = plot(places, "A100")
-    assert len(axes.lines) == 3
-    assert axes.lines[0].get_ydata()[-1] == HARDWARE["A100"].peak("fp16")
-    assert [p.bound for p in places] == ["compute", "memory"]
-    mpl.pyplot.close("all")
 
 
 @given(

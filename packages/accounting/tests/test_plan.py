@@ -2,10 +2,14 @@
 
 import json
 import math
+import random
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from accounting import (
     Plan,
     Transformer,
     Window,
+    flops,
     kv_cache,
     plan_for,
     training_memory,
@@ -44,6 +49,34 @@ def test_search_for_405b_on_16384_devices_takes_less_than_one_second() -> None:
     answer = plan_for(LLAMA_405B, gpus=16384, hardware="H100", tokens=15.6e12, seq=8192)
     assert time.process_time() - begin < 1
     assert answer.memory.total <= 80e9
+
+
+@pytest.mark.timing
+def test_search_for_deepseek_v3_on_2048_devices_takes_less_than_two_seconds() -> None:
+    begin = time.process_time()
+    answer = plan_for(DEEPSEEK_V3, gpus=2048, hardware="H800", tokens=14.8e12, seq=4096)
+    seconds = time.process_time() - begin
+    assert seconds < 2, f"expected < 2 s of processor time, measured {seconds:.2f}"
+    assert answer.plan.devices == 2048
+
+
+@pytest.mark.timing
+def test_refusal_takes_less_than_two_seconds() -> None:
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="no plan over"):
+        plan_for(DEEPSEEK_V3, gpus=2048, hardware="H800", seq=4096, memory_bytes=1e9)
+    seconds = time.process_time() - begin
+    assert seconds < 2, f"expected < 2 s of processor time, measured {seconds:.2f}"
+
+
+@pytest.mark.timing
+def test_import_takes_less_than_a_tenth_of_a_second() -> None:
+    code = "import time; t = time.process_time(); import accounting; print(time.process_time() - t)"
+    run = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(run) < 0.1, f"expected < 0.1 s of processor time, measured {min(run):.3f}"
 
 
 def test_the_answer_holds_together() -> None:
@@ -330,6 +363,60 @@ def test_copies_under_tensor_parallelism_count_on_every_device() -> None:
         serving(replace(SMALL, causal=False))
 
 
+@pytest.mark.parametrize("batch", [1, 64])
+def test_inference_times_start_at_roofline_of_stages(batch: int) -> None:
+    device = HARDWARE["H100"]
+    model = replace(SMALL, tied=False)
+    table = model.vocab_size * model.d_model
+    read = 2 * (model.size - table) + batch * kv_cache(model, seq=1024).total
+    work = flops(model, seq=1024, batch=batch, phase="decode").total
+    expected = max(read / device.memory_bandwidth, work / device.peak("bf16"))
+    result = serving(model, hardware="H100", seq=1024, batch=batch)
+    assert result["decode_step_seconds_low"] == pytest.approx(expected)
+    work = flops(model, seq=1024, batch=batch, phase="prefill").total
+    expected = max(read / device.memory_bandwidth, work / device.peak("bf16"))
+    assert result["prefill_seconds_low"] == pytest.approx(expected)
+    for name in ("prefill_seconds", "decode_step_seconds", "tokens_per_second"):
+        assert result[f"{name}_low"] < result[name] < result[f"{name}_high"]
+    assert result["tokens_per_second"] == pytest.approx(batch / result["decode_step_seconds"])
+    # Stages run one after another: the same bytes and the same roofline on half of the memory each.
+    staged = serving(model, hardware="H100", seq=1024, batch=batch, gpus=2, pipeline=2)
+    assert staged["weights_bytes"] == 2 * model.size
+    assert staged["cache_bytes_per_sequence"] == result["cache_bytes_per_sequence"]
+    assert staged["decode_step_seconds_low"] == pytest.approx(
+        result["decode_step_seconds_low"], rel=0.2
+    )
+    assert staged["sequences_at_once"] > 2 * result["sequences_at_once"]
+
+
+def test_batch_reads_experts_that_its_tokens_choose() -> None:
+    experts = Experts(count=128, per_token=8, width=768)
+    model = Transformer(layers=2, d_model=2048, heads=32, vocab_size=99, experts=experts)
+    rng = random.Random(0)
+    chosen = []
+    for _ in range(400):
+        tokens = [rng.sample(range(128), 8) for _ in range(16)]
+        chosen.append(len({expert for token in tokens for expert in token}))
+    expert = 3 * 2048 * 768
+    more = fmean(chosen) - 8
+    seconds = [
+        serving(model, hardware="H100", seq=8, batch=batch)["decode_step_seconds_low"]
+        for batch in (1, 16)
+    ]
+    caches = 15 * kv_cache(model, seq=8).total
+    actual = (seconds[1] - seconds[0]) * HARDWARE["H100"].memory_bandwidth - caches
+    assert actual == pytest.approx(2 * 2 * more * expert, rel=0.02)
+
+
+def test_serving_refuses_layouts_that_are_not_modeled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", TEXT, "--gpus", "4", "--ep", "2"]) == 2
+    assert "expected --ep 1, got 2; serve splits every expert" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="expected pipeline to divide gpus=4, got pipeline=3"):
+        serving(SMALL, gpus=4, pipeline=3)
+    assert main(["serve", TEXT, "--seq", "8192", "--batch", "100000"]) == 1
+    assert "for batch=100000" in capsys.readouterr().out
+
+
 def test_serve_reads_quantization_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,9 +435,60 @@ def test_serve_reads_quantization_config(
     assert main([*words, "--weights", "fp8"]) == 0
 
 
-def test_refusal_says_that_no_degrees_divide_devices_and_batch() -> None:
-    with pytest.raises(ValueError, match="no degrees of parallelism divide both the devices"):
+def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
+    # Seven ranks that are data-parallel, and a batch of 9 = 7 + 2.
+    reason = r"divisibility fails, not memory.*multiple of 7, and batch=9 is 2 more.*batch=7 or 14"
+    with pytest.raises(ValueError, match=reason):
         plan_for(SMALL, gpus=7, batch=9, seq=64)
+    for batch in (7, 14):
+        assert plan_for(SMALL, gpus=7, batch=batch, seq=64).plan.data == 7
+    with pytest.raises(
+        ValueError, match=r"not memory\. No degrees divide 4096 devices, batch=1, 8 l"
+    ):
+        plan_for(SMALL, gpus=4096, batch=1, seq=64)
+
+
+def test_refusal_says_how_much_memory_is_missing() -> None:
+    with pytest.raises(ValueError, match="needs about") as refused:
+        plan_for(SMALL, gpus=2, batch=2, seq=64, memory_bytes=1e8)
+    numbers = re.findall(r"([\d.]+) (MiB|GiB)", str(refused.value))
+    needed, usable, missing = (float(n) * {"MiB": 1, "GiB": 1024}[unit] for n, unit in numbers)
+    assert usable == pytest.approx(0.9 * 1e8 / 2**20, rel=0.01)
+    assert missing == pytest.approx(needed - usable, rel=0.02)
+    # The need is that of the best plan, which offloads its optimizer.
+    answer = plan_for(SMALL, gpus=2, batch=2, seq=64, memory_bytes=1.2 * needed * 2**20 / 0.9)
+    assert answer.plan.offload == "optimizer"
+
+
+def test_search_stops_at_time_limit_and_reports_progress() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def record(computed: int, plans: int) -> None:
+        seen.append((computed, plans))
+
+    question: dict[str, Any] = {"hardware": "H100", "devices": 8, "batch": 8, "seq": 64}
+    whole = plans_that_fit(SMALL, **question, progress=record)
+    assert [computed for computed, _ in seen] == list(range(len(seen)))
+    assert len({plans for _, plans in seen}) == 1
+    assert plans_that_fit(SMALL, **question, time_limit=600.0) == whole
+    with pytest.raises(TimeoutError, match=r"within 1e-09 s, got none among 0 of [\d,]+ plans"):
+        plans_that_fit(SMALL, **question, time_limit=1e-9)
+
+    def wait(computed: int, plans: int) -> None:
+        if computed == 5:
+            end = time.monotonic() + 0.6
+            while time.monotonic() < end:
+                pass
+
+    some = plans_that_fit(SMALL, **question, most=40, time_limit=0.5, progress=wait)
+    assert 0 < len(some) <= 5
+    assert main(["plan", TEXT, "--gpus", "8", "--time-limit", "1e-9"]) == 2
+
+
+def test_plan_for_tpus_has_no_command_lines() -> None:
+    answer = plan_for(SMALL, gpus=8, hardware="TPU v5e", tokens=1e9, batch=64, seq=1024)
+    assert answer.commands() == {}
+    assert "torchrun" not in str(answer)
 
 
 def test_amounts_with_suffixes_are_parsed() -> None:

@@ -106,26 +106,38 @@ class Hardware:
 def find(hardware: str | Hardware) -> Hardware:
     """Return the entry of `HARDWARE` with this name, ignoring case and punctuation.
 
-    A path to a `*.toml` file that `measure` wrote is read. A `Hardware` is returned as it is.
+    A path to a `*.toml` file is read: one table in the format of hardware.toml, as `measure` writes
+    it. `like = "H100"` in it copies the fields of a known device that the file does not set. A
+    `Hardware` is returned as it is.
     """
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):
         raise TypeError(f"expected hardware to be a name or a Hardware, got {hardware!r}")
     if hardware.endswith(".toml"):
-        try:
-            ((name, entry),) = tomllib.loads(Path(hardware).read_text(encoding="utf-8")).items()
-            return _hardware(name, entry)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"expected a file that `measure` wrote, got {hardware} ({error})"
-            ) from None
+        return _from_file(Path(hardware))
     for name, entry in HARDWARE.items():
         if _plain(name) == _plain(hardware):
             return entry
     near = checks.nearest(hardware, HARDWARE)
     raise ValueError(
         f"expected hardware to be one of {', '.join(HARDWARE)}, got {hardware!r}{near}"
+    )
+
+
+def _from_file(path: Path) -> Hardware:
+    """Return the only device in a file; raise `ValueError` with the reason if it cannot be read."""
+    try:
+        ((name, entry),) = tomllib.loads(path.read_text(encoding="utf-8")).items()
+        known = dict(_ENTRIES[entry.pop("like")]) if "like" in entry else {}
+        return _hardware(name, {"source": f"the file {path}"} | known | entry)
+    except KeyError as error:
+        reason = f"{error} is missing or is not one of {', '.join(_ENTRIES)}"
+    except (TypeError, ValueError, AttributeError) as error:
+        reason = str(error)
+    raise ValueError(
+        f"expected {path} to have one table with the fields of hardware.toml, or `like` with the "
+        f"name of a known device; {reason}"
     )
 
 

@@ -52,6 +52,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "memory": {"type": float, "help": "memory per device in GB"},
     "price": {"type": float, "help": "USD per device-hour"},
     "precision": {"help": ", ".join(PRECISIONS)},
+    "time-limit": {"type": float, "help": "seconds after which the best plan so far is printed"},
     "efficiency": {"type": float, "help": "one fraction of the peak for all arithmetic"},
     "search": {
         "action": "store_true",
@@ -121,7 +122,7 @@ def _fixed_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(words: Sequence[str]) -> int:
     """Search all axes for the fastest plan, and print its memory, duration and price."""
-    names = "gpus hardware tokens seq batch memory price precision json"
+    names = "gpus hardware tokens seq batch memory price precision time-limit json"
     options = _options(_parser("plan", _plan.__doc__, names, axes=True), words)
     if options.gpus is None:
         raise ValueError("expected the number of devices, got none; pass --gpus")
@@ -135,25 +136,45 @@ def _plan(words: Sequence[str]) -> int:
         memory_bytes=None if options.memory is None else options.memory * 1e9,
         usd_per_hour=options.price,
         precision=options.precision,
+        time_limit=options.time_limit,
+        progress=_show_progress if sys.stderr.isatty() else None,
         **_fixed_fields(options),
     )
     print(json.dumps(answer.to_dict(), indent=1) if options.json else answer)
     return 0
 
 
+def _show_progress(computed: int, plans: int) -> None:
+    if computed % 20 == 0:
+        print(f"\r{computed:,} of at most {plans:,} plans", end="\r", file=sys.stderr)
+
+
 def _serve(words: Sequence[str]) -> int:
     """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
-    names = "gpus hardware seq weights cache json"
+    names = "gpus hardware seq batch weights cache json"
     parser = _parser("serve", _serve.__doc__, names)
-    parser.set_defaults(gpus=1, seq=8192, weights=None)
+    parser.add_argument("--pp", dest="pipeline", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--ep", type=int, default=1, help="1; other degrees are refused")
+    parser.set_defaults(gpus=1, seq=8192, batch=1, weights=None)
     options = vars(_options(parser, words))
+    expert = options.pop("ep")
+    if expert != 1:
+        raise ValueError(
+            f"expected --ep 1, got {expert}; serve splits every expert over the tensor-parallel "
+            "devices and does not model expert parallelism"
+        )
     as_json = options.pop("json")
     name = options.pop("model")
     if options["weights"] is None:
         options["weights"] = stored_dtype(name)
     result = serving(read_model(name), **options)
     rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in result.items()]
-    if not result["sequences_at_once"]:
+    rows.append(
+        "times from the roofline to the widest known error of training steps; no published "
+        "inference run was compared"
+    )
+    fits = result["sequences_at_once"] >= options["batch"]
+    if not fits:
         needed = result["devices_needed"]
         remedy = (
             f"{needed:,.0f} of them have room"
@@ -162,12 +183,13 @@ def _serve(words: Sequence[str]) -> int:
         )
         rows.append(
             f"DOES NOT FIT: {binary_size(result['weights_bytes'])} of weights and "
-            f"{binary_size(result['cache_bytes_per_sequence'])} of one sequence's cache in "
+            f"{binary_size(result['cache_bytes_per_sequence'])} of one sequence's cache, for batch="
+            f"{options['batch']}, in "
             f"{binary_size(result['memory_bytes'])}, nine tenths of {options['gpus']} "
             f"{options['hardware']}; {remedy}"
         )
     print(json.dumps(result, indent=1) if as_json else "\n".join(rows))
-    return 0 if result["sequences_at_once"] else 1
+    return 0 if fits else 1
 
 
 def _diff(words: Sequence[str]) -> int:
@@ -179,7 +201,7 @@ def _diff(words: Sequence[str]) -> int:
         result = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
         print(json.dumps(result, indent=1))
         return 0
-    print(f"{'':<34}{first.name:>24}{second.name:>24}{'ratio':>9}")
+    print(f"{'':<34}{first.name[:23]:>24}{second.name[:23]:>24}{'ratio':>9}")
     for row in rows:
         ratio = f"{row.second / row.first:9.3f}" if row.first else f"{'-':>9}"
         print(f"{row.name:<34}{row.show(row.first):>24}{row.show(row.second):>24}{ratio}")
@@ -215,6 +237,8 @@ def _searched_plan(
     fitting = plans_that_fit(model, devices=options.gpus, **question)
     if not fitting:
         work = Workload(batch=batch, seq=options.seq, precision=about["precision"])
+        # This search does not offload, unless an option says so.
+        fixed = {"offload": "none"} | fixed
         raise ValueError(no_room(model, about["hardware"], options.gpus, work, fixed))
     return fitting[0].plan, batch
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.model.formulas import FUNCTIONS, Table, tables, value
+from accounting.model.matrices import matrices
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 from accounting.model.shape import Shape
 
@@ -40,16 +41,18 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
     family = content.get("model_type")
     if not isinstance(family, str | None):
         raise ValueError(f"expected model_type to be a name, got {family!r}")
-    if family not in FAMILIES:
-        for field in _NESTED:
-            inner = content.get(field)
-            if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
-                language_model = {"model_type": f"{family}_text"} | dict(inner)
-                arguments = transformer_arguments(language_model | _tied(content, inner))
-                name = (
-                    f"{arguments['name']}, the language model of {family} without its other parts"
-                )
-                return arguments | {"name": content.get("_name_or_path") or name}
+    text = None if family in FAMILIES else _language_model(content, family)
+    if text is not None:
+        arguments = transformer_arguments(text | _tied(content, text))
+        if _spelled(_class_named(content)) == _spelled(f"{family}_model"):
+            arguments |= {"lm_head": False, "head_bias": False}
+        tower = tuple(_vision_tower(content, arguments["d_model"]))
+        missing = "without its other parts"
+        if tower:
+            missing = "with the parameters of its vision tower; FLOPs and activations are of text"
+        name = f"{arguments['name']}, the language model of {family} {missing}"
+        arguments["extra"] = (*arguments["extra"], *tower)
+        return arguments | {"name": content.get("_name_or_path") or name}
     if family is None:
         raise ValueError("expected a config.json with model_type, got one without it")
     why = REFUSED.get(family.removesuffix("_text"))
@@ -74,10 +77,61 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
     )
 
 
+def _language_model(content: Mapping[str, Any], family: Any) -> Table | None:
+    """Return the configuration of the language model in that of a multimodal model, if any."""
+    for field in _NESTED:
+        inner = content.get(field)
+        if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
+            return {"model_type": f"{family}_text"} | dict(inner)
+    if _TOWERS.get(family, {}).get("flat") and content.get("text_config") is None:
+        ties = ("architectures", "tie_word_embeddings")
+        flat = {name: value for name, value in content.items() if name not in ties}
+        return flat | {"model_type": f"{family}_text"}
+    return None
+
+
+def _vision_tower(content: Mapping[str, Any], width: int) -> Iterator[Matrix]:
+    """Yield the parts of a vision tower of a known kind and of its projector.
+
+    They are tables, which a token of text does not multiply. Every tensor-parallel rank stores
+    them.
+    """
+    family, vision = str(content["model_type"]), content.get("vision_config")
+    table = _TOWERS.get(family, {})
+    kind = vision.get("model_type") if isinstance(vision, Mapping) else None
+    if not vision or ("tower" not in table and kind not in table.get("kinds", ())):
+        return
+    if "tower" in table:
+        fields = Config(vision, f"{family}_vision", table | {"fields": table["vision"]})
+        for name, formula in table["tower"].items():
+            yield _tower_part(name, fields.size(name, formula))
+    else:
+        fields = Config(vision, str(kind), _table(str(kind)))
+        tower = Shape(**transformer_arguments({**vision, "architectures": None}))
+        for name in dict.fromkeys(matrix.part for matrix in matrices(tower)):
+            sizes = (matrix.size for matrix in matrices(tower) if matrix.part == name)
+            yield _tower_part(name, sum(sizes))
+    outer = Config({**content, "vision": fields, "width": width}, family, table)
+    for name, formula in table.get("projector", {}).items():
+        yield _tower_part(f"projector {name}", outer.size(name, formula))
+
+
+def _tower_part(name: str, size: int) -> Matrix:
+    return Matrix("vision tower", name, 1, size, kind="table")
+
+
+def _class_named(content: Mapping[str, Any]) -> str:
+    """Return the first class in `architectures`, or an empty name."""
+    named = content.get("architectures")
+    if not isinstance(named, list | tuple | None):
+        raise ValueError(f"expected architectures to be a list of names, got {named!r}")
+    return str(named[0]) if named else ""
+
+
 def _tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
     """Return the `tie_word_embeddings` by which a multimodal class ties its language model."""
     field = "tie_word_embeddings"
-    family = content.get("model_type")
+    family = content["model_type"]
     outer_value = content.get(field)
     inner_value = inner.get(field)
     if family in _MULTIMODAL["by_language_model"] or inner_value == outer_value is not None:
@@ -95,10 +149,7 @@ def _tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
 
 def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
     """Return the table entries for the head that the class in `architectures` builds."""
-    named = content.get("architectures")
-    if not isinstance(named, list | tuple | None):
-        raise ValueError(f"expected architectures to be a list of names, got {named!r}")
-    name = str(named[0]) if named else ""
+    name = _class_named(content)
     known: dict[str, Table] = {}
     for endings, more in table["heads_known"].items():
         for ending in endings.split("|"):
@@ -355,13 +406,17 @@ def _most(value: Any) -> int:
     return int(max(value) if isinstance(value, list) else value)
 
 
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, list | tuple) else 1
+
+
 def _pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, list | tuple) else (value, value)
 
 
 #: Sizes that `Shape` derives if they are missing, and the number of heads; 0 is not a valid size.
 _DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
-_FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair}
+_FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair, "count": _count}
 _RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}
 
 
@@ -396,6 +451,7 @@ _FILES = {
 _BASE: Table = {
     name: table for file in _FILES.values() for name, table in file.pop("base", {}).items()
 }
+_TOWERS: Table = tables("model/families/towers.toml")
 _MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
 #: Reasons why some families are refused.
 REFUSED: dict[str, str] = {

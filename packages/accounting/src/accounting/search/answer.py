@@ -15,7 +15,7 @@ from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 from accounting.search.estimates import Estimator
 from accounting.search.launch import command_lines
-from accounting.search.plans import AXES, SHARE_OF_MEMORY, FittingPlan, plans_that_fit
+from accounting.search.plans import AXES, DEGREES, SHARE_OF_MEMORY, FittingPlan, plans_that_fit
 from accounting.time.goodput import LLAMA3_405B, Goodput, goodput
 from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
@@ -64,7 +64,9 @@ class Answer:
         return self.hardware.usd_per_hour is not None or self.usd.middle > 0
 
     def commands(self) -> dict[str, str]:
-        """Return the command lines that run the plan."""
+        """Return the command lines that run the plan; none for TPUs, which have no torchrun."""
+        if self.hardware.pod:
+            return {}
         options: Any = {"batch": self.batch, "seq": self.seq, "dtype": self.recipe.activations}
         return command_lines(self.model, self.plan, **options)
 
@@ -135,12 +137,15 @@ def plan_for(
     memory_bytes: float | None = None,
     usd_per_hour: float | None = None,
     precision: str | None = None,
+    time_limit: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **fixed: Any,
 ) -> Answer:
     """Return the fastest plan that fits, and the cost of a run of `tokens` with it.
 
     Fields of `Plan` that are passed are fixed. Failures occur at the rate per device-hour of the 54
-    days of Llama 3 405B. Raises `ValueError` if no plan fits.
+    days of Llama 3 405B. Raises `ValueError` if no plan fits. `time_limit` and `progress` are
+    those of `plans_that_fit`.
     """
     device = find(hardware)
     price = (device.usd_per_hour or 0.0) if usd_per_hour is None else usd_per_hour
@@ -155,6 +160,7 @@ def plan_for(
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
     question |= {"precision": kind, "memory_bytes": memory_bytes}
+    question |= {"time_limit": time_limit, "progress": progress}
     candidates = plans_that_fit(model, **question, **fixed)
     # If nothing fits, offload a part to the host.
     for offload in ("optimizer", "activations"):
@@ -209,15 +215,42 @@ def no_room(
     settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
     head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
     capacity = SHARE_OF_MEMORY * (device.memory_bytes if memory_bytes is None else memory_bytes)
-    needed = Estimator(model, device, gpus, work, capacity, fixed).least_memory()
+    searched = [fixed["offload"]] if "offload" in fixed else ["none", "optimizer", "activations"]
+    estimators = [
+        Estimator(model, device, gpus, work, capacity, {**fixed, "offload": offload})
+        for offload in searched
+    ]
+    least = [estimator.least_memory() for estimator in estimators]
+    needed = min((size for size in least if size is not None), default=None)
     if needed is None:
-        return (
-            f"{head}: no degrees of parallelism divide both the devices and the batch; change "
-            "the batch or the number of devices"
-        )
+        return f"{head}: divisibility fails, not memory. {_indivisible(model, gpus, work, fixed)}"
+    short = needed - capacity
+    missing = "every plan that was computed in full needs more than that"
+    if short > 0:
+        missing = f"{binary_size(short)} are missing"
     return (
         f"{head}: the plan with the least memory needs about {binary_size(needed)} per device and "
-        f"{binary_size(capacity)} are usable; use more devices, a smaller batch or fewer options"
+        f"{binary_size(capacity)} are usable, so {missing}; use more devices, a smaller batch or "
+        "fewer options"
+    )
+
+
+def _indivisible(model: Shape, gpus: int, work: Workload, fixed: Mapping[str, Any]) -> str:
+    """Return which number does not divide which, if no degrees divide devices and batch."""
+    # Searched degrees are powers of two, so the odd part of the devices is data-parallel.
+    searched = gpus // math.prod(fixed.get(name) or 1 for name in DEGREES[1:])
+    ranks = fixed.get("data") or searched // (searched & -searched)
+    excess = work.batch % ranks
+    if excess:
+        near = [size for size in (work.batch - excess, work.batch - excess + ranks) if size]
+        return (
+            f"Data-parallel ranks are a multiple of {ranks}, and batch={work.batch} is {excess} "
+            f"more than such a multiple; pass batch={' or '.join(map(str, near))}, or change the "
+            "number of devices"
+        )
+    return (
+        f"No degrees divide {gpus} devices, batch={work.batch}, {model.layers} layers and "
+        f"{model.heads} heads; free a fixed field, or change the batch or the number of devices"
     )
 
 

@@ -6,6 +6,8 @@ by an estimate; only the first ones are computed in full.
 """
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,7 +25,8 @@ from accounting.workload import Workload
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 #: Default fraction of the memory that a plan may use.
 SHARE_OF_MEMORY = 0.9
-_DEGREES = ("data", "tensor", "pipeline", "context")
+#: Degrees whose product is the number of devices.
+DEGREES = ("data", "tensor", "pipeline", "context")
 _QUESTION = (
     "hardware",
     "batch",
@@ -32,6 +35,8 @@ _QUESTION = (
     "share_of_memory",
     "memory_bytes",
     "efficiency",
+    "time_limit",
+    "progress",
 )
 
 
@@ -59,6 +64,8 @@ def plans_that_fit(
     memory_bytes: float | None = None,
     efficiency: float | None = None,
     most: int = 8,
+    time_limit: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **fixed: Any,
 ) -> list[FittingPlan]:
     """Return at most `most` plans over all `devices` that fit the memory, the fastest first.
@@ -66,8 +73,11 @@ def plans_that_fit(
     Fields of `Plan` that are passed are fixed. The search varies all other fields except `offload`
     and keeps tensor parallelism inside a node. `share_of_memory` is the fraction of the memory that
     a plan may use; the remainder is for buffers and fragmentation. `memory_bytes` replaces the
-    memory of the device.
+    memory of the device. After `time_limit` seconds, the plans that were found so far are returned,
+    or `TimeoutError` is raised if there are none. `progress` is called with the number of plans
+    that were computed in full and the number of all plans.
     """
+    start = time.monotonic()
     device, kind = find(hardware), recipe(precision)
     checks.number("share_of_memory", share_of_memory, most=1)
     check_fields(fixed)
@@ -76,7 +86,17 @@ def plans_that_fit(
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     estimator = Estimator(model, device, devices, work, capacity * share_of_memory, fixed)
     fitting: list[FittingPlan] = []
-    for estimate in sorted(estimator.estimates(), key=_estimated_seconds):
+    estimates = sorted(estimator.estimates(), key=_estimated_seconds)
+    for computed, estimate in enumerate(estimates):
+        if progress is not None:
+            progress(computed, len(estimates))
+        if time_limit is not None and time.monotonic() - start > time_limit:
+            if fitting:
+                break
+            raise TimeoutError(
+                f"expected a plan that fits within {time_limit} s, got none among {computed:,} of "
+                f"{len(estimates):,} plans; pass a larger time_limit or fix fields of the plan"
+            )
         plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
         if plan is None:
             continue
@@ -96,9 +116,9 @@ def _estimated_seconds(estimate: Estimate) -> float:
 
 def _check_degrees(model: Shape, devices: int, fixed: dict[str, Any]) -> None:
     """Raise `ValueError` if the fixed degrees do not divide the devices or the model."""
-    product = math.prod(fixed.get(name) or 1 for name in _DEGREES)
+    product = math.prod(fixed.get(name) or 1 for name in DEGREES)
     if devices % product:
-        degrees = " x ".join(name for name in _DEGREES if name in fixed)
+        degrees = " x ".join(name for name in DEGREES if name in fixed)
         raise ValueError(
             f"expected {degrees} = {product} to divide devices, got devices={devices}; "
             "change the number of devices or a degree"
@@ -139,7 +159,7 @@ def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> l
 
     `question` are the other arguments of `plans_that_fit`. Raises `ValueError` if no plan fits.
     """
-    devices = math.prod(question.get(name) or 1 for name in _DEGREES)
+    devices = math.prod(question.get(name) or 1 for name in DEGREES)
     while devices <= most:
         fitting = plans_that_fit(model, devices=devices, **question)
         if fitting:

@@ -4,19 +4,12 @@ The intensity is the number of operations per byte moved. Operations above the r
 bandwidth`, can be compute-bound.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from accounting import checks
 from accounting.hardware import Hardware, find
 from accounting.precision import bytes_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,38 +91,3 @@ def roofline(
         attainable_flops=min(peak, float(ratio) * bandwidth),
         seconds=max(flops / peak, float(bytes) / bandwidth),
     )
-
-
-@checks.entry()
-def plot(
-    operations: Sequence[Roofline],
-    hardware: str | Hardware,
-    *,
-    dtype: str = "fp16",
-    axes: Axes | None = None,
-) -> Axes:
-    """Plot the roofline of a device with the operations; requires matplotlib."""
-    try:
-        from matplotlib import pyplot
-    except ModuleNotFoundError as error:
-        message = 'plot needs matplotlib, which is missing: pip install "accounting[plot]"'
-        raise ModuleNotFoundError(message, name=error.name) from error
-
-    device = find(hardware)
-    checks.instance("operations", operations, (list, tuple), "a list of Roofline")
-    for operation in operations:
-        checks.instance("one of operations", operation, Roofline, "a Roofline")
-    if axes is None:
-        axes = pyplot.figure(figsize=(6, 4), layout="constrained").add_subplot()
-    peak, ridge = device.peak(dtype), device.peak(dtype) / device.memory_bandwidth
-    ends = [min([ridge, *(o.intensity for o in operations)]) / 4, ridge]
-    ends.append(max([ridge, *(o.intensity for o in operations)]) * 4)
-    axes.loglog(ends, [min(peak, x * device.memory_bandwidth) for x in ends], color="black")
-    for operation in operations:
-        axes.plot(operation.intensity, operation.attainable_flops, "o", label=operation.name)
-    axes.set_xlabel("arithmetic intensity (FLOP/B)")
-    axes.set_ylabel(f"{dtype} FLOP/s")
-    axes.set_title(device.name)
-    if operations:
-        axes.legend(fontsize="small")
-    return axes
