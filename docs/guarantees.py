@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/guarantees.toml"))
-#: What a user asks, by the key in guarantees.toml, in the order of the page.
+#: The questions of users, by their keys in guarantees.toml, in the order of the page.
 QUESTIONS = {
     "right": "Are the results right?",
     "works": "Does it work with my code?",

@@ -96,7 +96,7 @@ def test_own_hardware_is_read_from_a_file(tmp_path: Path) -> None:
             DEVICE_FILE.replace("memory_bandwidth = 1e12", "memory_bandwidth = -1"),
             "memory_bandwidth",
         ),
-        (DEVICE_FILE + "colour = 3\n", "colour"),
+        (DEVICE_FILE + "color = 3\n", "color"),
         ('[mine]\nlike = "H999"\n', "'H999' is missing or is not one of V100, A100"),
         (DEVICE_FILE + "[other]\n", "too many values"),
         ("[mine", "Expected"),

@@ -281,6 +281,7 @@ def compare_loops(library: str, precision: str, folder: Path, *arguments: bool) 
 def test_loop_of_trainer_trains_as_with_torch_ddp(library, precision, tmp_path) -> None:
     pytest.importorskip("accelerate", reason="an independent reference")
     pytest.importorskip(library, reason="an independent reference")
+    pytest.importorskip("transformers", reason="an independent reference")
     arguments = [False] if library == "lightning" else []
     members = compare_loops(library, precision, tmp_path, *arguments)
     assert members == EXPECTED_MEMBERS[library]

@@ -86,9 +86,9 @@ def peak_memory(extra: bool) -> float:
 
 @pytest.mark.parametrize("extra", [False, True])
 def test_memory_is_parameters_and_one_set_of_gradients(extra: bool) -> None:
-    # The rest is one gradient of 32 before it is copied in, activations and flags. On a
-    # busy machine, gloo's thread may still reference a bucket when the next step starts. The bucket then
-    # moves to new memory, so the best of three runs counts.
+    # The rest is one gradient of 32 before it is copied in, activations and flags. Under load,
+    # gloo's thread may still reference a bucket when the next step starts. The bucket then moves
+    # to new memory, so the best of three runs counts.
     runs = zip(*(run_ranks(peak_memory, 2, extra) for _ in range(3)), strict=True)
     for sets in map(min, runs):
         assert 1 + extra <= sets < 1.1 + extra

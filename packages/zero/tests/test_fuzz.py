@@ -24,7 +24,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import published_models
+import transformers_families
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 
 WORLD = 3
@@ -156,7 +156,7 @@ class Published(nn.Module):
     def __init__(self, name):
         super().__init__()
         self.kinds = [name]
-        self.model = published_models.build(name)
+        self.model = transformers_families.build(name)
         self.spare = nn.Linear(40, 40, bias=False)
 
     def forward(self, tokens, use_spare=False):
@@ -574,6 +574,6 @@ def test_every_random_program_equals_one_process(tmp_path, first):
     [(0, 2), *(pytest.param(n, n + 100, marks=pytest.mark.exhaustive) for n in range(2, 502, 100))],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_random_programs_of_published_models_equal_one_process(tmp_path, first, last):
+def test_random_programs_of_transformers_families_equal_one_process(tmp_path, first, last):
     pytest.importorskip("transformers", reason="models of transformers")
     run_ranks(programs, WORLD, first, last, str(tmp_path), True, timeout=7200)

@@ -11,7 +11,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import published_models
+import transformers_families
 from allocator import peak_bytes
 from zero import FSDP, ShardedOptimizer, memory_report
 from zero_training import mean_square, pair, train
@@ -156,17 +156,17 @@ def test_names_and_predicates_select_the_sharded_modules():
 def train_published(stage, name):
     """Train a model of transformers as one process does; return its memory by kind and peak."""
     torch.set_default_dtype(torch.float64)
-    model, ours, twin, theirs = pair(stage, "SGD", build=lambda: published_models.build(name))
+    model, ours, twin, theirs = pair(stage, "SGD", build=lambda: transformers_families.build(name))
     if stage == 3:
         assert model.replicated_bytes == {}
         assert len(model.units) >= 3
-    train(model, ours, twin, theirs, published_models.loss_of(name), clip=0.5)
+    train(model, ours, twin, theirs, transformers_families.loss_of(name), clip=0.5)
     if name == "t5":
         # Its attention masks read values, which the meta device does not have.
         return True
 
     def build(group):
-        model = published_models.build(name)
+        model = transformers_families.build(name)
         if stage == 3:
             model = FSDP(model, group=group)
             return model, torch.optim.AdamW(model.parameters())
@@ -174,7 +174,7 @@ def train_published(stage, name):
         return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
 
     def loss(model):
-        return published_models.loss_of(name)(model, torch.ones(4, 5, dtype=torch.float64))
+        return transformers_families.loss_of(name)(model, torch.ones(4, 5, dtype=torch.float64))
 
     report = memory_report(build, loss)
     for moment, measured in zip(report.predicted, report.measured, strict=True):
@@ -191,7 +191,7 @@ def train_published(stage, name):
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", published_models.FAMILIES)
+@pytest.mark.parametrize("name", transformers_families.FAMILIES)
 def test_families_of_transformers_equal_one_process_and_need_the_planned_memory(name, stage):
     pytest.importorskip("transformers", reason="models of transformers")
     assert all(run_ranks(train_published, 2, stage, name, timeout=DEADLINE))

@@ -1,6 +1,7 @@
 """Collectives over processes, with the names and arguments of torch.distributed."""
 
 from collectives.choice.cost import CostModel
+from collectives.choice.describe import Description, describe
 from collectives.collective import (
     ReduceOp,
     all_gather_into_tensor,
@@ -12,7 +13,6 @@ from collectives.collective import (
     shared_empty,
 )
 from collectives.communicator import checked
-from collectives.describe import Description, describe
 from collectives.errors import Mismatch, RankLost
 from collectives.lists import all_gather, all_to_all, gather, reduce, reduce_scatter, scatter
 from collectives.rebuild import rebuild
