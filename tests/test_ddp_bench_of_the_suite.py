@@ -1,5 +1,6 @@
 """ddp's bench takes any model by its name: here the sizes of the suite's own."""
 
+import pytest
 import suite_workloads
 import torch
 from ddp.bench import bench
@@ -13,6 +14,7 @@ def suite_rows() -> list[dict]:
     return bench(quick=True, model="suite_workloads:small", designs="25 MB", rounds=1)
 
 
+@pytest.mark.exhaustive
 def test_the_suites_small_is_benched_by_its_name() -> None:
     (first,) = run_ranks(suite_rows, 1, timeout=300)
     (step,) = (row for row in first if row["case"] == "step")

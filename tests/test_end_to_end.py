@@ -233,7 +233,10 @@ def assert_gone(pids):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "worker killed", "launcher killed"])
+@pytest.mark.parametrize(
+    "how",
+    ["ctrl-c", "launcher killed", pytest.param("worker killed", marks=pytest.mark.exhaustive)],
+)
 def test_an_interrupted_run_keeps_its_samples_and_leaves_no_process(how, tmp_path):
     out = tmp_path / "run"
     process, workers = start_and_wait_for_samples(out)

@@ -200,7 +200,10 @@ with FakeTensorMode():
 }
 
 
-@pytest.mark.parametrize("package", FAKE_TENSOR_CODE)
+@pytest.mark.parametrize(
+    "package",
+    [pytest.param(p, marks=[pytest.mark.exhaustive] * (p != "zero")) for p in FAKE_TENSOR_CODE],
+)
 def test_fake_tensors_do_not_start_autograd_threads_for_missing_gpus(package):
     # Such threads can abort the process when it ends, because they use the interpreter too late.
     lines = [

@@ -1,4 +1,8 @@
-"""The audit finds injected faults: quick ones here, and all of them in exhaustive runs."""
+"""The audit finds injected faults, in runs of several minutes that `make test-exhaustive` makes.
+
+The checks themselves are tested in test_audit.py, and a whole run without faults in
+tests/test_end_to_end.py.
+"""
 
 import os
 import re
@@ -27,11 +31,13 @@ def outcomes():
     return inject(list(QUICK), honest_runs=1)
 
 
+@pytest.mark.exhaustive
 def test_an_honest_run_raises_no_alarm(outcomes):
     assert outcomes[0].fault == "honest run 0"
     assert outcomes[0].failed_checks == ()
 
 
+@pytest.mark.exhaustive
 def test_quick_injected_faults_are_found(outcomes):
     assert sorted(outcome.fault for outcome in outcomes[1:]) == sorted(QUICK)
     assert [str(outcome) for outcome in outcomes[1:] if not outcome.failed_checks] == []
