@@ -744,7 +744,7 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> list[DecoderBlock]:
-        """The blocks as `DecoderBlock`s, for type checkers."""
+        """The blocks as `DecoderBlock` modules, for type checkers."""
         return cast(list[DecoderBlock], list(self.blocks))
 
     def qk(self, distance: int = 0) -> LowRank:

@@ -80,7 +80,7 @@ def sweep_learning_rate(
     """Train at every rate, batch size and seed, on fresh data at every step.
 
     Args:
-        task: "linear" is regression on x ~ N(0, I) from |w - w*|^2 = d. "mlp" is a network of 64
+        task: "linear" is regression on x ~ N(0, I) from `|w - w*|^2 = d`. "mlp" is a network of 64
             ReLUs that learns another such network. A function of (rate, batch size, seed) trains
             and returns the final loss, or nan if the run diverged; it needs `rates` and
             `batch_sizes`, and has one seed by default.
