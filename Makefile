@@ -30,7 +30,7 @@ test: sync  ## Run every test but those of the next two targets
 	$(UV) run pytest -n 5 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
 
 test-timing: sync  ## Run those that assert a ratio of times: they need an idle machine
-	$(UV) run pytest -m timing $(ARGS)
+	$(UV) run pytest -m "timing and not exhaustive" $(ARGS)
 
 test-exhaustive: sync  ## Run those that try every combination and seed, for many minutes
 	$(UV) run --group oracles --group docs pytest -m exhaustive --hypothesis-profile explore $(ARGS)

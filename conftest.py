@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,12 @@ def pytest_collection_finish():
     """Exclude everything that has been imported and collected from garbage collection."""
     # Modules and collected tests live until the end, so the garbage collector need not scan them.
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List the figures that the timing tests have measured."""
+    figures = sys.modules.get("figures")
+    if figures is not None and figures.measured_figures:
+        terminalreporter.section("figures")
+        for line in figures.measured_figures:
+            terminalreporter.line(line)

@@ -28,6 +28,7 @@ from accounting.model.records import Experts, Window
 from accounting.time.goodput import Run
 from accounting.time.mesh import compute_bound_batch
 from accounting.time.step import step_time
+from figures import assert_at_most
 from reference import Model
 
 SIZES = {"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100}
@@ -256,7 +257,8 @@ def test_importing_needs_the_standard_library_alone(tmp_path: Path) -> None:
 
 @pytest.mark.timing
 def test_importing_takes_at_most_one_tenth_second(tmp_path: Path) -> None:
-    assert min(float(imported(tmp_path)[0]) for _ in range(6)) <= 0.100
+    seconds = min(float(imported(tmp_path)[0]) for _ in range(6))
+    assert_at_most("accounting: import", 0.1, seconds, "s")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,8 +4,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from accounting.plan import even
 from accounting.search.launch import command_lines
 from accounting.search.plans import plans_that_fit
 from accounting.time.step import step_time
+from figures import assert_at_most
 from published_models import PUBLISHED
 
 LLAMA_405B = Transformer(
@@ -45,9 +44,10 @@ TEXT = "layers=8,d_model=1024,heads=16,vocab_size=32000"
 
 @pytest.mark.timing
 def test_search_for_405b_on_16384_devices_takes_less_than_one_second() -> None:
-    begin = time.process_time()
+    start = time.process_time()
     answer = plan_for(LLAMA_405B, gpus=16384, hardware="H100", tokens=15.6e12, seq=8192)
-    assert time.process_time() - begin < 1
+    seconds = time.process_time() - start
+    assert_at_most("accounting: plan of 405B on 16,384 devices", 1, seconds, "s")
     assert answer.memory.total <= 80e9
 
 
@@ -56,7 +56,7 @@ def test_search_for_deepseek_v3_on_2048_devices_takes_less_than_two_seconds() ->
     begin = time.process_time()
     answer = plan_for(DEEPSEEK_V3, gpus=2048, hardware="H800", tokens=14.8e12, seq=4096)
     seconds = time.process_time() - begin
-    assert seconds < 2, f"expected < 2 s of processor time, measured {seconds:.2f}"
+    assert_at_most("accounting: plan of DeepSeek-V3 on 2,048 devices", 2, seconds, "s")
     assert answer.plan.devices == 2048
 
 
@@ -66,17 +66,7 @@ def test_refusal_takes_less_than_two_seconds() -> None:
     with pytest.raises(ValueError, match="no plan over"):
         plan_for(DEEPSEEK_V3, gpus=2048, hardware="H800", seq=4096, memory_bytes=1e9)
     seconds = time.process_time() - begin
-    assert seconds < 2, f"expected < 2 s of processor time, measured {seconds:.2f}"
-
-
-@pytest.mark.timing
-def test_import_takes_less_than_a_tenth_of_a_second() -> None:
-    code = "import time; t = time.process_time(); import accounting; print(time.process_time() - t)"
-    run = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-        for _ in range(5)
-    ]
-    assert min(run) < 0.1, f"expected < 0.1 s of processor time, measured {min(run):.3f}"
+    assert_at_most("accounting: refusal of DeepSeek-V3 with 1 GB", 2, seconds, "s")
 
 
 def test_the_answer_holds_together() -> None:

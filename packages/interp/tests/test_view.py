@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import assert_at_most
 from interp import AttentionOnly, attribution, detect_heads, logit_lens, view
 from interp.patching import ablate_parts, logit_difference, patch_edges, patch_parts, patch_streams
 
@@ -172,7 +173,7 @@ def test_large_page_is_written_within_a_second(tmp_path: Path) -> None:
         int(re.search(r'data-ready-ms="(\d+)"', drawn(tmp_path / "page.html", tmp_path))[1])
         for _ in range(3)
     ]
-    assert sorted(times)[1] < 1000
+    assert_at_most("interp: time to draw a large page", 1000, sorted(times)[1], "ms")
 
 
 def test_layers_are_labeled_by_their_distinguishing_parts(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from figures import assert_at_most
 from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.audit.probe import _probe_one
 from llmsys_suite.config import RunConfig
@@ -81,7 +82,7 @@ def processor_seconds(folder):
 @pytest.mark.timing
 def test_measuring_takes_at_most_a_hundredth_of_a_step(tmp_path):
     for overhead, trained in run_ranks(processor_seconds, 2, str(tmp_path / "run")):
-        assert overhead <= 0.01 * trained
+        assert_at_most("suite: measuring over a step", 0.01, overhead / trained)
     phases = {"step", "forward", "backward", "communication", "optimizer"}
     assert {sample["phase"] for sample in RunFolder(tmp_path / "run").samples()} == phases
 

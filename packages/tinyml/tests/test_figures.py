@@ -7,22 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import assert_at_least, assert_at_most
 from tinyml import quantize
 from tinyml.quantization import fastest_linear
 from torch import nn
 
 pytestmark = pytest.mark.timing
-
-
-def processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if "model name" in line), "this machine")
-
-
-def expect(what, least, measured):
-    """Print the figure, and fail if it is more than 15 % below the expected one."""
-    print(f"{what}: expected >= {least}, measured {measured:.3g} on {processor()}")
-    assert measured >= 0.85 * least, what
 
 
 def layer(inputs=1024, outputs=4096):
@@ -54,7 +44,7 @@ def test_auto_decides_in_two_seconds_and_then_from_the_file(bits, monkeypatch):
     start = time.perf_counter()
     quantize(model, bits, activations="auto")
     second = time.perf_counter() - start
-    expect(f"decisions of {bits} bits per 2 s", 1, 2 / first)
+    assert_at_most(f"tinyml: first decision for {bits} bits", 2, first, "s")
     assert second < first / 2
 
 
@@ -63,10 +53,8 @@ def test_auto_decides_in_two_seconds_and_then_from_the_file(bits, monkeypatch):
 def test_auto_is_as_fast_as_float(bits, tokens):
     model = layer()
     ours, x = quantize(model, bits, activations="auto"), torch.randn(tokens, 1024)
-    measured = ratio(model, ours, x)
-    print(f"float over auto, {bits} bits, {tokens} tokens: expected >= 0.98, ", end="")
-    print(f"measured {measured:.3g} on {processor()}")
-    assert measured >= 0.98
+    figure = f"tinyml: float over auto, {bits} bits, {tokens} tokens"
+    assert_at_least(figure, 0.98, ratio(model, ours, x), margin=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 32])
@@ -83,4 +71,5 @@ def test_layers_are_as_fast_as_torchaos(bits, config, tokens):
     except Exception as error:  # the library supports this format on some devices only
         pytest.skip(f"torchao cannot run {config} here: {error}")
     ours = quantize(model, bits, activations="auto")
-    expect(f"torchao over ours, {config}", 1, ratio(peer, ours, torch.randn(tokens, 1024)))
+    measured = ratio(peer, ours, torch.randn(tokens, 1024))
+    assert_at_least(f"tinyml: torchao over ours, {config}, {tokens} tokens", 1, measured)

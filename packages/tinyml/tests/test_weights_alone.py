@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from figures import assert_at_least
 from tinyml import Int4Linear, IntegerModel, load, quantize, save, size_of
 from tinyml.quantization import fastest_linear
 from tinyml.quantization.int8 import Int8Linear
@@ -147,11 +148,14 @@ def test_an_exported_graph_computes_the_same(bits, activations):
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("processor", ["as it is", "AVX2", "plain"])
+@pytest.mark.parametrize(
+    "processor", ["as it is", "AVX2", pytest.param("plain", marks=pytest.mark.exhaustive)]
+)
 def test_one_token_is_never_slower_than_float(processor, times_of_float):
     cases = [(bits, 1, size, size) for bits in (4, 8) for size in (1024, 4096)]
     ratios = times_of_float(processor, cases)
-    assert min(ratios) > 0.95, ratios
+    figure = f"tinyml: float over auto for one token, {processor}"
+    assert_at_least(figure, 0.95, min(ratios), margin=0)
 
 
 CHOSEN = """
@@ -179,4 +183,5 @@ for bits in (4, 8):
 @pytest.mark.parametrize("processor", ["as it is", "AVX2"])
 def test_selected_implementation_is_not_slower_in_twenty_processes(processor, run_on):
     ratios = [float(line) for _ in range(20) for line in run_on(processor, CHOSEN)]
-    assert min(ratios) > 0.95, sorted(ratios)[:5]
+    figure = f"tinyml: float over auto in 20 processes, {processor}"
+    assert_at_least(figure, 0.95, min(ratios), margin=0)

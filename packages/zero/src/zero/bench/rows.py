@@ -31,16 +31,18 @@ from zero.process_groups import wire_bytes
 Row = dict[str, float | int | str]
 
 
-def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
+def bench(*, device: str = "cpu", quick: bool = False, rounds: int = 0) -> list[Row]:
     """Return the rows of the cases `memory` and `step`, on rank 0.
 
-    It runs two processes, or one if there is only one GPU.
+    It runs two processes, or one if there is only one GPU. `rounds` is the number of measured
+    steps of each implementation; 0 means 20, and 3 with `quick`.
     """
+    rounds = rounds or (3 if quick else 20)
     if "RANK" in os.environ:
-        return _on_this_rank(device, quick)
+        return _on_this_rank(device, quick, rounds)
     with tempfile.TemporaryDirectory() as folder:
         world = min(2, torch.cuda.device_count()) if device == "cuda" else 2
-        arguments = (folder, device, quick, world)
+        arguments = (folder, device, quick, rounds, world)
         torch.multiprocessing.spawn(_spawned, arguments, nprocs=world)
         rows: list[Row] = json.loads(Path(folder, "rows").read_text())
         return rows
@@ -66,11 +68,11 @@ def _memory(size: str, device: str) -> list[Row]:
     return rows
 
 
-def _on_this_rank(device: str, quick: bool) -> list[Row]:
+def _on_this_rank(device: str, quick: bool, rounds: int) -> list[Row]:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     size = "quick" if quick else "full"
-    rows = _memory(size, device) + _steps(size, device, rounds=3 if quick else 20)
+    rows = _memory(size, device) + _steps(size, device, rounds)
     return rows if dist.get_rank() == 0 else []
 
 
@@ -173,7 +175,7 @@ def _is_loopback() -> bool:
     return os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo"
 
 
-def _spawned(rank: int, folder: str, device: str, quick: bool, world: int) -> None:
+def _spawned(rank: int, folder: str, device: str, quick: bool, rounds: int, world: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
@@ -181,7 +183,7 @@ def _spawned(rank: int, folder: str, device: str, quick: bool, world: int) -> No
     store = dist.FileStore(f"{folder}/store", world)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    rows = _on_this_rank(device, quick)
+    rows = _on_this_rank(device, quick, rounds)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
@@ -192,11 +194,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m zero.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
+    parser.add_argument("--rounds", type=int, default=0, help="number of measured rounds")
     parser.add_argument("--link", default="network", help="name of the link in the rows")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     os.environ["LINK"] = arguments.link
-    rows = bench(device=arguments.device, quick=arguments.quick)
+    rows = bench(device=arguments.device, quick=arguments.quick, rounds=arguments.rounds)
     if arguments.json and rows:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     if rows:

@@ -1,0 +1,49 @@
+"""Assertions on the figures that READMEs state: ratios of times, seconds and sizes.
+
+A figure is measured on one machine. A quiet machine with another processor may miss it by `MARGIN`.
+`make test-timing` ends with a list of every figure, as it is stated and as it was measured.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+#: The fraction by which a measurement may miss its figure on another processor.
+MARGIN = 0.15
+
+#: A line per figure that this process has measured.
+measured_figures: list[str] = []
+
+
+def cpu_model() -> str:
+    """Return the name of the processor as Linux reports it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def assert_at_least(
+    figure: str, expected: float, measured: float, unit: str = "x", margin: float = MARGIN
+) -> None:
+    """Fail if a measurement is more than the margin below its figure. A larger value is better."""
+    report = _record(figure, ">=", expected, measured, unit)
+    assert measured >= expected * (1 - margin), report
+
+
+def assert_at_most(
+    figure: str, expected: float, measured: float, unit: str = "x", margin: float = MARGIN
+) -> None:
+    """Fail if a measurement is more than the margin above its figure. A smaller value is better."""
+    report = _record(figure, "<=", expected, measured, unit)
+    assert measured <= expected * (1 + margin), report
+
+
+def _record(figure: str, relation: str, expected: float, measured: float, unit: str) -> str:
+    """Return the line that states both values, after storing it for the list at the end."""
+    space = "" if unit == "x" else " "
+    line = f"{figure}: expected {relation} {expected:g}{space}{unit}, "
+    line += f"measured {measured:.3g}{space}{unit} on {cpu_model()}"
+    measured_figures.append(line)
+    return line
