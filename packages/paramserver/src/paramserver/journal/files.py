@@ -1,0 +1,313 @@
+"""The files of a journal: their format, and the checks that find any damage.
+
+Note [Detection of damage]
+A file starts with the identity of the journal and the number of the file. The checksum in a
+record's header covers the header, its offset, the file's number and the journal's identity. A wrong
+length, or a record or file in a wrong position, is therefore detected. The body has a separate
+checksum. A file that is continued by another one ends with a seal, and the next file gets its final
+name only after the seal is written, so that a missing or truncated file is detected. One damage
+cannot be detected: a last file that ends after a complete record, because a server that dies leaves
+the same. Workers that know of the lost records are refused, because they are ahead of their server.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from paramserver.protocol.core import Followed, Record, Staged
+from paramserver.protocol.ledger import Log
+
+MAGIC = b"pserver2"
+#: Number of random bytes that identify a journal.
+IDENTITY_BYTES = 8
+# Magic number, identity of the journal, number of the file, checksum.
+FILE_HEAD = struct.Struct(f"<8s{IDENTITY_BYTES}sQI")
+# Kind, bytes of the body, checksum of the body, checksum of this header.
+RECORD_HEAD = struct.Struct("<cQII")
+# At the end of a snapshot: bytes, checksum, and the fields of FILE_HEAD.
+SNAPSHOT_TAIL = struct.Struct(f"<QI8s{IDENTITY_BYTES}sQI")
+# The worker, its epoch and the sequence number of a push: `Staged.push`.
+PUSH_FIELDS = struct.Struct("<qqq")
+# Kinds of records.
+STAGED = b"s"
+FOLLOWED = b"f"
+SEAL = b"n"
+# Kinds of spans that are not records: the head of a file, and an incomplete record.
+START = b""
+TORN = b"t"
+#: Number of bytes that are read at once for a checksum.
+CHUNK_BYTES = 2**20
+
+
+class JournalError(RuntimeError):
+    """A journal is damaged. The message names the file, the byte and the remedy."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes `start` to `stop` of file `number`, which were checked."""
+
+    number: int
+    kind: bytes
+    start: int
+    stop: int
+
+
+def checked_spans(folder: Path, snapshot: int | None) -> Iterator[Span]:
+    """Check all files from a snapshot on and yield their spans; raise `JournalError` at damage."""
+    identity = b"" if snapshot is None else check_snapshot(folder, snapshot)
+    number = snapshot or 0
+    last = max(file_numbers(folder, "journal"), default=0)
+    kind = b""
+    while number <= last or kind == SEAL:
+        path = journal_path(folder, "journal", number)
+        if kind == SEAL and not path.exists():
+            path = journal_path(
+                folder, "next", number
+            )  # the server died before it renamed the file
+        for span in _checked_spans_of_file(path, number, identity, is_last=number >= last):
+            if span.kind == START:
+                identity = read_identity(folder, [span])
+            kind = span.kind
+            yield span
+        number += 1
+
+
+def _checked_spans_of_file(
+    path: Path, number: int, identity: bytes, *, is_last: bool
+) -> Iterator[Span]:
+    if not path.exists():
+        path = path.with_name(f"journal-{number:08d}")
+        raise damage_error(path, 0, "the file is missing, but files before and after it exist")
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        identity = _check_head(path, file.read(FILE_HEAD.size), number, identity)
+        yield Span(number, START, 0, FILE_HEAD.size)
+        start = FILE_HEAD.size
+        kind = START
+        while start < size:
+            if kind == SEAL:
+                raise damage_error(path, start, "data follow the seal at the end of the file")
+            span = _read_record_span(path, file, number, identity, size)
+            if span is None:
+                break
+            yield span
+            start = span.stop
+            kind = span.kind
+    if start < size:
+        if not is_last:
+            raise damage_error(path, start, "a record is incomplete, but later files exist")
+        yield Span(number, TORN, start, size)
+    elif not is_last and kind != SEAL:
+        raise damage_error(path, size, "the file does not end with a seal, but later files exist")
+
+
+def _read_record_span(
+    path: Path, file: BinaryIO, number: int, identity: bytes, size: int
+) -> Span | None:
+    """Check the next record of a file and return its span, or None if it is incomplete."""
+    start = file.tell()
+    head = file.read(RECORD_HEAD.size)
+    if len(head) < RECORD_HEAD.size:
+        return None
+    kind, length, checksum, _ = RECORD_HEAD.unpack(head)
+    if head != record_head(identity, number, start, kind, length, checksum):
+        raise damage_error(path, start, "the checksum of a record's header is wrong")
+    stop = start + RECORD_HEAD.size + length
+    if stop > size:
+        return None
+    if compute_checksum(file, length) != checksum:
+        raise damage_error(path, start, "the checksum of a record is wrong")
+    return Span(number, kind, start, stop)
+
+
+def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> Iterator[Record]:
+    """Yield the records, each of which is read when needed; `current` receives its span."""
+    for span in spans:
+        if span.kind not in (STAGED, FOLLOWED):
+            continue
+        current[:] = [span]
+        body = read_body(folder, span)
+        if span.kind == STAGED:
+            data = torch.frombuffer(bytearray(body[PUSH_FIELDS.size :]), dtype=torch.uint8)
+            yield Staged(PUSH_FIELDS.unpack_from(body), data)
+        else:
+            yield Followed(Log.from_text(body.decode()))
+
+
+def read_body(folder: Path, span: Span) -> bytes:
+    """Return the body of a record."""
+    with journal_path(folder, "journal", span.number).open("rb") as file:
+        file.seek(span.start + RECORD_HEAD.size)
+        return file.read(span.stop - span.start - RECORD_HEAD.size)
+
+
+def encode_record(record: Record) -> tuple[bytes, list[Any]]:
+    """Return the kind of a record and the parts of its body."""
+    if isinstance(record, Staged):
+        return STAGED, [PUSH_FIELDS.pack(*record.push), record.gradients.numpy().data]
+    return FOLLOWED, [record.log.to_text().encode()]
+
+
+def record_head(
+    identity: bytes, number: int, start: int, kind: bytes, size: int, checksum: int
+) -> bytes:
+    """Return the header of a record at byte `start` of file `number`."""
+    seed = zlib.crc32(identity + struct.pack("<QQ", number, start))
+    head = RECORD_HEAD.pack(kind, size, checksum, 0)[:-4]
+    return head + struct.pack("<I", zlib.crc32(head, seed))
+
+
+def _file_head(identity: bytes, number: int) -> bytes:
+    head = FILE_HEAD.pack(MAGIC, identity, number, 0)[:-4]
+    return head + struct.pack("<I", zlib.crc32(head))
+
+
+def _check_head(path: Path, head: bytes, number: int, identity: bytes) -> bytes:
+    """Return the journal's identity; raise `JournalError` unless this is the head of the file."""
+    file_identity = head[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
+    if not head.startswith(MAGIC):
+        text = f"expected {MAGIC!r}, got {head[: len(MAGIC)]!r}; is it of another version?"
+        raise damage_error(path, 0, text)
+    if len(head) < FILE_HEAD.size or head[-4:] != struct.pack("<I", zlib.crc32(head[:-4])):
+        raise damage_error(path, 0, "the checksum of its header is wrong")
+    if head != _file_head(file_identity, number):
+        raise damage_error(path, 0, f"its header is that of file {FILE_HEAD.unpack(head)[2]}")
+    if identity and file_identity != identity:
+        raise damage_error(path, 0, "its header is that of another journal")
+    return file_identity
+
+
+def read_identity(folder: Path, spans: list[Span]) -> bytes:
+    """Return the identity that the head of the last span's file contains."""
+    number = spans[-1].number
+    path = journal_path(folder, "journal", number)
+    with (path if path.exists() else journal_path(folder, "next", number)).open("rb") as file:
+        return file.read(FILE_HEAD.size)[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
+
+
+def snapshot_tail(identity: bytes, number: int, size: int, checksum: int) -> bytes:
+    """Return the last bytes of a snapshot, which follow `size` bytes of state."""
+    tail = SNAPSHOT_TAIL.pack(size, checksum, MAGIC, identity, number, 0)[:-4]
+    return tail + struct.pack("<I", zlib.crc32(tail))
+
+
+def check_snapshot(folder: Path, number: int) -> bytes:
+    """Return the journal's identity; raise `JournalError` if the snapshot is damaged."""
+    path = journal_path(folder, "snapshot", number)
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END) - SNAPSHOT_TAIL.size
+        if size < 0:
+            raise damage_error(path, 0, "the file is incomplete")
+        file.seek(size)
+        tail = file.read()
+        length, checksum, magic, identity, its_number, _ = SNAPSHOT_TAIL.unpack(tail)
+        if magic != MAGIC or tail != snapshot_tail(identity, its_number, length, checksum):
+            raise damage_error(path, size, "the end of the file is not that of a snapshot")
+        if its_number != number:
+            raise damage_error(path, size, f"the end of the file is that of snapshot {its_number}")
+        file.seek(0)
+        if length != size or compute_checksum(file, size) != checksum:
+            raise damage_error(path, 0, f"the checksum of its {size} bytes is wrong")
+    return bytes(identity)
+
+
+def read_snapshot(folder: Path, number: int) -> dict[str, Any]:
+    """Return the state of a snapshot; raise `JournalError` if the file is damaged."""
+    check_snapshot(folder, number)
+    state: dict[str, Any] = torch.load(journal_path(folder, "snapshot", number), weights_only=True)
+    return state
+
+
+def compute_checksum(file: BinaryIO, size: int) -> int:
+    """Return the checksum of the next `size` bytes."""
+    checksum = 0
+    while size > 0 and (part := file.read(min(size, CHUNK_BYTES))):
+        checksum = zlib.crc32(part, checksum)
+        size -= len(part)
+    return checksum
+
+
+def create_file(folder: Path, identity: bytes, number: int, records: bytes = b"") -> Path:
+    """Write a file under its temporary name."""
+    path = journal_path(folder, "next", number)
+    try:
+        with path.open("wb") as file:
+            file.write(_file_head(identity, number) + records)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def publish_file(folder: Path, number: int) -> None:
+    """Give a file of the journal its final name, if it does not have it."""
+    path = journal_path(folder, "journal", number)
+    if not path.exists():
+        journal_path(folder, "next", number).rename(path)
+        sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names of a folder's files through to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def journal_path(folder: Path, name: str, number: int) -> Path:
+    """Return the path of a file: `name` is `journal`, `next`, `snapshot` or `unfinished`."""
+    return folder / f"{name}-{number:08d}"
+
+
+def file_numbers(folder: Path, name: str) -> list[int]:
+    """Return the sorted numbers of all files with this name; see `journal_path`."""
+    matches = (re.fullmatch(rf"{name}-(\d{{8,}})", path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def newest_snapshot(folder: Path) -> int | None:
+    """Return the number of the newest snapshot, or None if there is none."""
+    return max(file_numbers(folder, "snapshot"), default=None)
+
+
+def damage_error(path: Path, offset: int, what: str) -> JournalError:
+    """Return the error for damage at byte `offset`, with the remedy."""
+    return JournalError(
+        f"{path} is damaged at byte {offset}: {what}. Nothing was changed. Restore the file from a "
+        f"copy, or go back to the last good record by `{recovery_command(path.parent)}`."
+    )
+
+
+def recovery_command(folder: Path) -> str:
+    """Return the command that recovers a folder, with those of the job's other servers."""
+    whole = folder.parent if re.fullmatch(r"server-\d+", folder.name) else folder
+    return f"python -m paramserver recover {whole}"
+
+
+def refuse_if_in_use(folder: Path) -> None:
+    """Raise `RuntimeError` if a running server has locked the journal."""
+    for number in file_numbers(folder, "journal")[-1:]:
+        path = journal_path(folder, "journal", number)
+        with path.open("r+b") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise RuntimeError(
+                        f"{path} is in use by another process; stop that server first"
+                    ) from error

@@ -1,0 +1,214 @@
+"""The journals of all servers of a job: whether they are complete, and recovery from damage."""
+
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paramserver.journal.files import (
+    FILE_HEAD,
+    FOLLOWED,
+    SEAL,
+    STAGED,
+    START,
+    TORN,
+    JournalError,
+    check_snapshot,
+    checked_spans,
+    create_file,
+    file_numbers,
+    journal_path,
+    newest_snapshot,
+    publish_file,
+    read_body,
+    read_identity,
+    read_snapshot,
+    refuse_if_in_use,
+)
+from paramserver.protocol.ledger import Log
+
+#: Number of times that the journal of another server, which may be running, is read.
+_READS = 5
+
+
+def journal_folders(folder: Path) -> list[Path]:
+    """Return the journals of the servers of a job, those of servers 0, 1, ..."""
+    paths = {p for p in folder.glob("server-*") if re.fullmatch(r"server-\d+", p.name)}
+    present = [path for path in paths if any(path.iterdir())]
+    return sorted(present, key=lambda path: int(path.name[7:]))
+
+
+def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None:
+    """Raise `JournalError` if the journal of one of the servers `numbers` is lost.
+
+    It is lost if it is missing although another server's journal contains a push, which all servers
+    have stored. Journals of a larger number of servers are refused, too.
+    """
+    present = journal_folders(folder)
+    convert = (
+        f"Nothing was changed. To continue with {servers} servers instead of {len(present)}, run "
+        f"`python -m paramserver convert MODULE:JOB {folder} NEW` and pass NEW"
+    )
+    if len(present) > servers:
+        names = ", ".join(path.name for path in present)
+        raise JournalError(f"expected journals of {servers} servers, got {names}. {convert}")
+    lost = [path for i in numbers if (path := folder / f"server-{i}") not in present]
+    if lost and any(map(_has_pushes, present)):
+        raise JournalError(
+            f"expected a journal of each of the {servers} servers in {folder}, or of none, but "
+            f"{', '.join(map(str, lost))} is empty or missing. {convert}. If it is lost, restore "
+            "it from a copy of the same time, or pass another folder"
+        )
+    if not present and (checkpoints := sorted(folder.glob("worker-*"))):
+        raise JournalError(
+            f"expected a journal of each server in {folder}, which contains {checkpoints[0].name} "
+            "of a worker; restore them, or pass another folder"
+        )
+
+
+def _has_pushes(folder: Path) -> bool:
+    """Return True unless the journal contains no push; its server may be running."""
+    for _ in range(_READS):
+        try:
+            first = newest_snapshot(folder)
+            # Snapshot 1 contains the state with which the journal started.
+            is_later = first is not None and first > 1
+            return is_later or any(span.kind == STAGED for span in checked_spans(folder, first))
+        except (JournalError, OSError):  # damaged, or the server has just replaced its files
+            time.sleep(0.1)
+    return True
+
+
+def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> list[str]:
+    """Take a damaged journal back to its last good record, and return a report in lines.
+
+    Discarded records and files are moved into `discarded-N` of the same folder.
+
+    Args:
+        folder: the folder of one server, or the folder that contains those of all servers of a job.
+            In the latter case no server remains ahead of the records of the others.
+        before: path of a file and a byte; the record there and all later ones are discarded, too.
+
+    Raises:
+        JournalError: no good record exists. Nothing has changed.
+    """
+    folder = Path(folder)
+    folders = journal_folders(folder) or [folder]
+    for path in folders:
+        refuse_if_in_use(path)
+    if before and not any(_is_in(before[0], path) for path in folders):
+        raise ValueError(f"{before[0]} is not a file of {folder}; pass the path of the error")
+    good_parts = [
+        _GoodPart(path, before if before and _is_in(before[0], path) else None) for path in folders
+    ]
+    ends = [part.last() for part in good_parts]
+    # The first server must not continue after a record that a damaged server has lost, and no
+    # server may remain ahead of the first one.
+    damaged = [end.position for part, end in zip(good_parts, ends, strict=True) if part.error]
+    if damaged:
+        ends[0] = good_parts[0].last(min(damaged))
+    ends[1:] = [
+        part.last(min(end.position, ends[0].position))
+        for part, end in zip(good_parts[1:], ends[1:], strict=True)
+    ]
+    lines = []
+    for part, end in zip(good_parts, ends, strict=True):
+        if part.error:
+            lines.append(part.error)
+        lines += part.cut(end)
+        lines.append(f"{part.folder} ends at entry {end.position} of the log")
+    return lines
+
+
+@dataclass(frozen=True)
+class _End:
+    """A possible end of a journal: a byte of a file, after `position` entries of the log."""
+
+    position: int
+    number: int
+    stop: int
+
+
+class _GoodPart:
+    """The part of a journal before its first damage."""
+
+    def __init__(self, folder: Path, before: tuple[str, int] | None) -> None:
+        self.folder = folder
+        #: The first damage; empty if there is none.
+        self.error = ""
+        self._before = (Path(before[0]).name, before[1]) if before else None
+        self._ends: list[_End] = []
+        self._identity = b""
+        snapshots = sorted(file_numbers(folder, "snapshot"), reverse=True)
+        for snapshot in [*snapshots, None]:
+            self._scan(snapshot)
+            if self._ends:
+                return
+        raise JournalError(
+            f"{folder} has no good record to go back to: {self.error or 'it is empty.'} "
+            "Restore it from a copy, or pass an empty folder"
+        )
+
+    def _scan(self, snapshot: int | None) -> None:
+        position = 0
+        try:
+            if snapshot is not None:
+                position = int(read_snapshot(self.folder, snapshot)["replica"]["position"])
+                self._identity = check_snapshot(self.folder, snapshot)
+                self._ends.append(_End(position, snapshot, FILE_HEAD.size))
+            for span in checked_spans(self.folder, snapshot):
+                name = journal_path(self.folder, "journal", span.number).name
+                if self._before and (name, span.start) >= self._before:
+                    self.error = self.error or f"{name} is discarded from byte {span.start} on."
+                    return
+                if span.kind == START:
+                    self._identity = read_identity(self.folder, [span])
+                if span.kind == FOLLOWED:
+                    position = Log.from_text(read_body(self.folder, span).decode()).stop
+                if span.kind not in (SEAL, TORN):
+                    self._ends.append(_End(position, span.number, span.stop))
+        except JournalError as error:
+            self.error = self.error or str(error)
+
+    def last(self, position: int | None = None) -> _End:
+        """Return the last end, or the last one that is not after entry `position` of the log."""
+        ends = [end for end in self._ends if position is None or end.position <= position]
+        if not ends:
+            raise JournalError(
+                f"{self.folder} starts after entry {position} of the log, to which another server "
+                "goes back; restore copies of all servers of one time"
+            )
+        return ends[-1]
+
+    def cut(self, end: _End) -> list[str]:
+        """Cut the journal at `end`, move the remainder away, and return a report in lines."""
+        path = journal_path(self.folder, "journal", end.number)
+        later = [
+            journal_path(self.folder, name, number)
+            for name in ("journal", "snapshot", "next")
+            for number in file_numbers(self.folder, name)
+            if number > end.number
+        ]
+        if not self.error and not later and path.exists() and path.stat().st_size == end.stop:
+            return []
+        numbers = (n for n in range(10**6) if not (self.folder / f"discarded-{n}").exists())
+        discarded = self.folder / f"discarded-{next(numbers)}"
+        discarded.mkdir()
+        lines = []
+        for file_path in later:
+            file_path.rename(discarded / file_path.name)
+            lines.append(f"{file_path} was moved to {discarded}")
+        content = b""
+        if path.exists():
+            with path.open("rb") as file:
+                content = file.read(end.stop)
+            path.rename(discarded / path.name)
+            lines.append(f"{path} now ends at byte {end.stop}; the original is in {discarded}")
+        create_file(self.folder, self._identity, end.number, content[FILE_HEAD.size :])
+        publish_file(self.folder, end.number)
+        return lines
+
+
+def _is_in(path: str, folder: Path) -> bool:
+    return Path(path).resolve().parent == folder.resolve()
