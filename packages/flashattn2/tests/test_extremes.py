@@ -9,6 +9,7 @@ import pytest
 import torch
 from against_float64 import results
 from flashattn2 import attention_reference, explain, flash_attention, flash_attention_varlen
+from flashattn2.backends import aten
 from flashattn2.kernels import configs, launch
 from option_pairs import tensors
 
@@ -164,3 +165,26 @@ def test_import_has_no_warnings():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+def test_bfloat16_is_converted_if_torch_cannot_pack_it(monkeypatch):
+    # torch's kernel raises on a CPU with AMX if ATEN_CPU_CAPABILITY excludes AVX-512.
+    q, k, v = (torch.randn(1, 2, 200, 16, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    kernel, used = aten._kernel, []
+
+    def recorded(q, *args, **kwargs):
+        used.append(q.dtype)
+        return kernel(q, *args, **kwargs)
+
+    monkeypatch.setattr(aten, "_kernel", recorded)
+    monkeypatch.setattr(aten, "_cannot_pack_bfloat16", True)
+    out = flash_attention(q, k, v, is_causal=True, scale=0.3)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert used == [torch.float32]
+    assert out.dtype == torch.bfloat16
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = attention_reference(*wide, is_causal=True, scale=0.3)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-3)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected.sum(), wide), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()

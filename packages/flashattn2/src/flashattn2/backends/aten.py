@@ -2,7 +2,9 @@
 
 `torch.nn.functional.scaled_dot_product_attention` on a CPU calls the same operator.  In float16 the
 operator rounds sums of gradients between its tiles, and it is several times slower than in float32
-on CPUs without float16 arithmetic, so float16 inputs are converted to float32.
+on CPUs without float16 arithmetic, so float16 inputs are converted to float32.  In bfloat16 the
+operator raises an error on a CPU with AMX if `ATEN_CPU_CAPABILITY` excludes AVX-512; then bfloat16
+inputs are converted too.
 """
 
 import torch
@@ -15,6 +17,10 @@ from flashattn2.spec import UNBOUNDED, AttentionSpec
 #: torch's Python binding takes 2 us less per call than the operator in `torch.ops`.
 _kernel = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+#: True if the operator would pack bfloat16 tiles for AMX, but may not use AVX-512 to do so.
+_cannot_pack_bfloat16 = torch.cpu._is_amx_tile_supported() and (
+    torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+)
 #: Number of float32 values in the widest vector register that torch uses.  See Note [Lost NaN].
 VECTOR = 16
 
@@ -54,9 +60,14 @@ def find_obstacle(
     return None
 
 
+def is_converted(dtype: torch.dtype) -> bool:
+    """Return True if inputs of this dtype are converted to float32."""
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and _cannot_pack_bfloat16)
+
+
 def is_kernel_sufficient(q: Tensor, v: Tensor) -> bool:
     """Return True if one call of the kernel computes the result, given contiguous rows."""
-    return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
+    return not is_converted(q.dtype) and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
 
 
 def kernel(
@@ -74,10 +85,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of an input that the kernel supports."""
-    if q.dtype == torch.float16:
+    if is_converted(q.dtype):
         wide = None if mask is None else mask.float()
         out, lse = forward(q.float(), k.float(), v.float(), scale, causal, wide)
-        return out.half(), lse
+        return out.to(q.dtype), lse
     dim = v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = _rows_contiguous(q, k, v)
@@ -139,10 +150,11 @@ def gradients(
         # A row with an infinite score has no softmax.  See Note [Lost NaN].
         lse = lse.masked_fill(lse == torch.inf, torch.nan)
         return tiled.backward(q, k, v, out, lse, grad_out, None, spec)
-    if q.dtype == torch.float16:
+    if is_converted(q.dtype):
+        dtype = q.dtype
         q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
         dq, dk, dv = gradients(q, k, v, out, lse, grad_out, spec)
-        return dq.half(), dk.half(), dv.half()
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     dim, v_dim = q.shape[-1], v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == grad_out.stride(-1) == 1:
         q, k, v, grad_out = _rows_contiguous(q, k, v, grad_out)
