@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 from tinyml import awq, gptq, quantize, smoothquant
+from tinyml.quantization.calibration import watch_inputs
 from torch import nn
 
 
@@ -162,6 +163,55 @@ def test_keyword_batches_are_calibrated_on_without_their_padding(calibrate):
     unmasked = calibrate(Masked(model), [{"inputs": padded}])
     assert torch.equal(unmasked.layers(padded), calibrate(model, [padded])(padded))
     assert not torch.equal(unmasked.layers(padded), masked.layers(padded))
+
+
+class Flattening(nn.Module):
+    """A model whose inner layers receive the tokens of all sequences in one dimension."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs, *, attention_mask=None):
+        return self.layers(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
+
+
+def test_padding_does_not_count_after_sequences_are_joined():
+    model, batches = uneven()
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, 30:] = 0
+    padded = torch.stack(batches[:2])
+    exact = gptq(model, [padded[mask == 1]])
+    masked = gptq(Flattening(model), [{"inputs": padded, "attention_mask": mask}])
+    assert torch.equal(masked.layers(padded), exact(padded))
+
+
+def test_padding_of_an_encoder_is_not_that_of_its_decoder():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    tokens, counts = torch.arange(16).view(2, 8), {}
+
+    def note(name, inputs):
+        counts[name] = len(inputs)
+
+    mask = (torch.arange(8) < 5).long().expand(2, 8)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, :6]}
+    watch_inputs(model, [batch], layers, note)
+    attention = "decoder.block.0.layer.1.EncDecAttention"
+    assert counts["encoder.block.0.layer.0.SelfAttention.q"] == counts[f"{attention}.k"] == 10
+    assert counts["decoder.block.0.layer.0.SelfAttention.q"] == counts[f"{attention}.q"] == 12
+    batch["decoder_attention_mask"] = mask[:, 1:7]
+    watch_inputs(model, [batch], layers, note)
+    assert counts[f"{attention}.k"] == 10
+    assert counts[f"{attention}.q"] == counts["lm_head"] == 8
+    for decoder in ("labels", "decoder_input_ids"):
+        with pytest.raises(ValueError, match="another length"):
+            gptq(model, [{"input_ids": tokens, "attention_mask": mask, decoder: tokens}])
 
 
 @pytest.mark.parametrize("alpha", [0.25, 0.5, 0.75])

@@ -237,3 +237,20 @@ def test_matrices_that_are_not_weights_of_layers_are_named(compress):
     attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     with pytest.warns(UserWarning, match=r"self_attn\.in_proj_weight"):
         quantize(attention, 4)
+    normalized = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match=r"dense: 1.parametrizations.weight.original0, 1.*nal1;"):
+        compress(nn.Sequential(nn.Linear(8, 16), normalized), [])
+
+
+@pytest.mark.parametrize(
+    "compress", [quantize, lambda m, **_: smoothquant(m, [torch.ones(2, 5, 32)])]
+)
+def test_fused_operators_do_not_bypass_integer_products(compress, monkeypatch):
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    with pytest.warns(UserWarning, match="in_proj_weight"):
+        small = compress(block, activations="dynamic")
+    calls, forward = [], Int8Linear.forward
+    monkeypatch.setattr(Int8Linear, "forward", lambda *args: calls.append(args) or forward(*args))
+    with torch.no_grad():  # torch would use its fused operator, which reads `weight`
+        small(torch.randn(2, 5, 32))
+    assert [layer for layer, _ in calls] == [small.linear1, small.linear2]

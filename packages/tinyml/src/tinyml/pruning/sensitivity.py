@@ -76,13 +76,13 @@ def sensitivity(
     runs = _Runs(layers_of(model, layers).values(), weights.values())
     baseline, total = 0.0, {(name, amount): 0.0 for name, amount, _ in trials}
     for inputs, targets in batches:
-        with runs:
+        with runs.recorded():
             baseline += float(metric(model(inputs), targets)) * len(targets)
         for name, amount, trial in trials:
             weight = weights[name]
             dense, weight.data = weight.data, trial
-            runs.begin(weight)
-            total[name, amount] += float(metric(model(inputs), targets)) * len(targets)
+            with runs.from_first_use_of(weight):
+                total[name, amount] += float(metric(model(inputs), targets)) * len(targets)
             weight.data = dense
     samples = sum(len(targets) for _, targets in batches)
     values = {name: {a: total[name, a] / samples for a in amounts} for name in weights}
@@ -90,7 +90,11 @@ def sensitivity(
 
 
 class _Runs(TorchFunctionMode):
-    """Runs of one model on one batch; the run inside `with` records for later runs."""
+    """Runs of one model on one batch: a recorded run, and later runs that return its records.
+
+    The mode is active in all runs, because some modules, such as `nn.TransformerEncoderLayer`, call
+    other layers under a mode than without one.
+    """
 
     def __init__(self, layers: Iterable[nn.Module], weights: Iterable[nn.Parameter]) -> None:
         super().__init__()
@@ -104,21 +108,16 @@ class _Runs(TorchFunctionMode):
         for layer in layers:
             layer.forward = self._watched(layer.forward)
 
-    def __enter__(self) -> _Runs:
-        self._returned = []
-        self._used = {}
-        self._first = True
-        self._at = self._start = 0
-        super().__enter__()  # type: ignore[no-untyped-call]
+    def recorded(self) -> _Runs:
+        """Return the context of a run that records what the layers return."""
+        self._returned, self._used = [], {}
+        self._first, self._at, self._start = True, 0, 0
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._first = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def begin(self, weight: nn.Parameter) -> None:
-        """Start a run in which layers before this weight's first use return their records."""
-        self._at, self._start = 0, self._used.get(id(weight), 0)
+    def from_first_use_of(self, weight: nn.Parameter) -> _Runs:
+        """Return the context of a run in which layers before this weight return their records."""
+        self._first, self._at, self._start = False, 0, self._used.get(id(weight), 0)
+        return self
 
     def __torch_function__(
         self,
@@ -129,7 +128,7 @@ class _Runs(TorchFunctionMode):
     ) -> Any:
         options = options or {}
         for value in (*arguments, *options.values()):
-            if id(value) in self._weights:
+            if self._first and id(value) in self._weights:
                 self._used.setdefault(id(value), self._at)
         return function(*arguments, **options)
 

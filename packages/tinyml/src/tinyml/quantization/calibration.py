@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +58,13 @@ def watch_inputs(
     """Run `batches` and call `note(name, inputs)`, with inputs (tokens, width), for each call.
 
     A batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
-    `attention_mask` of shape (batch, seq) marks as padding are left out.
+    `attention_mask` or `decoder_attention_mask` of shape (batch, seq) marks as padding are left
+    out.
     """
-    mask: Tensor | None = None
-    with _input_hooks(layers, lambda name, inputs: note(name, _without_padding(inputs, mask))):
+    masks: list[Tensor] = []
+    with _input_hooks(layers, lambda name, inputs: note(name, _without_padding(inputs, masks))):
         for batch in batches:
-            mask = _mask_of(batch)
+            masks = _masks_of(model, batch)
             _run(model, batch)
 
 
@@ -143,7 +144,7 @@ class _Replay:
                 stages[first] = _Stage(self._reached, self._copy)
             stage = stages[first]
             stage.layers = [name for name in stage.layers if name in self._reached]
-            stage.statistics.add(_without_padding(self._copy, _mask_of(batch)))
+            stage.statistics.add(_without_padding(self._copy, _masks_of(self._model, batch)))
         # Batches may follow different paths; the layer that was reached first is next.
         return next((stages[name] for name in self._order if name in stages), None)
 
@@ -285,17 +286,40 @@ def _run(model: nn.Module, batch: Any) -> None:
         model(batch)
 
 
-def _mask_of(batch: Any) -> Tensor | None:
-    """Return True for tokens that are not padding, of shape (batch, seq); None without a mask."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return None if mask is None else cast(Tensor, mask).bool()
+def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Return masks (batch, seq) that are True for tokens that are not padding.
+
+    Masks are matched with inputs by their shape. Raise `ValueError` if the inputs of an encoder and
+    a decoder have one shape and different padding.
+    """
+    if not isinstance(batch, Mapping):
+        return []
+    masks = {name: batch.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+    decoder_tokens = batch.get("decoder_input_ids", batch.get("labels"))
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if is_encoder_decoder and masks["decoder_attention_mask"] is None:
+        masks["decoder_attention_mask"] = (
+            None if decoder_tokens is None else torch.ones_like(decoder_tokens)
+        )
+    present = [mask.bool() for mask in masks.values() if mask is not None]
+    if len(present) == 2 and present[0].shape == present[1].shape:
+        if not torch.equal(*present):
+            raise ValueError(
+                "expected inputs of encoder and decoder that differ in their shapes or are padded "
+                f"alike, got shape {tuple(present[0].shape)} twice; pad the decoder's inputs to "
+                "another length"
+            )
+    return present
 
 
-def _without_padding(inputs: Tensor, mask: Tensor | None) -> Tensor:
+def _without_padding(inputs: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """Return inputs (..., width) as (tokens, width)."""
-    if mask is not None and inputs.shape[:-1] == mask.shape:
-        return inputs[mask]
-    return inputs.reshape(-1, inputs.shape[-1])
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    for mask in masks:
+        # Blocks of experts flatten the batch and the sequence before their layers.
+        if inputs.shape[:-1] in (mask.shape, (mask.numel(),)):
+            return flat[mask.flatten()]
+    return flat
 
 
 def _copied(value: Any) -> Any:

@@ -273,6 +273,13 @@ def with_fastest_linears(
             table = by_weight.get(weight_identity(module))
             if table is not None and cast(nn.Embedding, module).max_norm is None:
                 replacements[module] = TiedEmbedding(table)
+    for block in model.modules():
+        # Without gradients this layer reads the dense weights of its linear layers instead of
+        # calling them, because it uses a fused operator if it knows its activation.
+        if isinstance(block, nn.TransformerEncoderLayer) and replacements.keys() & {
+            *block.children()
+        }:
+            block.activation_relu_or_gelu = 0
     model = replace_modules(model, replacements)
     warn_of_dense_weights(model, protected)
     return check_before_loading(model)

@@ -1,8 +1,11 @@
 """Differentiable rounding: the forward pass rounds to a grid, and the gradient passes through.
 
-The gradient of the rounding is the straight-through estimator (Bengio et al., 2013) and is zero
-outside the range. The gradient of the step follows by autograd (Esser et al., "Learned Step Size
-Quantization", 2020, equation 3 and section 2.2).
+The gradient of the rounding is the straight-through estimator (Bengio et al., 2013). A grid that
+follows the extremes of the weights contains all of them, so every weight has this gradient (Jacob
+et al., 2018, section 3.1), including the largest, on which rounding errors of its quotient must not
+decide. With a learned step, the gradient of weights outside the range is zero, and the gradient of
+the step follows by autograd (Esser et al., "Learned Step Size Quantization", 2020, equations 3 and
+5, section 2.2).
 """
 
 from __future__ import annotations
@@ -66,16 +69,16 @@ class RoundedWeight(CompressedWeight):
         """Return the rounded weight, differentiable in the weight and in a learned step."""
         rows, grid = self.grid(weight)
         if self.step is None:
-            rounded = round_through(rows, grid.scale, grid.low, grid.high)
-            return self._shaped(rounded, weight)
+            rounded = grid.dequantize(grid.quantize(rows.detach()))
+            return self._shaped(same_value(rounded, rows), weight)
         step = learned(self.step, rows.shape[1] * grid.high)
         return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
 
 
-def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-    """Return scale * round(rows / scale) in range, with a gradient that ignores the rounding."""
-    clipped = (rows / scale).clamp(low, high)
-    return scale * same_value(clipped.round(), clipped)
+def round_through(rows: Tensor, step: Tensor, low: int, high: int) -> Tensor:
+    """Return step * round(rows / step) in range, with the gradients of a learned step."""
+    clipped = (rows / step).clamp(low, high)
+    return step * same_value(clipped.round(), clipped)
 
 
 def positive(step: Tensor) -> Tensor:
