@@ -244,6 +244,21 @@ def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
             assert data[: parameter.nbytes] == parameter.detach().numpy().tobytes()
 
 
+def test_gguf_file_has_every_view(tmp_path):
+    model = nn.Linear(32, 32)
+    table = torch.randn(4, 8)
+    views = {"table": table, "flat": table.view(-1), "first": table[:1], "rows": table[1:3]}
+    for name, tensor in (views | {"nothing": torch.empty(0)}).items():
+        model.register_buffer(name, tensor)
+    save_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    _, tensors = read_gguf(tmp_path / "model.gguf")
+    assert tensors.keys() == {"weight", "bias", *views}
+    for name, tensor in views.items():
+        kind, shape, data = tensors[name]
+        assert (kind, shape) == (0, list(tensor.shape))
+        assert data[: tensor.nbytes] == tensor.numpy().tobytes()
+
+
 @pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4)])
 def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
     for group_size in (32, 64):

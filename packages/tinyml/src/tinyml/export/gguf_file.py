@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
+from tinyml.export.shared_tensors import memory_of
 from tinyml.layers import is_conv1d, layers_of, weight_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import check_finite
@@ -88,16 +89,17 @@ def save_gguf(
             "got none"
         )
     rounded = dense_copy(rounded)
-    by_address = {weight_of(rounded.get_submodule(n)).data_ptr(): b for n, b in blocks.items()}
+    by_memory = {memory_of(weight_of(rounded.get_submodule(n))): b for n, b in blocks.items()}
     tensors: dict[str, tuple[int, tuple[int, ...], bytes]] = {}
-    written: set[int] = set()
+    written: set[object] = set()
     for name, tensor in rounded.state_dict().items():
-        if tensor.data_ptr() in written:
-            continue  # a tied weight is stored once
-        written.add(tensor.data_ptr())
+        memory = memory_of(tensor)
+        if memory in written or not tensor.numel():
+            continue  # a tied weight is stored once, and a tensor without elements is not stored
+        written.add(memory)
         key = (names or {}).get(name, name)
-        if tensor.data_ptr() in by_address:
-            packed = by_address[tensor.data_ptr()]
+        if memory in by_memory:
+            packed = by_memory[memory]
             tensors[key] = _BLOCKS[kind][0], tuple(tensor.shape), packed.tobytes()
         elif tensor.dtype in _DENSE:
             data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
+from tinyml.export.shared_tensors import memory_of, separate
 from tinyml.quantization.grid_weight import GridWeight
 
 
@@ -112,12 +113,13 @@ def write_folder(
 ) -> None:
     """Write `config.json` with `settings` as `quantization_config`, and `model.safetensors`."""
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen: set[object] = set()
+    storages: set[int] = set()
     for name, tensor in model.state_dict().items():
         is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
-        if not is_packed and tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())  # transformers ties weights by its configuration
-            tensors[name] = tensor.detach().cpu().contiguous()
+        if not is_packed and (memory := memory_of(tensor)) not in seen:
+            seen.add(memory)  # transformers ties weights by its configuration
+            tensors[name] = separate(tensor, storages)
     for name, grid in grids.items():
         for key, tensor in tensors_of(grid).items():
             tensors[f"{name}.{key}"] = tensor.cpu().contiguous()

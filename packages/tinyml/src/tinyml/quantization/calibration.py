@@ -302,13 +302,12 @@ def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
             None if decoder_tokens is None else torch.ones_like(decoder_tokens)
         )
     present = [mask.bool() for mask in masks.values() if mask is not None]
-    if len(present) == 2 and present[0].shape == present[1].shape:
-        if not torch.equal(*present):
-            raise ValueError(
-                "expected inputs of encoder and decoder that differ in their shapes or are padded "
-                f"alike, got shape {tuple(present[0].shape)} twice; pad the decoder's inputs to "
-                "another length"
-            )
+    if len(present) == 2 and present[0].shape == present[1].shape and not torch.equal(*present):
+        raise ValueError(
+            "expected inputs of encoder and decoder that differ in their shapes or are padded "
+            f"alike, got shape {tuple(present[0].shape)} twice; pad the decoder's inputs to "
+            "another length"
+        )
     return present
 
 

@@ -268,21 +268,28 @@ def with_fastest_linears(
         if (table := tables[key]) is not None:
             replacements[linear] = table
     by_weight = {weight: table for (weight, _), table in tables.items()}
-    for module in model.modules():
-        if type(module) is nn.Embedding or type(module).__name__ == "ParametrizedEmbedding":
-            table = by_weight.get(weight_identity(module))
-            if table is not None and cast(nn.Embedding, module).max_norm is None:
-                replacements[module] = TiedEmbedding(table)
+    replacements |= _tied_embeddings(model, by_weight)
     for block in model.modules():
-        # Without gradients this layer reads the dense weights of its linear layers instead of
-        # calling them, because it uses a fused operator if it knows its activation.
-        if isinstance(block, nn.TransformerEncoderLayer) and replacements.keys() & {
-            *block.children()
-        }:
+        if isinstance(block, nn.TransformerEncoderLayer) and block.linear1 in replacements:
+            # Without gradients, this layer uses a fused operator if it knows its activation. The
+            # operator reads the dense weights of the linear layers.
             block.activation_relu_or_gelu = 0
     model = replace_modules(model, replacements)
     warn_of_dense_weights(model, protected)
     return check_before_loading(model)
+
+
+def _tied_embeddings(
+    model: nn.Module, tables: dict[int | None, FastestLinear | None]
+) -> dict[nn.Module, nn.Module]:
+    """Return the replacements of embeddings whose weight is that of a replaced layer."""
+    replacements: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if type(module) is nn.Embedding or type(module).__name__ == "ParametrizedEmbedding":
+            table = tables.get(weight_identity(module))
+            if table is not None and cast(nn.Embedding, module).max_norm is None:
+                replacements[module] = TiedEmbedding(table)
+    return replacements
 
 
 def is_linear_alike(module: nn.Module) -> bool:
