@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from plots import plot_frontier, plot_sensitivity, plot_weights, save
 from tinyml import (
     IntegerModel,
     allocate,
@@ -41,7 +42,6 @@ from tinyml import (
     sensitivity,
     size_of,
 )
-from tinyml.plot import plot_frontier, plot_sensitivity, plot_weights, save
 from tinyml.pruning.sensitivity import Sensitivity
 from torch import Tensor, nn
 

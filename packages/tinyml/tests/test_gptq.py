@@ -86,7 +86,7 @@ def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric
             for g in groups
             for i in sorted(range(5 * g, 5 * g + 5), key=lambda i: -float(size[i]))
         ]
-    rows = as_rows(weight, "group", 5)
+    rows = as_rows(weight, 5)
     codes, grid = gptq_codes(
         weight,
         hessian,
@@ -105,7 +105,7 @@ def test_updated_groups_and_activation_order_lose_less():
     for seed in range(8):
         weight, x = problem(outputs=32, inputs=64, samples=300, seed=seed)
         x = x * torch.logspace(-1, 1, 64, dtype=torch.float64)[torch.randperm(64)]
-        rows = as_rows(weight, "group", 16)
+        rows = as_rows(weight, 16)
         fit = lambda r: grid_of(r, 3)  # noqa: E731
         losses = []
         for options in ({}, {"activation_order": True, "refit": fit}):
@@ -155,11 +155,10 @@ def test_no_hessian_is_an_error(kind, damping):
     assert codes.max() <= grid.high
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "group"])
-def test_every_granularity(granularity):
+@pytest.mark.parametrize("group_size", [None, 5])
+def test_channels_and_groups(group_size):
     weight, x = problem()
-    size = 5 if granularity == "group" else None
-    rows = as_rows(weight, granularity, size)
+    rows = as_rows(weight, group_size)
     grid = grid_of(rows, 4)
     codes, _ = gptq_codes(weight, x.t() @ x, grid)
     approximation = grid.dequantize(codes.view(rows.shape)).view_as(weight)

@@ -37,7 +37,7 @@ def test_every_weight_is_trained_if_the_grid_follows_the_extremes(bits):
         (nn.Linear(64, 256, bias=False), {}),
         (nn.Linear(64, 256, bias=False).bfloat16(), {}),
         (nn.Linear(64, 256, bias=False), {"group_size": 8}),
-        (nn.Conv2d(3, 16, 3, bias=False), {"granularity": "tensor"}),
+        (nn.Conv2d(3, 16, 3, bias=False), {}),
     ):
         model = prepare_qat(layer, bits, **options)
         model.weight.sum().backward()

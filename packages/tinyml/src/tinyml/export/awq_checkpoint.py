@@ -29,9 +29,9 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def save_awq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model whose linear layers were rounded to 4 bits in groups.
 
-    The model has 16 bits (`model.half()` before it is quantized). Its weights come from `gptq` or
-    `quantize`: `awq` stores a factor per input, which this format cannot contain. Linear layers
-    that are not quantized are listed in `modules_to_not_convert`. The folder has no tokenizer.
+    The model has 16 bits (`model.half()` before it is quantized by `gptq` or `quantize`). Linear
+    layers that are not quantized are listed in `modules_to_not_convert`. The folder has no
+    tokenizer.
     """
     grids = quantized_linears(model, (4,))
     group_size = group_size_of(grids)

@@ -122,10 +122,9 @@ def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
             f"groups of a multiple of 32 inputs, got another format for {kind!r} in {name}"
         )
     scale = stored.scale.half()
-    if stored.divide is not None or not torch.equal(scale.to(stored.scale), stored.scale):
+    if not torch.equal(scale.to(stored.scale), stored.scale):
         raise ValueError(
-            f"expected scales that float16 contains exactly, and no factors of awq, in {name}; "
-            "quantize model.half()"
+            f"expected scales that float16 contains exactly in {name}; quantize model.half()"
         )
     codes = stored.whole_numbers().view(-1, 32).cpu().numpy()
     scale = scale.view(-1).repeat_interleave(stored.rows[1] // 32)

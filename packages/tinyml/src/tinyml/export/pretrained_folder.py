@@ -60,8 +60,6 @@ def _storable(name: str, layer: nn.Module) -> GridWeight | None:
         return None
     if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
         raise _cannot_store(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
-    if stored.divide is not None:
-        raise _cannot_store(name, "a factor per input, as awq stores it")
     if stored.scale.dtype != torch.float16:
         raise _cannot_store(name, f"scales of {stored.scale.dtype}; quantize model.half()")
     return stored

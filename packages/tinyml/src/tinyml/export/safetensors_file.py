@@ -177,7 +177,7 @@ def _as_stored(
     kind, first = how["kind"], how.get("same", name)
     start = f"{name}." if name else ""
     prefix = f"{start}grid." if kind == "int4" else f"{start}parametrizations.weight.0."
-    names = ("codes", "scale", "zero", "divide")
+    names = ("codes", "scale", "zero")
     parts = {part: state[prefix + part] for part in names if prefix + part in state}
     settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
     if kind == "tied embedding":

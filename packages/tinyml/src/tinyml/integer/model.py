@@ -19,7 +19,7 @@ from tinyml.integer import layers as integer_layers
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Step, trace
 from tinyml.integer.layers import IntegerProduct, Scale
-from tinyml.quantization.grid import Observer, grid_of
+from tinyml.quantization.grid import grid_of
 from tinyml.state_dict_check import check_before_loading
 from tinyml.validation import check_bits, require_batches
 
@@ -41,10 +41,9 @@ class IntegerModel(nn.Module):
         *,
         bits: int = 8,
         activation_bits: int = 8,
-        observer: Observer = "minmax",
     ) -> None:
         super().__init__()
-        self._build(*calibrated(model, batches, bits, activation_bits, observer))
+        self._build(*calibrated(model, batches, bits, activation_bits))
 
     @classmethod
     def of(cls, steps: list[Step], scales: list[Scale]) -> IntegerModel:
@@ -133,7 +132,7 @@ class IntegerModel(nn.Module):
 
 @torch.no_grad()
 def calibrated(
-    model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int, observer: Observer
+    model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int
 ) -> tuple[list[Step], list[Scale]]:
     """Return the steps of `model`, with a grid per weight, and the scale of every step."""
     for width, what in ((bits, "weights have"), (activation_bits, "activations have")):
@@ -157,7 +156,7 @@ def calibrated(
             if step.kind in ("largest", "mean", "reshape"):  # the scale does not change
                 scales[step] = scales[step.sources[0]]
             else:
-                scales[step] = scale_of(values_of[step], activation_bits, observer)
+                scales[step] = scale_of(values_of[step], activation_bits)
         except ValueError as error:
             raise ValueError(f"{step.name}: {error}") from error
         for source in set(step.sources):
@@ -166,9 +165,9 @@ def calibrated(
     return steps, [scales[step] for step in steps]
 
 
-def scale_of(values: Tensor, bits: int, observer: Observer) -> Scale:
+def scale_of(values: Tensor, bits: int) -> Scale:
     """Return the scale of codes for these values."""
-    grid = grid_of(values.double().reshape(1, -1), bits, symmetric=False, observer=observer)
+    grid = grid_of(values.double().reshape(1, -1), bits, symmetric=False)
     return Scale(float(grid.scale), int(grid.zero), bits)
 
 

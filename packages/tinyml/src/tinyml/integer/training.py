@@ -56,7 +56,7 @@ class Product(nn.Module):
         assert step.weight is not None
         self.weight = nn.Parameter(step.weight.detach().clone())
         self.bias = None if step.bias is None else nn.Parameter(step.bias.detach().clone())
-        self.rounded = RoundedWeight(self.weight, bits, "channel", None, learn_scale)
+        self.rounded = RoundedWeight(self.weight, bits, None, learn_scale)
 
     def forward(self, step: Step, values: Tensor, before: Scale, after: Scale) -> Tensor:
         """Return the step's value with the rounded weight and bias."""
@@ -81,7 +81,7 @@ class IntegerTraining(nn.Module):
         learn_scale: bool,
     ) -> None:
         super().__init__()
-        self.steps, scales = calibrated(model, batches, bits, activation_bits, "minmax")
+        self.steps, scales = calibrated(model, batches, bits, activation_bits)
         dtype = next((s.weight.dtype for s in self.steps if s.weight is not None), batches[0].dtype)
         unique = {scale: Rounding(scale, learn_scale, dtype) for scale in scales}
         self.roundings = nn.ModuleList(unique[scale] for scale in scales)

@@ -1,8 +1,8 @@
 """Statistics of the inputs of layers on calibration batches, in bounded memory.
 
 Note [Replayed blocks]
-GPTQ and AWQ change layers one after another and calibrate each layer on the outputs of the changed
-layers before it. Running every batch from the start for each layer would take a time quadratic in
+GPTQ changes layers one after another and calibrates each layer on the outputs of the changed layers
+before it. Running every batch from the start for each layer would take a time quadratic in
 the number of layers. Therefore the outputs of a finished block (a child of an `nn.ModuleList` or
 `nn.Sequential`) are recorded, and later runs return the record instead of running the block. The
 model's own code between the blocks runs each time, so masks and position embeddings are correct.
@@ -30,24 +30,6 @@ from tinyml.conversion import tensor_versions
 Progress = Callable[[str, int, int], None]
 
 
-class InputStatistics:
-    """Sums over the tokens that a layer receives; `tokens` is 0 if it never runs."""
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        self.tokens = 0
-        #: The sum of |x| per input.
-        self.absolute = torch.zeros(width, dtype=torch.float64, device=device)
-        #: H, the sum of x x^T.
-        self.moment = torch.zeros(width, width, dtype=torch.float64, device=device)
-
-    def add(self, inputs: Tensor) -> None:
-        """Add inputs of shape (tokens, width)."""
-        inputs = inputs.double()
-        self.tokens += len(inputs)
-        self.absolute += inputs.abs().sum(0)
-        self.moment.addmm_(inputs.t(), inputs)
-
-
 @torch.no_grad()
 def watch_inputs(
     model: nn.Module,
@@ -73,20 +55,20 @@ def visit_layers(
     model: nn.Module,
     batches: Sequence[Any],
     layers: Mapping[str, nn.Module],
-    visit: Callable[[str, InputStatistics], None],
+    visit: Callable[[str, Tensor], None],
     progress: Progress | None = None,
 ) -> None:
-    """Call `visit(name, statistics)` for each layer that runs, in the order in which it is reached.
+    """Call `visit(name, moment)` for each layer that runs, in the order in which it is reached.
 
-    `statistics` sums over the layer's first call in every batch; batches are those of
-    `watch_inputs`. Later layers are calibrated with the layer as `visit` leaves it. Layers that
-    receive the same tensor, such as queries, keys and values, share their statistics.
+    `moment` is H, the sum of x x^T over the tokens x of the layer's first call in every batch;
+    batches are those of `watch_inputs`. Later layers are calibrated with the layer as `visit`
+    leaves it. Layers that receive the same tensor, such as queries, keys and values, share H.
     """
     replay = _Replay(model, batches, layers)
     with _input_hooks(layers, replay.reach), replay.blocks(), _without_cache(model):
         while (stage := replay.next_stage()) is not None:
             for name in stage.layers:
-                visit(name, stage.statistics)
+                visit(name, stage.moment)
                 replay.done.add(name)
                 if progress is not None:
                     progress(name, len(replay.done), len(layers))
@@ -101,7 +83,13 @@ class _Stage:
 
     def __init__(self, layers: list[str], inputs: Tensor) -> None:
         self.layers = layers
-        self.statistics = InputStatistics(inputs.shape[-1], inputs.device)
+        #: H, the sum of x x^T over the tokens x.
+        self.moment = inputs.new_zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
+
+    def add(self, tokens: Tensor) -> None:
+        """Add tokens of shape (tokens, width)."""
+        tokens = tokens.double()
+        self.moment.addmm_(tokens.t(), tokens)
 
 
 class _Replay:
@@ -144,7 +132,7 @@ class _Replay:
                 stages[first] = _Stage(self._reached, self._copy)
             stage = stages[first]
             stage.layers = [name for name in stage.layers if name in self._reached]
-            stage.statistics.add(_without_padding(self._copy, _masks_of(self._model, batch)))
+            stage.add(_without_padding(self._copy, _masks_of(self._model, batch)))
         # Batches may follow different paths; the layer that was reached first is next.
         return next((stages[name] for name in self._order if name in stages), None)
 

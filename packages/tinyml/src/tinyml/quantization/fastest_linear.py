@@ -151,15 +151,6 @@ class FastestLinear(Replacement):
         """Return rows of the weight, as an embedding reads them."""
         return F.embedding(index, self.dense_kept())
 
-    def divided(self, inputs: Tensor, divide: Tensor | None) -> Tensor:
-        """Return the tokens (n, in), divided by `divide` if it is given.
-
-        The quotient is not rounded to 16 bits, because the implementation rounds it later.
-        """
-        if divide is not None:
-            inputs = inputs.float() / divide.float()
-        return inputs.reshape(-1, self.in_features)
-
     def finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
         """Add the bias and convert to the inputs' type and shape."""
         if self.bias is not None:

@@ -44,7 +44,7 @@ class Int4Linear(FastestLinear):
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
         packed, scales = self.prepared("weights alone", self._packed)
-        tokens = self.divided(inputs, self.grid.divide).bfloat16()
+        tokens = inputs.reshape(-1, self.in_features).bfloat16()
         sums = torch._weight_int4pack_mm_for_cpu(tokens, packed, self.group_size, scales)
         return self.finished(sums.float(), inputs)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tinyml.layers import is_conv1d, outputs_first, weight_of
 from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear, with_fastest_linears
-from tinyml.quantization.grid import Observer, grid_of, kept_in, wide
+from tinyml.quantization.grid import grid_of, wide
 from tinyml.quantization.products import Int8Weights
 from tinyml.state_dict_check import match_optional_buffers
 
@@ -36,7 +36,6 @@ class Int8Linear(FastestLinear):
     def __init__(
         self,
         linear: nn.Module,
-        observer: Observer = "minmax",
         *,
         may_stay_float: bool = False,
         divide: Tensor | None = None,
@@ -48,9 +47,12 @@ class Int8Linear(FastestLinear):
         self.transposed = is_conv1d(linear)
         # SmoothQuant divides each input by a factor and multiplies its weights by the same
         # factor. Both use the stored factor, after it was rounded to `dtype`.
-        self.register_buffer("divide", None if divide is None else kept_in(self.dtype, divide))
+        if divide is not None:
+            limits = torch.finfo(self.dtype)
+            divide = divide.to(self.dtype).clamp(limits.tiny, limits.max)
+        self.register_buffer("divide", divide)
         weight = weight.float() if self.divide is None else weight.float() * wide(self.divide)
-        grid = grid_of(weight, 8, observer=observer)
+        grid = grid_of(weight, 8)
         self.register_buffer("weight_codes", grid.quantize(weight).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
 
@@ -80,10 +82,19 @@ class Int8Linear(FastestLinear):
         return [f"{a}; {b}" for a, b in zip(super().explain(tokens), products, strict=True)]
 
     def _multiply(self, inputs: Tensor) -> Tensor:
-        tokens = self.divided(inputs, self.divide).float()
+        tokens = self._divided(inputs).float()
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=_LEAST).div_(127)
         sums = self._weights().product(tokens.div(scale).round_()).float()
         return self.finished(sums.mul_(scale).mul_(self.scale), inputs)
+
+    def _divided(self, inputs: Tensor) -> Tensor:
+        """Return the tokens (n, in), divided by the factors of SmoothQuant.
+
+        The quotient is not rounded to 16 bits, because the product rounds it later.
+        """
+        if self.divide is not None:
+            inputs = inputs.float() / self.divide.float()
+        return inputs.reshape(-1, self.in_features)
 
     def _weights(self) -> Int8Weights:
         weights: Int8Weights = self.prepared("int8", lambda: Int8Weights(self.weight_codes))
@@ -91,7 +102,7 @@ class Int8Linear(FastestLinear):
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
         """Multiply bfloat16 inputs by the stored weights, a quarter of float32's bytes."""
-        tokens = self.divided(inputs, self.divide).bfloat16()
+        tokens = self._divided(inputs).bfloat16()
         ones = torch.ones(self.out_features, dtype=torch.bfloat16, device=tokens.device)
         sums = torch._weight_int8pack_mm(tokens, self.weight_codes, ones)
         return self.finished(sums.float().mul_(self.scale), inputs)
@@ -105,7 +116,6 @@ class Int8Linear(FastestLinear):
 
 def with_int8_linears(
     model: nn.Module,
-    observer: Observer = "minmax",
     activations: Literal["dynamic", "auto"] = "dynamic",
     protected: Collection[str] = (),
     divide: Mapping[str, Tensor] | None = None,
@@ -118,7 +128,7 @@ def with_int8_linears(
 
     def make(name: str, linear: nn.Module) -> Int8Linear | None:
         over = (divide or {}).get(name)
-        table = Int8Linear(linear, observer, may_stay_float=auto, divide=over)
+        table = Int8Linear(linear, may_stay_float=auto, divide=over)
         return table if not auto or table.gains() else None
 
     return with_fastest_linears(model, make, protected)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import CompressedWeight
-from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
+from tinyml.quantization.grid import Grid, as_rows, grid_of
 
 
 class RoundedWeight(CompressedWeight):
@@ -26,7 +26,6 @@ class RoundedWeight(CompressedWeight):
         self,
         weight: Tensor,
         bits: int,
-        granularity: Granularity,
         group_size: int | None,
         learn_scale: bool,
         transposed: bool = False,
@@ -34,7 +33,6 @@ class RoundedWeight(CompressedWeight):
         super().__init__()
         self.transposed = transposed
         self.bits = bits
-        self.granularity = granularity
         self.group_size = group_size
         rows = self._rows(weight.detach())
         high = 2 ** (bits - 1) - 1
@@ -46,8 +44,8 @@ class RoundedWeight(CompressedWeight):
         return weight
 
     def format(self) -> list[int]:
-        """Return the bits and the width of the rows (0 for a channel, -1 for the whole tensor)."""
-        return [self.bits, self.group_size or -(self.granularity == "tensor")]
+        """Return the bits and the width of the groups (0 for one scale per output)."""
+        return [self.bits, self.group_size or 0]
 
     def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
         """Return the weight as rows, and their current grid."""
@@ -60,7 +58,7 @@ class RoundedWeight(CompressedWeight):
 
     def _rows(self, weight: Tensor) -> Tensor:
         weight = weight.t() if self.transposed else weight
-        return as_rows(weight, self.granularity, self.group_size)
+        return as_rows(weight, self.group_size)
 
     def _shaped(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rows.view(weight.shape[::-1]).t() if self.transposed else rows.view(weight.shape)
