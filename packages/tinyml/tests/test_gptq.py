@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 from tinyml import gptq, quantize, size_of
-from tinyml.quantization.gptq import gptq_codes, inverse_factor
+from tinyml.quantization.gptq import gptq_codes, inverse_factor_rows, reversed_cholesky
 from tinyml.quantization.grid import Grid, grid_of
 from tinyml.quantization.linear import as_rows
 from torch import nn
@@ -146,7 +146,8 @@ def test_no_hessian_is_an_error(kind, damping):
     hessian = x.t() @ x
     if kind == "negative":  # rounding errors of a real one, made large
         hessian -= 0.5 * hessian.diagonal().max() * torch.eye(20)
-    factor = inverse_factor(hessian, damping)
+    lower = reversed_cholesky(hessian, damping, torch.arange(20))
+    factor = inverse_factor_rows(lower, 0, 20)
     assert torch.isfinite(factor).all()
     assert (factor.diagonal() > 0).all()
     grid = grid_of(weight, 4)

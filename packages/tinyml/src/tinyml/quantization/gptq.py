@@ -119,32 +119,35 @@ def gptq_codes(
         )
     if not (_is_finite(weight) and _is_finite(hessian)):
         raise ValueError("expected finite weights and calibration inputs, got nan or inf")
-    scale, zero = (_per_output(part, outputs) for part in (grid.scale, grid.zero))
-    group = -(-inputs // scale.shape[1])
+    scale, zero = (part.double().view(outputs, -1) for part in (grid.scale, grid.zero))
+    group = inputs // scale.shape[1]
     order = torch.arange(inputs, device=weight.device)
     if activation_order:
         order = _by_activation(hessian.diagonal(), group)
     if refit is not None:
         block = -(-block // group) * group  # a group is up to date only within its block
         scale, zero = scale.clone(), zero.clone()
-    factor = inverse_factor(hessian, damping, order)
+    lower = reversed_cholesky(hessian, damping, order)
     remaining = weight[:, order].double()
     codes = torch.empty(outputs, inputs, dtype=torch.int32, device=weight.device)
     for start in range(0, inputs, block):
         end = min(start + block, inputs)
+        factor = inverse_factor_rows(lower, start, end)
         errors = torch.empty(outputs, end - start, dtype=torch.float64, device=weight.device)
-        for i in range(start, end):
-            number = int(order[i]) // group
-            if refit is not None and i % group == 0:
-                fitted = refit(remaining[:, i : i + group])
-                scale[:, number], zero[:, number] = fitted.scale[:, 0], fitted.zero[:, 0]
-            column = Grid(scale[:, number], zero[:, number], grid.low, grid.high)
-            rounded = column.quantize(remaining[:, i])
-            codes[:, order[i]] = rounded
-            error = (remaining[:, i] - column.dequantize(rounded)) / factor[i, i]
-            remaining[:, i:end] -= error[:, None] * factor[i, i:end]
-            errors[:, i - start] = error
-        remaining[:, end:] -= errors @ factor[start:end, end:]
+        for i in range(end - start):
+            column = int(order[start + i])
+            if refit is not None and (start + i) % group == 0:
+                fitted = refit(remaining[:, start + i : start + i + group])
+                scale[:, column // group] = fitted.scale[:, 0]
+                zero[:, column // group] = fitted.zero[:, 0]
+            number = column // group
+            column_grid = Grid(scale[:, number], zero[:, number], grid.low, grid.high)
+            rounded = column_grid.quantize(remaining[:, start + i])
+            codes[:, column] = rounded
+            error = (remaining[:, start + i] - column_grid.dequantize(rounded)) / factor[i, i]
+            remaining[:, start + i : end] -= error[:, None] * factor[i, i : end - start]
+            errors[:, i] = error
+        remaining[:, end:] -= errors @ factor[:, end - start :]
     if refit is not None:
         scale, zero = (p.reshape(grid.scale.shape).to(grid.scale.dtype) for p in (scale, zero))
         grid = Grid(scale, zero, grid.low, grid.high)
@@ -160,42 +163,41 @@ def _by_activation(size: Tensor, group: int) -> Tensor:
     return (starts + inside)[groups].flatten()
 
 
-def inverse_factor(hessian: Tensor, damping: float, order: Tensor | None = None) -> Tensor:
-    """Return upper triangular U with U^T U = (H + d I)^-1, for the first d that succeeds.
+def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
+    """Return lower triangular L with L L^T = P (H / h + d I) P, for the first d that succeeds.
 
-    d starts at `damping` times the mean of the diagonal and is multiplied by ten until it succeeds.
-    Rows and columns of H are taken in `order`.
+    h is the mean of H's diagonal, which cancels out in GPTQ's updates. d starts at `damping` and is
+    multiplied by ten until it succeeds. P takes rows and columns of H in the reverse of `order`.
     """
-    hessian = hessian.double()
-    size = len(hessian)
-    order = torch.arange(size, device=hessian.device) if order is None else order
     mean = float(hessian.diagonal().mean())
     if mean <= 0:  # all inputs are zero
-        return torch.eye(size, dtype=torch.float64, device=hessian.device)
+        return torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
     fraction = max(damping, 1e-12)
-    # With P for the reversal of rows and P H P = L L^T, U is P L^-1 P. Most of the memory of a wide
-    # layer is H and three matrices of its size in this loop.
-    order = order.flip(0)
+    reverse = order.flip(0)
+    failed = torch.empty((), dtype=torch.int32, device=hessian.device)
     while True:
-        lower = hessian[order[:, None], order]
-        lower.diagonal().add_(fraction * mean)
-        lower, failed = torch.linalg.cholesky_ex(lower)
+        # For a wide layer, this matrix and H need most of the memory, so it is factored in place,
+        # which LAPACK does for a symmetric matrix whose columns are contiguous.
+        lower = hessian[reverse[:, None], reverse].double().div_(mean).mT
+        lower.diagonal().add_(fraction)
+        torch.linalg.cholesky_ex(lower, out=(lower, failed))
         if not failed:
-            inverse = torch.eye(size, dtype=torch.float64, device=hessian.device)
-            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
-            if _is_finite(inverse):
-                del lower
-                return inverse.flip(0, 1)
+            return lower
         fraction *= 10
+
+
+def inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
+    """Return rows of U from column `start` on, where U^T U = (H / h + d I)^-1 is upper triangular.
+
+    With L of `reversed_cholesky`, U is P L^-1 P. Its rows are computed for one block of columns at a
+    time, because all of them need as much memory as H.
+    """
+    size = len(lower)
+    units = lower.new_zeros(end - start, size)
+    units.diagonal(size - end).fill_(1)
+    rows = torch.linalg.solve_triangular(lower, units, upper=False, left=False)
+    return rows[:, : size - start].flip(0, 1)
 
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
-
-
-def _per_output(part: Tensor, outputs: int) -> Tensor:
-    """Return scales or zero points of rows as (outputs, groups)."""
-    count = part.numel()
-    if count % outputs and count != 1:
-        raise ValueError(f"{count} scales do not fit {outputs} outputs")
-    return part.double().view(1 if count == 1 else outputs, -1).expand(outputs, -1)
