@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinyml import add_lora, gptq, merge_and_unload, quantize, size_of, smoothquant
+from tinyml import add_lora, gptq, merge_and_unload, prune, quantize, size_of, smoothquant
 from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -210,6 +210,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize(
     "compress",
     [
+        lambda m, p: prune(m, 0.5, protect=p),
         lambda m, p: quantize(m, 4, protect=p),
         lambda m, p: quantize(m, 8, activations="dynamic", protect=p),
         lambda m, p: gptq(m, [torch.randn(4, 8)], 4, protect=p),
@@ -240,3 +241,10 @@ def test_fused_operators_do_not_bypass_integer_products(compress, monkeypatch):
     with torch.no_grad():  # torch would use its fused operator, which reads `weight`
         small(torch.randn(2, 5, 32))
     assert [layer for layer, _ in calls] == [small.linear1, small.linear2]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_progress_of_layers_is_reported(bits):
+    model, calls = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32)), []
+    quantize(model, bits, activations="auto", progress=lambda *call: calls.append(call))
+    assert calls == [("0", 1, 2), ("2", 2, 2)]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.integer import layers as integer_layers
-from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Step, trace
 from tinyml.integer.layers import IntegerProduct, Scale
 from tinyml.quantization.grid import grid_of
@@ -107,27 +106,6 @@ class IntegerModel(nn.Module):
                 if self._last_use[i] == number:
                     del values[i]
         return values[len(self.layers)].contiguous()
-
-    def explain(self, images: int = 32) -> list[str]:
-        """Return the chosen implementation and all measured times of each product."""
-        lines: list[str] = []
-
-        def note(layer: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-            assert isinstance(layer, IntegerProduct)
-            product = layer.prepared()
-            codes_in = inputs[0].flatten(0, -2)
-            if isinstance(product, Int8Filters):
-                codes_in = product.padded(inputs[0], 0)
-            lines.append(str(product.choice(codes_in)))
-
-        products = [layer for layer in self.layers if isinstance(layer, IntegerProduct)]
-        handles = [layer.register_forward_hook(note) for layer in products]
-        try:
-            self.integers(torch.zeros((images, *self.shape), dtype=torch.int8))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return lines
 
 
 @torch.no_grad()

@@ -25,9 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from tinyml.conversion import tensor_versions
-
-#: Receives the name of the layer that is done, the number of done layers, and the number of layers.
-Progress = Callable[[str, int, int], None]
+from tinyml.validation import Progress
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from tinyml.conversion import (
 from tinyml.layers import is_conv1d, weight_identity, weight_of
 from tinyml.state_dict_check import check_before_loading
 from tinyml.timing import Timing, measure, store_timing, stored_timing
-from tinyml.validation import check_finite
+from tinyml.validation import Progress, check_finite
 
 #: One token of a decoder, a small batch, a prompt.
 SHOWN_TOKENS = (1, 32, 512)
@@ -232,6 +232,7 @@ def with_fastest_linears(
     model: nn.Module,
     make: Callable[[str, nn.Module], FastestLinear | None],
     protected: Collection[str],
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
@@ -251,23 +252,32 @@ def with_fastest_linears(
         check_finite(f"{name}.weight".lstrip("."), weight_of(linear))
     replacements: dict[nn.Module, nn.Module] = {}
     tables: dict[tuple[int | None, int], FastestLinear | None] = {}
-    for linear, name in linears.items():
+    for done, (linear, name) in enumerate(linears.items(), 1):
         # A table includes a bias, so a weight that is used with two biases needs two tables.
         key = weight_identity(linear), id(linear.bias)
         if key not in tables:
             tables[key] = make(name, linear)
         if (table := tables[key]) is not None:
             replacements[linear] = table
+        if progress is not None:
+            progress(name, done, len(linears))
     by_weight = {weight: table for (weight, _), table in tables.items()}
     replacements |= _tied_embeddings(model, by_weight)
-    for block in model.modules():
-        if isinstance(block, nn.TransformerEncoderLayer) and block.linear1 in replacements:
-            # Without gradients, this layer uses a fused operator if it knows its activation. The
-            # operator reads the dense weights of the linear layers.
-            block.activation_relu_or_gelu = 0
+    _avoid_fused_operators(model, replacements)
     model = replace_modules(model, replacements)
     warn_of_dense_weights(model, protected)
     return check_before_loading(model)
+
+
+def _avoid_fused_operators(model: nn.Module, replacements: Collection[nn.Module]) -> None:
+    """Make encoder layers call their linear layers, if these are replaced.
+
+    Without gradients, `nn.TransformerEncoderLayer` uses a fused operator if it knows its
+    activation. The operator reads the dense weights instead.
+    """
+    for block in model.modules():
+        if isinstance(block, nn.TransformerEncoderLayer) and block.linear1 in replacements:
+            block.activation_relu_or_gelu = 0
 
 
 def _tied_embeddings(

@@ -20,19 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import compress_weights, dense_copy, evaluation_mode
-from tinyml.layers import (
-    is_conv1d,
-    layers_of,
-    outputs_first,
-    weight_of,
-)
-from tinyml.quantization.calibration import (
-    Progress,
-    visit_layers,
-)
+from tinyml.layers import is_conv1d, layers_of, outputs_first, weight_of
+from tinyml.quantization.calibration import visit_layers
 from tinyml.quantization.grid import Grid, as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import check_bits, check_finite, require_batches
+from tinyml.validation import Progress, check_bits, check_finite, require_batches
 
 
 @torch.no_grad()
@@ -189,8 +181,8 @@ def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
 def inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
     """Return rows of U from column `start` on, where U^T U = (H / h + d I)^-1 is upper triangular.
 
-    With L of `reversed_cholesky`, U is P L^-1 P. Its rows are computed for one block of columns at a
-    time, because all of them need as much memory as H.
+    With L of `reversed_cholesky`, U is P L^-1 P. Only the rows of one block of columns are computed
+    at a time, because all of them need as much memory as H.
     """
     size = len(lower)
     units = lower.new_zeros(end - start, size)

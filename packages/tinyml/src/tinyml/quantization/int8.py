@@ -17,6 +17,7 @@ from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear, with
 from tinyml.quantization.grid import grid_of, wide
 from tinyml.quantization.products import Int8Weights
 from tinyml.state_dict_check import match_optional_buffers
+from tinyml.validation import Progress
 
 _LEAST = 128 * torch.finfo(torch.float32).tiny
 
@@ -76,7 +77,8 @@ class Int8Linear(FastestLinear):
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
         """Return the implementation, the exact product and all times per number of tokens."""
-        products = [str(self._weights().choice(self.example(n).float())) for n in tokens]
+        weights = self._weights()
+        products = [f"{n} tokens: {weights.choice(self.example(n).float())}" for n in tokens]
         if self.always:
             return products
         return [f"{a}; {b}" for a, b in zip(super().explain(tokens), products, strict=True)]
@@ -119,6 +121,7 @@ def with_int8_linears(
     activations: Literal["dynamic", "auto"] = "dynamic",
     protected: Collection[str] = (),
     divide: Mapping[str, Tensor] | None = None,
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Replace linear layers by int8 layers in place; with "auto" only those that become faster.
 
@@ -131,4 +134,4 @@ def with_int8_linears(
         table = Int8Linear(linear, may_stay_float=auto, divide=over)
         return table if not auto or table.gains() else None
 
-    return with_fastest_linears(model, make, protected)
+    return with_fastest_linears(model, make, protected, progress)

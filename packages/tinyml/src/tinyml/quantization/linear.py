@@ -24,6 +24,7 @@ from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import with_int8_linears
+from tinyml.validation import Progress
 
 
 @torch.no_grad()
@@ -36,6 +37,7 @@ def quantize(
     activations: Literal["float", "dynamic", "auto"] = "float",
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Return a copy of `model` whose weights are `bits`-bit integers on a grid.
 
@@ -48,10 +50,13 @@ def quantize(
     measured to be fastest for the number of tokens. Float32 is one of the implementations and needs
     a dense weight in memory. Layers that no implementation makes faster are unchanged. 4-bit groups
     have 32 inputs by default. With activations="float" the model is smaller but not faster.
+    `progress(name, done, total)` is called after each layer that "auto" or "dynamic" has replaced
+    or left unchanged.
     """
     if activations == "auto" and bits == 4:
         group_size = 32 if group_size is None else group_size
     model = plain_copy(model)
+    protected = protected_modules(model, protect)
 
     def gridded(layer: nn.Module, width: int) -> GridWeight:
         weight = weight_of(layer)
@@ -66,14 +71,14 @@ def quantize(
             table = Int4Linear(gridded(layer, 4), cast(Tensor | None, layer.bias))
             return table if table.gains() else None
 
-        return with_fastest_linears(model, packed, protected_modules(model, protect))
+        return with_fastest_linears(model, packed, protected, progress)
     if activations in ("dynamic", "auto"):
         if bits != 8 or group_size is not None or not symmetric:
             raise ValueError(
                 f"activations={activations!r} takes bits=8, one symmetric scale per channel; "
                 f"got bits={bits}, group_size={group_size}, symmetric={symmetric}"
             )
-        return with_int8_linears(model, activations, protected_modules(model, protect))
+        return with_int8_linears(model, activations, protected, progress=progress)
     if activations != "float":
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
     widths = setting_per_layer(bits, layers_of(model, layers, protect), model)
