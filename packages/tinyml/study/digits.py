@@ -287,7 +287,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
     timed = {row["model"]: row["time_ms"] for row in rows if row["case"] == "latency"}
     scans = [row for row in rows if row["case"] == "sensitivity"]
     scan = Sensitivity(
-        scans[0]["untouched"], {r["layer"]: {a: r[str(a)] for a in AMOUNTS} for r in scans}, 0
+        scans[0]["untouched"], {r["layer"]: {a: r[str(a)] for a in AMOUNTS} for r in scans}
     )
     return {
         "sensitivity": plot_sensitivity(scan, metric="accuracy"),
