@@ -6,8 +6,7 @@ import pytest
 import torch
 from tinyml import gptq, quantize, size_of
 from tinyml.quantization.gptq import gptq_codes, inverse_factor_rows, reversed_cholesky
-from tinyml.quantization.grid import Grid, grid_of
-from tinyml.quantization.linear import as_rows
+from tinyml.quantization.grid import Grid, as_rows, grid_of
 from torch import nn
 
 

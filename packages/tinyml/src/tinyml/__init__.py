@@ -20,11 +20,10 @@ from tinyml.pruning.magnitude import Masks, prune
 from tinyml.pruning.sensitivity import sensitivity
 from tinyml.quantization.gptq import gptq
 from tinyml.quantization.int4 import Int4Linear
-from tinyml.quantization.int8 import Int8Linear
+from tinyml.quantization.int8 import Int8Linear, smoothquant
 from tinyml.quantization.kmeans import kmeans, kmeans_quantize
 from tinyml.quantization.linear import quantize
 from tinyml.quantization.qat import convert, prepare_qat
-from tinyml.quantization.smoothquant import smoothquant
 from tinyml.size import Size, size_of
 
 __all__ = [

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.integer import layers as integer_layers
-from tinyml.integer.graph import Step, trace
-from tinyml.integer.layers import IntegerProduct, Scale
+from tinyml.integer.fixed_point import Scale
+from tinyml.integer.graph import trace
+from tinyml.integer.layers import IntegerProduct
+from tinyml.integer.steps import Step
 from tinyml.quantization.grid import grid_of
 from tinyml.state_dict_check import check_before_loading
 from tinyml.validation import check_bits, require_batches

@@ -16,9 +16,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.integer.graph import Step
-from tinyml.integer.layers import Scale, scales_for_bias
+from tinyml.integer.fixed_point import Scale, scales_for_bias
 from tinyml.integer.model import IntegerModel, calibrated
+from tinyml.integer.steps import Step
 from tinyml.quantization.rounded_weight import RoundedWeight, learned, positive, same_value
 
 

@@ -20,6 +20,7 @@ from tinyml.conversion import dense_copy
 from tinyml.layers import is_conv1d, protected_modules
 from tinyml.pruning.config_sizes import update_config
 from tinyml.pruning.equality import check_equal
+from tinyml.pruning.groups import Group, SizeUse
 from tinyml.pruning.importance import (
     Criterion,
     Loss,
@@ -28,7 +29,7 @@ from tinyml.pruning.importance import (
     parameter_of,
     rank_units,
 )
-from tinyml.pruning.units import Group, SizeUse, Walk
+from tinyml.pruning.units import Walk
 from tinyml.validation import suggestion
 
 

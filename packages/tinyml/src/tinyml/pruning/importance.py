@@ -23,7 +23,8 @@ from torch import Tensor, fx, nn
 
 from tinyml.conversion import evaluation_mode
 from tinyml.layers import is_instance_of
-from tinyml.pruning.units import Group, Product, Slice, Walk
+from tinyml.pruning.groups import Group, Product, Slice
+from tinyml.pruning.units import Walk
 from tinyml.validation import check_finite
 
 #: The least number of noise samples per unit, enough for any ReLU that can be active.
