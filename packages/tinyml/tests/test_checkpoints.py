@@ -137,6 +137,33 @@ def test_layers_that_the_gptq_format_implies_are_checked(tmp_path):
         save_gptq(model, tmp_path)
     with pytest.raises(ValueError, match="lm_head, which is quantized"):
         save_gptq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
+    # transformers would leave these layers dense, and fill them with random weights.
+    options = {"vocab_size": 90, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1}
+    config = transformers.OPTConfig(**options, num_attention_heads=2, word_embed_proj_dim=32)
+    model = transformers.OPTForCausalLM(config).half()
+    with pytest.raises(ValueError, match=r"project_\w+, which is quantized"):
+        save_gptq(quantize(model, 4, group_size=32, **WEIGHTS), tmp_path)
+    small = quantize(
+        model,
+        4,
+        group_size=32,
+        layers=[nn.Linear],
+        protect=["lm_head", "project_in", "project_out"],
+    )
+    save_gptq(small, tmp_path / "opt")
+
+
+def test_layers_that_readers_of_awq_leave_dense_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"lm_head, which they leave dense because of lm_head"):
+        save_awq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
+    model = llama()
+    model.model.layers[0].mlp.up = nn.Linear(64, 64).half()
+    small = quantize(model, 4, group_size=32, layers=[nn.Linear], protect=["lm_head", "mlp.up"])
+    with pytest.raises(
+        ValueError, match=r"mlp.up_proj, which they leave dense because of .*mlp.up"
+    ):
+        save_awq(small, tmp_path)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="pass group_size=128"):
         save_awq(quantize(llama(), 4, **WEIGHTS), tmp_path)
 
@@ -277,6 +304,9 @@ def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
         save_gguf(network()[2], tmp_path / "wrong.gguf", "Q4_K")
     with pytest.raises(ValueError, match="merge_and_unload"):
         save_gguf(add_lora(network()), tmp_path / "wrong.gguf", kind)
+    for names, match in (({"typo": "x"}, "'typo'"), ({"0.bias": "2.bias"}, "'2.bias' twice")):
+        with pytest.raises(ValueError, match=match):
+            save_gguf(network(), tmp_path / "wrong.gguf", kind, names=names)
     with pytest.raises(ValueError, match="expected kind 'Q4_0'"):
         save_gguf(network(), tmp_path / "wrong.gguf", "Q5_0")
     assert not (tmp_path / "wrong.gguf").exists()

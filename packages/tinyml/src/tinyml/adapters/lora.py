@@ -264,8 +264,8 @@ def _chosen(
     protected: set[str],
 ) -> list[nn.Module]:
     """Return the layers to adapt, without layers that also have a protected name."""
-    matches: dict[nn.Module, None] = {}
-    missed = set(targets or ())
+    chosen: dict[nn.Module, None] = {}
+    unmatched = set(targets or ())
     named_modules = list(model.named_modules(remove_duplicate=False))
     stays = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
@@ -278,16 +278,16 @@ def _chosen(
             and is_instance_of(module, kinds)
             and (targets is None or matching)
         ):
-            matches[module] = None
-            missed -= set(matching)
+            chosen[module] = None
+            unmatched -= set(matching)
     named = [kind.__name__ for kind in kinds]
-    if missed:
+    if unmatched:
         known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
-        like = suggestion(min(missed), known)
-        raise ValueError(f"no layer of {named} has a name like {sorted(missed)}{like}")
-    if not matches:
+        like = suggestion(min(unmatched), known)
+        raise ValueError(f"no layer of {named} has a name like {sorted(unmatched)}{like}")
+    if not chosen:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
-    return list(matches)
+    return list(chosen)
 
 
 def merge(model: nn.Module) -> nn.Module:
@@ -354,13 +354,13 @@ def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
 
 def _tying_configs(model: nn.Module) -> list[Any]:
     """Return the configurations, as transformers has them, that tie embeddings and heads."""
-    matches = []
+    configs = []
     for module in model.modules():
         config = getattr(module, "config", None)
         for candidate in (config, getattr(config, "text_config", None)):
             if getattr(candidate, "tie_word_embeddings", False):
-                matches.append(candidate)
-    return matches
+                configs.append(candidate)
+    return configs
 
 
 def _untie_config(model: nn.Module) -> None:
@@ -386,7 +386,7 @@ def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def adapters_of(model: nn.Module) -> dict[str, LoRA]:
     """Return the adapters of a model by name; raise `ValueError` if there are none."""
-    matches = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
-    if not matches:
+    adapters = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
+    if not adapters:
         raise ValueError("expected a model with adapters, got none; call add_lora(model) first")
-    return matches
+    return adapters

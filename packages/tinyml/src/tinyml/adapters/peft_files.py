@@ -163,8 +163,8 @@ def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
 
     A name may also match as the end of a longer name, so longer names come first.
     """
-    parameter = [name for name, value in values.items() if value != usual]
-    named = {name for name in values if _of_pattern(name, dict.fromkeys(parameter, True), False)}
+    unusual = [name for name, value in values.items() if value != usual]
+    named = {name for name in values if _of_pattern(name, dict.fromkeys(unusual, True), False)}
     return {name: values[name] for name in sorted(named, key=len, reverse=True)}
 
 

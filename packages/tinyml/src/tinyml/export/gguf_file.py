@@ -35,6 +35,8 @@ Kind = Literal["Q8_0", "Q4_0", "Q4_K"]
 Value = str | bool | int | float
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[Any]
+#: The number of a tensor type in the file, the shape and the bytes.
+_Entry = tuple[int, tuple[int, ...], bytes]
 #: The number of a tensor type in the file, the weights per block, and the bytes per block.
 _BLOCKS: dict[str, tuple[int, int, int]] = {
     "Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144),
@@ -90,26 +92,43 @@ def save_gguf(
         )
     rounded = dense_copy(rounded)
     by_memory = {memory_of(weight_of(rounded.get_submodule(n))): b for n, b in blocks.items()}
-    tensors: dict[str, tuple[int, tuple[int, ...], bytes]] = {}
-    written: set[object] = set()
-    for name, tensor in rounded.state_dict().items():
-        memory = memory_of(tensor)
-        if memory in written or not tensor.numel():
-            continue  # a tied weight is stored once, and a tensor without elements is not stored
-        written.add(memory)
-        key = (names or {}).get(name, name)
-        if memory in by_memory:
-            packed = by_memory[memory]
-            tensors[key] = _BLOCKS[kind][0], tuple(tensor.shape), packed.tobytes()
-        elif tensor.dtype in _DENSE:
-            data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-            tensors[key] = _DENSE[tensor.dtype], tuple(tensor.shape) or (1,), data
-        else:
-            raise ValueError(f"expected one of {list(_DENSE)}, got {name} of {tensor.dtype}")
+    tensors = _entries(rounded.state_dict(), by_memory, kind, names or {})
     keys: dict[str, Value] = {"general.architecture": "unknown", "general.quantization_version": 2}
     with atomic_file(path) as part:
         part.write_bytes(_file(keys | dict(metadata or {}), tensors))
     return rounded
+
+
+def _entries(
+    state: Mapping[str, Tensor],
+    blocks: Mapping[object, Bytes],
+    kind: Kind,
+    names: Mapping[str, str],
+) -> dict[str, _Entry]:
+    """Return the entries of the file by name: blocks, and all other tensors as they are.
+
+    `blocks` are the packed weights by `memory_of` their dense form.
+    """
+    if unknown := sorted(names.keys() - state.keys()):
+        raise ValueError(f"expected names of the state dict in names, got {unknown[0]!r}")
+    entries: dict[str, _Entry] = {}
+    written: set[object] = set()
+    for name, tensor in state.items():
+        memory = memory_of(tensor)
+        if memory in written or not tensor.numel():
+            continue  # a tied weight is stored once, and a tensor without elements is not stored
+        written.add(memory)
+        key = names.get(name, name)
+        if key in entries:
+            raise ValueError(f"expected a separate name for each tensor, got {key!r} twice")
+        if memory in blocks:
+            entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
+        elif tensor.dtype in _DENSE:
+            data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            entries[key] = _DENSE[tensor.dtype], tuple(tensor.shape) or (1,), data
+        else:
+            raise ValueError(f"expected one of {list(_DENSE)}, got {name} of {tensor.dtype}")
+    return entries
 
 
 def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
@@ -208,9 +227,7 @@ def _over(values: Numbers, scale: Numbers) -> Numbers:
     return (values * inverse).astype(np.float32)
 
 
-def _file(
-    keys: Mapping[str, Value], tensors: Mapping[str, tuple[int, tuple[int, ...], bytes]]
-) -> bytes:
+def _file(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
     """Return a GGUF file of version 3, whose tensors start at multiples of 32 bytes."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
     parts += [_string(key) + _value(value) for key, value in keys.items()]

@@ -61,7 +61,7 @@ def _rows_times(factor: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Walk:
-    """Visits an exported graph and turns every node into a step or a constant."""
+    """A walk through an exported graph that turns every node into a step or a constant."""
 
     def __init__(self, graph: Exported, batch: int) -> None:
         self._constants, self._batch = graph.constants, batch

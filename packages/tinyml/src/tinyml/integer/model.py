@@ -49,10 +49,10 @@ class IntegerModel(nn.Module):
     @classmethod
     def of(cls, steps: list[Step], scales: list[Scale]) -> IntegerModel:
         """Return the integer network of a graph whose values have these scales."""
-        values_of = cls.__new__(cls)
-        nn.Module.__init__(values_of)
-        values_of._build(steps, scales)
-        return values_of
+        network = cls.__new__(cls)
+        nn.Module.__init__(network)
+        network._build(steps, scales)
+        return network
 
     def _build(self, steps: list[Step], scales: list[Scale]) -> None:
         self.shapes = [step.shape[1:] for step in steps]

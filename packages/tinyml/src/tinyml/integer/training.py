@@ -3,7 +3,7 @@
 See Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", 2018, section 3. The network runs the steps that `IntegerModel`
 is built from, on the same scales, so both round at the same points. Activations that only clamp are
-not computed, because the range of the codes clamps. Halves round up, as a shift rounds them.
+not computed, because rounding to a code clamps as well. Halves round up, as a shift rounds them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinyml.quantization.rounded_weight import RoundedWeight, learned, positive,
 
 
 class Rounding(nn.Module):
-    """Rounds values to the codes of a scale whose step may be learned."""
+    """The rounding of values to the codes of a scale, whose step may be learned."""
 
     def __init__(self, scale: Scale, learn: bool, dtype: torch.dtype) -> None:
         super().__init__()

@@ -249,7 +249,7 @@ def _new_sizes(
 
     Raise `ValueError` if one attribute would need two numbers.
     """
-    all_groups: dict[tuple[str, str], int] = {}
+    new_sizes: dict[tuple[str, str], int] = {}
     for source, uses in walk.size_uses.items():
         was: int = getattr(model.get_submodule(source.module), source.name)
         sizes = {use: _new_size(use, was, walk, keep) for use in uses}
@@ -262,8 +262,8 @@ def _new_sizes(
                     f"{source} = {was} would be {sizes[changed]} in {changed.node} and {size} in "
                     f"{use.node}; read the two from two attributes, or take the size from a tensor"
                 )
-        all_groups[source.module, source.name] = sizes[changed]
-    return all_groups
+        new_sizes[source.module, source.name] = sizes[changed]
+    return new_sizes
 
 
 def _new_size(use: SizeUse, was: int, walk: Walk, keep: Mapping[Group, Tensor]) -> int:

@@ -34,7 +34,7 @@ class Source:
 
 
 class SizeReads(TorchFunctionMode):
-    """Annotates the nodes of the graph whose sizes come from attributes.
+    """A mode that annotates the nodes of the graph whose sizes come from attributes.
 
     `other_uses` describes, for each attribute, a use that is not a size.
     """
@@ -183,7 +183,7 @@ def _observe(name: str) -> Callable[..., Any]:
     return method
 
 
-# `==` is left out: code compares sizes to check them.
+# `==` is not a use of an attribute, because code compares sizes only to check them.
 for _name in (
     "__add__",
     "__radd__",

@@ -28,7 +28,7 @@ class _Along:
 
 
 class Walk:
-    """Follows units through a graph and merges groups that have to lose the same units."""
+    """A walk through a graph that merges the groups that have to lose the same units."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.reads = SizeReads()

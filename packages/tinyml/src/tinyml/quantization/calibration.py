@@ -73,7 +73,7 @@ def visit_layers(
 
 
 class _StopRun(BaseException):
-    """Ends a run at a layer that has to wait for an earlier one."""
+    """An exception that ends a run at a layer that has to wait for an earlier one."""
 
 
 class _Stage:
@@ -91,7 +91,7 @@ class _Stage:
 
 
 class _Replay:
-    """Runs batches up to the next layer that is not done (Note [Replayed blocks])."""
+    """Runs of batches up to the next layer that is not done (Note [Replayed blocks])."""
 
     def __init__(
         self, model: nn.Module, batches: Sequence[Any], layers: Mapping[str, nn.Module]

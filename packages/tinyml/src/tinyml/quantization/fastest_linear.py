@@ -169,13 +169,13 @@ class FastestLinear(Replacement):
     def dense(self) -> nn.Linear:
         """Return an `nn.Linear` with the dense weight."""
         weight, bias = self.weight, self.bias
-        replacements = nn.Linear(
+        linear = nn.Linear(
             self.in_features, self.out_features, bias=bias is not None, device="meta"
         )
-        replacements.weight = nn.Parameter(weight.clone())
+        linear.weight = nn.Parameter(weight.clone())
         if bias is not None:
-            replacements.bias = nn.Parameter(bias.clone())
-        return replacements
+            linear.bias = nn.Parameter(bias.clone())
+        return linear
 
     def __getstate__(self) -> dict[str, Any]:
         # Prepared weights are rebuilt after copying or unpickling the layer.

@@ -18,10 +18,10 @@ from tinyml.quantization.grid_weight import GridWeight
 
 
 class Int4Linear(FastestLinear):
-    """y = x w^T + bias with 4-bit w = S (q - Z), by the kernel or in float, whichever is faster.
+    """A layer y = x w^T + bias with 4-bit w = S (q - Z), by the kernel or in float.
 
-    `grid` is the stored weight. The kernel's copy has the same size, and the dense weight has the
-    size of a float model's.
+    The faster of the two is used. `grid` is the stored weight. The kernel's copy has the same size,
+    and the dense weight has the size of a float model's.
     """
 
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:

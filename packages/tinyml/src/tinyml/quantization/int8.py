@@ -33,7 +33,7 @@ _LEAST = 128 * torch.finfo(torch.float32).tiny
 
 
 class Int8Linear(FastestLinear):
-    """y = (q_x q_w^T) s_x s_w + bias, with a scale per token and a scale per output.
+    """A layer y = (q_x q_w^T) s_x s_w + bias, with a scale per token and a scale per output.
 
     With may_stay_float=True the fastest implementation is used for each number of tokens: this
     product, bfloat16 inputs with the stored weights, or the dense weight in float. `explain`
