@@ -91,7 +91,9 @@ def save_gguf(
             "got none"
         )
     rounded = dense_copy(rounded)
-    by_memory = {memory_of(weight_of(rounded.get_submodule(n))): b for n, b in blocks.items()}
+    by_memory: dict[object, Bytes] = {
+        memory_of(weight_of(rounded.get_submodule(name))): packed for name, packed in blocks.items()
+    }
     tensors = _entries(rounded.state_dict(), by_memory, kind, names or {})
     keys: dict[str, Value] = {"general.architecture": "unknown", "general.quantization_version": 2}
     with atomic_file(path) as part:
