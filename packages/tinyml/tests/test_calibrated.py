@@ -139,10 +139,15 @@ def test_padding_does_not_count_after_sequences_are_joined():
 
 def test_padding_of_an_encoder_is_not_that_of_its_decoder():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4,
-        decoder_start_token_id=0,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
     model = transformers.T5ForConditionalGeneration(config).eval()
     tokens, counts = torch.arange(16).view(2, 8), {}
 

@@ -342,10 +342,11 @@ GGUF_NAMES = {
 def test_transformers_loads_gguf_files(kind, tmp_path):
     pytest.importorskip("gguf", reason="gguf is not installed")
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
+    options = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    config = transformers.Qwen2Config(**options)
     model = transformers.Qwen2ForCausalLM(config).eval()
     names = {}
     for name in model.state_dict():

@@ -59,10 +59,11 @@ class Views(nn.Module):
         super().__init__()
         self.layer = nn.Linear(32, 32)
         table = torch.randn(4, 8)
-        for name, tensor in {
+        views = {
             "rows": table[1:3], "table": table, "flat": table.view(-1), "transposed": table.t(),
             "first": table[:1], "nothing": torch.empty(0), "none": torch.empty(0, 3),
-        }.items():  # fmt: skip
+        }  # fmt: skip
+        for name, tensor in views.items():
             self.register_buffer(name, tensor)
 
 
