@@ -13,13 +13,21 @@ always contains the base without the update, whether merged or not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinyml.adapters.parameter_lora import (
+    ParameterLoRA,
+    install,
+    matching_parameters,
+    new_adapter,
+    parameter_adapters,
+    unload_parameters,
+)
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, check_hooks, replace_modules, tensor_versions
 from tinyml.layers import is_conv1d, is_instance_of, protected_modules, weight_identity, weight_of
@@ -219,6 +227,7 @@ def add_lora(
     alpha: float | None = None,
     dropout: float = 0.0,
     targets: Iterable[str] | None = None,
+    parameters: Iterable[str] = (),
     kinds: Sequence[type[nn.Module]] = (nn.Linear,),
     protect: Sequence[str] = (),
 ) -> nn.Module:
@@ -227,20 +236,36 @@ def add_lora(
     `targets` selects layers whose name equals an entry or ends with it after a dot, as "q_proj"
     does for "blocks.0.q_proj". Every entry has to match. A layer that the model contains twice has
     one adapter. An error leaves the model unchanged.
+
+    `parameters` selects single parameters by the ends of their names, such as
+    "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
+    The update of a parameter has no dropout, and it is merged by `merge_and_unload` only.
     """
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
-    chosen = _chosen(model, tuple(kinds), wanted, protected_modules(model, protect))
+    names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
+    factor = float(rank if alpha is None else alpha)
+    single = {
+        (module, key): new_adapter(model, module, key, rank, factor)
+        for module, key in matching_parameters(model, names)
+    }
+    protected = protected_modules(model, protect)
+    chosen = [] if names and wanted is None else _chosen(model, tuple(kinds), wanted, protected)
     return insert_adapters(
-        model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout)
+        model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout), single
     )
 
 
 def insert_adapters(
-    model: nn.Module, children: Iterable[nn.Module], make: Callable[[nn.Module], LoRA]
+    model: nn.Module,
+    children: Iterable[nn.Module],
+    make: Callable[[nn.Module], LoRA],
+    parameters: Mapping[tuple[str, str], ParameterLoRA],
 ) -> nn.Module:
     """Freeze `model` and replace each of `children` by the adapter that `make` returns.
+
+    `parameters` are the adapters of single parameters, by module and parameter.
 
     All adapters are created before the first is installed. A layer that the model contains twice
     has one adapter in both positions, because its weight is merged once.
@@ -254,6 +279,7 @@ def insert_adapters(
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
+    install(model, parameters)
     return replace_modules(model, replacements)
 
 
@@ -295,6 +321,8 @@ def merge(model: nn.Module) -> nn.Module:
 
     Raise an error, and merge none, if an adapter cannot be merged or is already merged.
     """
+    if single := sorted(parameter_adapters(model)):
+        raise ValueError(f"expected adapters of layers, got one of {single[0]}; merge_and_unload")
     _merge_all(adapters_of(model))
     return model
 
@@ -327,6 +355,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
         _merge_all(apart)
     if untied:
         _untie_config(model)
+    unload_parameters(model)
     return replace_modules(model, bases)
 
 
@@ -377,16 +406,17 @@ def unmerge(model: nn.Module) -> nn.Module:
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the adapters alone."""
+    adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()
-        for name, adapter in adapters_of(model).items()
+        for name, adapter in adapters.items()
         for key in ("lora_A", "lora_B")
     }
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRA]:
-    """Return the adapters of a model by name; raise `ValueError` if there are none."""
+    """Return the adapters of layers by name; raise `ValueError` without any adapter."""
     adapters = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
-    if not adapters:
+    if not adapters and not parameter_adapters(model):
         raise ValueError("expected a model with adapters, got none; call add_lora(model) first")
     return adapters
