@@ -3,10 +3,21 @@
 import copy
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tinyml import add_lora, load_lora, lora_state_dict, merge, merge_and_unload, save_lora
+from tinyml import (
+    add_lora,
+    load_lora,
+    lora_state_dict,
+    merge,
+    merge_and_unload,
+    prune_channels,
+    save_awq,
+    save_gguf,
+    save_lora,
+)
 from tinyml.adapters.parameter_lora import parameter_adapters
 from torch import nn
 
@@ -159,6 +170,18 @@ def test_parameters_that_cannot_be_adapted_are_refused(options, match):
         add_lora(model, **options)
     assert str(model) == str(Model())
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_models_with_adapters_of_parameters_are_not_exported_or_pruned(tmp_path):
+    model = adapted()
+    with pytest.raises(ValueError, match="without adapters"):
+        save_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(ValueError, match="without adapters"):
+        prune_channels(model, 0.5, X)
+    model.config = SimpleNamespace(save_pretrained=None)
+    with pytest.raises(ValueError, match=r"blocks.0.experts.down with an adapter"):
+        save_awq(model, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive

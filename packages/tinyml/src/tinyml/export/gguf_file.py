@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
@@ -71,7 +72,8 @@ def save_gguf(
     if kind not in _BLOCKS:
         raise ValueError(f"expected kind {', '.join(map(repr, _BLOCKS))}, got {kind!r}")
     rounded = plain_copy(model)
-    if any(isinstance(module, Replacement) for module in rounded.modules()):
+    has_replacements = any(isinstance(module, Replacement) for module in rounded.modules())
+    if has_replacements or parameter_adapters(rounded):
         raise ValueError("expected a model without adapters; call merge_and_unload(model) first")
     _, width, _ = _BLOCKS[kind]
     blocks: dict[str, Bytes] = {}

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
@@ -33,6 +34,8 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             f"expected a transformers model with a configuration, got {type(model).__name__}; "
             "use tinyml.save for other models"
         )
+    if adapted := sorted(parameter_adapters(model)):
+        raise _cannot_store(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
     for name, layer in model.named_modules():
         if (grid := _storable(name, layer)) is not None:

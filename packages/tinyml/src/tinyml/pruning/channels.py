@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.adapters.lora import LoRA
+from tinyml.adapters.parameter_lora import ParameterLoRA
 from tinyml.conversion import dense_copy
 from tinyml.layers import is_conv1d, protected_modules
 from tinyml.pruning.config_sizes import update_config
@@ -308,7 +309,7 @@ def _update_sizes(layer: Any, first: int, second: int = 0) -> None:
 
 def _dense_copy(model: nn.Module) -> nn.Module:
     model = dense_copy(model)
-    if any(isinstance(module, LoRA) for module in model.modules()):
+    if any(isinstance(module, LoRA | ParameterLoRA) for module in model.modules()):
         raise ValueError(
             "expected a model without adapters, whose rank would change; merge them, or prune first"
         )
