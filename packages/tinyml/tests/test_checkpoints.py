@@ -156,6 +156,15 @@ def test_layers_that_the_gptq_format_implies_are_checked(tmp_path):
 def test_layers_that_readers_of_awq_leave_dense_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"lm_head, which they leave dense because of lm_head"):
         save_awq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
+    for bias in (False, True):  # transformers leaves the layer of the last parameter dense
+        model = llama()
+        model.last = nn.Linear(64, 64, bias=bias).half()
+        small = quantize(model, 4, group_size=32, **WEIGHTS)
+        if bias:
+            save_awq(small, tmp_path / "last")
+        else:
+            with pytest.raises(ValueError, match="got last, which they leave dense"):
+                save_awq(small, tmp_path)
     model = llama()
     model.model.layers[0].mlp.up = nn.Linear(64, 64).half()
     small = quantize(model, 4, group_size=32, layers=[nn.Linear], protect=["lm_head", "mlp.up"])

@@ -61,8 +61,12 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
 def _always_dense(model: nn.Module) -> list[str]:
     """Return the layers that transformers never converts: the head and the last parameter's."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    last = list(model.state_dict())[-1].partition(".parametrizations.")[0].removesuffix(".weight")
-    return [name for name, layer in model.named_modules() if layer is head or name == last]
+    names = [name for name, layer in model.named_modules() if layer is head]
+    last, _, key = list(model.named_parameters())[-1][0].rpartition(".")
+    if key == "original":  # of a compressed weight, which follows the bias if the layer has one
+        last, key = last.partition(".parametrizations.")[0], "weight"
+        key = "bias" if model.get_submodule(last).bias is not None else key
+    return [*names, last] if key == "weight" else names
 
 
 def _tensors(grid: GridWeight) -> dict[str, Tensor]:
