@@ -135,7 +135,7 @@ def _rank(group: Group, walk: Walk, model: nn.Module, example: _Probe, probe: _P
             fixed &= (low == 0) & (high == 0)
         values[piece.tensor] = torch.where(fixed, (low + high) / 2, torch.nan).view(group.size, -1)
         dead &= fixed.view(group.size, -1).all(1)
-    # Units that the example never excites, but that are not dead, differ by their readers alone.
+    # Units that the example never excites, but that are not dead, are ranked by their readers.
     _set_order(group, scores, dead, norms)
     for value in values.values():
         value[~dead] = torch.nan
