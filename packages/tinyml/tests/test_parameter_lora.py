@@ -172,6 +172,21 @@ def test_parameters_that_cannot_be_adapted_are_refused(options, match):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_a_second_adapter_is_refused(tmp_path):
+    model = adapted()
+    save_lora(model, tmp_path)
+    for options in ({"parameters": ["experts.up"]}, {"targets": ["gate"]}):
+        with pytest.raises(ValueError, match=r"experts.down has an adapter already"):
+            add_lora(model, 2, **options)
+    with pytest.raises(ValueError, match=r"adapters already, at .*experts.down"):
+        load_lora(model, tmp_path)
+    assert all(adapter.lora_A.requires_grad for adapter in parameter_adapters(model).values())
+    plain = Model()
+    with pytest.raises(ValueError, match="got both"):
+        add_lora(plain, 2, parameters=["gate.weight"], targets=["gate"])
+    assert str(plain) == str(Model())
+
+
 def test_models_with_adapters_of_parameters_are_not_exported_or_pruned(tmp_path):
     model = adapted()
     with pytest.raises(ValueError, match="without adapters"):

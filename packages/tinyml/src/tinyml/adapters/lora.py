@@ -241,6 +241,8 @@ def add_lora(
     "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
     The update of a parameter has no dropout, and it is merged by `merge_and_unload` only.
     """
+    if single_names := sorted(parameter_adapters(model)):
+        raise ValueError(f"{single_names[0]} has an adapter already; add all adapters in one call")
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
@@ -270,6 +272,10 @@ def insert_adapters(
     All adapters are created before the first is installed. A layer that the model contains twice
     has one adapter in both positions, because its weight is merged once.
     """
+    children = list(children)
+    owners = {model.get_submodule(module) for module, _ in parameters}
+    if not owners.isdisjoint(children):
+        raise ValueError("expected an adapter of a layer or of its parameter, got both")
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         replacements: dict[nn.Module, nn.Module] = {child: make(child) for child in children}

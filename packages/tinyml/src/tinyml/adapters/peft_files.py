@@ -106,7 +106,8 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     pairs = _factors(folder, modules)
-    if adapted := sorted(name for name, module in modules.items() if isinstance(module, LoRA)):
+    adapted = [name for name, module in modules.items() if isinstance(module, LoRA)]
+    if adapted := sorted([*adapted, *parameter_adapters(model)]):
         raise ValueError(f"the model has adapters already, at {adapted[:3]}")
     targeted = matching_parameters(model, config.get("target_parameters") or ())
     paths = _paths_in_file([f"{module}.{key}" for module, key in targeted])
