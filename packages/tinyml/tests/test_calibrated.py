@@ -147,7 +147,7 @@ def test_padding_of_an_encoder_is_not_that_of_its_decoder():
         "num_layers": 1,
         "num_heads": 4,
     }
-    config = transformers.T5Config(**sizes, num_layers=1, decoder_start_token_id=0)
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
     model = transformers.T5ForConditionalGeneration(config).eval()
     tokens, counts = torch.arange(16).view(2, 8), {}
 
