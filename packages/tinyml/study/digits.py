@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from plots import plot_frontier, plot_sensitivity, plot_weights, save
 from tinyml import (
     IntegerModel,
     allocate,
@@ -41,7 +42,6 @@ from tinyml import (
     sensitivity,
     size_of,
 )
-from tinyml.plot import plot_frontier, plot_sensitivity, plot_weights, save
 from tinyml.pruning.sensitivity import Sensitivity
 from torch import Tensor, nn
 
@@ -287,7 +287,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
     timed = {row["model"]: row["time_ms"] for row in rows if row["case"] == "latency"}
     scans = [row for row in rows if row["case"] == "sensitivity"]
     scan = Sensitivity(
-        scans[0]["untouched"], {r["layer"]: {a: r[str(a)] for a in AMOUNTS} for r in scans}, 0
+        scans[0]["untouched"], {r["layer"]: {a: r[str(a)] for a in AMOUNTS} for r in scans}
     )
     return {
         "sensitivity": plot_sensitivity(scan, metric="accuracy"),

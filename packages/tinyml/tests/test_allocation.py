@@ -25,7 +25,7 @@ def scans(model, seed=0):
     def loss(amounts):
         return {n: {a: -float(torch.rand((), generator=generator)) for a in amounts} for n in names}
 
-    return Sensitivity(0.0, loss(BITS), 0), Sensitivity(0.0, loss(SHARES), 0)
+    return Sensitivity(0.0, loss(BITS)), Sensitivity(0.0, loss(SHARES))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -75,7 +75,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="a scan over bits"):
         allocate(model, 100)
     with pytest.raises(ValueError, match="'9' that the model lacks"):
-        allocate(model, 5000, bits=Sensitivity(0.0, {"9": {4: 0.1}}, 0))
+        allocate(model, 5000, bits=Sensitivity(0.0, {"9": {4: 0.1}}))
     with pytest.raises(ValueError, match=r"2\.5 bits"):
         round_weight(torch.ones(2, 2), 2.5)
     plenty = allocate(model, 10**6, bits=bits)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tinyml import awq, gptq, size_of, smoothquant
+from tinyml import gptq, size_of, smoothquant
 from tinyml.quantization.calibration import visit_layers
 from torch import nn
 
@@ -55,8 +55,8 @@ def compared(model, batches):
     expected, order = by_definition(model, batches, layers, double_weights)
     visited = {}
 
-    def visit(name, statistics):
-        visited[name] = statistics.moment.clone()
+    def visit(name, moment):
+        visited[name] = moment.clone()
         double_weights(layers[name])
 
     visit_layers(model, batches, layers, visit)
@@ -66,7 +66,7 @@ def compared(model, batches):
     assert not any("forward" in vars(m) or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("method", [gptq, awq, smoothquant])
+@pytest.mark.parametrize("method", [gptq, smoothquant])
 def test_batches_that_can_be_read_once_are_read_once(method):
     torch.manual_seed(0)
     model = Blocks()
@@ -256,14 +256,17 @@ def peak_bytes(call):
     return peak, result
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.exhaustive)])
-def test_memory_is_that_of_one_block(count):
+@pytest.mark.parametrize(
+    ("width", "count"), [(128, 1), pytest.param(256, 8, marks=pytest.mark.exhaustive)]
+)
+def test_memory_is_that_of_one_block(width, count):
     torch.manual_seed(0)
-    model = Blocks(width=48, count=6)
-    batches = [torch.randn(2, 16, 48) for _ in range(count)]
+    model = Blocks(width=width, count=3)
+    batches = [torch.randn(2, 16, width) for _ in range(count)]
     peak, small = peak_bytes(lambda: gptq(model, batches, 4))
     block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
     hidden = sum(batch.nbytes for batch in batches)
-    matrices = 3 * 8 * model.blocks[0].mlp[2].in_features ** 2
+    inputs = model.blocks[0].mlp[2].in_features
+    matrices = 8 * (2 * inputs**2 + 4 * 128 * inputs)  # 128 columns are rounded at a time
     copies = size_of(model).bytes + size_of(small).bytes  # the dense copy and the result
-    assert peak <= copies + 1.5 * (block + hidden + matrices)
+    assert peak <= copies + 1.5 * (block + hidden) + matrices

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinyml import add_lora, awq, gptq, kmeans_quantize, quantize, save_awq, save_gguf, save_gptq
+from tinyml import add_lora, gptq, kmeans_quantize, quantize, save_awq, save_gguf, save_gptq
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -116,7 +116,6 @@ def test_a_tied_head_is_stored_once(tmp_path):
     ("compress", "match"),
     [
         (lambda m: quantize(m.float(), 4, group_size=32, **WEIGHTS), r"model.half\(\)"),
-        (lambda m: awq(m, [TOKENS], 4, group_size=32, protect=["lm_head"]), "factor per input"),
         (lambda m: quantize(m, 3, group_size=32, **WEIGHTS), "one number of bits"),
         (lambda m: quantize(m, 4, group_size=32), "Embedding with a GridWeight"),
         (lambda m: kmeans_quantize(m, 4, **WEIGHTS), "Linear with a Palette"),
@@ -138,6 +137,42 @@ def test_layers_that_the_gptq_format_implies_are_checked(tmp_path):
         save_gptq(model, tmp_path)
     with pytest.raises(ValueError, match="lm_head, which is quantized"):
         save_gptq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
+    # transformers would leave these layers dense, and fill them with random weights.
+    options = {"vocab_size": 90, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1}
+    config = transformers.OPTConfig(**options, num_attention_heads=2, word_embed_proj_dim=32)
+    model = transformers.OPTForCausalLM(config).half()
+    with pytest.raises(ValueError, match=r"project_\w+, which is quantized"):
+        save_gptq(quantize(model, 4, group_size=32, **WEIGHTS), tmp_path)
+    small = quantize(
+        model,
+        4,
+        group_size=32,
+        layers=[nn.Linear],
+        protect=["lm_head", "project_in", "project_out"],
+    )
+    save_gptq(small, tmp_path / "opt")
+
+
+def test_layers_that_readers_of_awq_leave_dense_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"lm_head, which they leave dense because of lm_head"):
+        save_awq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
+    for bias in (False, True):  # transformers leaves the layer of the last parameter dense
+        model = llama()
+        model.last = nn.Linear(64, 64, bias=bias).half()
+        small = quantize(model, 4, group_size=32, **WEIGHTS)
+        if bias:
+            save_awq(small, tmp_path / "last")
+        else:
+            with pytest.raises(ValueError, match="got last, which they leave dense"):
+                save_awq(small, tmp_path)
+    model = llama()
+    model.model.layers[0].mlp.up = nn.Linear(64, 64).half()
+    small = quantize(model, 4, group_size=32, layers=[nn.Linear], protect=["lm_head", "mlp.up"])
+    with pytest.raises(
+        ValueError, match=r"mlp.up_proj, which they leave dense because of .*mlp.up"
+    ):
+        save_awq(small, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
     with pytest.raises(ValueError, match="pass group_size=128"):
         save_awq(quantize(llama(), 4, **WEIGHTS), tmp_path)
 
@@ -244,6 +279,21 @@ def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
             assert data[: parameter.nbytes] == parameter.detach().numpy().tobytes()
 
 
+def test_gguf_file_has_every_view(tmp_path):
+    model = nn.Linear(32, 32)
+    table = torch.randn(4, 8)
+    views = {"table": table, "flat": table.view(-1), "first": table[:1], "rows": table[1:3]}
+    for name, tensor in (views | {"nothing": torch.empty(0)}).items():
+        model.register_buffer(name, tensor)
+    save_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    _, tensors = read_gguf(tmp_path / "model.gguf")
+    assert tensors.keys() == {"weight", "bias", *views}
+    for name, tensor in views.items():
+        kind, shape, data = tensors[name]
+        assert (kind, shape) == (0, list(tensor.shape))
+        assert data[: tensor.nbytes] == tensor.numpy().tobytes()
+
+
 @pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4)])
 def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
     for group_size in (32, 64):
@@ -263,6 +313,9 @@ def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
         save_gguf(network()[2], tmp_path / "wrong.gguf", "Q4_K")
     with pytest.raises(ValueError, match="merge_and_unload"):
         save_gguf(add_lora(network()), tmp_path / "wrong.gguf", kind)
+    for names, match in (({"typo": "x"}, "'typo'"), ({"0.bias": "2.bias"}, "'2.bias' twice")):
+        with pytest.raises(ValueError, match=match):
+            save_gguf(network(), tmp_path / "wrong.gguf", kind, names=names)
     with pytest.raises(ValueError, match="expected kind 'Q4_0'"):
         save_gguf(network(), tmp_path / "wrong.gguf", "Q5_0")
     assert not (tmp_path / "wrong.gguf").exists()
@@ -283,6 +336,68 @@ def test_other_libraries_read_the_same_numbers(tmp_path):
             expected = gguf.quantize(dense, gguf.GGMLQuantizationType[kind])
             stored = next(t.data for t in reader.tensors if t.name == "0.weight")
             assert (expected == stored).all()
+
+
+GGUF_NAMES = {
+    "model.layers": "blk", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    "lm_head": "output", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_transformers_loads_gguf_files(kind, tmp_path):
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    torch.manual_seed(0)
+    options = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    config = transformers.Qwen2Config(**options)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    names = {}
+    for name in model.state_dict():
+        names[name] = name
+        for ours, theirs in GGUF_NAMES.items():
+            names[name] = names[name].replace(ours, theirs)
+    sizes = {
+        "context_length": 128, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 10000.0,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "vocab_size": 97,
+    }  # fmt: skip
+    metadata = {"general.architecture": "qwen2"} | {f"qwen2.{k}": v for k, v in sizes.items()}
+    expected = save_gguf(model, tmp_path / "m.gguf", kind, metadata=metadata, names=names)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf")
+    weights = loaded.state_dict()
+    assert weights.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, expected(TOKENS).logits)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("save", "bits"), [(save_gptq, 4), (save_gptq, 8), (save_awq, 4)])
+def test_transformers_loads_gptq_and_awq_folders(save, bits, symmetric, tmp_path):
+    for package in ("gptqmodel", "optimum", "accelerate"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    model = quantize(llama(), bits, group_size=32, symmetric=symmetric, **WEIGHTS)
+    save(model, tmp_path)
+    # The default implementations of GPTQModel are compiled at their first use.
+    if save is save_gptq:
+        settings = transformers.GPTQConfig(bits=bits, backend="gptq_torch")
+    else:
+        settings = transformers.AwqConfig(bits=4, group_size=32, backend="torch_awq")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=settings
+    )
+    assert "qlinear" in type(loaded.model.layers[0].mlp.up_proj).__module__
+    with torch.no_grad():
+        exact, outputs = model.float()(TOKENS).logits, loaded(TOKENS).logits.float()
+    assert (outputs - exact).norm() < 2e-3 * exact.norm()  # it computes with 16 bits
 
 
 def test_autoawq_reads_the_same_numbers(tmp_path):

@@ -52,6 +52,30 @@ COMPRESSIONS = {
 }
 
 
+class Views(nn.Module):
+    """Buffers that share parts of their memory, and buffers without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        table = torch.randn(4, 8)
+        views = {
+            "rows": table[1:3], "table": table, "flat": table.view(-1), "transposed": table.t(),
+            "first": table[:1], "nothing": torch.empty(0), "none": torch.empty(0, 3),
+        }  # fmt: skip
+        for name, tensor in views.items():
+            self.register_buffer(name, tensor)
+
+
+def test_views_are_stored_separately(tmp_path):
+    torch.manual_seed(0)
+    source, target = Views(), Views()
+    save(source, tmp_path / "model.safetensors")
+    loaded = load(target, tmp_path / "model.safetensors")
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_a_file_gives_the_model_back_bit_for_bit(name, tmp_path):
     compressed = COMPRESSIONS[name](model())

@@ -50,7 +50,6 @@ FINITE_ONLY = {
     "sensitivity": lambda m: sensitivity(m, [(IMAGES, IMAGES)], lambda a, b: a.sum()),
     "kmeans_quantize": lambda m: kmeans_quantize(m, 4),
     "quantize": lambda m: quantize(m, 8),
-    "quantize by the least error": lambda m: quantize(m, 4, observer="mse"),
     "dynamic": lambda m: quantize(m, activations="dynamic"),
     "auto": lambda m: quantize(m, activations="auto"),
     "gptq": lambda m: gptq(m, [IMAGES], 4),
@@ -172,14 +171,11 @@ def test_a_state_dict_of_another_format_is_refused(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"granularity": "channel", "group_size": 4}, "expected a group_size with 'group' only"),
-        ({"granularity": "group"}, "expected a group_size with 'group' only"),
-        ({"granularity": "chanel"}, "'tensor', 'channel' or 'group'"),
         ({"group_size": 0}, "groups of 0 do not divide"),
         ({"group_size": 3}, "groups of 3 do not divide"),
     ],
 )
-def test_invalid_granularity_or_group_size_is_refused(options, message):
+def test_invalid_group_sizes_are_refused(options, message):
     model = nn.Sequential(nn.Linear(8, 8))
     for compress in (quantize, prepare_qat, lambda m, **o: gptq(m, [torch.ones(2, 8)], **o)):
         with pytest.raises(ValueError, match=message):

@@ -5,9 +5,8 @@ import statistics
 import pytest
 import torch
 from tinyml import gptq, quantize, size_of
-from tinyml.quantization.gptq import gptq_codes, inverse_factor
-from tinyml.quantization.grid import Grid, grid_of
-from tinyml.quantization.linear import as_rows
+from tinyml.quantization.gptq import gptq_codes, inverse_factor_rows, reversed_cholesky
+from tinyml.quantization.grid import Grid, as_rows, grid_of
 from torch import nn
 
 
@@ -86,7 +85,7 @@ def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric
             for g in groups
             for i in sorted(range(5 * g, 5 * g + 5), key=lambda i: -float(size[i]))
         ]
-    rows = as_rows(weight, "group", 5)
+    rows = as_rows(weight, 5)
     codes, grid = gptq_codes(
         weight,
         hessian,
@@ -105,7 +104,7 @@ def test_updated_groups_and_activation_order_lose_less():
     for seed in range(8):
         weight, x = problem(outputs=32, inputs=64, samples=300, seed=seed)
         x = x * torch.logspace(-1, 1, 64, dtype=torch.float64)[torch.randperm(64)]
-        rows = as_rows(weight, "group", 16)
+        rows = as_rows(weight, 16)
         fit = lambda r: grid_of(r, 3)  # noqa: E731
         losses = []
         for options in ({}, {"activation_order": True, "refit": fit}):
@@ -146,7 +145,8 @@ def test_no_hessian_is_an_error(kind, damping):
     hessian = x.t() @ x
     if kind == "negative":  # rounding errors of a real one, made large
         hessian -= 0.5 * hessian.diagonal().max() * torch.eye(20)
-    factor = inverse_factor(hessian, damping)
+    lower = reversed_cholesky(hessian, damping, torch.arange(20))
+    factor = inverse_factor_rows(lower, 0, 20)
     assert torch.isfinite(factor).all()
     assert (factor.diagonal() > 0).all()
     grid = grid_of(weight, 4)
@@ -155,11 +155,10 @@ def test_no_hessian_is_an_error(kind, damping):
     assert codes.max() <= grid.high
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "group"])
-def test_every_granularity(granularity):
+@pytest.mark.parametrize("group_size", [None, 5])
+def test_channels_and_groups(group_size):
     weight, x = problem()
-    size = 5 if granularity == "group" else None
-    rows = as_rows(weight, granularity, size)
+    rows = as_rows(weight, group_size)
     grid = grid_of(rows, 4)
     codes, _ = gptq_codes(weight, x.t() @ x, grid)
     approximation = grid.dequantize(codes.view(rows.shape)).view_as(weight)

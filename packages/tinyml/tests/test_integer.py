@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import IntegerModel, add_lora, convert, kmeans_quantize, prepare_qat
 from tinyml.integer import convolution
-from tinyml.integer.graph import Geometry
+from tinyml.integer.fixed_point import fixed_point
 from tinyml.integer.layers import (
     IntegerCat,
     IntegerGate,
@@ -24,8 +24,8 @@ from tinyml.integer.layers import (
     IntegerReshape,
     IntegerSum,
     IntegerTable,
-    fixed_point,
 )
+from tinyml.integer.steps import Geometry
 from tinyml.integer.to_c import to_c
 from tinyml.quantization import products
 from torch import nn

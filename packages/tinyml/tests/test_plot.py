@@ -1,10 +1,15 @@
 """Figures hold what they are said to show."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from tinyml import prune, sensitivity
-from tinyml.plot import plot_frontier, plot_sensitivity, plot_weights, save
 from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1] / "study"))
+from plots import plot_frontier, plot_sensitivity, plot_weights, save
 
 
 def test_weights_are_counted(tmp_path):

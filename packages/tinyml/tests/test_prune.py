@@ -51,7 +51,7 @@ def test_global_pruning_ranks_all_layers_together():
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
 def test_a_pattern_keeps_the_largest_of_every_group(rows, groups, remaining):
     score = torch.rand(rows, groups * 4)
-    mask = pattern_mask(score, f"{remaining}:4").view(-1, 4)
+    mask = pattern_mask(score, f"{remaining}:4", 1 - remaining / 4).view(-1, 4)
     assert (mask.sum(1) == remaining).all()
     for mask_row, score_row in zip(mask, score.view(-1, 4), strict=True):
         assert set(mask_row.nonzero().flatten().tolist()) == set(

@@ -29,6 +29,21 @@ def test_the_gradient_passes_the_rounding_and_stops_at_the_ends():
     assert scale.grad.item() == pytest.approx(inside - 3 + 3, abs=1e-6)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_weight_is_trained_if_the_grid_follows_the_extremes(bits):
+    # The quotient of the largest weight and the step may be rounded to above the largest code.
+    torch.manual_seed(0)
+    for layer, options in (
+        (nn.Linear(64, 256, bias=False), {}),
+        (nn.Linear(64, 256, bias=False).bfloat16(), {}),
+        (nn.Linear(64, 256, bias=False), {"group_size": 8}),
+        (nn.Conv2d(3, 16, 3, bias=False), {}),
+    ):
+        model = prepare_qat(layer, bits, **options)
+        model.weight.sum().backward()
+        assert (model.parametrizations.weight.original.grad == 1).all()
+
+
 @pytest.mark.parametrize("learn_scale", [False, True])
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_converting_changes_no_bit(learn_scale, group_size):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tinyml import (
     add_lora,
-    awq,
     convert,
     gptq,
     kmeans_quantize,
@@ -167,7 +166,6 @@ COMPRESSED = {
     "4 bits": lambda m: quantize(m, 4),
     "int8": lambda m: quantize(m, activations="dynamic"),
     "gptq": lambda m: gptq(m, [TOKENS], 4),
-    "awq": lambda m: awq(m, [TOKENS], 4),
     "in training": lambda m: prepare_qat(m, 4),
     "trained": lambda m: convert(prepare_qat(m, 4)),
 }

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[1]
 def study():
     for peer in ("sklearn", "matplotlib"):
         pytest.importorskip(peer, reason=f"{peer} is not installed")
+    sys.path.append(str(PACKAGE / "study"))  # as for `python study/digits.py`
     spec = importlib.util.spec_from_file_location("digits_study", PACKAGE / "study" / "digits.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tinyml import (
     add_lora,
-    awq,
     convert,
     gptq,
     kmeans_quantize,
@@ -325,22 +324,21 @@ def test_what_is_protected_stays_as_it_is(method):
         protected(dense, ["lm_haed"])
 
 
-@pytest.mark.parametrize("method", [awq, smoothquant])
 @pytest.mark.parametrize("model", DECODERS)
-def test_transformers_are_calibrated_whole_and_saved(model, method, tmp_path):
+def test_transformers_are_calibrated_whole_and_saved(model, tmp_path):
     dense = MODELS[model]()
-    small = method(dense, [TOKENS])
+    small = smoothquant(dense, [TOKENS])
     assert size_of(small).bytes < size_of(dense).bytes / 2
     with torch.no_grad():
         exact, ours = dense(TOKENS).logits, small(TOKENS).logits
-    assert (ours - exact).norm() < (0.02 if method is smoothquant else 0.25) * exact.norm()
+    assert (ours - exact).norm() < 0.02 * exact.norm()
     save(small, tmp_path / "small.safetensors")
     back = load(MODELS[model](), tmp_path / "small.safetensors")
     with torch.no_grad():
         assert torch.equal(back(TOKENS).logits, ours)
 
 
-@pytest.mark.parametrize("method", [gptq, awq, smoothquant])
+@pytest.mark.parametrize("method", [gptq, smoothquant])
 def test_layers_that_are_called_by_keyword_are_seen(method):
     class Named(nn.Sequential):
         def forward(self, x):

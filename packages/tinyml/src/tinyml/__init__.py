@@ -18,9 +18,9 @@ from tinyml.pruning.allocation import Allocation, allocate, round_weight
 from tinyml.pruning.channels import prune_channels, sort_channels
 from tinyml.pruning.magnitude import Masks, prune
 from tinyml.pruning.sensitivity import sensitivity
-from tinyml.quantization.gptq import awq, gptq, smoothquant
+from tinyml.quantization.gptq import gptq
 from tinyml.quantization.int4 import Int4Linear
-from tinyml.quantization.int8 import Int8Linear
+from tinyml.quantization.int8 import Int8Linear, smoothquant
 from tinyml.quantization.kmeans import kmeans, kmeans_quantize
 from tinyml.quantization.linear import quantize
 from tinyml.quantization.qat import convert, prepare_qat
@@ -40,7 +40,6 @@ __all__ = [
     "adapt",
     "add_lora",
     "allocate",
-    "awq",
     "convert",
     "gptq",
     "kmeans",

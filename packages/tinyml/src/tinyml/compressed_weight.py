@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+#: Packages whose `from_pretrained` fills missing weights with random numbers.
 _RANDOM_IF_MISSING = ("transformers", "diffusers")
 
 
@@ -25,10 +26,10 @@ def called_by_save_pretrained() -> bool:
 
 
 def refuse_save_pretrained(*_: Any) -> None:
-    """Raise if the state dict is made for `save_pretrained`: its names are not the model's own.
+    """Raise `ValueError` if the state dict is made for `save_pretrained`.
 
-    `from_pretrained` builds the uncompressed model, ignores names that it does not know and fills
-    the missing weights with random numbers.
+    The names of its tensors are not those of the uncompressed model. `from_pretrained` would build
+    that model, ignore the unknown names and fill the missing weights with random numbers.
     """
     if called_by_save_pretrained():
         raise ValueError(

@@ -61,17 +61,21 @@ def compress_weights(
 def warn_of_dense_weights(model: nn.Module, protected: Collection[str]) -> None:
     """Warn of matrices that stay dense because they are not the weight of a layer.
 
-    Examples are fused experts and `in_proj_weight`. No warning is given if they hold less than a
-    hundredth of the model's elements, or for the modules in `protected`.
+    Examples are fused experts, `in_proj_weight`, and the tensors from which `weight_norm` computes
+    a weight. No warning is given if they hold less than a hundredth of the model's elements, or for
+    the modules in `protected`.
     """
-    dense = {
-        name: parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.dim() > 1
-        and name.rpartition(".")[2] not in ("weight", "lora_A", "lora_B")
-        and "parametrizations." not in name
-        and name.rpartition(".")[0] not in protected
-    }
+    dense: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        layer, is_parametrized, _ = f".{name}".partition(".parametrizations.weight.")
+        owner, _, key = name.rpartition(".")
+        if is_parametrized:
+            owner = layer[1:]
+            is_known = compressed_weight(model.get_submodule(owner)) is not None
+        else:
+            is_known = key in ("weight", "lora_A", "lora_B")
+        if parameter.dim() > 1 and not is_known and owner not in protected:
+            dense[name] = parameter.numel()
     total = sum(tensor.numel() for tensor in model.state_dict().values())
     if sum(dense.values()) > total / 100:
         shown = ", ".join(list(dense)[:4]) + (", ..." if len(dense) > 4 else "")

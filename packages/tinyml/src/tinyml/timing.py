@@ -35,7 +35,7 @@ _CACHE_BYTES = 64 * 2**20
 _LONG_MS = 10.0  # calls longer than filling the cache are timed in one state only
 _SHORT = 5e-4  # seconds
 _WARM_UP = 4  # calls until the cache contains this implementation's weights
-_HOPELESS = 3.0  # times slower than the fastest
+_TOO_SLOW = 3.0  # times slower than the fastest
 
 
 @dataclass(frozen=True)
@@ -77,42 +77,44 @@ def measure(
     once = {
         name: min(milliseconds(call) for _ in range(2)) for name, call in implementations.items()
     }
-    hopeless = _HOPELESS * min(once.values())
-    left = {n: call for n, call in implementations.items() if once[n] <= hopeless or n == reference}
-    warm: dict[str, list[float]] = {name: [] for name in left}
-    cold: dict[str, list[float]] = {name: [] for name in left}
+    too_slow = _TOO_SLOW * min(once.values())
+    candidates = {
+        n: call for n, call in implementations.items() if once[n] <= too_slow or n == reference
+    }
+    warm: dict[str, list[float]] = {name: [] for name in candidates}
+    cold: dict[str, list[float]] = {name: [] for name in candidates}
     long = min(once.values()) > _LONG_MS
     fill_the_cache = torch.ones(0 if long or not reference else _CACHE_BYTES // 4).sum
-    rivals = left.keys() - {reference}
-    sure: set[str] = set()
-    unsure: set[str] = set()
+    alternatives = candidates.keys() - {reference}
+    winners: set[str] = set()
+    undecided: set[str] = set()
     start = time.perf_counter()
     is_late = False
-    for _ in range(2 if reference and rivals else 1):
+    for _ in range(2 if reference and alternatives else 1):
         for number in range(ROUNDS // 2 if long else ROUNDS):
             is_late = time.perf_counter() - start > _SECONDS
             if is_late and number >= _LEAST_ROUNDS:
                 break
-            for name, call in left.items():
+            for name, call in candidates.items():
                 warm[name].append(milliseconds(call, None if long else call))
                 if reference and not long:
                     cold[name].append(milliseconds(call, fill_the_cache))
         if reference:
             won = {
                 name: min(_fraction_won(t[name], t[reference]) for t in (warm, cold))
-                for name in rivals
+                for name in alternatives
             }
-            sure = {name for name, fraction in won.items() if fraction >= MOST}
-            unsure = {name for name, fraction in won.items() if 1 - MOST < fraction < MOST}
-        if sure or not unsure or is_late:
+            winners = {name for name, fraction in won.items() if fraction >= MOST}
+            undecided = {name for name, fraction in won.items() if 1 - MOST < fraction < MOST}
+        if winners or not undecided or is_late:
             break
     median = once | {name: statistics.median(ms) for name, ms in warm.items()}
-    emptied = {name: statistics.median(ms) for name, ms in cold.items() if ms}
+    cold_median = {name: statistics.median(ms) for name, ms in cold.items() if ms}
     at_best = {reference: min(warm[reference])} if reference else {}
-    if reference and not sure:
-        return Timing(reference, median, emptied, disagree=bool(unsure), at_best=at_best)
-    best = min(sure or left, key=lambda name: median[name] + emptied.get(name, 0.0))
-    return Timing(best, median, emptied, at_best=at_best)
+    if reference and not winners:
+        return Timing(reference, median, cold_median, disagree=bool(undecided), at_best=at_best)
+    best = min(winners or candidates, key=lambda name: median[name] + cold_median.get(name, 0.0))
+    return Timing(best, median, cold_median, at_best=at_best)
 
 
 def _fraction_won(ours: Sequence[float], others: Sequence[float]) -> float:

@@ -1,15 +1,17 @@
-"""Checks of arguments that several functions share."""
+"""Types and checks of arguments that several functions share."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+#: Receives the name of the layer that is done, the number of done layers, and the number of layers.
+Progress = Callable[[str, int, int], None]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

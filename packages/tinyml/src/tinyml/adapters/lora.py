@@ -13,13 +13,21 @@ always contains the base without the update, whether merged or not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinyml.adapters.parameter_lora import (
+    ParameterLoRA,
+    install,
+    matching_parameters,
+    new_adapter,
+    parameter_adapters,
+    unload_parameters,
+)
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, check_hooks, replace_modules, tensor_versions
 from tinyml.layers import is_conv1d, is_instance_of, protected_modules, weight_identity, weight_of
@@ -219,6 +227,7 @@ def add_lora(
     alpha: float | None = None,
     dropout: float = 0.0,
     targets: Iterable[str] | None = None,
+    parameters: Iterable[str] = (),
     kinds: Sequence[type[nn.Module]] = (nn.Linear,),
     protect: Sequence[str] = (),
 ) -> nn.Module:
@@ -227,24 +236,46 @@ def add_lora(
     `targets` selects layers whose name equals an entry or ends with it after a dot, as "q_proj"
     does for "blocks.0.q_proj". Every entry has to match. A layer that the model contains twice has
     one adapter. An error leaves the model unchanged.
+
+    `parameters` selects single parameters by the ends of their names, such as
+    "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
+    The update of a parameter has no dropout, and it is merged by `merge_and_unload` only.
     """
+    if single_names := sorted(parameter_adapters(model)):
+        raise ValueError(f"{single_names[0]} has an adapter already; add all adapters in one call")
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
-    chosen = _chosen(model, tuple(kinds), wanted, protected_modules(model, protect))
+    names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
+    factor = float(rank if alpha is None else alpha)
+    single = {
+        (module, key): new_adapter(model, module, key, rank, factor)
+        for module, key in matching_parameters(model, names)
+    }
+    protected = protected_modules(model, protect)
+    chosen = [] if names and wanted is None else _chosen(model, tuple(kinds), wanted, protected)
     return insert_adapters(
-        model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout)
+        model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout), single
     )
 
 
 def insert_adapters(
-    model: nn.Module, children: Iterable[nn.Module], make: Callable[[nn.Module], LoRA]
+    model: nn.Module,
+    children: Iterable[nn.Module],
+    make: Callable[[nn.Module], LoRA],
+    parameters: Mapping[tuple[str, str], ParameterLoRA],
 ) -> nn.Module:
     """Freeze `model` and replace each of `children` by the adapter that `make` returns.
+
+    `parameters` are the adapters of single parameters, by module and parameter.
 
     All adapters are created before the first is installed. A layer that the model contains twice
     has one adapter in both positions, because its weight is merged once.
     """
+    children = list(children)
+    owners = {model.get_submodule(module) for module, _ in parameters}
+    if not owners.isdisjoint(children):
+        raise ValueError("expected an adapter of a layer or of its parameter, got both")
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         replacements: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
@@ -254,6 +285,7 @@ def insert_adapters(
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
+    install(model, parameters)
     return replace_modules(model, replacements)
 
 
@@ -264,8 +296,8 @@ def _chosen(
     protected: set[str],
 ) -> list[nn.Module]:
     """Return the layers to adapt, without layers that also have a protected name."""
-    matches: dict[nn.Module, None] = {}
-    missed = set(targets or ())
+    chosen: dict[nn.Module, None] = {}
+    unmatched = set(targets or ())
     named_modules = list(model.named_modules(remove_duplicate=False))
     stays = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
@@ -278,16 +310,16 @@ def _chosen(
             and is_instance_of(module, kinds)
             and (targets is None or matching)
         ):
-            matches[module] = None
-            missed -= set(matching)
+            chosen[module] = None
+            unmatched -= set(matching)
     named = [kind.__name__ for kind in kinds]
-    if missed:
+    if unmatched:
         known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
-        like = suggestion(min(missed), known)
-        raise ValueError(f"no layer of {named} has a name like {sorted(missed)}{like}")
-    if not matches:
+        like = suggestion(min(unmatched), known)
+        raise ValueError(f"no layer of {named} has a name like {sorted(unmatched)}{like}")
+    if not chosen:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
-    return list(matches)
+    return list(chosen)
 
 
 def merge(model: nn.Module) -> nn.Module:
@@ -295,6 +327,8 @@ def merge(model: nn.Module) -> nn.Module:
 
     Raise an error, and merge none, if an adapter cannot be merged or is already merged.
     """
+    if single := sorted(parameter_adapters(model)):
+        raise ValueError(f"expected adapters of layers, got one of {single[0]}; merge_and_unload")
     _merge_all(adapters_of(model))
     return model
 
@@ -327,6 +361,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
         _merge_all(apart)
     if untied:
         _untie_config(model)
+    unload_parameters(model)
     return replace_modules(model, bases)
 
 
@@ -354,13 +389,13 @@ def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
 
 def _tying_configs(model: nn.Module) -> list[Any]:
     """Return the configurations, as transformers has them, that tie embeddings and heads."""
-    matches = []
+    configs = []
     for module in model.modules():
         config = getattr(module, "config", None)
         for candidate in (config, getattr(config, "text_config", None)):
             if getattr(candidate, "tie_word_embeddings", False):
-                matches.append(candidate)
-    return matches
+                configs.append(candidate)
+    return configs
 
 
 def _untie_config(model: nn.Module) -> None:
@@ -377,16 +412,17 @@ def unmerge(model: nn.Module) -> nn.Module:
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the adapters alone."""
+    adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()
-        for name, adapter in adapters_of(model).items()
+        for name, adapter in adapters.items()
         for key in ("lora_A", "lora_B")
     }
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRA]:
-    """Return the adapters of a model by name; raise `ValueError` if there are none."""
-    matches = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
-    if not matches:
+    """Return the adapters of layers by name; raise `ValueError` without any adapter."""
+    adapters = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
+    if not adapters and not parameter_adapters(model):
         raise ValueError("expected a model with adapters, got none; call add_lora(model) first")
-    return matches
+    return adapters

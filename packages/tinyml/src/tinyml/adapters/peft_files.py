@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tinyml.adapters.lora import LoRA, adapters_of, insert_adapters
+from tinyml.adapters.parameter_lora import (
+    ParameterLoRA,
+    matching_parameters,
+    new_adapter,
+    parameter_adapters,
+)
 from tinyml.export.atomic_file import atomic_file
 from tinyml.layers import is_conv1d
 from tinyml.validation import check_finite
@@ -26,7 +33,7 @@ _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
-    "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
+    "trainable_token_indices": None, "layer_replication": None,
     "use_qalora": False, "use_bdlora": None, "alora_invocation_tokens": None,
     "arrow_config": None, "kasa_config": None, "monteclora_config": None,
 }  # fmt: skip
@@ -44,8 +51,13 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
     for name, adapter in adapters.items():
         for key, parameter in zip(("A", "B"), (adapter.lora_A, adapter.lora_B), strict=True):
             tensors[_key(name, adapter.base, key)] = parameter.detach().cpu().contiguous()
-    first = next(iter(adapters.values()))
-    alphas = {name: adapter.scaling * adapter.rank for name, adapter in adapters.items()}
+    single = parameter_adapters(model)
+    for path, name in _paths_in_file(list(single)).items():
+        for key, parameter in zip("AB", (single[name].lora_A, single[name].lora_B), strict=True):
+            tensors[f"{_PREFIX}{path}.lora_{key}.weight"] = parameter.detach().cpu().contiguous()
+    everything: dict[str, LoRA | ParameterLoRA] = {**adapters, **single}
+    first = next(iter(everything.values()))
+    alphas = {name: adapter.scaling * adapter.rank for name, adapter in everything.items()}
     alpha = first.scaling * first.rank
     config = {
         "peft_type": "LORA",
@@ -54,10 +66,11 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
         "inference_mode": True,
         "r": first.rank,
         "lora_alpha": alpha,
-        "rank_pattern": _pattern({n: a.rank for n, a in adapters.items()}, first.rank),
+        "rank_pattern": _pattern({n: a.rank for n, a in everything.items()}, first.rank),
         "alpha_pattern": _pattern(alphas, alpha),
-        "lora_dropout": first.dropout.p,
+        "lora_dropout": max((adapter.dropout.p for adapter in adapters.values()), default=0.0),
         "target_modules": sorted(adapters),
+        "target_parameters": sorted(single) or None,
         "fan_in_fan_out": any(is_conv1d(adapter.base) for adapter in adapters.values()),
         "bias": "none",
         "use_rslora": False,
@@ -93,16 +106,42 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     pairs = _factors(folder, modules)
-    if adapted := sorted(name for name, module in modules.items() if isinstance(module, LoRA)):
+    adapted = [name for name, module in modules.items() if isinstance(module, LoRA)]
+    if adapted := sorted([*adapted, *parameter_adapters(model)]):
         raise ValueError(f"the model has adapters already, at {adapted[:3]}")
-    if unknown := sorted(pairs.keys() - modules.keys()):
+    targeted = matching_parameters(model, config.get("target_parameters") or ())
+    paths = _paths_in_file([f"{module}.{key}" for module, key in targeted])
+    if unknown := sorted(pairs.keys() - modules.keys() - paths.keys()):
         raise ValueError(f"the adapters are of another model: it has no {unknown[:3]}")
+    single = {}
+    for path, name in paths.items():
+        module, _, key = name.rpartition(".")
+        rank, alpha = _rank_and_alpha(name, config)
+        single[module, key] = new_adapter(model, module, key, rank, alpha)
+        _copy_factors(name, single[module, key], pairs.pop(path, {}))
     named = {modules[name]: name for name in pairs}
 
     def make(base: nn.Module) -> LoRA:
-        return _adapter(named[base], base, pairs[named[base]], config)
+        name = named[base]
+        rank, alpha = _rank_and_alpha(name, config)
+        adapter = LoRA(base, rank, alpha=alpha, dropout=float(config.get("lora_dropout") or 0.0))
+        _copy_factors(name, adapter, pairs[name])
+        return adapter
 
-    return insert_adapters(model, named, make)
+    return insert_adapters(model, named, make, single)
+
+
+def _paths_in_file(names: Sequence[str]) -> dict[str, str]:
+    """Return the path in the file of each adapted parameter, as {path: name}.
+
+    peft wraps the module once per parameter, in the order of registration. The last wrapper is the
+    outermost, and the others have a path with ".base_layer" per wrapper around them.
+    """
+    modules = [name.rpartition(".")[0] for name in names]
+    return {
+        module + ".base_layer" * modules[number + 1 :].count(module): name
+        for number, (module, name) in enumerate(zip(modules, names, strict=True))
+    }
 
 
 def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
@@ -134,28 +173,26 @@ def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str,
     return pairs
 
 
-def _adapter(name: str, base: nn.Module, pair: dict[str, Tensor], config: dict[str, Any]) -> LoRA:
-    if pair.keys() != {"A", "B"}:
-        raise ValueError(f"{name} has factor {sorted(pair)} alone; A and B belong together")
-    rank = pair["A"].shape[0]
-    expected = _of_pattern(name, config.get("rank_pattern"), config["r"])
-    if rank != expected:
-        raise ValueError(f"{name}: the factors have rank {rank}, the settings say {expected}")
-    alpha = _of_pattern(name, config.get("alpha_pattern"), config["lora_alpha"])
+def _rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:
+    """Return the rank and the alpha of an adapter, so that alpha / rank is its scaling."""
+    rank: int = _of_pattern(name, config.get("rank_pattern"), config["r"])
+    alpha: float = _of_pattern(name, config.get("alpha_pattern"), config["lora_alpha"])
     if config.get("use_rslora"):  # alpha / sqrt(r) instead of alpha / r
         alpha = alpha * rank**0.5
-    dropout = float(config.get("lora_dropout") or 0.0)
-    adapter = LoRA(base, rank, alpha=alpha, dropout=dropout)
-    with torch.no_grad():
-        for parameter, factor in ((adapter.lora_A, pair["A"]), (adapter.lora_B, pair["B"])):
-            if parameter.shape != factor.shape:
-                raise ValueError(
-                    f"{name}: expected a factor of shape {tuple(parameter.shape)}, got "
-                    f"{tuple(factor.shape)}; the "
-                    "adapters are of another model"
-                )
-            parameter.copy_(factor)
-    return adapter
+    return rank, alpha
+
+
+@torch.no_grad()
+def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tensor]) -> None:
+    if pair.keys() != {"A", "B"}:
+        raise ValueError(f"{name} has factor {sorted(pair)} alone; A and B belong together")
+    for parameter, factor in ((adapter.lora_A, pair["A"]), (adapter.lora_B, pair["B"])):
+        if parameter.shape != factor.shape:
+            raise ValueError(
+                f"{name}: expected a factor of shape {tuple(parameter.shape)} for rank "
+                f"{adapter.rank}, got {tuple(factor.shape)}; the adapters are of another model"
+            )
+        parameter.copy_(factor)
 
 
 def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
@@ -163,8 +200,8 @@ def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
 
     A name may also match as the end of a longer name, so longer names come first.
     """
-    parameter = [name for name, value in values.items() if value != usual]
-    named = {name for name in values if _of_pattern(name, dict.fromkeys(parameter, True), False)}
+    unusual = [name for name, value in values.items() if value != usual]
+    named = {name for name in values if _of_pattern(name, dict.fromkeys(unusual, True), False)}
     return {name: values[name] for name in sorted(named, key=len, reverse=True)}
 
 

@@ -86,7 +86,7 @@ class PrefixCache:
 
 
 class _Expanding(TorchFunctionMode):
-    """Makes a deep copy expand each tensor to the batch instead of copying it."""
+    """A mode in which a deep copy expands each tensor to the batch instead of copying it."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ A weight is `scales[i // group, o] * (q[i, o] - qzeros[i // group, o])`. A word 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,24 +30,43 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def save_awq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model whose linear layers were rounded to 4 bits in groups.
 
-    The model has 16 bits (`model.half()` before it is quantized). Its weights come from `gptq` or
-    `quantize`: `awq` stores a factor per input, which this format cannot contain. Linear layers
-    that are not quantized are listed in `modules_to_not_convert`. The folder has no tokenizer.
+    The model has 16 bits (`model.half()` before it is quantized by `gptq` or `quantize`). Linear
+    layers that are not quantized are listed in `modules_to_not_convert`. The head is not quantized,
+    because transformers leaves it dense: pass `protect=["lm_head"]`. The folder has no tokenizer.
     """
     grids = quantized_linears(model, (4,))
     group_size = group_size_of(grids)
     if group_size == -1:
         raise ValueError("expected groups of inputs, got one scale per output; pass group_size=128")
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    dense = [name for name in linears if name not in grids]
+    for name in grids:
+        # Readers compare parts of names, so an entry may also exclude a layer with a longer name.
+        if excluded := [other for other in [*dense, *_always_dense(model)] if other in name]:
+            raise ValueError(
+                f"expected layers that readers of the format quantize, got {name}, which they "
+                f"leave dense because of {excluded[0]}; exclude it with protect"
+            )
     settings = {
         "quant_method": "awq",
         "bits": 4,
         "group_size": group_size,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": [name for name in linears if name not in grids] or None,
+        "modules_to_not_convert": dense or None,
     }
     write_folder(model, folder, grids, _tensors, settings)
+
+
+def _always_dense(model: nn.Module) -> list[str]:
+    """Return the layers that transformers never converts: the head and the last parameter's."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    names = [name for name, layer in model.named_modules() if layer is head]
+    last, _, key = list(model.named_parameters())[-1][0].rpartition(".")
+    if key == "original":  # of a compressed weight, which follows the bias if the layer has one
+        last, key = last.partition(".parametrizations.")[0], "weight"
+        key = "bias" if model.get_submodule(last).bias is not None else key
+    return [*names, last] if key == "weight" else names
 
 
 def _tensors(grid: GridWeight) -> dict[str, Tensor]:

@@ -23,9 +23,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
+from tinyml.export.shared_tensors import memory_of
 from tinyml.layers import is_conv1d, layers_of, weight_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import check_finite
@@ -34,6 +36,8 @@ Kind = Literal["Q8_0", "Q4_0", "Q4_K"]
 Value = str | bool | int | float
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[Any]
+#: The number of a tensor type in the file, the shape and the bytes.
+_Entry = tuple[int, tuple[int, ...], bytes]
 #: The number of a tensor type in the file, the weights per block, and the bytes per block.
 _BLOCKS: dict[str, tuple[int, int, int]] = {
     "Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144),
@@ -68,7 +72,8 @@ def save_gguf(
     if kind not in _BLOCKS:
         raise ValueError(f"expected kind {', '.join(map(repr, _BLOCKS))}, got {kind!r}")
     rounded = plain_copy(model)
-    if any(isinstance(module, Replacement) for module in rounded.modules()):
+    has_replacements = any(isinstance(module, Replacement) for module in rounded.modules())
+    if has_replacements or parameter_adapters(rounded):
         raise ValueError("expected a model without adapters; call merge_and_unload(model) first")
     _, width, _ = _BLOCKS[kind]
     blocks: dict[str, Bytes] = {}
@@ -88,26 +93,46 @@ def save_gguf(
             "got none"
         )
     rounded = dense_copy(rounded)
-    by_address = {weight_of(rounded.get_submodule(n)).data_ptr(): b for n, b in blocks.items()}
-    tensors: dict[str, tuple[int, tuple[int, ...], bytes]] = {}
-    written: set[int] = set()
-    for name, tensor in rounded.state_dict().items():
-        if tensor.data_ptr() in written:
-            continue  # a tied weight is stored once
-        written.add(tensor.data_ptr())
-        key = (names or {}).get(name, name)
-        if tensor.data_ptr() in by_address:
-            packed = by_address[tensor.data_ptr()]
-            tensors[key] = _BLOCKS[kind][0], tuple(tensor.shape), packed.tobytes()
-        elif tensor.dtype in _DENSE:
-            data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-            tensors[key] = _DENSE[tensor.dtype], tuple(tensor.shape) or (1,), data
-        else:
-            raise ValueError(f"expected one of {list(_DENSE)}, got {name} of {tensor.dtype}")
+    by_memory: dict[object, Bytes] = {
+        memory_of(weight_of(rounded.get_submodule(name))): packed for name, packed in blocks.items()
+    }
+    tensors = _entries(rounded.state_dict(), by_memory, kind, names or {})
     keys: dict[str, Value] = {"general.architecture": "unknown", "general.quantization_version": 2}
     with atomic_file(path) as part:
         part.write_bytes(_file(keys | dict(metadata or {}), tensors))
     return rounded
+
+
+def _entries(
+    state: Mapping[str, Tensor],
+    blocks: Mapping[object, Bytes],
+    kind: Kind,
+    names: Mapping[str, str],
+) -> dict[str, _Entry]:
+    """Return the entries of the file by name: blocks, and all other tensors as they are.
+
+    `blocks` are the packed weights by `memory_of` their dense form.
+    """
+    if unknown := sorted(names.keys() - state.keys()):
+        raise ValueError(f"expected names of the state dict in names, got {unknown[0]!r}")
+    entries: dict[str, _Entry] = {}
+    written: set[object] = set()
+    for name, tensor in state.items():
+        memory = memory_of(tensor)
+        if memory in written or not tensor.numel():
+            continue  # a tied weight is stored once, and a tensor without elements is not stored
+        written.add(memory)
+        key = names.get(name, name)
+        if key in entries:
+            raise ValueError(f"expected a separate name for each tensor, got {key!r} twice")
+        if memory in blocks:
+            entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
+        elif tensor.dtype in _DENSE:
+            data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            entries[key] = _DENSE[tensor.dtype], tuple(tensor.shape) or (1,), data
+        else:
+            raise ValueError(f"expected one of {list(_DENSE)}, got {name} of {tensor.dtype}")
+    return entries
 
 
 def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
@@ -120,10 +145,9 @@ def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
             f"groups of a multiple of 32 inputs, got another format for {kind!r} in {name}"
         )
     scale = stored.scale.half()
-    if stored.divide is not None or not torch.equal(scale.to(stored.scale), stored.scale):
+    if not torch.equal(scale.to(stored.scale), stored.scale):
         raise ValueError(
-            f"expected scales that float16 contains exactly, and no factors of awq, in {name}; "
-            "quantize model.half()"
+            f"expected scales that float16 contains exactly in {name}; quantize model.half()"
         )
     codes = stored.whole_numbers().view(-1, 32).cpu().numpy()
     scale = scale.view(-1).repeat_interleave(stored.rows[1] // 32)
@@ -207,9 +231,7 @@ def _over(values: Numbers, scale: Numbers) -> Numbers:
     return (values * inverse).astype(np.float32)
 
 
-def _file(
-    keys: Mapping[str, Value], tensors: Mapping[str, tuple[int, tuple[int, ...], bytes]]
-) -> bytes:
+def _file(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
     """Return a GGUF file of version 3, whose tensors start at multiples of 32 bytes."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
     parts += [_string(key) + _value(value) for key, value in keys.items()]

@@ -11,7 +11,6 @@ A weight is `scales[g_idx[i], o] * (q[i, o] - (qzeros[g_idx[i], o] + 1))`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +29,17 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model that `gptq` or `quantize` rounded to 4 or 8 bits.
 
     The model has 16 bits (`model.half()` before it is quantized), and exactly the linear layers of
-    its blocks are quantized, because the format implies that: pass `protect=["lm_head"]` and
-    `layers=[nn.Linear]`. The folder has no tokenizer.
+    its numbered blocks are quantized, because readers of the format assume that: pass
+    `protect=["lm_head"]` and `layers=[nn.Linear]`. The folder has no tokenizer.
     """
     grids = quantized_linears(model, (4, 8))
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and (name in grids) == (layer is head):
+        is_in_block = any(part.isdigit() for part in name.split("."))
+        if isinstance(layer, nn.Linear) and (name in grids) != is_in_block:
             raise ValueError(
-                f"expected all linear layers except the head to be quantized, got {name}, which "
-                f"is{'' if name in grids else ' not'} quantized"
+                "expected all linear layers inside of blocks and no other layers, such as the "
+                f"head, to be quantized, got {name}, which is"
+                f"{'' if name in grids else ' not'} quantized"
             )
     first = next(iter(grids.values()))
     settings = {

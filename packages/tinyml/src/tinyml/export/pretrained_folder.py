@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
+from tinyml.export.shared_tensors import memory_of, separate
 from tinyml.quantization.grid_weight import GridWeight
 
 
@@ -32,6 +34,8 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             f"expected a transformers model with a configuration, got {type(model).__name__}; "
             "use tinyml.save for other models"
         )
+    if adapted := sorted(parameter_adapters(model)):
+        raise _cannot_store(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
     for name, layer in model.named_modules():
         if (grid := _storable(name, layer)) is not None:
@@ -59,8 +63,6 @@ def _storable(name: str, layer: nn.Module) -> GridWeight | None:
         return None
     if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
         raise _cannot_store(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
-    if stored.divide is not None:
-        raise _cannot_store(name, "a factor per input, as awq stores it")
     if stored.scale.dtype != torch.float16:
         raise _cannot_store(name, f"scales of {stored.scale.dtype}; quantize model.half()")
     return stored
@@ -112,12 +114,13 @@ def write_folder(
 ) -> None:
     """Write `config.json` with `settings` as `quantization_config`, and `model.safetensors`."""
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen: set[object] = set()
+    storages: set[int] = set()
     for name, tensor in model.state_dict().items():
         is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
-        if not is_packed and tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())  # transformers ties weights by its configuration
-            tensors[name] = tensor.detach().cpu().contiguous()
+        if not is_packed and (memory := memory_of(tensor)) not in seen:
+            seen.add(memory)  # transformers ties weights by its configuration
+            tensors[name] = separate(tensor, storages)
     for name, grid in grids.items():
         for key, tensor in tensors_of(grid).items():
             tensors[f"{name}.{key}"] = tensor.cpu().contiguous()

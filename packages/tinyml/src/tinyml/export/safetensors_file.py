@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tinyml.compressed_weight import compressed_weight, install_parametrization
 from tinyml.export.atomic_file import atomic_file
+from tinyml.export.shared_tensors import memory_of, separate
 from tinyml.quantization.fastest_linear import FastestLinear, TiedEmbedding
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
@@ -40,15 +41,16 @@ def save(model: nn.Module, path: str | Path) -> None:
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
     aliases: dict[str, str] = {}
+    storages: set[int] = set()
     for name, tensor in model.state_dict().items():
         if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
             continue
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        key = memory_of(tensor)
         if key in names:
             aliases[name] = names[key]
             continue
         names[key] = name
-        tensors.update(_sparse_if_smaller(name, tensor.detach().cpu()))
+        tensors.update(_sparse_if_smaller(name, separate(tensor, storages)))
     metadata = {
         "format": _FORMAT,
         "layers": json.dumps(_describe(model)),
@@ -175,7 +177,7 @@ def _as_stored(
     kind, first = how["kind"], how.get("same", name)
     start = f"{name}." if name else ""
     prefix = f"{start}grid." if kind == "int4" else f"{start}parametrizations.weight.0."
-    names = ("codes", "scale", "zero", "divide")
+    names = ("codes", "scale", "zero")
     parts = {part: state[prefix + part] for part in names if prefix + part in state}
     settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
     if kind == "tied embedding":
@@ -208,7 +210,7 @@ def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
         values = tensor[stored]
         if -(-tensor.numel() // 8) + values.nbytes < tensor.nbytes:
             return {name + _SPARSE[0]: pack(stored, 1), name + _SPARSE[1]: values}
-    return {name: tensor.contiguous()}
+    return {name: tensor}
 
 
 def _dense(name: str, shape: torch.Size, stored: dict[str, Tensor]) -> Tensor:

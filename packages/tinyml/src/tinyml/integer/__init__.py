@@ -1,1 +1,1 @@
-"""Networks that compute with whole numbers from end to end, and their export to C and ONNX."""
+"""Networks that compute with integers from end to end, and their export to C and ONNX."""

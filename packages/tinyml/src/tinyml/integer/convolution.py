@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinyml.integer.graph import Geometry
+from tinyml.integer.steps import Geometry
 from tinyml.quantization.products import EXACT_IN_FLOAT32, Exact, ends
 
 _LARGEST = 128

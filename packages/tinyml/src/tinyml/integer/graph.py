@@ -1,95 +1,23 @@
 """A float network as a list of steps, independent of how its forward is written.
 
 Everything that does not depend on the input, such as the lookup of a palette, is computed while the
-graph is traced. A batch normalization after a product is folded into the product. Activations that
-only clamp, such as ReLU and ReLU6, are folded into the previous step, because integers are clamped
-there anyway.
+graph is traced.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
-from tinyml.quantization.grid import Grid
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The window of a convolution or pooling: (rows, columns) per field."""
-
-    kernel: tuple[int, int]
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-
-
-@dataclass(eq=False)
-class Step:
-    """A value computed from earlier values; `kind` determines which fields are relevant."""
-
-    #: One of input, product, sum, gate, cat, table, largest, mean and reshape.
-    kind: str
-    name: str
-    sources: list[Step]
-    shape: tuple[int, ...]
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    #: The grid of the weight, with one row per output.
-    grid: Grid | None = None
-    geometry: Geometry | None = None
-    signs: tuple[float, ...] = ()
-    function: Callable[[Tensor], Tensor] | None = None
-    #: Range-cutting activations that were folded in, in order.
-    cuts: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
-    operator: str = ""
-
-    def run(self, *values: Tensor) -> Tensor:
-        """Return the float value of the step."""
-        result = self.uncut(*values)
-        for cut in self.cuts:
-            result = cut(result)
-        return result
-
-    def product(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the step's convolution or linear layer with this weight."""
-        if (g := self.geometry) is None:
-            return F.linear(values, weight, bias)
-        return F.conv2d(values, weight, bias, g.stride, g.padding, g.dilation, g.groups)
-
-    def uncut(self, *values: Tensor) -> Tensor:
-        """Return the float value of the step before its range is clamped."""
-        first, g = values[0], self.geometry
-        if self.kind == "product":
-            assert self.weight is not None
-            return self.product(first, self.weight, self.bias)
-        if self.kind == "sum":
-            return sum(
-                (value * sign for value, sign in zip(values, self.signs, strict=True)),
-                torch.zeros(()),
-            )
-        if self.kind == "gate":
-            return first * values[1]
-        if self.kind == "cat":
-            return torch.cat(values, 1)
-        if self.kind == "table":
-            assert self.function is not None
-            return self.function(first)
-        if self.kind == "reshape":
-            return first.reshape(len(first), *self.shape[1:])
-        assert g is not None
-        if self.kind == "largest":
-            return F.max_pool2d(first, g.kernel, g.stride, g.padding)
-        return F.avg_pool2d(first, g.kernel, g.stride, g.padding)
+from tinyml.integer.folding import folded
+from tinyml.integer.steps import Geometry, Step
 
 
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
@@ -99,7 +27,7 @@ def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """
     example = example[:2] if len(example) > 1 else torch.cat([example, example])
     walk = _Walk(exported(model, (example,)), len(example))
-    return _folded(walk.steps, walk.output)
+    return folded(walk.steps, walk.output)
 
 
 @dataclass(frozen=True)
@@ -133,7 +61,7 @@ def _rows_times(factor: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Walk:
-    """Visits an exported graph and turns every node into a step or a constant."""
+    """A walk through an exported graph that turns every node into a step or a constant."""
 
     def __init__(self, graph: Exported, batch: int) -> None:
         self._constants, self._batch = graph.constants, batch
@@ -270,7 +198,7 @@ class _Walk:
         like = node.meta["val"][0] if isinstance(node.meta["val"], tuple) else node.meta["val"]
         weight, bias = weight.to(like.dtype), shift.to(like.dtype)
         step = self._step("product", node, [x], weight=weight, bias=bias, geometry=geometry)
-        # `signs` marks the step until `_folded` has merged it into a preceding product.
+        # `signs` marks the step until `folded` has merged it into a preceding product.
         step.signs = (1.0,)
         step.function = partial(_rows_times, factor)
         return step
@@ -413,68 +341,10 @@ _RULES: dict[str, Callable[..., Step]] = {
     for operator in operators.split()
 }
 _ELEMENTWISE = ELEMENTWISE | {"log_sigmoid", "erf", "prelu"}
-_CUT_HERE = {"product", "sum", "cat", "gate"}
-_CUTS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
-
-
-def _folded(steps: list[Step], output: Step) -> list[Step]:
-    """Fold normalizations and clamping activations into previous steps with one reader."""
-    needed: set[Step] = set()
-    waiting = [output, steps[0]]
-    while waiting:
-        step = waiting.pop()
-        if step not in needed:
-            needed.add(step)
-            waiting += step.sources
-    steps = [step for step in steps if step in needed]
-    readers = {step: [s for s in steps if step in s.sources] for step in steps}
-    replaced: dict[Step, Step] = {}
-    remaining = []
-    for step in steps:
-        step.sources = [replaced.get(source, source) for source in step.sources]
-        before = step.sources[0] if step.sources else None
-        alone = before is not None and len(readers.get(before, [])) <= 1
-        if step.kind == "product" and step.signs and before is not None:
-            if alone and before.kind == "product" and not before.cuts and not before.signs:
-                _normalize(before, step)
-                replaced[step], readers[before] = before, readers[step]
-                continue
-        elif before is not None and alone and before.kind in _CUT_HERE and _cuts(step):
-            assert step.function is not None
-            before.cuts.append(step.function)
-            replaced[step], readers[before] = before, readers[step]
-            continue
-        remaining.append(step)
-    for step in remaining:
-        if step.kind == "product":
-            step.signs = ()
-    return [s for s in remaining if s is not replaced.get(output, output)] + [
-        replaced.get(output, output)
-    ]
 
 
 def _several(constant: Any) -> bool:
     return isinstance(constant, Tensor) and constant.numel() > 1
-
-
-def _cuts(step: Step) -> bool:
-    """Return True if a step only clamps, to a range that contains zero."""
-    if step.operator not in _CUTS or step.function is None:
-        return False
-    ends = step.function(torch.tensor([-1e30, 1e30]))
-    return float(ends[0]) <= 0 <= float(ends[1])
-
-
-def _normalize(product: Step, norm: Step) -> None:
-    """Fold a normalization into a product: w' = w f, b' = b f + shift."""
-    assert product.weight is not None
-    assert norm.function is not None
-    assert norm.bias is not None
-    weight = norm.function(product.weight)
-    factor = norm.function(torch.ones(len(weight), 1, dtype=torch.float64)).view(-1)
-    bias = 0 if product.bias is None else product.bias.double() * factor
-    product.bias = (bias + norm.bias.double()).to(product.weight.dtype)
-    product.weight = weight.to(product.weight.dtype)
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, int]:

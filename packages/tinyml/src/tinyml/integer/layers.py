@@ -10,7 +10,6 @@ before they are added. All constants are buffers, so a state dict describes the 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
@@ -20,61 +19,16 @@ from torch import Tensor, nn
 
 from tinyml.conversion import tensor_versions
 from tinyml.integer.convolution import Int8Filters
-from tinyml.integer.graph import Geometry, Step
+from tinyml.integer.fixed_point import (
+    Scale,
+    common_shift,
+    fixed_point,
+    scales_for_bias,
+    shifted,
+)
+from tinyml.integer.steps import Geometry, Step
 from tinyml.quantization.grid import Grid
 from tinyml.quantization.products import Int8Weights
-
-#: Bits of the multipliers of a sum: 16 inputs, each times 255, need 34 bits.
-SUM_BITS = 22
-
-
-class Scale(nn.Module):
-    """The meaning of int8 codes, r = scale (q - zero), stored in the state dict.
-
-    Codes of fewer than 8 bits are also int8, with values from `low` to `high`.
-    """
-
-    bits_of_scale: Tensor
-    code_of_zero: Tensor
-    bits_of_code: Tensor
-
-    def __init__(self, scale: float, zero: int, bits: int = 8) -> None:
-        super().__init__()
-        # A float64 buffer would be converted by model.half(), so its 64 bits are stored.
-        as_whole = torch.tensor(scale, dtype=torch.float64).view(torch.int64)
-        self.register_buffer("bits_of_scale", as_whole)
-        self.register_buffer("code_of_zero", torch.tensor(zero, dtype=torch.int32))
-        self.register_buffer("bits_of_code", torch.tensor(bits, dtype=torch.int32))
-
-    @property
-    def scale(self) -> float:
-        """Return the difference of two neighboring codes' values."""
-        return float(self.bits_of_scale.view(torch.float64))
-
-    @property
-    def zero(self) -> int:
-        """Return the code of 0.0."""
-        return int(self.code_of_zero)
-
-    @property
-    def bits(self) -> int:
-        """Return the bits per code."""
-        return int(self.bits_of_code)
-
-    @property
-    def low(self) -> int:
-        """Return the smallest code."""
-        return -(1 << (self.bits - 1))
-
-    @property
-    def high(self) -> int:
-        """Return the largest code."""
-        return -1 - self.low
-
-    def codes(self, values: Tensor) -> Tensor:
-        """Return the int8 codes of float values."""
-        codes = (values.double() / self.scale).add_(0.5).floor_() + self.zero
-        return codes.clamp(self.low, self.high).to(torch.int8)
 
 
 class IntegerProduct(nn.Module):
@@ -270,50 +224,3 @@ class IntegerReshape(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         """Reshape int8 codes."""
         return codes.reshape(len(codes), *self.shape)
-
-
-def scales_for_bias(
-    rows: Tensor, scale: Tensor, bias: Tensor, before: Scale, after: Scale
-) -> Tensor:
-    """Return the scales (rows, 1) of a weight, coarse enough for the bias in units of S_w S_in.
-
-    The bias has to fit in 30 bits even if the weights are tiny. A filter of zeros consists of its
-    bias alone, so its scale has to be fine enough not to round the bias away.
-    """
-    least = bias.abs().view(-1, 1) / before.scale / 2**30
-    fine = torch.full_like(least, after.scale / before.scale / 2**12)
-    return torch.maximum(scale, least).where(rows.any(1, keepdim=True), fine)
-
-
-def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
-    """Return Z + round(scaled / 2^shift), with halves rounded up, clamped to the valid codes."""
-    half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
-    codes = ((scaled + half) >> shift) + after.zero
-    return codes.clamp(after.low, after.high).to(torch.int8)
-
-
-def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s."""
-    mantissa, exponent = torch.frexp(factors.double())
-    multiplier = (mantissa * 2**31).round().long()
-    shift = 31 - exponent.long()
-    multiplier, shift = (
-        torch.where(multiplier == 2**31, multiplier >> 1, multiplier),
-        torch.where(multiplier == 2**31, shift - 1, shift),
-    )
-    if (shift < 1).any():
-        raise ValueError("a scale grows by 2^31 in one layer; the calibration range must be wrong")
-    # An int32 times a multiplier has at most 62 bits; a longer shift always yields zero.
-    return multiplier.to(torch.int32), shift.clamp(max=62)
-
-
-def common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return factors as m_i / 2^s, where the largest |m_i| has about `SUM_BITS` bits."""
-    largest = max(abs(factor) for factor in factors)
-    exponent = math.frexp(largest)[1]
-    shift = SUM_BITS - exponent
-    if shift < 0:
-        raise ValueError("a scale grows by 2^22 in a sum; the calibration range must be wrong")
-    shift = min(shift, 62)
-    multipliers = [round(factor * 2.0**shift) for factor in factors]
-    return torch.tensor(multipliers, dtype=torch.int32), torch.tensor(shift, dtype=torch.uint8)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.integer import layers as integer_layers
-from tinyml.integer.convolution import Int8Filters
-from tinyml.integer.graph import Step, trace
-from tinyml.integer.layers import IntegerProduct, Scale
-from tinyml.quantization.grid import Observer, grid_of
+from tinyml.integer.fixed_point import Scale
+from tinyml.integer.graph import trace
+from tinyml.integer.layers import IntegerProduct
+from tinyml.integer.steps import Step
+from tinyml.quantization.grid import grid_of
 from tinyml.state_dict_check import check_before_loading
 from tinyml.validation import check_bits, require_batches
 
@@ -41,18 +42,17 @@ class IntegerModel(nn.Module):
         *,
         bits: int = 8,
         activation_bits: int = 8,
-        observer: Observer = "minmax",
     ) -> None:
         super().__init__()
-        self._build(*calibrated(model, batches, bits, activation_bits, observer))
+        self._build(*calibrated(model, batches, bits, activation_bits))
 
     @classmethod
     def of(cls, steps: list[Step], scales: list[Scale]) -> IntegerModel:
         """Return the integer network of a graph whose values have these scales."""
-        values_of = cls.__new__(cls)
-        nn.Module.__init__(values_of)
-        values_of._build(steps, scales)
-        return values_of
+        network = cls.__new__(cls)
+        nn.Module.__init__(network)
+        network._build(steps, scales)
+        return network
 
     def _build(self, steps: list[Step], scales: list[Scale]) -> None:
         self.shapes = [step.shape[1:] for step in steps]
@@ -109,31 +109,10 @@ class IntegerModel(nn.Module):
                     del values[i]
         return values[len(self.layers)].contiguous()
 
-    def explain(self, images: int = 32) -> list[str]:
-        """Return the chosen implementation and all measured times of each product."""
-        lines: list[str] = []
-
-        def note(layer: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-            assert isinstance(layer, IntegerProduct)
-            product = layer.prepared()
-            codes_in = inputs[0].flatten(0, -2)
-            if isinstance(product, Int8Filters):
-                codes_in = product.padded(inputs[0], 0)
-            lines.append(str(product.choice(codes_in)))
-
-        products = [layer for layer in self.layers if isinstance(layer, IntegerProduct)]
-        handles = [layer.register_forward_hook(note) for layer in products]
-        try:
-            self.integers(torch.zeros((images, *self.shape), dtype=torch.int8))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return lines
-
 
 @torch.no_grad()
 def calibrated(
-    model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int, observer: Observer
+    model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int
 ) -> tuple[list[Step], list[Scale]]:
     """Return the steps of `model`, with a grid per weight, and the scale of every step."""
     for width, what in ((bits, "weights have"), (activation_bits, "activations have")):
@@ -157,7 +136,7 @@ def calibrated(
             if step.kind in ("largest", "mean", "reshape"):  # the scale does not change
                 scales[step] = scales[step.sources[0]]
             else:
-                scales[step] = scale_of(values_of[step], activation_bits, observer)
+                scales[step] = scale_of(values_of[step], activation_bits)
         except ValueError as error:
             raise ValueError(f"{step.name}: {error}") from error
         for source in set(step.sources):
@@ -166,9 +145,9 @@ def calibrated(
     return steps, [scales[step] for step in steps]
 
 
-def scale_of(values: Tensor, bits: int, observer: Observer) -> Scale:
+def scale_of(values: Tensor, bits: int) -> Scale:
     """Return the scale of codes for these values."""
-    grid = grid_of(values.double().reshape(1, -1), bits, symmetric=False, observer=observer)
+    grid = grid_of(values.double().reshape(1, -1), bits, symmetric=False)
     return Scale(float(grid.scale), int(grid.zero), bits)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tinyml.export.atomic_file import atomic_file
 from tinyml.integer import layers as integer_layers
-from tinyml.integer.layers import Scale
+from tinyml.integer.fixed_point import Scale
 from tinyml.integer.model import IntegerModel
 
 _OPSET, _IR = 17, 10

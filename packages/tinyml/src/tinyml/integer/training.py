@@ -3,7 +3,7 @@
 See Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", 2018, section 3. The network runs the steps that `IntegerModel`
 is built from, on the same scales, so both round at the same points. Activations that only clamp are
-not computed, because the range of the codes clamps. Halves round up, as a shift rounds them.
+not computed, because rounding to a code clamps as well. Halves round up, as a shift rounds them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.integer.graph import Step
-from tinyml.integer.layers import Scale, scales_for_bias
+from tinyml.integer.fixed_point import Scale, scales_for_bias
 from tinyml.integer.model import IntegerModel, calibrated
+from tinyml.integer.steps import Step
 from tinyml.quantization.rounded_weight import RoundedWeight, learned, positive, same_value
 
 
 class Rounding(nn.Module):
-    """Rounds values to the codes of a scale whose step may be learned."""
+    """The rounding of values to the codes of a scale, whose step may be learned."""
 
     def __init__(self, scale: Scale, learn: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Product(nn.Module):
         assert step.weight is not None
         self.weight = nn.Parameter(step.weight.detach().clone())
         self.bias = None if step.bias is None else nn.Parameter(step.bias.detach().clone())
-        self.rounded = RoundedWeight(self.weight, bits, "channel", None, learn_scale)
+        self.rounded = RoundedWeight(self.weight, bits, None, learn_scale)
 
     def forward(self, step: Step, values: Tensor, before: Scale, after: Scale) -> Tensor:
         """Return the step's value with the rounded weight and bias."""
@@ -81,7 +81,7 @@ class IntegerTraining(nn.Module):
         learn_scale: bool,
     ) -> None:
         super().__init__()
-        self.steps, scales = calibrated(model, batches, bits, activation_bits, "minmax")
+        self.steps, scales = calibrated(model, batches, bits, activation_bits)
         dtype = next((s.weight.dtype for s in self.steps if s.weight is not None), batches[0].dtype)
         unique = {scale: Rounding(scale, learn_scale, dtype) for scale in scales}
         self.roundings = nn.ModuleList(unique[scale] for scale in scales)

@@ -46,7 +46,7 @@ def round_weight(weight: Tensor, bits: float) -> Tensor:
     """Return the weight rounded to `quantize`'s grid of this many bits, to scan over bits."""
     if bits != int(bits):
         raise ValueError(f"{bits} bits; a code has a whole number of them")
-    rows = as_rows(weight.float(), "channel")
+    rows = as_rows(weight.float())
     grid = grid_of(rows, int(bits)).stored_as(weight.dtype)
     return grid.dequantize(grid.quantize(rows)).view(weight.shape).to(weight.dtype)
 

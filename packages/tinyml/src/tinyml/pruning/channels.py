@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.adapters.lora import LoRA
+from tinyml.adapters.parameter_lora import ParameterLoRA
 from tinyml.conversion import dense_copy
 from tinyml.layers import is_conv1d, protected_modules
 from tinyml.pruning.config_sizes import update_config
 from tinyml.pruning.equality import check_equal
+from tinyml.pruning.groups import Group, SizeUse
 from tinyml.pruning.importance import (
     Criterion,
     Loss,
@@ -28,7 +30,7 @@ from tinyml.pruning.importance import (
     parameter_of,
     rank_units,
 )
-from tinyml.pruning.units import Group, SizeUse, Walk
+from tinyml.pruning.units import Walk
 from tinyml.validation import suggestion
 
 
@@ -248,7 +250,7 @@ def _new_sizes(
 
     Raise `ValueError` if one attribute would need two numbers.
     """
-    all_groups: dict[tuple[str, str], int] = {}
+    new_sizes: dict[tuple[str, str], int] = {}
     for source, uses in walk.size_uses.items():
         was: int = getattr(model.get_submodule(source.module), source.name)
         sizes = {use: _new_size(use, was, walk, keep) for use in uses}
@@ -261,8 +263,8 @@ def _new_sizes(
                     f"{source} = {was} would be {sizes[changed]} in {changed.node} and {size} in "
                     f"{use.node}; read the two from two attributes, or take the size from a tensor"
                 )
-        all_groups[source.module, source.name] = sizes[changed]
-    return all_groups
+        new_sizes[source.module, source.name] = sizes[changed]
+    return new_sizes
 
 
 def _new_size(use: SizeUse, was: int, walk: Walk, keep: Mapping[Group, Tensor]) -> int:
@@ -307,7 +309,7 @@ def _update_sizes(layer: Any, first: int, second: int = 0) -> None:
 
 def _dense_copy(model: nn.Module) -> nn.Module:
     model = dense_copy(model)
-    if any(isinstance(module, LoRA) for module in model.modules()):
+    if any(isinstance(module, LoRA | ParameterLoRA) for module in model.modules()):
         raise ValueError(
             "expected a model without adapters, whose rank would change; merge them, or prune first"
         )

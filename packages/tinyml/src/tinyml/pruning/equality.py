@@ -86,7 +86,7 @@ def _cached(tokens: Tensor) -> _Call:
 
 
 def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_Call]]:
-    """Yield lists of calls; the first call of each list that the dense model accepts counts."""
+    """Yield lists of alternative calls; the first that the dense model accepts is compared."""
     first = next(iter(tensors_in(inputs)), None)
     if first is None or not first.dim():
         return

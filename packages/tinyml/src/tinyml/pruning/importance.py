@@ -23,7 +23,8 @@ from torch import Tensor, fx, nn
 
 from tinyml.conversion import evaluation_mode
 from tinyml.layers import is_instance_of
-from tinyml.pruning.units import Group, Product, Slice, Walk
+from tinyml.pruning.groups import Group, Product, Slice
+from tinyml.pruning.units import Walk
 from tinyml.validation import check_finite
 
 #: The least number of noise samples per unit, enough for any ReLU that can be active.
@@ -36,7 +37,7 @@ Loss = Callable[[nn.Module], Tensor]
 
 
 def check_criterion(criterion: str, loss: Loss | None) -> None:
-    """Raise `ValueError` unless `criterion` is known and has what it needs."""
+    """Raise `ValueError` unless `criterion` is known and "taylor", and no other, has a loss."""
     if criterion not in ("wanda", "magnitude", "bn_scale", "taylor"):
         raise ValueError(
             f"expected criterion 'wanda', 'magnitude', 'bn_scale' or 'taylor', got {criterion!r}"
@@ -134,7 +135,7 @@ def _rank(group: Group, walk: Walk, model: nn.Module, example: _Probe, probe: _P
             fixed &= (low == 0) & (high == 0)
         values[piece.tensor] = torch.where(fixed, (low + high) / 2, torch.nan).view(group.size, -1)
         dead &= fixed.view(group.size, -1).all(1)
-    # Units that the example never excites, but that are not dead, differ by their readers alone.
+    # Units that the example never excites, but that are not dead, are ranked by their readers.
     _set_order(group, scores, dead, norms)
     for value in values.values():
         value[~dead] = torch.nan
@@ -186,7 +187,7 @@ def parameter_of(model: nn.Module, name: str) -> Tensor:
 
 
 def _has_room(model: nn.Module, name: str, product: Product) -> bool:
-    """Return True if the layer's bias can absorb a constant."""
+    """Return True if the layer's bias can include a constant."""
     layer, _, key = name.rpartition(".")
     module = model.get_submodule(layer)
     if key != "weight" or not is_instance_of(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -198,7 +199,7 @@ def _has_room(model: nn.Module, name: str, product: Product) -> bool:
 
 
 class _Probe(fx.Interpreter):
-    """Runs the graph and records the input of each product, by the name of its weight."""
+    """An interpreter that records the input of each product, by the name of the weight."""
 
     def __init__(self, walk: Walk, noise: torch.Generator | None) -> None:
         super().__init__(walk.graph.module)

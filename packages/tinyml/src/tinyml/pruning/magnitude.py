@@ -15,12 +15,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tinyml.conversion import evaluation_mode, make_dense, plain_copy
+from tinyml.conversion import (
+    evaluation_mode,
+    make_dense,
+    plain_copy,
+    warn_of_dense_weights,
+)
 from tinyml.layers import (
     PRUNABLE,
     layers_of,
     named_layers,
     outputs_first,
+    protected_modules,
     setting_per_layer,
     weight_of,
 )
@@ -101,27 +107,20 @@ def prune(
         name: importance(outputs_first(layer, weight_of(layer)), input_norms.get(name))
         for name, layer in chosen.items()
     }
-    if pattern is not None:
-        keep = {name: pattern_mask(score, pattern) for name, score in scores.items()}
-        fractions = setting_per_layer(sparsity, chosen, model)
-        for name, mask in keep.items():
-            removed = 1 - float(mask.float().mean())
-            if abs(fractions[name] - removed) > 1e-3:
-                raise ValueError(
-                    f"expected a sparsity of {removed:.4g}, the fraction that pattern {pattern} "
-                    f"removes, got {fractions[name]}"
-                )
-    elif scope == "global":
+    if scope not in ("layer", "global"):
+        raise ValueError(f"expected scope 'layer' or 'global', got {scope!r}")
+    if scope == "global" and pattern is None:
         if isinstance(sparsity, Mapping):
             raise ValueError("scope='global' takes one sparsity for all layers, not one for each")
-        flat = smallest_mask(torch.cat([s.float().flatten() for s in scores.values()]), sparsity)
-        parts = torch.split(flat, [s.numel() for s in scores.values()])
-        keep = {n: p.view_as(s) for (n, s), p in zip(scores.items(), parts, strict=True)}
-    elif scope == "layer":
-        fractions = setting_per_layer(sparsity, chosen, model)
-        keep = {name: smallest_mask(score, fractions[name]) for name, score in scores.items()}
+        keep = _smallest_of_all(scores, sparsity)
     else:
-        raise ValueError(f"expected scope 'layer' or 'global', got {scope!r}")
+        fractions = setting_per_layer(sparsity, chosen, model)
+        keep = {
+            name: smallest_mask(score, fractions[name])
+            if pattern is None
+            else pattern_mask(score, pattern, fractions[name])
+            for name, score in scores.items()
+        }
     masks = Masks(
         {
             f"{name}.weight".lstrip("."): outputs_first(chosen[name], mask)
@@ -129,6 +128,8 @@ def prune(
         }
     )
     masks.apply(model)
+    if not isinstance(sparsity, Mapping):
+        warn_of_dense_weights(model, protected_modules(model, protect))
     return Pruned(model, masks)
 
 
@@ -147,14 +148,30 @@ def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
     return mask.view_as(score)
 
 
-def pattern_mask(score: Tensor, pattern: str) -> Tensor:
-    """Return True for the n largest scores of every m neighbors in a row, for pattern "n:m"."""
+def _smallest_of_all(scores: Mapping[str, Tensor], sparsity: float) -> dict[str, Tensor]:
+    """Return the masks of `smallest_mask` for the scores of all layers together."""
+    flat = smallest_mask(torch.cat([s.float().flatten() for s in scores.values()]), sparsity)
+    parts = torch.split(flat, [score.numel() for score in scores.values()])
+    pairs = zip(scores.items(), parts, strict=True)
+    return {name: part.view_as(score) for (name, score), part in pairs}
+
+
+def pattern_mask(score: Tensor, pattern: str, sparsity: float) -> Tensor:
+    """Return True for the n largest scores of every m neighbors in a row, for pattern "n:m".
+
+    Raise `ValueError` unless `sparsity` is the fraction that the pattern removes.
+    """
     if not (match := re.fullmatch(r"(\d+):(\d+)", pattern)):
         raise ValueError(f"expected a pattern n:m such as '2:4', got {pattern!r}")
     count, group = int(match[1]), int(match[2])
     width = score[0].numel()
     if not 0 < count <= group or width % group:
         raise ValueError(f"pattern {pattern} does not fit rows of {width}; m has to divide them")
+    if abs(sparsity - (1 - count / group)) > 1e-3:
+        raise ValueError(
+            f"expected a sparsity of {1 - count / group:.4g}, the fraction that pattern {pattern} "
+            f"removes, got {sparsity}"
+        )
     groups = score.reshape(-1, group)
     order = groups.argsort(dim=1, descending=True, stable=True)
     mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order[:, :count], True)

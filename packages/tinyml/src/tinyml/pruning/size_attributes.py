@@ -1,7 +1,7 @@
 """Integer attributes of modules that a model's code reads as tensor sizes.
 
-After units are removed, code such as ``x.view(b, n, self.num_heads, -1)`` needs another number of
-heads. An attribute that merely equals the old number, such as ``layer_idx`` or a window, must not
+After units are removed, code such as `x.view(b, n, self.num_heads, -1)` needs another number of
+heads. An attribute that merely equals the old number, such as `layer_idx` or a window, must not
 change. Therefore every integer attribute is replaced by a `_Tagged` integer while the model is
 exported, and a torch function mode records which sizes of which operation came from it.
 """
@@ -34,7 +34,7 @@ class Source:
 
 
 class SizeReads(TorchFunctionMode):
-    """Annotates the nodes of the graph whose sizes come from attributes.
+    """A mode that annotates the nodes of the graph whose sizes come from attributes.
 
     `other_uses` describes, for each attribute, a use that is not a size.
     """
@@ -183,7 +183,7 @@ def _observe(name: str) -> Callable[..., Any]:
     return method
 
 
-# `==` is left out: code compares sizes to check them.
+# `==` is not a use of an attribute, because code compares sizes only to check them.
 for _name in (
     "__add__",
     "__radd__",

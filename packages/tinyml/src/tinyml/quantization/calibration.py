@@ -1,8 +1,8 @@
 """Statistics of the inputs of layers on calibration batches, in bounded memory.
 
 Note [Replayed blocks]
-GPTQ and AWQ change layers one after another and calibrate each layer on the outputs of the changed
-layers before it. Running every batch from the start for each layer would take a time quadratic in
+GPTQ changes layers one after another and calibrates each layer on the outputs of the changed layers
+before it. Running every batch from the start for each layer would take a time quadratic in
 the number of layers. Therefore the outputs of a finished block (a child of an `nn.ModuleList` or
 `nn.Sequential`) are recorded, and later runs return the record instead of running the block. The
 model's own code between the blocks runs each time, so masks and position embeddings are correct.
@@ -18,34 +18,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from tinyml.conversion import tensor_versions
-
-#: Receives the name of the layer that is done, the number of done layers, and the number of layers.
-Progress = Callable[[str, int, int], None]
-
-
-class InputStatistics:
-    """Sums over the tokens that a layer receives; `tokens` is 0 if it never runs."""
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        self.tokens = 0
-        #: The sum of |x| per input.
-        self.absolute = torch.zeros(width, dtype=torch.float64, device=device)
-        #: H, the sum of x x^T.
-        self.moment = torch.zeros(width, width, dtype=torch.float64, device=device)
-
-    def add(self, inputs: Tensor) -> None:
-        """Add inputs of shape (tokens, width)."""
-        inputs = inputs.double()
-        self.tokens += len(inputs)
-        self.absolute += inputs.abs().sum(0)
-        self.moment.addmm_(inputs.t(), inputs)
+from tinyml.validation import Progress
 
 
 @torch.no_grad()
@@ -58,12 +38,13 @@ def watch_inputs(
     """Run `batches` and call `note(name, inputs)`, with inputs (tokens, width), for each call.
 
     A batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
-    `attention_mask` of shape (batch, seq) marks as padding are left out.
+    `attention_mask` or `decoder_attention_mask` of shape (batch, seq) marks as padding are left
+    out.
     """
-    mask: Tensor | None = None
-    with _input_hooks(layers, lambda name, inputs: note(name, _without_padding(inputs, mask))):
+    masks: list[Tensor] = []
+    with _input_hooks(layers, lambda name, inputs: note(name, _without_padding(inputs, masks))):
         for batch in batches:
-            mask = _mask_of(batch)
+            masks = _masks_of(model, batch)
             _run(model, batch)
 
 
@@ -72,27 +53,27 @@ def visit_layers(
     model: nn.Module,
     batches: Sequence[Any],
     layers: Mapping[str, nn.Module],
-    visit: Callable[[str, InputStatistics], None],
+    visit: Callable[[str, Tensor], None],
     progress: Progress | None = None,
 ) -> None:
-    """Call `visit(name, statistics)` for each layer that runs, in the order in which it is reached.
+    """Call `visit(name, moment)` for each layer that runs, in the order in which it is reached.
 
-    `statistics` sums over the layer's first call in every batch; batches are those of
-    `watch_inputs`. Later layers are calibrated with the layer as `visit` leaves it. Layers that
-    receive the same tensor, such as queries, keys and values, share their statistics.
+    `moment` is H, the sum of x x^T over the tokens x of the layer's first call in every batch;
+    batches are those of `watch_inputs`. Later layers are calibrated with the layer as `visit`
+    leaves it. Layers that receive the same tensor, such as queries, keys and values, share H.
     """
     replay = _Replay(model, batches, layers)
     with _input_hooks(layers, replay.reach), replay.blocks(), _without_cache(model):
         while (stage := replay.next_stage()) is not None:
             for name in stage.layers:
-                visit(name, stage.statistics)
+                visit(name, stage.moment)
                 replay.done.add(name)
                 if progress is not None:
                     progress(name, len(replay.done), len(layers))
 
 
 class _StopRun(BaseException):
-    """Ends a run at a layer that has to wait for an earlier one."""
+    """An exception that ends a run at a layer that has to wait for an earlier one."""
 
 
 class _Stage:
@@ -100,11 +81,17 @@ class _Stage:
 
     def __init__(self, layers: list[str], inputs: Tensor) -> None:
         self.layers = layers
-        self.statistics = InputStatistics(inputs.shape[-1], inputs.device)
+        #: H, the sum of x x^T over the tokens x.
+        self.moment = inputs.new_zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
+
+    def add(self, tokens: Tensor) -> None:
+        """Add tokens of shape (tokens, width)."""
+        tokens = tokens.double()
+        self.moment.addmm_(tokens.t(), tokens)
 
 
 class _Replay:
-    """Runs batches up to the next layer that is not done (Note [Replayed blocks])."""
+    """Runs of batches up to the next layer that is not done (Note [Replayed blocks])."""
 
     def __init__(
         self, model: nn.Module, batches: Sequence[Any], layers: Mapping[str, nn.Module]
@@ -143,7 +130,7 @@ class _Replay:
                 stages[first] = _Stage(self._reached, self._copy)
             stage = stages[first]
             stage.layers = [name for name in stage.layers if name in self._reached]
-            stage.statistics.add(_without_padding(self._copy, _mask_of(batch)))
+            stage.add(_without_padding(self._copy, _masks_of(self._model, batch)))
         # Batches may follow different paths; the layer that was reached first is next.
         return next((stages[name] for name in self._order if name in stages), None)
 
@@ -285,17 +272,39 @@ def _run(model: nn.Module, batch: Any) -> None:
         model(batch)
 
 
-def _mask_of(batch: Any) -> Tensor | None:
-    """Return True for tokens that are not padding, of shape (batch, seq); None without a mask."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return None if mask is None else cast(Tensor, mask).bool()
+def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Return masks (batch, seq) that are True for tokens that are not padding.
+
+    Masks are matched with inputs by their shape. Raise `ValueError` if the inputs of an encoder and
+    a decoder have one shape and different padding.
+    """
+    if not isinstance(batch, Mapping):
+        return []
+    masks = {name: batch.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+    decoder_tokens = batch.get("decoder_input_ids", batch.get("labels"))
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if is_encoder_decoder and masks["decoder_attention_mask"] is None:
+        masks["decoder_attention_mask"] = (
+            None if decoder_tokens is None else torch.ones_like(decoder_tokens)
+        )
+    present = [mask.bool() for mask in masks.values() if mask is not None]
+    if len(present) == 2 and present[0].shape == present[1].shape and not torch.equal(*present):
+        raise ValueError(
+            "expected inputs of encoder and decoder that differ in their shapes or are padded "
+            f"alike, got shape {tuple(present[0].shape)} twice; pad the decoder's inputs to "
+            "another length"
+        )
+    return present
 
 
-def _without_padding(inputs: Tensor, mask: Tensor | None) -> Tensor:
+def _without_padding(inputs: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """Return inputs (..., width) as (tokens, width)."""
-    if mask is not None and inputs.shape[:-1] == mask.shape:
-        return inputs[mask]
-    return inputs.reshape(-1, inputs.shape[-1])
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    for mask in masks:
+        # Blocks of experts flatten the batch and the sequence before their layers.
+        if inputs.shape[:-1] in (mask.shape, (mask.numel(),)):
+            return flat[mask.flatten()]
+    return flat
 
 
 def _copied(value: Any) -> Any:

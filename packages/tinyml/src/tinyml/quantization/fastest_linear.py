@@ -25,7 +25,7 @@ from tinyml.conversion import (
 from tinyml.layers import is_conv1d, weight_identity, weight_of
 from tinyml.state_dict_check import check_before_loading
 from tinyml.timing import Timing, measure, store_timing, stored_timing
-from tinyml.validation import check_finite
+from tinyml.validation import Progress, check_finite
 
 #: One token of a decoder, a small batch, a prompt.
 SHOWN_TOKENS = (1, 32, 512)
@@ -151,15 +151,6 @@ class FastestLinear(Replacement):
         """Return rows of the weight, as an embedding reads them."""
         return F.embedding(index, self.dense_kept())
 
-    def divided(self, inputs: Tensor, divide: Tensor | None) -> Tensor:
-        """Return the tokens (n, in), divided by `divide` if it is given.
-
-        The quotient is not rounded to 16 bits, because the implementation rounds it later.
-        """
-        if divide is not None:
-            inputs = inputs.float() / divide.float()
-        return inputs.reshape(-1, self.in_features)
-
     def finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
         """Add the bias and convert to the inputs' type and shape."""
         if self.bias is not None:
@@ -178,13 +169,13 @@ class FastestLinear(Replacement):
     def dense(self) -> nn.Linear:
         """Return an `nn.Linear` with the dense weight."""
         weight, bias = self.weight, self.bias
-        replacements = nn.Linear(
+        linear = nn.Linear(
             self.in_features, self.out_features, bias=bias is not None, device="meta"
         )
-        replacements.weight = nn.Parameter(weight.clone())
+        linear.weight = nn.Parameter(weight.clone())
         if bias is not None:
-            replacements.bias = nn.Parameter(bias.clone())
-        return replacements
+            linear.bias = nn.Parameter(bias.clone())
+        return linear
 
     def __getstate__(self) -> dict[str, Any]:
         # Prepared weights are rebuilt after copying or unpickling the layer.
@@ -241,6 +232,7 @@ def with_fastest_linears(
     model: nn.Module,
     make: Callable[[str, nn.Module], FastestLinear | None],
     protected: Collection[str],
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
@@ -260,22 +252,45 @@ def with_fastest_linears(
         check_finite(f"{name}.weight".lstrip("."), weight_of(linear))
     replacements: dict[nn.Module, nn.Module] = {}
     tables: dict[tuple[int | None, int], FastestLinear | None] = {}
-    for linear, name in linears.items():
+    for done, (linear, name) in enumerate(linears.items(), 1):
         # A table includes a bias, so a weight that is used with two biases needs two tables.
         key = weight_identity(linear), id(linear.bias)
         if key not in tables:
             tables[key] = make(name, linear)
         if (table := tables[key]) is not None:
             replacements[linear] = table
+        if progress is not None:
+            progress(name, done, len(linears))
     by_weight = {weight: table for (weight, _), table in tables.items()}
-    for module in model.modules():
-        if type(module) is nn.Embedding or type(module).__name__ == "ParametrizedEmbedding":
-            table = by_weight.get(weight_identity(module))
-            if table is not None and cast(nn.Embedding, module).max_norm is None:
-                replacements[module] = TiedEmbedding(table)
+    replacements |= _tied_embeddings(model, by_weight)
+    _avoid_fused_operators(model, replacements)
     model = replace_modules(model, replacements)
     warn_of_dense_weights(model, protected)
     return check_before_loading(model)
+
+
+def _avoid_fused_operators(model: nn.Module, replacements: Collection[nn.Module]) -> None:
+    """Make encoder layers call their linear layers, if these are replaced.
+
+    Without gradients, `nn.TransformerEncoderLayer` uses a fused operator if it knows its
+    activation. The operator reads the dense weights instead.
+    """
+    for block in model.modules():
+        if isinstance(block, nn.TransformerEncoderLayer) and block.linear1 in replacements:
+            block.activation_relu_or_gelu = 0
+
+
+def _tied_embeddings(
+    model: nn.Module, tables: dict[int | None, FastestLinear | None]
+) -> dict[nn.Module, nn.Module]:
+    """Return the replacements of embeddings whose weight is that of a replaced layer."""
+    replacements: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if type(module) is nn.Embedding or type(module).__name__ == "ParametrizedEmbedding":
+            table = tables.get(weight_identity(module))
+            if table is not None and cast(nn.Embedding, module).max_norm is None:
+                replacements[module] = TiedEmbedding(table)
+    return replacements
 
 
 def is_linear_alike(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyml.compressed_weight import CompressedWeight, empty_placeholder
-from tinyml.quantization.grid import Grid, grid_of, wide
+from tinyml.quantization.grid import Grid, grid_of
 from tinyml.quantization.pack import pack, unpack
 from tinyml.state_dict_check import match_optional_buffers
 
@@ -24,7 +24,6 @@ class GridWeight(CompressedWeight):
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
-    divide: Tensor | None
 
     def __init__(
         self,
@@ -34,11 +33,8 @@ class GridWeight(CompressedWeight):
         bits: int,
         *,
         transposed: bool = False,
-        divide: Tensor | None = None,
     ) -> None:
         super().__init__()
-        # The stored weights of each input are multiplied by `divide`; reading divides by it.
-        self.register_buffer("divide", None if divide is None else divide.to(weight.dtype))
         self.transposed = transposed  # the weight is (in, out), its rows are of (out, in)
         self.bits = bits
         self.shape = weight.shape
@@ -46,10 +42,7 @@ class GridWeight(CompressedWeight):
         self.low = grid.low
         self.register_buffer("codes", pack(codes - grid.low, bits))
         self.register_buffer("scale", grid.scale.to(weight.dtype))
-        zero = (
-            None if not grid.zero.any() else grid.zero.to(torch.int8 if grid.low else torch.uint8)
-        )
-        self.register_buffer("zero", zero)
+        self.register_buffer("zero", grid.zero.to(torch.int8) if grid.zero.any() else None)
 
     @staticmethod
     def restore(
@@ -62,12 +55,11 @@ class GridWeight(CompressedWeight):
         scale: Tensor,
         zero: Tensor | None = None,
         transposed: bool = False,
-        divide: Tensor | None = None,
     ) -> GridWeight:
         """Return the saved codes of a weight with this shape."""
         grid = Grid(scale, torch.zeros_like(scale) if zero is None else zero, low, low)
         codes_like = torch.full((*rows,), low)
-        restored = GridWeight(codes_like, grid, weight, bits, transposed=transposed, divide=divide)
+        restored = GridWeight(codes_like, grid, weight, bits, transposed=transposed)
         restored.codes = codes
         return restored
 
@@ -77,19 +69,10 @@ class GridWeight(CompressedWeight):
 
     def rounded(self, weight: Tensor) -> Tensor:
         """Return the weight rounded to the best grid of this format."""
-        first = (weight.t() if self.transposed else weight).float()
-        first = first if self.divide is None else first * wide(self.divide)
-        grid = grid_of(first.reshape(self.rows), self.bits, symmetric=self.zero is None)
-        grid = grid.stored_as(self.scale.dtype)
-        restored = GridWeight(
-            grid.quantize(first.reshape(self.rows)),
-            grid,
-            weight,
-            self.bits,
-            transposed=self.transposed,
-            divide=self.divide,
-        )
-        dense: Tensor = restored(weight)
+        rows = (weight.t() if self.transposed else weight).float().reshape(self.rows)
+        grid = grid_of(rows, self.bits, symmetric=self.zero is None).stored_as(self.scale.dtype)
+        codes, transposed = grid.quantize(rows), self.transposed
+        dense: Tensor = GridWeight(codes, grid, weight, self.bits, transposed=transposed)(weight)
         return dense
 
     def format(self) -> list[int]:
@@ -106,10 +89,7 @@ class GridWeight(CompressedWeight):
         codes = self.whole_numbers()
         if self.zero is not None:
             codes = codes - self.zero.to(torch.int16)
-        scale = self.scale if self.divide is None else wide(self.scale)
-        dense = (scale * codes).view(self.shape[::-1] if self.transposed else self.shape)
-        if self.divide is not None:
-            dense = (dense / wide(self.divide)).to(self.scale)
+        dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)
         return dense.t() if self.transposed else dense
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""A linear layer of 4-bit weights that is faster than float for few tokens where possible.
+"""A linear layer of 4-bit weights that may be faster than float for a few tokens.
 
 A single token reads every weight once, so its time is that of reading memory, and 4 bits are an
 eighth of float32. The kernel is torch's own for CPUs. It takes inputs and scales in bfloat16,
@@ -18,10 +18,10 @@ from tinyml.quantization.grid_weight import GridWeight
 
 
 class Int4Linear(FastestLinear):
-    """y = x w^T + bias with 4-bit w = S (q - Z), by the kernel or in float, whichever is faster.
+    """A layer y = x w^T + bias with 4-bit w = S (q - Z), by the kernel or in float.
 
-    `grid` is the stored weight. The kernel's copy has the same size, and the dense weight has the
-    size of a float model's.
+    The faster of the two is used. `grid` is the stored weight. The kernel's copy has the same size,
+    and the dense weight has the size of a float model's.
     """
 
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:
@@ -44,7 +44,7 @@ class Int4Linear(FastestLinear):
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
         packed, scales = self.prepared("weights alone", self._packed)
-        tokens = self.divided(inputs, self.grid.divide).bfloat16()
+        tokens = inputs.reshape(-1, self.in_features).bfloat16()
         sums = torch._weight_int4pack_mm_for_cpu(tokens, packed, self.group_size, scales)
         return self.finished(sums.float(), inputs)
 

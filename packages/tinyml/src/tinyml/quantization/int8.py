@@ -1,7 +1,8 @@
 """A linear layer that multiplies integers: int8 weights, and inputs rounded dynamically.
 
 The result is defined by integer arithmetic, so it has the same bits on every machine. Only the time
-depends on the exact product that is used (see `products`).
+depends on the exact product that is used (see `products`). `smoothquant` first moves a part of the
+range of large inputs into the weights.
 """
 
 from __future__ import annotations
@@ -12,17 +13,27 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import is_conv1d, outputs_first, weight_of
+from tinyml.conversion import dense_copy, evaluation_mode
+from tinyml.layers import (
+    is_conv1d,
+    layers_of,
+    outputs_first,
+    protected_modules,
+    weight_identity,
+    weight_of,
+)
+from tinyml.quantization.calibration import watch_inputs
 from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear, with_fastest_linears
-from tinyml.quantization.grid import Observer, grid_of, kept_in, wide
+from tinyml.quantization.grid import grid_of, wide
 from tinyml.quantization.products import Int8Weights
 from tinyml.state_dict_check import match_optional_buffers
+from tinyml.validation import Progress, check_finite, require_batches
 
 _LEAST = 128 * torch.finfo(torch.float32).tiny
 
 
 class Int8Linear(FastestLinear):
-    """y = (q_x q_w^T) s_x s_w + bias, with a scale per token and a scale per output.
+    """A layer y = (q_x q_w^T) s_x s_w + bias, with a scale per token and a scale per output.
 
     With may_stay_float=True the fastest implementation is used for each number of tokens: this
     product, bfloat16 inputs with the stored weights, or the dense weight in float. `explain`
@@ -36,7 +47,6 @@ class Int8Linear(FastestLinear):
     def __init__(
         self,
         linear: nn.Module,
-        observer: Observer = "minmax",
         *,
         may_stay_float: bool = False,
         divide: Tensor | None = None,
@@ -48,9 +58,12 @@ class Int8Linear(FastestLinear):
         self.transposed = is_conv1d(linear)
         # SmoothQuant divides each input by a factor and multiplies its weights by the same
         # factor. Both use the stored factor, after it was rounded to `dtype`.
-        self.register_buffer("divide", None if divide is None else kept_in(self.dtype, divide))
+        if divide is not None:
+            limits = torch.finfo(self.dtype)
+            divide = divide.to(self.dtype).clamp(limits.tiny, limits.max)
+        self.register_buffer("divide", divide)
         weight = weight.float() if self.divide is None else weight.float() * wide(self.divide)
-        grid = grid_of(weight, 8, observer=observer)
+        grid = grid_of(weight, 8)
         self.register_buffer("weight_codes", grid.quantize(weight).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
 
@@ -74,16 +87,26 @@ class Int8Linear(FastestLinear):
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
         """Return the implementation, the exact product and all times per number of tokens."""
-        products = [str(self._weights().choice(self.example(n).float())) for n in tokens]
+        weights = self._weights()
+        products = [f"{n} tokens: {weights.choice(self.example(n).float())}" for n in tokens]
         if self.always:
             return products
         return [f"{a}; {b}" for a, b in zip(super().explain(tokens), products, strict=True)]
 
     def _multiply(self, inputs: Tensor) -> Tensor:
-        tokens = self.divided(inputs, self.divide).float()
+        tokens = self._divided(inputs).float()
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=_LEAST).div_(127)
         sums = self._weights().product(tokens.div(scale).round_()).float()
         return self.finished(sums.mul_(scale).mul_(self.scale), inputs)
+
+    def _divided(self, inputs: Tensor) -> Tensor:
+        """Return the tokens (n, in), divided by the factors of SmoothQuant.
+
+        The quotient is not rounded to 16 bits, because the product rounds it later.
+        """
+        if self.divide is not None:
+            inputs = inputs.float() / self.divide.float()
+        return inputs.reshape(-1, self.in_features)
 
     def _weights(self) -> Int8Weights:
         weights: Int8Weights = self.prepared("int8", lambda: Int8Weights(self.weight_codes))
@@ -91,7 +114,7 @@ class Int8Linear(FastestLinear):
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
         """Multiply bfloat16 inputs by the stored weights, a quarter of float32's bytes."""
-        tokens = self.divided(inputs, self.divide).bfloat16()
+        tokens = self._divided(inputs).bfloat16()
         ones = torch.ones(self.out_features, dtype=torch.bfloat16, device=tokens.device)
         sums = torch._weight_int8pack_mm(tokens, self.weight_codes, ones)
         return self.finished(sums.float().mul_(self.scale), inputs)
@@ -105,10 +128,10 @@ class Int8Linear(FastestLinear):
 
 def with_int8_linears(
     model: nn.Module,
-    observer: Observer = "minmax",
     activations: Literal["dynamic", "auto"] = "dynamic",
     protected: Collection[str] = (),
     divide: Mapping[str, Tensor] | None = None,
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Replace linear layers by int8 layers in place; with "auto" only those that become faster.
 
@@ -118,7 +141,57 @@ def with_int8_linears(
 
     def make(name: str, linear: nn.Module) -> Int8Linear | None:
         over = (divide or {}).get(name)
-        table = Int8Linear(linear, observer, may_stay_float=auto, divide=over)
+        table = Int8Linear(linear, may_stay_float=auto, divide=over)
         return table if not auto or table.gains() else None
 
-    return with_fastest_linears(model, make, protected)
+    return with_fastest_linears(model, make, protected, progress)
+
+
+@torch.no_grad()
+def smoothquant(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    alpha: float = 0.5,
+    activations: Literal["dynamic", "auto"] = "dynamic",
+    protect: Sequence[str] = (),
+) -> nn.Module:
+    """Return `quantize(model, activations=...)` of a model whose inputs were smoothed first.
+
+    Each input is divided by s = max|x|^alpha / max|w|^(1 - alpha), and its weights are multiplied
+    by s, so that the weights take over part of the inputs' range (Xiao et al., "SmoothQuant", 2023,
+    equation 4). Layers that share their weight with another layer are not smoothed.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"expected 0 <= alpha <= 1, got {alpha}")
+    model, divide = dense_copy(model, (nn.Linear,)), {}
+    layers = layers_of(model, (nn.Linear,), protect)
+    shared = [weight_identity(module) for module in model.modules()]
+
+    largest: dict[str, Tensor] = {}
+
+    def note(name: str, inputs: Tensor) -> None:
+        if len(inputs):
+            most = inputs.float().abs().amax(0)
+            largest[name] = torch.maximum(most, largest.get(name, most))
+
+    with evaluation_mode(model):
+        watch_inputs(model, require_batches(batches), layers, note)
+    for name, most in largest.items():
+        weight = outputs_first(layers[name], weight_of(layers[name])).float()
+        check_finite(f"{name}.weight", weight)
+        check_finite(f"the inputs of {name}", most)
+        most = without_dead_inputs(most).clamp(min=1e-5)
+        if shared.count(weight_identity(layers[name])) == 1:
+            divide[name] = most**alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
+    return with_int8_linears(model, activations, protected_modules(model, protect), divide)
+
+
+def without_dead_inputs(size: Tensor) -> Tensor:
+    """Return the sizes of a layer's inputs with zeros replaced by the median of the other sizes.
+
+    Calibration says nothing about the size of an input that was always zero. A factor of almost
+    zero would round its weights to zero, or divide its next value by almost zero.
+    """
+    alive = size > 0
+    return torch.where(alive, size, size[alive].median() if alive.any() else torch.ones_like(size))

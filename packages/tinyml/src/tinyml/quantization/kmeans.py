@@ -86,9 +86,11 @@ class Palette(CompressedWeight):
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
-_MOST = 2**15  # codes are int16
-_MOST_BY_SUMMARY = 256  # its table has (4 k)^2 numbers
-_ALL_OF_THEM = 1024  # the number of distinct values that are clustered without a summary
+_MOST_CLUSTERS = 2**15  # codes are int16
+_MOST_CLUSTERS_OF_A_SUMMARY = 256  # its table has (4 k)^2 numbers
+_MOST_POINTS_WITHOUT_SUMMARY = (
+    1024  # the number of distinct values that are clustered without a summary
+)
 
 
 @torch.no_grad()
@@ -102,14 +104,14 @@ def kmeans(
     means of equally large groups. Return the centroids (min(k, distinct values), ascending,
     float64) and the index of each value's centroid (int16, with the shape of `values`).
     """
-    if not 1 <= k <= _MOST:
-        raise ValueError(f"{k} clusters; give 1 to {_MOST:,}")
+    if not 1 <= k <= _MOST_CLUSTERS:
+        raise ValueError(f"{k} clusters; give 1 to {_MOST_CLUSTERS:,}")
     if not values.numel() or not torch.isfinite(values).all():
         raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
     # Half precision fits in float32, where sorting takes half the time.
     flat = values.reshape(-1).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     ordered = _sorted(flat)
-    if int((ordered[1:] != ordered[:-1]).sum()) < _ALL_OF_THEM:
+    if int((ordered[1:] != ordered[:-1]).sum()) < _MOST_POINTS_WITHOUT_SUMMARY:
         distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
         distinct = distinct.double()
         if distinct.numel() <= k:
@@ -123,7 +125,7 @@ def kmeans(
         centroids = init.to(sums).sort().values
     elif distinct is not None and counts is not None:
         centroids = best_intervals(distinct, counts, k)
-    elif k <= _MOST_BY_SUMMARY:
+    elif k <= _MOST_CLUSTERS_OF_A_SUMMARY:
         centroids = best_intervals(*_summary(ordered, sums, max(512, 2 * k)), k)
     else:
         even = torch.arange(k + 1, device=ordered.device) * ordered.numel() // k

@@ -20,10 +20,11 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.quantization.fastest_linear import with_fastest_linears
-from tinyml.quantization.grid import Granularity, Observer, as_rows, granularity_of, grid_of
+from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import with_int8_linears
+from tinyml.validation import Progress
 
 
 @torch.no_grad()
@@ -31,19 +32,17 @@ def quantize(
     model: nn.Module,
     bits: int | Mapping[str, int] = 8,
     *,
-    granularity: Granularity | None = None,
     group_size: int | None = None,
     symmetric: bool = True,
-    observer: Observer = "minmax",
     activations: Literal["float", "dynamic", "auto"] = "float",
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Return a copy of `model` whose weights are `bits`-bit integers on a grid.
 
-    There is one scale per output channel (row) unless `group_size` or `granularity` is given.
-    `bits` may be a mapping from layer names to bits; other layers, and those that `protect` names,
-    are unchanged.
+    There is one scale per output channel (row), or per group of `group_size` inputs. `bits` may be
+    a mapping from layer names to bits; other layers, and those that `protect` names, are unchanged.
 
     activations="dynamic" also rounds the inputs of linear layers to int8 and multiplies integers
     (see `Int8Linear`), with the same bits on every machine. activations="auto", with 8 or 4 bits,
@@ -51,16 +50,18 @@ def quantize(
     measured to be fastest for the number of tokens. Float32 is one of the implementations and needs
     a dense weight in memory. Layers that no implementation makes faster are unchanged. 4-bit groups
     have 32 inputs by default. With activations="float" the model is smaller but not faster.
+    `progress(name, done, total)` is called after each layer that "auto" or "dynamic" has replaced
+    or left unchanged.
     """
     if activations == "auto" and bits == 4:
-        group_size = 32 if granularity is None and group_size is None else group_size
-    granularity = granularity_of(granularity, group_size)
+        group_size = 32 if group_size is None else group_size
     model = plain_copy(model)
+    protected = protected_modules(model, protect)
 
     def gridded(layer: nn.Module, width: int) -> GridWeight:
         weight = weight_of(layer)
-        rows = as_rows(outputs_first(layer, weight).float(), granularity, group_size)
-        grid = grid_of(rows, width, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
+        rows = as_rows(outputs_first(layer, weight).float(), group_size)
+        grid = grid_of(rows, width, symmetric=symmetric).stored_as(weight.dtype)
         codes, transposed = grid.quantize(rows), is_conv1d(layer)
         return GridWeight(codes, grid, weight, width, transposed=transposed)
 
@@ -70,14 +71,14 @@ def quantize(
             table = Int4Linear(gridded(layer, 4), cast(Tensor | None, layer.bias))
             return table if table.gains() else None
 
-        return with_fastest_linears(model, packed, protected_modules(model, protect))
+        return with_fastest_linears(model, packed, protected, progress)
     if activations in ("dynamic", "auto"):
-        if bits != 8 or granularity != "channel" or not symmetric:
+        if bits != 8 or group_size is not None or not symmetric:
             raise ValueError(
                 f"activations={activations!r} takes bits=8, one symmetric scale per channel; "
-                f"got bits={bits}, granularity={granularity!r}, symmetric={symmetric}"
+                f"got bits={bits}, group_size={group_size}, symmetric={symmetric}"
             )
-        return with_int8_linears(model, observer, activations, protected_modules(model, protect))
+        return with_int8_linears(model, activations, protected, progress=progress)
     if activations != "float":
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
     widths = setting_per_layer(bits, layers_of(model, layers, protect), model)

@@ -35,15 +35,10 @@ _SMALLEST = 16  # torch 2.11's int8 product returns uninitialized memory for inn
 class Choice:
     """The implementation for a class of shapes, and the timings of the alternatives."""
 
-    #: Tokens or images (to the next power of two), then the other sizes.
-    shape: tuple[int, ...]
-    threads: int
     #: The times of each implementation that is exact on this machine.
     timing: Timing
     #: Implementations that returned a wrong integer on this machine.
     wrong: tuple[str, ...] = ()
-    #: Bytes of the prepared weights in memory; they are never in a state dict.
-    extra_bytes: int = 0
 
     @property
     def selected(self) -> str:
@@ -51,9 +46,8 @@ class Choice:
         return self.timing.selected
 
     def __str__(self) -> str:
-        text = f"{' x '.join(map(str, self.shape))}, {self.threads} threads: {self.timing}"
-        text += f", wrong here: {', '.join(self.wrong)}" if self.wrong else ""
-        return text + (f", {self.extra_bytes:,} bytes kept beside" if self.extra_bytes else "")
+        wrong = f", wrong here: {', '.join(self.wrong)}" if self.wrong else ""
+        return f"{self.timing}{wrong}"
 
 
 _chosen: dict[Any, Choice] = {}
@@ -105,12 +99,12 @@ class Exact:
     @torch.no_grad()
     def choice(self, inputs: Tensor) -> Choice:
         """Return the implementation for inputs like these, measured at the first call."""
-        shape, threads = self.shape_of(inputs), torch.get_num_threads()
-        key = type(self), shape, self.details(), str(inputs.device), threads
+        threads = torch.get_num_threads()
+        key = type(self), self.shape_of(inputs), self.details(), str(inputs.device), threads
         if key in _chosen:
             return _chosen[key]
         if not inputs.numel() or not self.codes.numel():
-            return Choice(shape, threads, Timing("float64", {}, {}))
+            return Choice(Timing("float64", {}, {}))
         trials = self.hardest(inputs)
         exact = [self.implementations()["float64"](*trial).double() for trial in trials]
         calls: dict[str, Callable[[], Tensor]] = {}
@@ -127,8 +121,7 @@ class Exact:
         timing = measure(calls)
         best = timing.selected
         self._prepared = {name: value for name, value in self._prepared.items() if name == best}
-        extra = sum(t.nbytes for t in self._prepared.get(best, ()) if isinstance(t, Tensor))
-        _chosen[key] = Choice(shape, threads, timing, tuple(wrong), extra)
+        _chosen[key] = Choice(timing, tuple(wrong))
         return _chosen[key]
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:

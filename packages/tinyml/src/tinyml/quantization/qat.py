@@ -19,7 +19,6 @@ from tinyml.compressed_weight import CompressedWeight, compressed_weight
 from tinyml.conversion import compress_weights, plain_copy
 from tinyml.integer.training import IntegerTraining
 from tinyml.layers import QUANTIZABLE, is_conv1d, weight_of
-from tinyml.quantization.grid import Granularity, granularity_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
 from tinyml.validation import check_bits
@@ -29,7 +28,6 @@ def prepare_qat(
     model: nn.Module,
     bits: int = 4,
     *,
-    granularity: Granularity | None = None,
     group_size: int | None = None,
     learn_scale: bool = False,
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
@@ -45,19 +43,18 @@ def prepare_qat(
     `activation_bits`. The copy is then the model's graph as an `IntegerModel` has it: all weights
     are rounded per channel, batch normalization is folded in, and dropout is left out.
     """
-    kind = granularity_of(granularity, group_size)
     check_bits(bits, "symmetric training takes", least=2)
     if batches is not None:
-        if kind != "channel" or protect or layers is not QUANTIZABLE:
+        if group_size is not None or protect or layers is not QUANTIZABLE:
             raise ValueError(
                 "with batches the whole network is quantized with one scale per channel; remove "
-                "granularity, group_size, layers and protect, or remove batches"
+                "group_size, layers and protect, or remove batches"
             )
         return IntegerTraining(model, batches, bits, activation_bits, learn_scale)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)
-        return RoundedWeight(weight, bits, kind, group_size, learn_scale, transposed)
+        return RoundedWeight(weight, bits, group_size, learn_scale, transposed)
 
     return compress_weights(plain_copy(model), layers, compress, protect)
 

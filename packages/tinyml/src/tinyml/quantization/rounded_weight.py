@@ -1,8 +1,11 @@
 """Differentiable rounding: the forward pass rounds to a grid, and the gradient passes through.
 
-The gradient of the rounding is the straight-through estimator (Bengio et al., 2013) and is zero
-outside the range. The gradient of the step follows by autograd (Esser et al., "Learned Step Size
-Quantization", 2020, equation 3 and section 2.2).
+The gradient of the rounding is the straight-through estimator (Bengio et al., 2013). A grid that
+follows the extremes of the weights contains all of them, so every weight has this gradient (Jacob
+et al., 2018, section 3.1), including the largest, on which rounding errors of its quotient must not
+decide. With a learned step, the gradient of weights outside the range is zero, and the gradient of
+the step follows by autograd (Esser et al., "Learned Step Size Quantization", 2020, equations 3 and
+5, section 2.2).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import CompressedWeight
-from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
+from tinyml.quantization.grid import Grid, as_rows, grid_of
 
 
 class RoundedWeight(CompressedWeight):
@@ -23,7 +26,6 @@ class RoundedWeight(CompressedWeight):
         self,
         weight: Tensor,
         bits: int,
-        granularity: Granularity,
         group_size: int | None,
         learn_scale: bool,
         transposed: bool = False,
@@ -31,7 +33,6 @@ class RoundedWeight(CompressedWeight):
         super().__init__()
         self.transposed = transposed
         self.bits = bits
-        self.granularity = granularity
         self.group_size = group_size
         rows = self._rows(weight.detach())
         high = 2 ** (bits - 1) - 1
@@ -43,8 +44,8 @@ class RoundedWeight(CompressedWeight):
         return weight
 
     def format(self) -> list[int]:
-        """Return the bits and the width of the rows (0 for a channel, -1 for the whole tensor)."""
-        return [self.bits, self.group_size or -(self.granularity == "tensor")]
+        """Return the bits and the width of the groups (0 for one scale per output)."""
+        return [self.bits, self.group_size or 0]
 
     def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
         """Return the weight as rows, and their current grid."""
@@ -57,7 +58,7 @@ class RoundedWeight(CompressedWeight):
 
     def _rows(self, weight: Tensor) -> Tensor:
         weight = weight.t() if self.transposed else weight
-        return as_rows(weight, self.granularity, self.group_size)
+        return as_rows(weight, self.group_size)
 
     def _shaped(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rows.view(weight.shape[::-1]).t() if self.transposed else rows.view(weight.shape)
@@ -66,16 +67,16 @@ class RoundedWeight(CompressedWeight):
         """Return the rounded weight, differentiable in the weight and in a learned step."""
         rows, grid = self.grid(weight)
         if self.step is None:
-            rounded = round_through(rows, grid.scale, grid.low, grid.high)
-            return self._shaped(rounded, weight)
+            rounded = grid.dequantize(grid.quantize(rows.detach()))
+            return self._shaped(same_value(rounded, rows), weight)
         step = learned(self.step, rows.shape[1] * grid.high)
         return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
 
 
-def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-    """Return scale * round(rows / scale) in range, with a gradient that ignores the rounding."""
-    clipped = (rows / scale).clamp(low, high)
-    return scale * same_value(clipped.round(), clipped)
+def round_through(rows: Tensor, step: Tensor, low: int, high: int) -> Tensor:
+    """Return step * round(rows / step) in range, with the gradients of a learned step."""
+    clipped = (rows / step).clamp(low, high)
+    return step * same_value(clipped.round(), clipped)
 
 
 def positive(step: Tensor) -> Tensor:

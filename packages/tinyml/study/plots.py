@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-
 from tinyml.layers import PRUNABLE, layers_of, weight_of
 from tinyml.pruning.sensitivity import Sensitivity
+from torch import nn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

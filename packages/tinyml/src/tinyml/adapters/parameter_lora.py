@@ -1,0 +1,147 @@
+"""Low-rank updates of single parameters, such as the fused experts of a layer.
+
+The update of a matrix (out, in) is (alpha / r) B A, and a stack of matrices (experts, out, in) has
+one update per expert. A parametrization adds it when the parameter is read. The factors have the
+shapes of peft's: A (experts * r, in), expert after expert, and B (out, r * experts), rank after
+rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.compressed_weight import install_parametrization, refuse_save_pretrained
+from tinyml.validation import check_finite, suggestion
+
+
+class ParameterLoRA(nn.Module):
+    """A trainable update of rank `rank` of a frozen parameter, as a parametrization."""
+
+    def __init__(
+        self, weight: Tensor, rank: int, alpha: float | None = None, *, inputs_first: bool = False
+    ) -> None:
+        super().__init__()
+        if weight.dim() not in (2, 3):
+            raise ValueError(f"expected a parameter of 2 or 3 dimensions, got {weight.dim()}")
+        outputs, inputs = weight.shape[-2:]
+        if inputs_first:
+            outputs, inputs = inputs, outputs
+        if not 1 <= rank <= min(inputs, outputs):
+            raise ValueError(f"expected 1 <= rank <= {min(inputs, outputs)}, got {rank}")
+        check_finite("the adapted parameter", weight)
+        self.rank, self.inputs_first = rank, inputs_first
+        self.scaling = (rank if alpha is None else alpha) / rank
+        experts = weight.shape[0] if weight.dim() == 3 else 1
+        dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+        self.lora_A = nn.Parameter(weight.new_empty(experts * rank, inputs, dtype=dtype))
+        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank * experts, dtype=dtype))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self._updated: Tensor | None = None
+        cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
+
+    def update(self, weight: Tensor) -> Tensor:
+        """Return the update in the weight's shape."""
+        a = self.lora_A.unflatten(0, (-1, self.rank))  # (experts, rank, in)
+        b = self.lora_B.unflatten(1, (self.rank, -1))  # (out, rank, experts)
+        delta = self.scaling * torch.einsum("ore,eri->eoi", b, a)
+        return (delta.mT if self.inputs_first else delta).reshape(weight.shape)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the weight with the update."""
+        if self._updated is not None:
+            return self._updated
+        return (weight + self.update(weight)).to(weight)
+
+    def compute_once(self, owner: nn.Module, _: Any) -> None:
+        """Compute the sum before `owner` runs, because it may read the parameter per expert."""
+        weight = cast(Any, owner).parametrizations[self._name_in(owner)].original
+        self._updated = self.forward(weight)
+
+    def discard(self, *_: Any) -> None:
+        """Discard the sum after the owner has run."""
+        self._updated = None
+
+    def _name_in(self, owner: nn.Module) -> str:
+        parametrizations = cast(Any, owner).parametrizations
+        return next(name for name, listed in parametrizations.items() if listed[-1] is self)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the factor alpha / r of the update."""
+        return torch.tensor(self.scaling, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Load the saved scaling, which belongs to the saved factors."""
+        self.scaling = float(state)
+
+
+def matching_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (module, parameter) for each parameter whose name equals an entry or ends with it.
+
+    Parameters of one module are in the order of their registration. Raise `ValueError` if an entry
+    matches no parameter.
+    """
+    entries, known = set(wanted), [name for name, _ in model.named_parameters()]
+    matches = [n for n in known if any(f".{n}".endswith(f".{entry}") for entry in entries)]
+    for entry in entries:
+        if not any(f".{name}".endswith(f".{entry}") for name in known):
+            raise ValueError(f"no parameter has a name like {entry!r}{suggestion(entry, known)}")
+    return [(module, key) for module, _, key in (name.rpartition(".") for name in matches)]
+
+
+def new_adapter(model: nn.Module, module: str, key: str, rank: int, alpha: float) -> ParameterLoRA:
+    """Return an adapter of a parameter, which is not installed yet."""
+    owner = model.get_submodule(module)
+    if not module or hasattr(owner, "parametrizations"):
+        raise ValueError(
+            f"expected a parameter of a module inside the model, without parametrizations, got "
+            f"{key!r} of {module or 'the model'}"
+        )
+    weight = owner.get_parameter(key)
+    # Layers of experts of transformers that store (experts, in, out) have this attribute.
+    inputs_first = weight.dim() == 3 and bool(getattr(owner, "is_transposed", False))
+    try:
+        return ParameterLoRA(weight.detach(), rank, alpha, inputs_first=inputs_first)
+    except ValueError as error:
+        raise ValueError(f"{module}.{key}: {error}") from error
+
+
+def install(model: nn.Module, adapters: Mapping[tuple[str, str], ParameterLoRA]) -> None:
+    """Install adapters of parameters, by module and parameter."""
+    for (module, key), adapter in adapters.items():
+        owner = install_parametrization(model.get_submodule(module), key, adapter)
+        owner.register_forward_pre_hook(adapter.compute_once)
+        owner.register_forward_hook(adapter.discard, always_call=True)
+
+
+def parameter_adapters(model: nn.Module) -> dict[str, ParameterLoRA]:
+    """Return the adapters of parameters by the name of the parameter, in their order."""
+    adapters: dict[str, ParameterLoRA] = {}
+    for name, module in model.named_modules():
+        for key, listed in getattr(module, "parametrizations", {}).items():
+            if isinstance(listed[-1], ParameterLoRA):
+                adapters[f"{name}.{key}".lstrip(".")] = listed[-1]
+    return adapters
+
+
+@torch.no_grad()
+def unload_parameters(model: nn.Module) -> None:
+    """Replace adapted parameters by plain ones that include the update, under their old names."""
+    names = [name.rpartition(".") for name in parameter_adapters(model)]
+    for module in dict.fromkeys(module for module, _, _ in names):
+        owner: Any = model.get_submodule(module)
+        updated = {key: getattr(owner, key).clone() for m, _, key in names if m == module}
+        for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), ParameterLoRA):
+                    del hooks[number]
+        # torch's removal of a parametrization would also affect copies of the model, because the
+        # copies share the generated class.
+        owner.__class__ = type(owner).__bases__[0]
+        del owner._modules["parametrizations"]
+        for key, tensor in updated.items():
+            owner.register_parameter(key, nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,103 @@
+"""Groups of units, such as channels and heads, that several layers share.
+
+Note [Dependency groups]
+A layer's outputs are read by other layers, possibly after normalization, pooling or a residual sum.
+If a unit is removed, it has to disappear from every tensor along this path:
+
+    conv1.weight  (out, in, 3, 3)   writer, axis 0  --+
+    conv1.bias    (out)             writer, axis 0    |
+    bn1.weight    (channels)        passer, axis 0    +--> one Group with `size` units
+    conv2.weight  (out, in, 3, 3)   writer, axis 0    |    (x = bn1(conv1(y)) + conv2(y))
+    fc.weight     (out, in)         reader, axis 1  --+    (fc(x.mean((2, 3))))
+
+A `Slice` is one line of this picture: a tensor, an axis, and the range of elements in which the
+units are. Writers produce the units, passers transform each unit separately, and readers sum over
+them. `units.Walk` visits the nodes of the exported graph and creates a group for the outputs of
+each product. When an operator combines two values, as the sum above does, it merges their groups.
+
+A unit may be several elements wide: `width` is 64 for heads of 64 elements. Merging groups of
+different sizes makes units coarser, as for grouped-query attention: 8 query heads and 2
+key-value heads become 2 units, each with 4 query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+
+@dataclass
+class Slice:
+    """The elements of a tensor that hold units: `width` per unit along `axis`, from `start` on."""
+
+    tensor: str
+    axis: int
+    start: int
+    width: int
+    role: Literal["writer", "passer", "reader"]
+
+    @property
+    def layer(self) -> str:
+        """Return the module that owns the tensor."""
+        return self.tensor.rpartition(".")[0]
+
+
+@dataclass(eq=False)
+class Group:
+    """Units that several layers share and lose together (Note [Dependency groups])."""
+
+    size: int
+    slices: list[Slice] = field(default_factory=list)
+    #: The operator or other reason that prevents the removal of these units; empty if they can be
+    #: removed.
+    blocked_by: str = ""
+    #: The units from most to least important; see `tinyml.pruning.importance`.
+    order: Tensor = field(default_factory=lambda: torch.empty(0))
+    #: The importance of each unit; -1 for units that never change.
+    scores: Tensor = field(default_factory=lambda: torch.empty(0))
+    #: For each reading weight the values of units that never change; nan for the other units.
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    def layers(self, role: str) -> list[str]:
+        """Return the layers with a slice of this role, without duplicates."""
+        return list(dict.fromkeys(s.layer for s in self.slices if s.role == role))
+
+    @property
+    def writers(self) -> list[str]:
+        """Return the layers that produce the units."""
+        return self.layers("writer")
+
+    def coarsen(self, size: int) -> None:
+        """Merge neighboring units so that `size` units remain."""
+        for piece in self.slices:
+            piece.width *= self.size // size
+        self.size = size
+
+
+@dataclass(frozen=True)
+class SizeUse:
+    """A graph node that uses an attribute as a size, and the groups whose units that size counts.
+
+    `parts` are (group, number of elements); they are empty if the size does not count units.
+    """
+
+    node: str
+    parts: tuple[tuple[Group, int], ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a value with a weight: the location of the units that it reads, and its bias."""
+
+    node: fx.Node
+    source: fx.Node
+    dim: int
+    #: The dimensions of the weight for inputs and outputs.
+    axes: tuple[int, int]
+    bias: str | None
+    has_bias: bool
+    #: The module whose forward computes it.
+    module: str
