@@ -142,6 +142,64 @@ def refuse_bad_groups():
     return True
 
 
+def refuse_shared_memory(stage):
+    for tie in ("data", "transposed", "part"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+        if tie == "part":
+            model[3].weight.data = model[0].weight.data[2:5]
+        else:
+            weight = model[0].weight.data
+            model[2].weight.data = weight if tie == "data" else weight.T
+        with pytest.raises(ValueError, match=r"parameters .* share memory, .*: assign one"):
+            build_sharded(model, stage)
+    tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LSTM(6, 6))
+    tied[2].weight = tied[0].weight
+    flat = torch.randn(6, 12)
+    tied[0].weight.data, tied[3].weight_ih_l0.data = flat[:, :6], flat[:, 6:].repeat(4, 1)
+    build_sharded(tied, stage)
+    return True
+
+
+def build_sharded(model, stage):
+    if stage == 3:
+        return FSDP(model)
+    return ShardedOptimizer(
+        [{"params": iter([p])} for p in model.parameters()], torch.optim.SGD, lr=0.1
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_share_memory_are_refused(stage):
+    assert all(run_ranks(refuse_shared_memory, 2, stage, timeout=DEADLINE))
+
+
+def refuse_replaced_parameters():
+    inputs = torch.randn(2, 5, dtype=torch.float64)
+    replacement = torch.zeros(7, 5, dtype=torch.float64)
+
+    def assign(model):
+        model.module[0].weight = nn.Parameter(replacement)
+        model(inputs)
+
+    def call_with_others(model):
+        torch.func.functional_call(model.module, {"0.weight": replacement}, (inputs,))
+
+    def delete(model):
+        del model.module[0].weight
+        model.module[0].weight = replacement
+        model(inputs)
+
+    for replace in (assign, call_with_others, delete):
+        model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double())
+        with pytest.raises(RuntimeError, match=r"expected 0.weight to be FSDP's .* in place or"):
+            replace(model)
+    return True
+
+
+def test_parameters_that_were_replaced_after_wrapping_are_refused():
+    assert all(run_ranks(refuse_replaced_parameters, 2, timeout=DEADLINE))
+
+
 def test_bad_arguments_are_refused_with_a_remedy():
     assert run_ranks(refuse_bad_groups, 1, timeout=DEADLINE) == [True]
     with pytest.raises(RuntimeError, match="expected an initialized process group: call"):

@@ -515,6 +515,8 @@ def copy_it():
     backward(model, twin, 0)
     ours.step()
     theirs.step()
+    # `compile()` sets this attribute, whose function runs the original.
+    model._compiled_call_impl = model._call_impl
     copied, before = copy.deepcopy(model), model.gather_full_params()
     other = torch.optim.AdamW(copied.parameters(), lr=0.1)
     average = copy.deepcopy(model)

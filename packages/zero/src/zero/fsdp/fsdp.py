@@ -56,6 +56,7 @@ from zero.fsdp.wrapping import (
     original_name,
     reads_weight_in_backward,
 )
+from zero.partition import check_separate_memory
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
 #: The attribute of a module passed to `fully_shard` that has the FSDP of the outermost one. It is
@@ -135,6 +136,7 @@ class FSDP(nn.Module):
         named = list(module.named_parameters(remove_duplicate=False))
         self._names = [original_name(name) for name, _ in named]
         self._check_ranks_agree([(name, p) for name, p in named if p not in ignored])
+        check_separate_memory((name, p) for name, p in named if p not in ignored)
         target = torch.device(device) if device else self.communicator.device
         self.units: list[Unit]
         self.units, self._units_of = make_units(
@@ -625,7 +627,9 @@ class FSDP(nn.Module):
         for unit in copied_units:
             unit.copy_owners(memo)
         not_copied = ("_gradient_hooks", "_hook_ids", "_unit_of", "state_dict_hooks")
-        attributes = {k: v for k, v in self.__dict__.items() if k not in not_copied}
+        # This leaves out the result of `compile()`, which calls the original.
+        state = self.__getstate__()
+        attributes = {k: v for k, v in state.items() if k not in not_copied}
         copied.__dict__.update(copy.deepcopy(attributes, memo))
         copied._gradient_hooks = {}
         copied._hook_ids = {}

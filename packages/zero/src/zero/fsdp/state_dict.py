@@ -47,6 +47,12 @@ class StateDictHooks:
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor):
                     selected = _select_shard(prefix + name, value, parameter, error_messages)
+                    if metadata.get("assign_to_params_buffers"):
+                        # The shard stays a view of the unit's memory.
+                        with torch.no_grad():
+                            plain_shard(parameter.shard).copy_(selected)
+                        state[prefix + name] = parameter.shard
+                        continue
                     # Only a tensor that is known to have these elements may be copied to a shard.
                     state[prefix + name] = shard_gradient(
                         selected, unit.communicator, parameter.elements

@@ -85,6 +85,18 @@ class ShardedParameter:
         """The elements of this rank's shard."""
         return ElementRange(self.start, self.stop, self.shape)
 
+    def check_registered(self) -> None:
+        """Raise if a module has another tensor in the place of this parameter."""
+        for module, name in self.owners:
+            registered = module._parameters.get(name)
+            if registered is not self.shard and registered is not self.full:
+                raise RuntimeError(
+                    f"expected {self.name} to be FSDP's parameter, got another "
+                    f"{type(registered).__name__}, which the forward would not use: change "
+                    "parameters in place or within summon_full_params(), and replace or prune "
+                    "them before FSDP(module)"
+                )
+
 
 #: Maps each shard to its unit and its index in the unit, so that code that only has an optimizer's
 #: parameters finds the unit.
@@ -484,6 +496,8 @@ class Unit:
 
     def set_unsharded_parameters(self) -> None:
         """Register the full parameters as the modules' parameters, and add one user."""
+        for parameter in self.parameters:
+            parameter.check_registered()
         self._num_users += 1
         for parameter in self.parameters:
             for module, name in parameter.owners:

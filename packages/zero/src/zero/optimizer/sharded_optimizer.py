@@ -35,7 +35,7 @@ from zero.optimizer.state_dict import (
     options_of,
 )
 from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
-from zero.partition import Piece, by_element, by_parameter
+from zero.partition import Piece, by_element, by_parameter, check_separate_memory
 from zero.process_groups import Collective, Communicator, Group
 
 #: The ShardedOptimizer of each parameter that has one.
@@ -85,9 +85,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if isinstance(params, Tensor):
             raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
-        params = list(params)
+        params = [_read_members(entry) if isinstance(entry, dict) else entry for entry in params]
         if not params:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
+        members = []
+        for entry in params:
+            members += entry["params"] if isinstance(entry, dict) else [entry]
+        check_separate_memory(_named(members))
         self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
@@ -134,15 +138,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard another group of parameters; every rank must add the same group."""
-        members = param_group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        named = [
-            entry if isinstance(entry, tuple) else (f"number {index}", entry)
-            for index, entry in enumerate(members)
-        ]
+        param_group = _read_members(param_group)
+        named = _named(param_group["params"])
         self._check_in_one_group(named)
         self._check_without_owner(named)
-        super().add_param_group({**param_group, "params": members})
+        check_separate_memory(named)
+        super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_ranks_agree(group["params"])
         split = self._how_to_split(group)
@@ -408,6 +409,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         problem = describe_difference(self.communicator.gather_objects(described))
         if problem:
             raise ValueError(problem)
+
+
+def _read_members(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group with a list of its parameters, which may be an iterator."""
+    members = group["params"]
+    return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
+
+
+def _named(members: list[Any]) -> list[tuple[str, Tensor]]:
+    """Return the members of a group with their names, or their numbers if they have no names."""
+    return [
+        entry if isinstance(entry, tuple) else (f"number {index}", entry)
+        for index, entry in enumerate(members)
+    ]
 
 
 def _checksum(parameter: Tensor) -> int:
