@@ -1,5 +1,6 @@
 """Bad input and failures: errors name the rank or the key, and the last checkpoint survives."""
 
+import copy
 import errno
 import os
 import re
@@ -19,6 +20,7 @@ from zero import (
     ShardedOptimizer,
     diagnostics,
     direct_reduce_scatter,
+    fully_shard,
     load_checkpoint,
 )
 from zero import save_checkpoint as save
@@ -171,6 +173,18 @@ def build_sharded(model, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_share_memory_are_refused(stage):
     assert all(run_ranks(refuse_shared_memory, 2, stage, timeout=DEADLINE))
+
+
+def refuse_ddp():
+    whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    for sharded in (FSDP(copy.deepcopy(whole)), fully_shard(copy.deepcopy(whole))):
+        with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
+            nn.parallel.DistributedDataParallel(sharded)
+    return True
+
+
+def test_torchs_ddp_refuses_a_sharded_model():
+    assert all(run_ranks(refuse_ddp, 2, timeout=DEADLINE))
 
 
 def refuse_replaced_parameters():

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from zero.cpu_offload import is_offloaded
 from zero.fsdp.fsdp import find_fsdp
 from zero.fsdp.unit import Unit
-from zero.gradients import AveragedGradient
+from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.process_groups import DryRun
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero.fsdp.checks import refuse_ddp
 from zero.fsdp.fsdp import FSDP, FULLY_SHARDED
 from zero.fsdp.unit import Unit
 
@@ -66,6 +67,7 @@ def fully_shard(
         fsdp.output_dtypes[module] = policy.output_dtype
     cls: Any = type(module)
     module.__class__ = _sharded_class(cls)
+    refuse_ddp(module)
     for sharded in _sharded_modules(module):
         sharded.__dict__[FULLY_SHARDED] = fsdp
     for parameter in set(originals).difference(module.parameters()):

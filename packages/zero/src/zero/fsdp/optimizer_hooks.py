@@ -22,8 +22,9 @@ from torch.optim.optimizer import (
 )
 
 from zero.dtensors import Run, full_entries, state_rows
-from zero.fsdp.unit import ShardedParameter, Unit, find_unit, plain_shard
-from zero.gradients import ShardGradient, plain
+from zero.fsdp.shard import ShardedParameter, find_unit, plain_shard
+from zero.fsdp.unit import Unit
+from zero.gradients.shard import ShardGradient, plain
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
     REFUSED,

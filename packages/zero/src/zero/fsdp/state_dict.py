@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero.dtensors import full_value, shard_rows
-from zero.fsdp.unit import ShardedParameter, Unit, plain_shard
-from zero.gradients import shard_gradient
+from zero.fsdp.shard import ShardedParameter, plain_shard
+from zero.fsdp.unit import Unit
+from zero.gradients.shard import shard_gradient
 from zero.process_groups import Communicator
 
 

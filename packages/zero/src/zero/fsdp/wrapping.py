@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from zero.fsdp.unit import Owner, Unit
+from zero.fsdp.shard import Owner
+from zero.fsdp.unit import Unit
 
 MakeUnit = Callable[[list[Any]], Unit]
 #: The modules that are sharded as units: classes and names of modules, or a predicate of name and

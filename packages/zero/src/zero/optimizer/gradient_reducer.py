@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.gloo_collectives import Work
-from zero.gradients import AveragedGradient
+from zero.gradients.averaged import AveragedGradient
 from zero.partition import Partition, Piece, Span
 from zero.process_groups import Communicator
 

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.cpu_offload import to_host
 from zero.diagnostics import describe_difference
-from zero.fsdp.unit import find_unit
+from zero.fsdp.shard import find_unit
 from zero.optimizer.gradient_reducer import Bucket, GradientReducer, make_buckets
 from zero.optimizer.optimizer_kinds import Split, how_to_split
 from zero.optimizer.state_dict import (
@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         params = [_read_members(entry) if isinstance(entry, dict) else entry for entry in params]
         if not params:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
-        members = []
+        members: list[Any] = []
         for entry in params:
             members += entry["params"] if isinstance(entry, dict) else [entry]
         check_separate_memory(_named(members))
