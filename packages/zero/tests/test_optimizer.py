@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,9 @@ from worker_pool import run_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+from zero.dtensors import full_entries
 from zero.optimizer.optimizer_kinds import how_to_split
-from zero_training import assert_alike
+from zero_training import assert_alike, make, mean_square, pair, train
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -397,15 +399,16 @@ def exchange_states(name):
         optimizer.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    whole, rows = ours.full_state_dict(), ours.state_dict()
+    rows = ours.state_dict()
+    whole = list(full_entries(rows))
     for number, values in theirs.state_dict()["state"].items():
         for key, value in values.items():
-            torch.testing.assert_close(whole["state"][number][key], value)
+            torch.testing.assert_close(whole[number][key], value)
     del ours, optimizer
     second = ShardedOptimizer(model.parameters(), getattr(torch.optim, name), **options)
     second.load_state_dict(rows)
-    for key, value in second.full_state_dict()["state"][0].items():
-        torch.testing.assert_close(value, whole["state"][0][key])
+    for key, value in next(full_entries(second.state_dict())).items():
+        torch.testing.assert_close(value, whole[0][key])
     return True
 
 
@@ -937,3 +940,26 @@ def delete_one():
 
 def test_one_of_two_optimizers_can_be_deleted_on_all_ranks_only():
     assert all(run_ranks(delete_one, 2, timeout=DEADLINE))
+
+
+def clear_state(stage):
+    """Clear the state of both optimizers in each way that programs use."""
+    for clear in ("assign", "clear"):
+        model, ours, twin, theirs = pair(stage, build=make, lr=0.1)
+        train(model, ours, twin, theirs, mean_square, steps=2)
+        for optimizer in (ours, theirs):
+            if clear == "assign":
+                optimizer.state = defaultdict(dict)
+            else:
+                optimizer.state.clear()
+        train(model, ours, twin, theirs, mean_square, steps=2)
+    if stage < 3:
+        ours.state = {next(iter(model.parameters())): {"step": 1}}
+        with pytest.raises(RuntimeError, match="got 1 entries: use load_state_dict"):
+            ours.step()
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_cleared_state_is_cleared_on_all_ranks(stage):
+    assert all(run_ranks(clear_state, 2, stage, timeout=DEADLINE))

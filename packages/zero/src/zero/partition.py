@@ -144,6 +144,16 @@ def check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
+def check_trainable_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if a parameter to train is an 8-bit float, which has no arithmetic."""
+    for name, parameter in named:
+        if isinstance(parameter, Tensor) and parameter.requires_grad and parameter.itemsize < 2:
+            raise ValueError(
+                f"expected a dtype with arithmetic for parameter {name}, got {parameter.dtype}: "
+                "pass requires_grad=False, or use a wider dtype"
+            )
+
+
 def alias(flat: Tensor, offset: int, shape: torch.Size) -> Tensor:
     """Return a part of `flat` with shape `shape` and a separate version counter."""
     strides = torch.empty(shape, device="meta").stride()

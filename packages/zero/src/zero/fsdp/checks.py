@@ -8,7 +8,7 @@ from torch import nn
 
 from zero.diagnostics import describe_difference
 from zero.fsdp.shard import find_unit
-from zero.partition import check_separate_memory
+from zero.partition import check_separate_memory, check_trainable_dtypes
 from zero.process_groups import Communicator
 
 
@@ -35,7 +35,7 @@ def check_module(
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Communicator) -> None:
-    """Raise if parameters differ between ranks, or share memory."""
+    """Raise if parameters differ between ranks, share memory, or cannot be trained."""
     described = [
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in named
@@ -44,6 +44,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Co
     if problem:
         raise ValueError(problem)
     check_separate_memory(named)
+    check_trainable_dtypes(named)
 
 
 def refuse_ddp(module: nn.Module) -> None:

@@ -66,7 +66,6 @@ class FSDP(nn.Module):
     gradient_dtype: the dtype in which gradients are sent; by default the one they are computed in.
     device, initialize: where modules on the meta device are allocated, one sharded module at a
         time, and the function that fills a module's tensors; by default its `reset_parameters()`.
-    in_flight: the number of reduce-scatters in progress; each holds the gradients of one layer.
     group: a process group, or a DeviceMesh of one dimension to shard over, or of two to replicate
         over the first and shard over the second (hybrid sharding).
     reshard_after_forward: False keeps layers unsharded until their backward and gathers them once.
@@ -93,7 +92,6 @@ class FSDP(nn.Module):
         gradient_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
-        in_flight: int = 1,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         ignored_params: Iterable[nn.Parameter] = (),
@@ -145,7 +143,7 @@ class FSDP(nn.Module):
         sharded = {p.shard for unit in self.units for p in unit.parameters}
         replicated = [p for p in module.parameters() if p not in sharded | ignored]
         self._replicated = ReplicatedParameters(self.communicator, replicated)
-        self._gradient_sync = GradientSync(self.units, self._replicated, in_flight)
+        self._gradient_sync = GradientSync(self.units, self._replicated)
         #: Bytes of the parameters that every rank keeps full, by the class of their module.
         self.replicated_bytes = bytes_by_class(module, replicated)
         for parameter in replicated:
@@ -253,11 +251,6 @@ class FSDP(nn.Module):
         """Return the units of a selected module, without those that it reads from others."""
         read = self._external_reads.units_read_by.get(module, ())
         return [unit for unit in self._units_of.get(module, ()) if unit not in read]
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of all parameters except ignored ones by their total norm."""
-        shards = [p.shard for unit in self.units for p in unit.parameters]
-        return nn.utils.clip_grad_norm_(shards + self._replicated.parameters, max_norm)
 
     # Hooks
 

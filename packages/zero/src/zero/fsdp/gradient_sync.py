@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -12,20 +10,16 @@ from zero.fsdp.unit import Unit
 
 
 class GradientSync:
-    """Starts to average a unit's gradients when the last of them is ready.
+    """Starts to average a unit's gradients when the last of them is ready, one unit at a time."""
 
-    in_flight: the number of reductions in progress; each holds the gradients of one unit.
-    """
-
-    def __init__(self, units: list[Unit], replicated: ReplicatedParameters, in_flight: int) -> None:
+    def __init__(self, units: list[Unit], replicated: ReplicatedParameters) -> None:
         self.units = units
         self.replicated = replicated
-        self.in_flight = in_flight
         #: False while gradients of replicated parameters are accumulated locally.
         self.sync_replicated = True
         #: False in `torch.autograd.grad()`, which does not change `.grad`.
         self.accumulates_gradients = False
-        self._reducing_units: deque[Unit] = deque()
+        self._reducing_unit: Unit | None = None
         self._num_ready_gradients: dict[Unit, int] = {}
 
     def start(self) -> None:
@@ -59,13 +53,18 @@ class GradientSync:
     def discard(self) -> None:
         """Forget a backward that an exception interrupted."""
         self._num_ready_gradients.clear()
-        self._reducing_units.clear()
+        self._reducing_unit = None
 
     def _reduce(self, unit: Unit) -> None:
-        while len(self._reducing_units) >= self.in_flight:
-            self._reducing_units.popleft().gradients.wait_for_reduce_grads()
+        self._wait()
         unit.gradients.reduce_grads()
-        self._reducing_units.append(unit)
+        self._reducing_unit = unit
+
+    def _wait(self) -> None:
+        """Wait for the reduction in progress."""
+        if self._reducing_unit is not None:
+            self._reducing_unit.gradients.wait_for_reduce_grads()
+        self._reducing_unit = None
 
     def _will_accumulate_gradients(self) -> bool:
         """Return True in a `backward()`, False in a `torch.autograd.grad()` of other tensors."""
@@ -91,8 +90,7 @@ class GradientSync:
             [used for unit in self.units for used in unit.gradients.is_used]
         )
         wait_functions = self.replicated.start_reduce() if self.sync_replicated else []
-        while self._reducing_units:
-            self._reducing_units.popleft().gradients.wait_for_reduce_grads()
+        self._wait()
         for wait in wait_functions:
             wait()
         used_anywhere = iter(agreed())

@@ -40,6 +40,9 @@ from zero.gradients.averaged import AveragedGradient
 from zero.partition import Partition, Piece, Span
 from zero.process_groups import Communicator
 
+#: The number of reductions in progress at the same time.
+MAX_IN_FLIGHT = 2
+
 
 @dataclass(eq=False)
 class Bucket:
@@ -141,15 +144,11 @@ class GradientReducer:
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
         persistent flat tensors, sends from there, and writes this rank's average over its local
         gradients (stage 1).
-    max_in_flight: the number of reductions in progress at the same time.
     """
 
-    def __init__(
-        self, communicator: Communicator, *, release_gradients: bool, max_in_flight: int = 2
-    ) -> None:
+    def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
         self.communicator = communicator
         self.release_gradients = release_gradients
-        self.max_in_flight = max_in_flight
         #: False under `no_sync()`.
         self.enabled = True
         #: Called before the first collective of a backward.
@@ -516,7 +515,7 @@ class GradientReducer:
         parameter.grad = AveragedGradient(parameter, self, key, is_used=gradient is not None)
 
     def _launch(self, bucket: Bucket) -> None:
-        while len(self._in_flight) >= self.max_in_flight:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._finish_oldest_reduction()
         buffer = bucket.buffer
         assert buffer is not None
@@ -538,15 +537,8 @@ class GradientReducer:
         reduction.work.wait()
         bucket = reduction.bucket
         output = reduction.output
-        # torch has no arithmetic for 8-bit floats.
-        is_narrow = output.itemsize == 1
-        if is_narrow:
-            output.copy_(output.float() / self.communicator.num_gradients)
-        else:
-            output /= self.communicator.num_gradients
-        if bucket.average is not None and is_narrow:
-            bucket.average.copy_(bucket.average.float() + output.float())
-        elif bucket.average is not None:
+        output /= self.communicator.num_gradients
+        if bucket.average is not None:
             bucket.average += output
         elif self.release_gradients:
             bucket.average = output

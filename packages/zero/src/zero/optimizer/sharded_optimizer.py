@@ -30,12 +30,17 @@ from zero.optimizer.gradient_reducer import Bucket, GradientReducer, make_bucket
 from zero.optimizer.optimizer_kinds import Split, how_to_split
 from zero.optimizer.state_dict import (
     dtensor_state_dict,
-    full_state_dict,
     load_state_dict,
     options_of,
 )
 from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
-from zero.partition import Piece, by_element, by_parameter, check_separate_memory
+from zero.partition import (
+    Piece,
+    by_element,
+    by_parameter,
+    check_separate_memory,
+    check_trainable_dtypes,
+)
 from zero.process_groups import Collective, Communicator, Group
 
 #: The ShardedOptimizer of each parameter that has one.
@@ -143,6 +148,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._check_in_one_group(named)
         self._check_without_owner(named)
         check_separate_memory(named)
+        check_trainable_dtypes(named)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_ranks_agree(group["params"])
@@ -172,6 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 loss = closure()
         if self._uneven_inputs:
             self._uneven_inputs.announce("step", options_of_groups(self))
+        self._adopt_cleared_state()
         self._restore_views()
         self._assign_gradients()
         shards = [shard for _, _, shard, _ in self._shards]
@@ -204,6 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if is_present:
             placeholder = {self.param_groups[0]["params"][0]: {}}
         self.state = self.inner.state or placeholder  # type: ignore[assignment]
+        self._shown_state: dict[Any, Any] = self.state
 
     def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
         """Return this rank's shards: parameter, elements, the inner optimizer's view, bucket."""
@@ -213,12 +221,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Return the unsharded optimizer's state dict with DTensors; every rank must call it."""
         return dtensor_state_dict(self)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return the unsharded optimizer's state dict on the CPU; every rank must call it."""
-        return full_state_dict(self)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`, a `full_state_dict()`, or an unsharded optimizer's."""
+        """Load a `state_dict()`, or that of an unsharded optimizer."""
         load_state_dict(self, state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -261,10 +265,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """The group of the collectives of `Join`."""
         return self.communicator.group or dist.group.WORLD
 
-    @property
-    def split(self) -> Split:
-        """The split of the first group."""
-        return self.splits[0]
+    def _adopt_cleared_state(self) -> None:
+        """Clear the inner optimizer's state if the caller has assigned an empty `state`."""
+        if self.state is self._shown_state:
+            return
+        if self.state:
+            raise RuntimeError(
+                f"expected `state` to be replaced by an empty dictionary, got {len(self.state)} "
+                "entries: use load_state_dict()"
+            )
+        self.inner.state.clear()
+        self._steps_to_compare = 2
+        self.show_state(False)
 
     def _how_to_split(self, group: dict[str, Any]) -> Split:
         device = next((p.device for p in group["params"] if not p.is_meta), None)
@@ -300,7 +312,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.communicator.pop_bytes()
         buckets = make_buckets(partition, flat, parameters, self.communicator.rank)
         self._buckets += buckets
-        is_trainable = flat.is_floating_point() or flat.is_complex()
+        # torch has no arithmetic for 8-bit floats.
+        is_trainable = flat.itemsize > 1 and (flat.is_floating_point() or flat.is_complex())
         if is_trainable:
             self.reducer.add(buckets, partition)
         shards = []
