@@ -246,7 +246,7 @@ class _Counter:
 
 
 class _OperatorCounter(_Counter):
-    """Counts storages from the operator that allocates them until their last tensor is deleted."""
+    """A count of storages from the operator that allocates each until its last tensor is deleted."""
 
     @contextmanager
     def phase(self) -> Iterator[None]:
@@ -289,7 +289,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class _CudaCounter(_Counter):
-    """Reads the CUDA allocator."""
+    """A count that the CUDA allocator keeps."""
 
     @contextmanager
     def phase(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ class _OtherFolder:
         self.states: list[tuple[str, str, str]] = []
 
     def sort_entries(self) -> None:
-        """Complete the contents."""
+        """Assign each entry of the folder to the model, an optimizer or the extra values."""
         contents = self.contents
         others = [
             name

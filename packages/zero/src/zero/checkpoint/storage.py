@@ -6,11 +6,8 @@ checkpoint survives any failure while saving.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import pickle
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +17,9 @@ from typing import IO, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.checkpoint import checksums
 from zero.checkpoint.draft import Draft, check_target, current, draft_folder
@@ -33,14 +28,10 @@ from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
 
 T = TypeVar("T")
-#: Time that rank 0 waits at the end of the program for the files of other ranks.
-PATIENCE_SECONDS = 60.0
-#: Boxes of fewer bytes are read whole, because finding the offset of elements takes milliseconds.
-DIRECT_READ_BYTES = 1 << 21
 
 
 class Writer:
-    """Writes one checkpoint: `plan()`, then `write()` without communication, then `publish()`."""
+    """One save of a checkpoint: `plan()`, then `write()` without communication, then `publish()`."""
 
     def __init__(
         self,
@@ -127,37 +118,10 @@ class Writer:
         finally:
             self.close()
 
-    def leave_note(self) -> None:
-        """Write the results to a file for rank 0, in case nobody waits for the save."""
-        note = self.folder / f".written-{self.rank}"
-        with contextlib.suppress(OSError):
-            draft = note.with_suffix(".draft")
-            draft.write_bytes(pickle.dumps((self.results, self.ranges, self.error is None)))
-            draft.rename(note)
-
-    def publish_by_notes(self, world: int) -> bool:
-        """Publish on rank 0 without communication; return True if all ranks had written."""
-        notes = [self.folder / f".written-{rank}" for rank in range(world)]
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not all(note.exists() for note in notes) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        try:
-            if not all(note.exists() for note in notes):
-                return False
-            contents = [pickle.loads(note.read_bytes()) for note in notes]
-            are_written = all(is_written for _, _, is_written in contents)
-            if are_written:
-                self._finish([(results, ranges) for results, ranges, _ in contents])
-            return are_written
-        finally:
-            self.close()
-
     def _finish(self, written: Sequence[tuple[list[Any], checksums.Ranges]]) -> None:
         """Write the metadata and the checksums of all ranks' files, and rename the folder."""
         assert self.metadata is not None
         assert self._draft is not None
-        for note in self.folder.glob(".written-*"):
-            note.unlink()
         self.storage.finish(
             self.metadata, [self._add_tied_names(results) for results, _ in written]
         )
@@ -262,40 +226,8 @@ class Folder:
         reader = FileSystemReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = planner.plan_for(self.metadata)
-        # The first backward of a process starts autograd's threads, one per device. It must run
-        # before the fake tensors of `_read_direct` add fake GPUs, whose threads can abort a process
-        # when it exits.
-        torch.ones(1, requires_grad=True).backward()
-        remaining = [item for item in plan.items if not self._read_direct(item, planner, reader)]
-        plan = replace(plan, items=remaining)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
         return planner.loaded
-
-    def _read_direct(self, item: ReadItem, planner: LoadPlanner, reader: FileSystemReader) -> bool:
-        """Read the wanted elements of a large box only; return False if they are not contiguous.
-
-        torch's reader allocates and reads the whole box.
-        """
-        info = self.metadata.storage_data[item.storage_index]
-        if item.type != LoadItemType.TENSOR or info.length < DIRECT_READ_BYTES:
-            return False
-        target = planner.lookup_tensor(item.dest_index)
-        target = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
-        if getattr(info, "transform_descriptors", None) or target.device.type != "cpu":
-            return False
-        with (self.path / info.relative_path).open("rb") as file:
-            with FakeTensorMode():
-                # This reads the box's shape, strides and offset in the file, but no elements.
-                box = torch.load(reader._slice_file(file, info), "cpu", weights_only=True)
-            wanted = narrow_tensor_by_index(box, item.storage_offsets, item.lengths)
-            box_offset = getattr(box.untyped_storage(), "_checkpoint_offset", None)
-            has_same_form = target.dtype == wanted.dtype and target.shape == wanted.shape
-            is_contiguous = wanted.is_contiguous() and target.is_contiguous()
-            if box_offset is None or not (has_same_form and is_contiguous):
-                return False
-            file.seek(info.offset + box_offset + wanted.storage_offset() * wanted.itemsize)
-            read_into(file, target)
-        return True
 
 
 def read_into(file: IO[bytes], tensor: Tensor) -> None:
@@ -366,6 +298,6 @@ def _check_loadable(objects: dict[str, Any]) -> None:
 
 
 def _is_checkpoint_file(file: Path) -> bool:
-    if file.name in (".metadata", checksums.NAME) or file.name.startswith(".written-"):
+    if file.name in (".metadata", checksums.NAME):
         return True
     return file.name.startswith("__") and file.suffix == ".distcp"

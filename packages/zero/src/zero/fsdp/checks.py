@@ -1,4 +1,4 @@
-"""Checks of a model before stage 3 shards it."""
+"""Checks of a model that stage 3 will shard, and of the wrappers around it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from zero.fsdp.unit import Unit
 
 
 class GradientSync:
-    """Starts to average a unit's gradients when the last of them is ready, one unit at a time."""
+    """The reductions of units, each of which starts when the unit's last gradient is ready."""
 
     def __init__(self, units: list[Unit], replicated: ReplicatedParameters) -> None:
         self.units = units
@@ -82,7 +82,7 @@ class GradientSync:
             return False
 
     def _finish_reductions(self) -> None:
-        """Average the gradients that are left; a parameter gets one on all ranks or on none."""
+        """Average the remaining gradients; a parameter gets one on all ranks or on none."""
         for unit in self.units:
             if unit.gradients.sync and unit.gradients.has_unreduced():
                 self._reduce(unit)

@@ -205,7 +205,7 @@ def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()
 
 @dataclass(frozen=True)
 class Materialize:
-    """Allocates and initializes tensors that are still on the meta device."""
+    """The allocation and initialization of tensors that are still on the meta device."""
 
     device: torch.device
     initialize: Callable[[nn.Module], None] | None

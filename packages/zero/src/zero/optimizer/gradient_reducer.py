@@ -1,4 +1,4 @@
-"""Averages gradients over ranks bucket by bucket during backward; each rank keeps its shard.
+"""Averages of gradients over ranks, bucket by bucket during backward; each rank keeps its shard.
 
 Note [Lifetime of a gradient]
 | state     | `parameter.grad`  | gradient's memory | next state                           |
@@ -138,7 +138,7 @@ _reducers: WeakSet[GradientReducer] = WeakSet()
 
 
 class GradientReducer:
-    """Reduces buckets while backward fills them: Note [Lifetime of a gradient].
+    """The buckets that backward fills, and their reductions: Note [Lifetime of a gradient].
 
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
