@@ -1,4 +1,4 @@
-"""Averages of gradients over ranks, bucket by bucket during backward; each rank keeps its shard.
+"""Averages of gradients, reduced bucket by bucket during backward; each rank keeps its shard.
 
 Note [Lifetime of a gradient]
 | state     | `parameter.grad`  | gradient's memory | next state                           |
