@@ -246,7 +246,7 @@ class _Counter:
 
 
 class _OperatorCounter(_Counter):
-    """A count of the storages of tensors, from their allocation by an operator to their deletion."""
+    """A count of storages, from their allocation by an operator to their deletion."""
 
     @contextmanager
     def phase(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Writer:
-    """One save of a checkpoint: `plan()`, then `write()` without communication, then `publish()`."""
+    """One save: `plan()`, then `write()` without communication, then `publish()`."""
 
     def __init__(
         self,
