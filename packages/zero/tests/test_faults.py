@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from worker_pool import run_ranks, try_ranks
 from zero import (
     FSDP,
@@ -173,6 +175,42 @@ def build_sharded(model, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_share_memory_are_refused(stage):
     assert all(run_ranks(refuse_shared_memory, 2, stage, timeout=DEADLINE))
+
+
+def refuse_parameters_of_before():
+    """Refuse hooks, and an optimizer, of parameters that FSDP has replaced."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        handle = getattr(model[0].weight, register)(lambda value: None)
+        with pytest.raises(ValueError, match=r"parameter 0.weight has hooks.* of FSDP\(module\)"):
+            FSDP(model)
+        handle.remove()
+        FSDP(model)
+    for shard_model in (FSDP, fully_shard):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard_model(model)(torch.ones(2, 5)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"SGD has parameters from before .* after FSDP"):
+            optimizer.step()
+    return True
+
+
+def test_hooks_and_optimizers_from_before_sharding_are_refused():
+    assert all(run_ranks(refuse_parameters_of_before, 2, timeout=DEADLINE))
+
+
+def refuse_other_tensors(stage):
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(ValueError, match="expected plain tensors, got a DTensor for parameter"):
+        build_sharded(model, stage)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_of_other_classes_of_tensors_are_refused(stage):
+    assert all(run_ranks(refuse_other_tensors, 2, stage, timeout=DEADLINE))
 
 
 def refuse_ddp():
@@ -436,7 +474,9 @@ def use_one_after_the_other():
     model(torch.ones(2, 4)).sum().backward()
     del first
     second = ShardedOptimizer(model.parameters(), torch.optim.SGD)
-    return len(second.shards()) > 0 and len(FSDP(model).units) == 1
+    assert second.shards()
+    del second
+    return len(FSDP(model).units) == 1
 
 
 def test_parameters_of_a_deleted_optimizer_can_be_sharded_again():

@@ -963,3 +963,48 @@ def clear_state(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_cleared_state_is_cleared_on_all_ranks(stage):
     assert all(run_ranks(clear_state, 2, stage, timeout=DEADLINE))
+
+
+class ByAttribute(torch.optim.SGD):
+    """Steps parameters with an attribute `factor` that many times."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for _ in range(getattr(parameter, "factor", 1)):
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+def keep_attributes(stage):
+    def build():
+        model = make()
+        model[0].weight.factor = 3
+        return model
+
+    model, twin = build(), build()
+    theirs = ByAttribute(twin.parameters(), lr=0.1)
+    if stage == 3:
+        model = FSDP(model)
+        assert model.module[0].weight.factor == 3
+        ours = ByAttribute(model.parameters(), lr=0.1)
+    else:
+        ours = ShardedOptimizer(model.parameters(), ByAttribute, lr=0.1)
+    return train(model, ours, twin, theirs, mean_square)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_attributes_of_parameters_are_kept(stage):
+    assert all(run_ranks(keep_attributes, 2, stage, timeout=DEADLINE))
+
+
+def load_other_groups():
+    model = make()
+    ours = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    other = torch.optim.AdamW(list(make().parameters())[:3])
+    with pytest.raises(ValueError, match="expected 6 parameters in group 0 of the state, got 3"):
+        ours.load_state_dict(other.state_dict())
+    return True
+
+
+def test_a_state_of_other_groups_is_refused():
+    assert all(run_ranks(load_other_groups, 1, timeout=DEADLINE))

@@ -9,7 +9,7 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -114,44 +114,6 @@ def by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partit
         if start < end:
             spans.append(Span(start, end, owner))
     return Partition(tuple(numels), tuple(offsets), tuple(spans), end, world)
-
-
-def check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if two parameters share memory, because sharding would separate them.
-
-    A parameter that several modules have is tied, and is not an error.
-    """
-    ranges: list[tuple[str, int, int, str, Tensor]] = []
-    for name, parameter in named:
-        if not isinstance(parameter, Tensor) or type(parameter.data) is not Tensor:
-            continue
-        if parameter.layout != torch.strided or parameter.is_meta or not parameter.numel():
-            continue
-        start = parameter.data_ptr()
-        # A non-contiguous tensor may leave elements out, so only its first element counts.
-        size = parameter.nbytes if parameter.is_contiguous() else parameter.itemsize
-        ranges.append((str(parameter.device), start, start + size, name, parameter))
-    ranges.sort(key=lambda entry: entry[:3])
-    last: tuple[str, int, int, str, Tensor] | None = None
-    for entry in ranges:
-        device, start, _, name, parameter = entry
-        if last is None or device != last[0] or start >= last[2]:
-            last = entry
-        elif parameter is not last[4]:
-            raise ValueError(
-                f"parameters {last[3]} and {name} share memory, which sharding would separate: "
-                "assign one parameter to both modules, as in second.weight = first.weight"
-            )
-
-
-def check_trainable_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if a parameter to train is an 8-bit float, which has no arithmetic."""
-    for name, parameter in named:
-        if isinstance(parameter, Tensor) and parameter.requires_grad and parameter.itemsize < 2:
-            raise ValueError(
-                f"expected a dtype with arithmetic for parameter {name}, got {parameter.dtype}: "
-                "pass requires_grad=False, or use a wider dtype"
-            )
 
 
 def alias(flat: Tensor, offset: int, shape: torch.Size) -> Tensor:

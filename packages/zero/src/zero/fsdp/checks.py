@@ -8,7 +8,7 @@ from torch import nn
 
 from zero.diagnostics import describe_difference
 from zero.fsdp.shard import find_unit
-from zero.partition import check_separate_memory, check_trainable_dtypes
+from zero.parameter_checks import check_shardable
 from zero.process_groups import Communicator
 
 
@@ -35,7 +35,7 @@ def check_module(
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Communicator) -> None:
-    """Raise if parameters differ between ranks, share memory, or cannot be trained."""
+    """Raise if parameters differ between ranks, or cannot be sharded."""
     described = [
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in named
@@ -43,8 +43,13 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Co
     problem = describe_difference(communicator.gather_objects(described))
     if problem:
         raise ValueError(problem)
-    check_separate_memory(named)
-    check_trainable_dtypes(named)
+    check_shardable(named)
+    for name, parameter in named:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name} has hooks, which FSDP's parameters would not have: register "
+                "them on the parameters of FSDP(module)"
+            )
 
 
 def refuse_ddp(module: nn.Module) -> None:

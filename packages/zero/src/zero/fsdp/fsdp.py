@@ -32,7 +32,7 @@ from zero.fsdp.external_reads import ExternalReads
 from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import install
 from zero.fsdp.replicated import ReplicatedParameters
-from zero.fsdp.shard import Shard, ShardedParameter
+from zero.fsdp.shard import Shard, ShardedParameter, replaced_parameters
 from zero.fsdp.state_dict import StateDictHooks, use_full_parameters
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrapping import (
@@ -141,6 +141,8 @@ class FSDP(nn.Module):
         for fsdp in inner or ():
             self._adopt(fsdp)
         sharded = {p.shard for unit in self.units for p in unit.parameters}
+        for parameter in {p for _, p in named}.difference(module.parameters()):
+            replaced_parameters[parameter] = True
         replicated = [p for p in module.parameters() if p not in sharded | ignored]
         self._replicated = ReplicatedParameters(self.communicator, replicated)
         self._gradient_sync = GradientSync(self.units, self._replicated)

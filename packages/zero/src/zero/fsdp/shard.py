@@ -58,6 +58,10 @@ class ShardedParameter:
 _unit_of_shard = WeakTensorKeyDictionary()
 
 
+#: The parameters from before sharding, which only an optimizer or another module still has.
+replaced_parameters = WeakTensorKeyDictionary()
+
+
 def register_shard(shard: Tensor, unit: Unit, index: int) -> None:
     """Let `find_unit` find the unit of a shard, and its index there."""
     _unit_of_shard[shard] = ref(unit), index

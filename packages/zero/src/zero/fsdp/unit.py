@@ -133,6 +133,9 @@ class Unit:
                 shard_offset = pieces[index].offset - low
             values = self.shard[shard_offset : shard_offset + stop - start]
             shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
+            # Programs group parameters by attributes that models set, such as `_no_weight_decay`.
+            for replacement in (full, shard):
+                replacement.__dict__.update(vars(parameter))
             parameters.append(
                 ShardedParameter(name, parameter.shape, start, stop, shard, full, owners)
             )

@@ -225,6 +225,7 @@ class Materialize:
                     new.fill_(nan)
                 if isinstance(old, nn.Parameter):
                     parameter = nn.Parameter(new, old.requires_grad)
+                    parameter.__dict__.update(vars(old))
                     for owner, attribute in owners[old]:
                         owner._parameters[attribute] = parameter
                 else:

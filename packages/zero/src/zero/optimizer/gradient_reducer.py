@@ -34,6 +34,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
@@ -163,6 +164,8 @@ class GradientReducer:
         self._flat_gradients: list[Tensor] = []
         #: The id of this reducer's hook on each parameter.
         self._hook_ids: dict[nn.Parameter, int] = {}
+        self._hook_handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove_hooks, self._hook_handles)
         #: The parameters that have an average, or will have one when its reduction is waited for.
         self._keys: dict[nn.Parameter, _AverageKey] = {}
         #: See Note [Order of reductions]; None before the first backward.
@@ -321,6 +324,7 @@ class GradientReducer:
             if parameter.requires_grad and parameter not in self._hook_ids:
                 handle = parameter.register_post_accumulate_grad_hook(on_accumulated)
                 self._hook_ids[parameter] = handle.id
+                self._hook_handles.append(handle)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if not self._in_backward:
@@ -548,6 +552,11 @@ class GradientReducer:
             if output.data_ptr() != bucket.average.data_ptr():
                 bucket.average.copy_(output)
             bucket.average_is_in_buffer = True
+
+
+def _remove_hooks(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _is_used(gradient: Tensor) -> bool:

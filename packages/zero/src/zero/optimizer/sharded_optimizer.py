@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.cpu_offload import to_host
 from zero.diagnostics import describe_difference
-from zero.fsdp.shard import find_unit
+from zero.fsdp.shard import Shard, find_unit
 from zero.optimizer.gradient_reducer import Bucket, GradientReducer, make_buckets
 from zero.optimizer.optimizer_kinds import Split, how_to_split
 from zero.optimizer.state_dict import (
@@ -34,13 +34,8 @@ from zero.optimizer.state_dict import (
     options_of,
 )
 from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
-from zero.partition import (
-    Piece,
-    by_element,
-    by_parameter,
-    check_separate_memory,
-    check_trainable_dtypes,
-)
+from zero.parameter_checks import check_shardable
+from zero.partition import Piece, by_element, by_parameter
 from zero.process_groups import Collective, Communicator, Group
 
 #: The ShardedOptimizer of each parameter that has one.
@@ -96,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         members: list[Any] = []
         for entry in params:
             members += entry["params"] if isinstance(entry, dict) else [entry]
-        check_separate_memory(_named(members))
+        check_shardable(entry for entry in _named(members) if not isinstance(entry[1], Shard))
         self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
@@ -147,8 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         named = _named(param_group["params"])
         self._check_in_one_group(named)
         self._check_without_owner(named)
-        check_separate_memory(named)
-        check_trainable_dtypes(named)
+        check_shardable(named)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_ranks_agree(group["params"])
@@ -292,12 +286,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _shard(self, parameters: list[nn.Parameter], split: Split) -> list[nn.Parameter]:
         """Lay parameters of one dtype end to end, and return this rank's shards of them."""
-        for parameter in parameters:
-            if parameter.layout != torch.strided:
-                raise ValueError(
-                    f"expected dense parameters, got one of shape {tuple(parameter.shape)} with "
-                    f"layout {parameter.layout}: use a dense layout"
-                )
         numels = [parameter.numel() for parameter in parameters]
         cut = by_element if split == "elements" else by_parameter
         bucket_numel = self.bucket_bytes // parameters[0].element_size()
@@ -326,6 +314,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                     self._device_values.append(values)
                     values = to_host(values)
                 shard = nn.Parameter(values, requires_grad=is_trainable)
+                # Some optimizers read attributes that models set.
+                shard.__dict__.update(vars(parameter))
                 self._shards.append((parameter, piece, shard, bucket))
                 shards.append(shard)
         return shards
