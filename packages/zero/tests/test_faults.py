@@ -192,6 +192,8 @@ def refuse_parameters_of_before():
         shard_model(model)(torch.ones(2, 5)).sum().backward()
         with pytest.raises(RuntimeError, match=r"SGD has parameters from before .* after FSDP"):
             optimizer.step()
+        with pytest.raises(ValueError, match=r"parameter number 0, .* was replaced by a shard"):
+            ShardedOptimizer(optimizer.param_groups[0]["params"], torch.optim.SGD)
     return True
 
 

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.cpu_offload import to_host
 from zero.diagnostics import describe_difference
-from zero.fsdp.shard import Shard, find_unit
+from zero.fsdp.shard import Shard, find_unit, replaced_parameters
 from zero.optimizer.gradient_reducer import Bucket, GradientReducer, make_buckets
 from zero.optimizer.optimizer_kinds import Split, how_to_split
 from zero.optimizer.state_dict import (
@@ -396,6 +396,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 raise ValueError(
                     f"parameter {location[1].name} is a shard of FSDP: pass fsdp.parameters() to "
                     f"{self._inner_cls.__name__} itself, not to ShardedOptimizer"
+                )
+            if parameter in replaced_parameters:
+                raise ValueError(
+                    f"parameter {name}, of shape {tuple(parameter.shape)}, was replaced by a shard "
+                    "of FSDP, so no module uses it: pass the parameters of a model that is not "
+                    "sharded"
                 )
             if _owner(parameter) is not None:
                 # An unreferenced optimizer in a reference cycle is not an owner.
