@@ -45,11 +45,11 @@ class ShardedParameter:
         for module, name in self.owners:
             registered = module._parameters.get(name)
             if registered is not self.shard and registered is not self.full:
+                received = "none" if registered is None else f"another {type(registered).__name__}"
                 raise RuntimeError(
-                    f"expected {self.name} to be FSDP's parameter, got another "
-                    f"{type(registered).__name__}, which the forward would not use: change "
-                    "parameters in place or within summon_full_params(), and replace or prune "
-                    "them before FSDP(module)"
+                    f"expected {self.name} to be FSDP's parameter, got {received}, which the "
+                    "forward would not use: change parameters in place or within "
+                    "summon_full_params(), and replace or prune them before FSDP(module)"
                 )
 
 
