@@ -3,6 +3,7 @@
 import sys
 from math import prod
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from worker_pool import run_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
+from zero.checkpoint import storage
 from zero.checkpoint.planner import boxes
 from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
 
@@ -90,7 +92,10 @@ def save_at(path, stage, name, async_op):
 
 def load_at(path, stage, name):
     model, optimizer = build(stage, 1, name)
-    extra = load_checkpoint(path, model, optimizer)
+    # At an odd number of ranks, small tensors are read by the method for large ones.
+    direct = 1 if dist.get_world_size() % 2 else storage.DIRECT_READ_BYTES
+    with patch.object(storage, "DIRECT_READ_BYTES", direct):
+        extra = load_checkpoint(path, model, optimizer)
     loaded = whole(model)
     train(model, optimizer, range(extra["step"], 5))
     return loaded, whole(model)

@@ -608,8 +608,11 @@ def strided(path):
     return same(models[1].state_dict(), models[0].state_dict())
 
 
-def load_transposed(folder):
-    """Load a tensor that another program saved as a non-contiguous view, and a contiguous one."""
+def turned(folder):
+    """Load a tensor that another program saved as a non-contiguous view, and a contiguous one.
+
+    Read as large tensors are: from their place in the file, where that is in order.
+    """
     weights = [torch.randn(6, 10), torch.randn(10, 6).t().requires_grad_()]
     if dist.get_rank() == 0:
         dcp.save(
@@ -620,20 +623,34 @@ def load_transposed(folder):
     for tensor in weights:
         dist.broadcast(tensor.detach(), 0)
     model = FSDP(nn.Sequential(nn.Linear(10, 6, bias=False), nn.Linear(10, 6, bias=False)))
-    load_checkpoint(folder, model)
+    read = []
+    direct = storage.Folder._read_direct
+
+    def seen(self, *arguments):
+        read.append(direct(self, *arguments))
+        return read[-1]
+
+    with (
+        patch.object(storage, "DIRECT_READ_BYTES", 1),
+        patch.object(storage.Folder, "_read_direct", seen),
+    ):
+        load_checkpoint(folder, model)
     loaded_parameters = model.gather_full_params()
+    good = [torch.equal(loaded_parameters[f"{i}.weight"], w) for i, w in enumerate(weights)]
     # Autograd notices the write: it refuses to use the saved old values.
     product = (weight.requires_grad_() * weight).sum()
     with open(Path(folder) / ".metadata", "rb") as file:
         storage.read_into(file, weight.detach())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
-    return [torch.equal(loaded_parameters[f"{i}.weight"], w) for i, w in enumerate(weights)]
+    return good, any(read), all(read)
 
 
-def test_tensors_that_were_saved_in_another_memory_order_are_loaded(tmp_path):
-    for good in run_ranks(load_transposed, 3, str(tmp_path / "theirs"), timeout=DEADLINE):
+def test_contiguous_elements_of_large_tensors_are_read_directly(tmp_path):
+    for good, some, everything in run_ranks(turned, 3, str(tmp_path / "theirs"), timeout=DEADLINE):
         assert good == [True, True]
+        assert some
+        assert not everything
 
 
 def test_non_contiguous_tensors_are_saved_and_loaded(tmp_path):

@@ -250,7 +250,7 @@ def load_checkpoint(
 
     `path` is a checkpoint of `save_checkpoint`, from any number of ranks and any stage; another
     folder of torch.distributed.checkpoint; or weights in safetensors or torch files, as a folder
-    or one file. Every rank must call it, and reads only what overlaps with its elements. Values
+    or one file. Every rank must call it, and reads its elements only. Values
     are cast to the model's dtype. If the checkpoint is damaged, newer, or of another model,
     RuntimeError is raised on every rank before anything is changed.
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 NAME = "checksums.json"
 CHUNK = 1 << 22
 
 crc32 = zlib.crc32
 
+T = TypeVar("T")
 #: (offset, length, checksum) of ranges, by the name of their file.
 Ranges = dict[str, list[tuple[int, int, int]]]
 #: File, offset and length.
@@ -32,22 +34,45 @@ def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
     return checksums_of([(path, offset, size)])[0]
 
 
-def checksums_of(ranges: Sequence[FileRange]) -> list[int]:
-    """Return the CRC-32 of each range."""
+def checksums_of(ranges: Sequence[FileRange], *, read_ahead: bool = False) -> list[int]:
+    """Return the CRC-32 of each range; `read_ahead` reads the next chunk while one is summed."""
     crcs = [0] * len(ranges)
-    buffer = memoryview(bytearray(min(CHUNK, max((size for _, _, size in ranges), default=0))))
+    chunks = _read_chunks(ranges)
+    if read_ahead and sum(length for _, _, length in ranges) > CHUNK:
+        chunks = _read_ahead(chunks)
+    for index, chunk in chunks:
+        crcs[index] = crc32(chunk, crcs[index])
+    return crcs
+
+
+def _read_chunks(ranges: Sequence[FileRange]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of each range in chunks, with the range's index.
+
+    Two buffers alternate, so a chunk is overwritten when the chunk after the next one is requested.
+    """
+    size = min(CHUNK, max((length for _, _, length in ranges), default=0))
+    buffers = cycle([memoryview(bytearray(size)), memoryview(bytearray(size))])
     for path, numbered in groupby(enumerate(ranges), key=lambda entry: entry[1][0]):
         with path.open("rb", buffering=0) as file:
             for index, (_, offset, length) in numbered:
                 file.seek(offset)
                 remaining = length
                 while remaining > 0:
-                    count = file.readinto(buffer[:remaining])
+                    chunk = next(buffers)[:remaining]
+                    count = file.readinto(chunk)
                     if not count:
                         raise ValueError(f"{path} ends before byte {offset + length}")
                     remaining -= count
-                    crcs[index] = crc32(buffer[:count], crcs[index])
-    return crcs
+                    yield index, chunk[:count]
+
+
+def _read_ahead(chunks: Iterator[T]) -> Iterator[T]:
+    """Yield the same items, each requested in a thread while the caller uses the previous one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+        pending = thread.submit(next, chunks, None)
+        while (chunk := pending.result()) is not None:
+            pending = thread.submit(next, chunks, None)
+            yield chunk
 
 
 def of_ranges(folder: Path, infos: Iterable[Any]) -> Ranges:
@@ -127,7 +152,7 @@ class Verifier:
         # In the order of the disk.
         ordered = sorted(due)
         ranges = [(self.folder / file, *written) for file, written in ordered]
-        crcs = checksums_of(ranges)
+        crcs = checksums_of(ranges, read_ahead=True)
         for (file, written), crc in zip(ordered, crcs, strict=True):
             if self.known[file].pop(written) != crc:
                 raise ValueError(

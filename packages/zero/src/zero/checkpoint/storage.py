@@ -17,9 +17,11 @@ from typing import IO, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan
 
 from zero.checkpoint import checksums
 from zero.checkpoint.draft import Draft, check_target, current, draft_folder
@@ -28,6 +30,8 @@ from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
 
 T = TypeVar("T")
+#: Boxes of fewer bytes are read whole, because finding the offset of elements takes milliseconds.
+DIRECT_READ_BYTES = 1 << 21
 
 
 class Writer:
@@ -226,8 +230,40 @@ class Folder:
         reader = FileSystemReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = planner.plan_for(self.metadata)
+        # The first backward of a process starts autograd's threads, one per device. It must run
+        # before the fake tensors of `_read_direct` add fake GPUs, whose threads can abort a process
+        # when it exits.
+        torch.ones(1, requires_grad=True).backward()
+        remaining = [item for item in plan.items if not self._read_direct(item, planner, reader)]
+        plan = replace(plan, items=remaining)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
         return planner.loaded
+
+    def _read_direct(self, item: ReadItem, planner: LoadPlanner, reader: FileSystemReader) -> bool:
+        """Read the wanted elements of a large box only; return False if they are not contiguous.
+
+        torch's reader allocates and reads the whole box.
+        """
+        info = self.metadata.storage_data[item.storage_index]
+        if item.type != LoadItemType.TENSOR or info.length < DIRECT_READ_BYTES:
+            return False
+        target = planner.lookup_tensor(item.dest_index)
+        target = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
+        if getattr(info, "transform_descriptors", None) or target.device.type != "cpu":
+            return False
+        with (self.path / info.relative_path).open("rb") as file:
+            with FakeTensorMode():
+                # This reads the box's shape, strides and offset in the file, but no elements.
+                box = torch.load(reader._slice_file(file, info), "cpu", weights_only=True)
+            wanted = narrow_tensor_by_index(box, item.storage_offsets, item.lengths)
+            box_offset = getattr(box.untyped_storage(), "_checkpoint_offset", None)
+            has_same_form = target.dtype == wanted.dtype and target.shape == wanted.shape
+            is_contiguous = wanted.is_contiguous() and target.is_contiguous()
+            if box_offset is None or not (has_same_form and is_contiguous):
+                return False
+            file.seek(info.offset + box_offset + wanted.storage_offset() * wanted.itemsize)
+            read_into(file, target)
+        return True
 
 
 def read_into(file: IO[bytes], tensor: Tensor) -> None:
