@@ -1,5 +1,7 @@
 """Stages 1 and 2 equal the unsharded optimizer."""
 
+import copy
+import pickle
 import random
 import sys
 from collections import defaultdict
@@ -963,6 +965,18 @@ def clear_state(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_cleared_state_is_cleared_on_all_ranks(stage):
     assert all(run_ranks(clear_state, 2, stage, timeout=DEADLINE))
+
+
+def refuse_copies():
+    optimizer = ShardedOptimizer(make().parameters(), torch.optim.AdamW)
+    for act in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled: construct another one"):
+            act(optimizer)
+    return True
+
+
+def test_an_optimizer_cannot_be_copied_or_pickled():
+    assert all(run_ranks(refuse_copies, 1, timeout=DEADLINE))
 
 
 class ByAttribute(torch.optim.SGD):

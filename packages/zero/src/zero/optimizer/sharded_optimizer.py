@@ -219,6 +219,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Load a `state_dict()`, or that of an unsharded optimizer."""
         load_state_dict(self, state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "ShardedOptimizer belongs to a process group and to its parameters, so it cannot be "
+            "copied or pickled: construct another one, and load state_dict() or a checkpoint"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, averages included."""
         super().zero_grad(set_to_none)
