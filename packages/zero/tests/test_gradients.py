@@ -266,6 +266,9 @@ def norms(stage):
                 torch.as_tensor(getattr(parameter.grad, reduce)()).as_subclass(torch.Tensor),
                 getattr(whole, reduce)(),
             )
+        count = (parameter.grad > 0).sum()
+        assert count.dtype == torch.int64
+        assert count == (whole > 0).sum()
         # Stage 3 replicates the LayerNorm.
         if stage < 3 or not name.startswith("module.2."):
             torch.testing.assert_close(parameter.grad.full_tensor(), whole)
@@ -618,6 +621,11 @@ MISUSES = {
     "another's": (assign(lambda n: n["3.weight"].grad), "assigned to 0.weight has other elements"),
     "row": (lambda n, _: n["0.weight"].grad.__setitem__(0, 0.0), "full_tensor"),
     "view": (lambda n, _: n["0.weight"].grad.view(-1), "full_tensor"),
+    "equal": (lambda n, _: n["0.weight"].grad.equal(n["0.weight"].grad), "full_tensor"),
+    "largest singular value": (
+        lambda n, _: torch.linalg.norm(n["0.weight"].grad, 2),
+        "full_tensor",
+    ),
     "median": (lambda n, _: n["0.weight"].grad.median(), "full_tensor"),
     "std": (lambda n, _: n["0.weight"].grad.std(), "full_tensor"),
     "norm of rows": (lambda n, _: n["0.weight"].grad.norm(dim=1), "full_tensor"),

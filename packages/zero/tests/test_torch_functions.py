@@ -22,11 +22,11 @@ NOT_COMPARED = {
     "__init_subclass__", "__len__", "__module__", "__new__", "__reduce__", "__reduce_ex__",
     "__repr__", "__setattr__", "__setstate__", "__sizeof__", "__str__", "__subclasshook__",
     "__torch_dispatch__", "__torch_function__", "__weakref__", "_base", "_cdata", "_dimI", "_dimV",
-    "_version", "align_as", "align_to", "apply_", "as_subclass", "backward", "data_ptr",
-    "dense_dim", "detach_", "device", "dim", "dtype", "element_size", "empty_like",
+    "_version", "align_as", "align_to", "apply_", "as_subclass", "backward", "const_data_ptr",
+    "data_ptr", "dense_dim", "detach_", "device", "dim", "dtype", "element_size", "empty_like",
     "empty_permuted", "get_device", "grad", "grad_fn", "is_contiguous", "is_inference", "is_leaf",
     "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "itemsize", "layout",
-    "map2_", "map_", "module_load", "names", "nbytes", "ndim", "ndimension", "nelement",
+    "map2_", "map_", "module_load", "names", "nbytes", "ndim", "ndimension", "nelement", "new",
     "new_empty", "new_empty_strided", "numel", "output_nr", "pin_memory", "record_stream",
     "refine_names", "register_hook", "register_post_accumulate_grad_hook", "reinforce", "rename",
     "rename_", "requires_grad", "requires_grad_", "resize", "resize_", "resize_as", "resize_as_",
@@ -119,6 +119,7 @@ def compare(stage):
     return wrong, tested
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.filterwarnings("ignore")
 def test_every_function_of_torch_is_right_on_sharded_gradients_or_raises(stage):

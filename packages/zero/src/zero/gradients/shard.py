@@ -159,7 +159,9 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         _check_is_local(name, gradient.shape == result.shape, ())
         return shard_gradient(result, gradient.communicator, gradient.elements)
     results = result if isinstance(result, list | tuple) else [result]
-    if any(type(entry) is Tensor for entry in results) and not name.startswith("new_"):
+    # An empty shard has no rows to return, where other ranks return some.
+    needs_others = not results or any(type(entry) is Tensor for entry in results)
+    if needs_others and not name.startswith("new_"):
         _check_is_local(name, False, ())
     return result
 
