@@ -985,6 +985,8 @@ class ByAttribute(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 for _ in range(getattr(parameter, "factor", 1)):
                     parameter.data.add_(parameter.grad, alpha=-group["lr"])
 
