@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from datetime import timedelta
@@ -87,6 +88,38 @@ def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
     report_path = str(tmp_path / "report_path")
     outcomes = try_ranks(lose_a_rank, 2, stage, "hang", report_path, timeout=DEADLINE)
     assert "rank 1 died or hangs" in str(outcomes[0].error)
+
+
+def stop_the_host_of_the_store(path):
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        path.with_suffix(".draft").write_text(f"{store.port} {os.getpid()}")
+        path.with_suffix(".draft").rename(path)
+    else:
+        while not path.exists():
+            time.sleep(0.05)
+        port, host = map(int, path.read_text().split())
+        store = dist.TCPStore("127.0.0.1", port, 2, False)
+    limit = timedelta(seconds=10)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    diagnostics.GRACE_SECONDS = diagnostics.STORE_SECONDS = 0.5
+    communicator = Communicator()
+    communicator.all_reduce(torch.ones(2)).wait()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    try:
+        communicator.all_reduce(torch.ones(2)).wait()
+    finally:
+        os.kill(host, signal.SIGCONT)
+
+
+@pytest.mark.exhaustive
+def test_a_host_of_the_store_that_hangs_is_named(tmp_path):
+    path = tmp_path / "address"
+    outcomes = try_ranks(stop_the_host_of_the_store, 2, path, backend="", timeout=60)
+    assert "rank 0 died or hangs" in str(outcomes[1].error)
 
 
 def different_models(stage):

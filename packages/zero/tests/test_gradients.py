@@ -249,6 +249,11 @@ def test_reads_of_parameters_that_need_other_ranks_elements_are_refused_or_gathe
     assert all(run_ranks(read_whole_shapes, 2, timeout=DEADLINE))
 
 
+def local_elements(gradient):
+    """Return this rank's elements of a sharded gradient as a plain tensor."""
+    return gradient.local_pieces()[0]
+
+
 def norms(stage):
     model, ours, twin, _ = pair(stage)
     assert ours.param_groups
@@ -266,6 +271,13 @@ def norms(stage):
                 torch.as_tensor(getattr(parameter.grad, reduce)()).as_subclass(torch.Tensor),
                 getattr(whole, reduce)(),
             )
+        changed = parameter.grad.clone()
+        assert changed.equal(parameter.grad)
+        assert changed.allclose(parameter.grad)
+        if dist.get_rank() == 1:
+            # One rank's elements determine the result on all ranks.
+            local_elements(changed).add_(1.0)
+        assert not changed.equal(parameter.grad)
         count = (parameter.grad > 0).sum()
         assert count.dtype == torch.int64
         assert count == (whole > 0).sum()
@@ -621,7 +633,7 @@ MISUSES = {
     "another's": (assign(lambda n: n["3.weight"].grad), "assigned to 0.weight has other elements"),
     "row": (lambda n, _: n["0.weight"].grad.__setitem__(0, 0.0), "full_tensor"),
     "view": (lambda n, _: n["0.weight"].grad.view(-1), "full_tensor"),
-    "equal": (lambda n, _: n["0.weight"].grad.equal(n["0.weight"].grad), "full_tensor"),
+    "equal": (lambda n, _: n["0.weight"].grad.equal(n["3.weight"].grad), "full_tensor"),
     "largest singular value": (
         lambda n, _: torch.linalg.norm(n["0.weight"].grad, 2),
         "full_tensor",

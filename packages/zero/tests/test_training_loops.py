@@ -132,7 +132,7 @@ def train_with_trainer(kind, folder):
 
 def as_torchrun(train, *args):
     """Call `train` with the environment that torchrun sets, which Accelerate reads."""
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return train(*args)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if the parameters cannot be laid end to end and trained."""
-    # torch's optimizers refuse anything else with an error of their own.
+    # torch's optimizers refuse anything else.
     parameters = [entry for entry in named if isinstance(entry[1], Tensor)]
     for name, parameter in parameters:
         shape = tuple(parameter.shape)

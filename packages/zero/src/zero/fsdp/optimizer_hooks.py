@@ -22,8 +22,13 @@ from torch.optim.optimizer import (
 )
 
 from zero.dtensors import Run, full_entries, state_rows
-from zero.fsdp.shard import ShardedParameter, find_unit, plain_shard, replaced_parameters
-from zero.fsdp.unit import Unit
+from zero.fsdp.shard import (
+    ShardedParameter,
+    ShardingUnit,
+    find_unit,
+    plain_shard,
+    replaced_parameters,
+)
 from zero.gradients.shard import ShardGradient, plain
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
@@ -37,7 +42,7 @@ from zero.partition import by_parameter
 from zero.process_groups import Communicator
 
 #: A parameter of an optimizer, its unit, and its description there.
-Entry = tuple[nn.Parameter, Unit, ShardedParameter]
+Entry = tuple[nn.Parameter, ShardingUnit, ShardedParameter]
 
 
 @cache

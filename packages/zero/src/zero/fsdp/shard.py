@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -12,9 +12,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.gradients.shard import ElementRange, ShardGradient, shard_function, shard_gradient
-
-if TYPE_CHECKING:
-    from zero.fsdp.unit import Unit
+from zero.process_groups import Communicator
 
 #: A module and the name of one of its parameters.
 Owner = tuple[nn.Module, str]
@@ -53,6 +51,22 @@ class ShardedParameter:
                 )
 
 
+class ShardingUnit(Protocol):
+    """The unit that a shard belongs to."""
+
+    communicator: Communicator
+    #: The shards of all parameters, end to end.
+    shard: Tensor
+    parameters: list[ShardedParameter]
+    #: Classes of optimizers that the caller has declared element-wise.
+    elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...]
+    #: True while an optimizer steps that needs full tensors in its parameters' `.data`.
+    holds_full_tensors: bool
+
+    def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
+        """Return the elements of a parameter in a rank's shard."""
+
+
 #: Maps each shard to its unit and its index in the unit, so that code that only has an optimizer's
 #: parameters finds the unit.
 _unit_of_shard = WeakTensorKeyDictionary()
@@ -62,12 +76,12 @@ _unit_of_shard = WeakTensorKeyDictionary()
 replaced_parameters = WeakTensorKeyDictionary()
 
 
-def register_shard(shard: Tensor, unit: Unit, index: int) -> None:
+def register_shard(shard: Tensor, unit: ShardingUnit, index: int) -> None:
     """Let `find_unit` find the unit of a shard, and its index there."""
     _unit_of_shard[shard] = ref(unit), index
 
 
-def find_unit(parameter: Tensor) -> tuple[Unit, ShardedParameter] | None:
+def find_unit(parameter: Tensor) -> tuple[ShardingUnit, ShardedParameter] | None:
     """Return the unit of a shard, or None for any other parameter."""
     unit_ref, index = _unit_of_shard.get(parameter, (lambda: None, 0))
     unit = unit_ref()

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zero.cpu_offload import to_host
-from zero.fsdp.shard import plain_shard
+from zero.fsdp.shard import ShardedParameter, plain_shard
 from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
 from zero.gradients.shard import shard_gradient
+from zero.partition import Partition
 from zero.process_groups import Communicator
 
-if TYPE_CHECKING:
-    from zero.fsdp.unit import Unit
+
+class ReducedUnit(Protocol):
+    """The parts of a unit that its gradients are reduced with."""
+
+    communicator: Communicator
+    parameters: list[ShardedParameter]
+    partition: Partition
+    shard: Tensor
+    full: Tensor
+    cpu_offload: bool
+
+    @property
+    def label(self) -> str:
+        """The name of the unit in collectives."""
 
 
 class UnitGradients:
@@ -28,7 +41,7 @@ class UnitGradients:
     `.grad`. Under `no_sync()` a placeholder in a shard's `.grad` stands for the local gradient.
     """
 
-    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
+    def __init__(self, unit: ReducedUnit, dtype: torch.dtype) -> None:
         self.unit = unit
         #: The dtype in which gradients are sent, and accumulated under `no_sync()`.
         self.dtype = dtype

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
+from zero.gradients.reductions import (
+    PartialGradient,
+    are_equal_on_all_ranks,
+    gather_runs,
+    norms,
+    reduce,
+    unscale,
+)
 from zero.gradients.rules import (
     ELEMENTWISE_OPERATORS,
     RANDOM,
-    READS_ELEMENTS,
     REMEDY,
     UNSCALE,
     aten,
@@ -21,13 +28,16 @@ from zero.gradients.rules import (
 )
 from zero.process_groups import Communicator
 
+#: Elements `start` to `stop` of a flattened tensor, and their values.
+Run = tuple[int, int, Tensor]
+
 
 class Source(Protocol):
     """The object that stores an AveragedGradient's elements: a reducer or a unit."""
 
     communicator: Communicator
 
-    def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
+    def fetch_runs(self, gradient: AveragedGradient) -> list[Run]:
         """Return this rank's runs of elements (start, stop, values) after they were averaged."""
 
 
@@ -43,7 +53,7 @@ class AveragedGradient(PartialGradient):
     #: The identity by which the source finds this gradient's elements.
     key: Any
     #: The elements themselves, if the gradient is the result of an operation.
-    runs: list[tuple[int, int, Tensor]] | None
+    runs: list[Run] | None
     #: This rank's gradient of a later backward, which has not been averaged yet.
     unreduced: Tensor | None
     #: True if this rank's backward reached the parameter.
@@ -57,7 +67,7 @@ class AveragedGradient(PartialGradient):
         key: Any,
         *,
         dtype: torch.dtype | None = None,
-        runs: list[tuple[int, int, Tensor]] | None = None,
+        runs: list[Run] | None = None,
         is_used: bool = True,
     ) -> AveragedGradient:
         """Create the averaged gradient of `like`."""
@@ -75,7 +85,7 @@ class AveragedGradient(PartialGradient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def local_runs(self) -> list[tuple[int, int, Tensor]]:
+    def local_runs(self) -> list[Run]:
         """Return this rank's runs of the flattened average: (start, stop, values), at least one."""
         if self.runs is not None:
             return self.runs
@@ -126,8 +136,9 @@ class AveragedGradient(PartialGradient):
             return reduce(name, args, kwargs)
         if name in RANDOM:
             return _draw_like(func, args[0], kwargs)
-        is_known = name in ELEMENTWISE_OPERATORS or is_pointwise(func)
-        if is_known and name not in READS_ELEMENTS:
+        if name == "equal":
+            return _are_equal(args)
+        if name in ELEMENTWISE_OPERATORS or is_pointwise(func):
             return _apply_elementwise(func, args, kwargs)
         raise RuntimeError(
             f"{name} needs all elements of an averaged gradient, of which this rank has its shard "
@@ -155,19 +166,40 @@ def _accumulate(name: str, gradient: Any, added: Any) -> Any:
     return gradient
 
 
+def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[Run]]:
+    """Return the runs of gradients; raise if they are of different elements."""
+    runs_of = [gradient.local_runs() for gradient in gradients]
+    ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
+    if any(other != ranges[0] for other in ranges):
+        raise _combination_error(func)
+    return runs_of
+
+
+def _combination_error(func: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{func} combines an averaged gradient, of which this rank has its shard only, with a "
+        f"tensor of other elements: {REMEDY}"
+    )
+
+
+def _are_equal(args: Any) -> bool:
+    """Return True if two gradients are equal on all ranks."""
+    if not all(isinstance(arg, AveragedGradient) for arg in args):
+        raise _combination_error("equal")
+    pairs = zip(*_runs_alike("equal", args), strict=True)
+    is_equal = all(torch.equal(first[2], second[2]) for first, second in pairs)
+    return are_equal_on_all_ranks(is_equal, args[0].communicator)
+
+
 def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an element-wise operator to each run of this rank's elements."""
     leaves, spec = tree_flatten((args, kwargs))
     gradients = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
-    runs_of = [gradient.local_runs() for gradient in gradients]
+    runs_of = _runs_alike(func, gradients)
     ranges = [(start, stop) for start, stop, _ in runs_of[0]]
-    have_same_ranges = all([(a, b) for a, b, _ in runs] == ranges for runs in runs_of)
     is_in_place = func._schema.is_mutable
-    if not have_same_ranges or (is_in_place and not isinstance(args[0], AveragedGradient)):
-        raise RuntimeError(
-            f"{func} combines an averaged gradient, of which this rank has its shard only, with a "
-            f"tensor of other elements: {REMEDY}"
-        )
+    if is_in_place and not isinstance(args[0], AveragedGradient):
+        raise _combination_error(func)
     shape = gradients[0].shape
     results = []
     for index, (start, stop) in enumerate(ranges):

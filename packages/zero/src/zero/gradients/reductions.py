@@ -39,6 +39,12 @@ def gather_runs(
     return whole.to(first.device).view(shape)
 
 
+def are_equal_on_all_ranks(is_equal: bool, communicator: Communicator) -> bool:
+    """Return True if a comparison of each rank's elements is true on every rank."""
+    communicator.check_not_joining()
+    return not communicator.any_rank([not is_equal], counted=False)()[0]
+
+
 def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Divide gradients by GradScaler's scale; set `found_inf` if any rank has an infinity."""
     pieces = _local_pieces(gradients)

@@ -34,8 +34,10 @@ ELEMENTWISE_FUNCTIONS = {
     "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
     "data", "real", "__deepcopy__", "empty_like", "full_like", "fill_", "nan_to_num", "clip",
     "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
-    "true_divide", "square", "clamp", "masked_fill",
+    "true_divide", "square", "clamp", "masked_fill", "positive",
 }  # fmt: skip
+#: Comparisons of two tensors with one result.
+COMPARISONS = {"equal", "allclose"}
 #: Functions that draw random numbers in the shape of a tensor.
 RANDOM = {"rand_like", "randn_like"}
 #: Attributes that are other views of all elements.
@@ -44,13 +46,13 @@ VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
 NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
 #: Methods that return values of elements as Python or NumPy objects, or assign to elements.
 READS_ELEMENTS = {
-    "item", "tolist", "numpy", "equal", "allclose", "__array__", "__bool__", "__float__", "__int__",
+    "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__",
     "is_nonzero", "__contains__", "__iter__", "__setitem__",
 }  # fmt: skip
 #: Python operators whose operators in aten have other names.
 OPERATOR_NAMES = {
     "truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide", "mod": "remainder",
-    "and": "bitwise_and", "or": "bitwise_or",
+    "and": "bitwise_and", "or": "bitwise_or", "pos": "positive",
 }  # fmt: skip
 
 REMEDY = (
@@ -93,7 +95,7 @@ def is_pointwise(operator: Any) -> bool:
 @cache
 def is_elementwise(name: str) -> bool:
     """Return True if a function or method of torch is element-wise, in place or not."""
-    if name in READS_ELEMENTS:
+    if name in READS_ELEMENTS or name in COMPARISONS:
         return False
     known = ELEMENTWISE_FUNCTIONS | ELEMENTWISE_OPERATORS
     stripped = name.strip("_")

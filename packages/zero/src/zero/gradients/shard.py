@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
+from zero.gradients.reductions import (
+    PartialGradient,
+    are_equal_on_all_ranks,
+    gather_runs,
+    norms,
+    reduce,
+    unscale,
+)
 from zero.gradients.rules import (
+    COMPARISONS,
     NOT_IN_PLACE,
     RANDOM,
     READS_ELEMENTS,
@@ -77,6 +85,10 @@ class ShardGradient(PartialGradient):
                 if torch.is_grad_enabled() and args[0].requires_grad:
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return reduce(name, args, kwargs)
+            if name in COMPARISONS:
+                _check_is_local(name, True, args[:2])
+                is_equal = func(plain(args[0]), plain(args[1]), *args[2:], **kwargs)
+                return are_equal_on_all_ranks(is_equal, args[0].communicator)
             if name in RANDOM:
                 like, elements = args[0], args[0].elements
                 whole = func(like.new_empty(elements.shape), *args[1:], **kwargs)
@@ -158,10 +170,11 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
         _check_is_local(name, gradient.shape == result.shape, ())
         return shard_gradient(result, gradient.communicator, gradient.elements)
+    if is_local or name in NOT_IN_PLACE or name.startswith("new_"):
+        return result
     results = result if isinstance(result, list | tuple) else [result]
-    # An empty shard has no rows to return, where other ranks return some.
-    needs_others = not results or any(type(entry) is Tensor for entry in results)
-    if needs_others and not name.startswith("new_"):
+    # On an empty shard, some functions return nothing or their argument, where others fail.
+    if not results or any(isinstance(entry, Tensor) for entry in results):
         _check_is_local(name, False, ())
     return result
 
