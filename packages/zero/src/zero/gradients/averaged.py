@@ -18,6 +18,7 @@ from zero.gradients.reductions import (
     unscale,
 )
 from zero.gradients.rules import (
+    COMPARISONS,
     ELEMENTWISE_OPERATORS,
     RANDOM,
     REMEDY,
@@ -136,8 +137,8 @@ class AveragedGradient(PartialGradient):
             return reduce(name, args, kwargs)
         if name in RANDOM:
             return _draw_like(func, args[0], kwargs)
-        if name == "equal":
-            return _are_equal(args)
+        if name in COMPARISONS:
+            return _are_equal(func, args[:2], args[2:], kwargs)
         if name in ELEMENTWISE_OPERATORS or is_pointwise(func):
             return _apply_elementwise(func, args, kwargs)
         raise RuntimeError(
@@ -182,13 +183,13 @@ def _combination_error(func: Any) -> RuntimeError:
     )
 
 
-def _are_equal(args: Any) -> bool:
-    """Return True if two gradients are equal on all ranks."""
-    if not all(isinstance(arg, AveragedGradient) for arg in args):
-        raise _combination_error("equal")
-    pairs = zip(*_runs_alike("equal", args), strict=True)
-    is_equal = all(torch.equal(first[2], second[2]) for first, second in pairs)
-    return are_equal_on_all_ranks(is_equal, args[0].communicator)
+def _are_equal(func: Any, gradients: Any, options: Any, kwargs: Any) -> bool:
+    """Return True if two gradients are equal, or close, on all ranks."""
+    if not all(isinstance(gradient, AveragedGradient) for gradient in gradients):
+        raise _combination_error(func)
+    pairs = zip(*_runs_alike(func, gradients), strict=True)
+    is_equal = all(func(first[2], second[2], *options, **kwargs) for first, second in pairs)
+    return are_equal_on_all_ranks(is_equal, gradients[0].communicator)
 
 
 def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:

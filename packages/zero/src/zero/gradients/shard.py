@@ -170,7 +170,8 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
         _check_is_local(name, gradient.shape == result.shape, ())
         return shard_gradient(result, gradient.communicator, gradient.elements)
-    if is_local or name in NOT_IN_PLACE or name.startswith("new_"):
+    is_argument = is_local and isinstance(result, ShardGradient)
+    if is_argument or name in NOT_IN_PLACE or name.startswith("new_"):
         return result
     results = result if isinstance(result, list | tuple) else [result]
     # On an empty shard, some functions return nothing or their argument, where others fail.
