@@ -30,7 +30,7 @@ from zero.gradients.rules import (
 from zero.process_groups import Communicator
 
 #: Elements `start` to `stop` of a flattened tensor, and their values.
-Run = tuple[int, int, Tensor]
+LocalRun = tuple[int, int, Tensor]
 
 
 class Source(Protocol):
@@ -38,7 +38,7 @@ class Source(Protocol):
 
     communicator: Communicator
 
-    def fetch_runs(self, gradient: AveragedGradient) -> list[Run]:
+    def fetch_runs(self, gradient: AveragedGradient) -> list[LocalRun]:
         """Return this rank's runs of elements (start, stop, values) after they were averaged."""
 
 
@@ -54,7 +54,7 @@ class AveragedGradient(PartialGradient):
     #: The identity by which the source finds this gradient's elements.
     key: Any
     #: The elements themselves, if the gradient is the result of an operation.
-    runs: list[Run] | None
+    runs: list[LocalRun] | None
     #: This rank's gradient of a later backward, which has not been averaged yet.
     unreduced: Tensor | None
     #: True if this rank's backward reached the parameter.
@@ -68,7 +68,7 @@ class AveragedGradient(PartialGradient):
         key: Any,
         *,
         dtype: torch.dtype | None = None,
-        runs: list[Run] | None = None,
+        runs: list[LocalRun] | None = None,
         is_used: bool = True,
     ) -> AveragedGradient:
         """Create the averaged gradient of `like`."""
@@ -86,7 +86,7 @@ class AveragedGradient(PartialGradient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def local_runs(self) -> list[Run]:
+    def local_runs(self) -> list[LocalRun]:
         """Return this rank's runs of the flattened average: (start, stop, values), at least one."""
         if self.runs is not None:
             return self.runs
@@ -121,7 +121,7 @@ class AveragedGradient(PartialGradient):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run `func` on this rank's elements or over all ranks, or raise."""
+        """LocalRun `func` on this rank's elements or over all ranks, or raise."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name == "detach":
@@ -167,7 +167,7 @@ def _accumulate(name: str, gradient: Any, added: Any) -> Any:
     return gradient
 
 
-def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[Run]]:
+def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
     """Return the runs of gradients; raise if they are of different elements."""
     runs_of = [gradient.local_runs() for gradient in gradients]
     ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
