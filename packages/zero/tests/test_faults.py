@@ -218,10 +218,6 @@ def refuse_parameters_of_before():
         with pytest.raises(ValueError, match=r"parameter 0.weight has hooks.* of FSDP\(module\)"):
             FSDP(model)
         handle.remove()
-        model(torch.ones(2, 5)).sum().backward()
-        with pytest.raises(ValueError, match=r"0.weight has a gradient.* call module.zero_grad"):
-            FSDP(model)
-        model.zero_grad()
         FSDP(model)
     for shard_model in (FSDP, fully_shard):
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -513,10 +509,7 @@ def use_one_after_the_other():
     model(torch.ones(2, 4)).sum().backward()
     del first
     second = ShardedOptimizer(model.parameters(), torch.optim.SGD)
-    assert second.shards()
-    model.zero_grad()
-    del second
-    return len(FSDP(model).units) == 1
+    return len(second.shards()) > 0 and len(FSDP(model).units) == 1
 
 
 def test_parameters_of_a_deleted_optimizer_can_be_sharded_again():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 
 from torch import nn
@@ -45,24 +44,19 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Co
     if problem:
         raise ValueError(problem)
     check_shardable(named)
-    if any(_has_hooks(parameter) for _, parameter in named):
-        # An unreferenced ShardedOptimizer in a reference cycle still has its hooks.
-        gc.collect()
     for name, parameter in named:
         if _has_hooks(parameter):
             raise ValueError(
                 f"parameter {name} has hooks, which FSDP's parameters would not have: register "
                 "them on the parameters of FSDP(module)"
             )
-        if parameter.grad is not None:
-            raise ValueError(
-                f"parameter {name} has a gradient, which FSDP's parameters would not have: call "
-                "module.zero_grad() before FSDP(module)"
-            )
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    """Return True if a parameter has hooks, except those of a ShardedOptimizer."""
+    hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
+    modules = [getattr(hook, "__module__", None) or "" for hook in hooks.values()]
+    return any(not module.startswith("zero.optimizer.") for module in modules)
 
 
 def refuse_ddp(module: nn.Module) -> None:
