@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.nn import functional as F
 from worker_pool import run_ranks
 
@@ -20,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
 from zero.checkpoint import storage
 from zero.checkpoint.planner import boxes
-from zero_training import batch, flip_bits, pair
+from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
 
 DEADLINE = 300.0
+FULL = StateDictOptions(full_state_dict=True)
 
 
 class Tiny(nn.Module):
@@ -368,3 +370,35 @@ def test_other_programs_files_and_symbolic_links_are_kept(tmp_path):
         assert (folder / "plots" / "loss.png").read_bytes() == b"png"
         assert (folder / "latest").readlink() == Path("plots")
     assert {path.name for path in tmp_path.iterdir()} == {"real", "weights", "runs"}
+
+
+def continue_in_another_dtype(path):
+    model, optimizer, *_ = pair(3)
+    mean_square(model, batch(0, dist.get_rank())).backward()
+    optimizer.step()
+    save_checkpoint(path, model, optimizer)
+    values = model.gather_full_params()
+    whole = get_optimizer_state_dict(model.module, optimizer, options=FULL)["state"]
+    for dtype in (torch.float32, torch.bfloat16):
+        for stage in (1, 3):
+            other, other_optimizer, *_ = pair(stage, build=lambda dtype=dtype: make(1).to(dtype))
+            load_checkpoint(path, other, other_optimizer)
+            assert_alike(other, cast(values, dtype), rtol=0, atol=0)
+            module = other.module if stage == 3 else other
+            state = get_optimizer_state_dict(module, other_optimizer, options=FULL)["state"]
+            for name, entry in whole.items():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    assert state[name][key].dtype == dtype
+                    assert torch.equal(state[name][key], entry[key].to(dtype))
+                assert state[name]["step"] == entry["step"]
+    return True
+
+
+def cast(values, dtype):
+    module = make().to(dtype)
+    module.load_state_dict(values)
+    return module
+
+
+def test_training_continues_in_another_dtype(tmp_path):
+    assert all(run_ranks(continue_in_another_dtype, 2, str(tmp_path / "last"), timeout=DEADLINE))

@@ -1,9 +1,11 @@
 """Bad input and failures: errors name the rank or the key, and the last checkpoint survives."""
 
+import copy
 import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from datetime import timedelta
@@ -12,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from worker_pool import run_ranks, try_ranks
 from zero import (
     FSDP,
@@ -19,6 +23,7 @@ from zero import (
     ShardedOptimizer,
     diagnostics,
     direct_reduce_scatter,
+    fully_shard,
     load_checkpoint,
 )
 from zero import save_checkpoint as save
@@ -85,6 +90,38 @@ def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
     assert "rank 1 died or hangs" in str(outcomes[0].error)
 
 
+def stop_the_host_of_the_store(path):
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        path.with_suffix(".draft").write_text(f"{store.port} {os.getpid()}")
+        path.with_suffix(".draft").rename(path)
+    else:
+        while not path.exists():
+            time.sleep(0.05)
+        port, host = map(int, path.read_text().split())
+        store = dist.TCPStore("127.0.0.1", port, 2, False)
+    limit = timedelta(seconds=10)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    diagnostics.GRACE_SECONDS = diagnostics.STORE_SECONDS = 0.5
+    communicator = Communicator()
+    communicator.all_reduce(torch.ones(2)).wait()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    try:
+        communicator.all_reduce(torch.ones(2)).wait()
+    finally:
+        os.kill(host, signal.SIGCONT)
+
+
+@pytest.mark.exhaustive
+def test_a_host_of_the_store_that_hangs_is_named(tmp_path):
+    path = tmp_path / "address"
+    outcomes = try_ranks(stop_the_host_of_the_store, 2, path, backend="", timeout=60)
+    assert "rank 0 died or hangs" in str(outcomes[1].error)
+
+
 def different_models(stage):
     build(stage, width=6 + dist.get_rank())
 
@@ -140,6 +177,114 @@ def refuse_bad_groups():
     with pytest.raises(ValueError, match=r"got input of 3 torch\.float32 and output of 2"):
         direct_reduce_scatter(torch.ones(2), torch.ones(3))
     return True
+
+
+def refuse_shared_memory(stage):
+    for tie in ("data", "transposed", "part"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+        if tie == "part":
+            model[3].weight.data = model[0].weight.data[2:5]
+        else:
+            weight = model[0].weight.data
+            model[2].weight.data = weight if tie == "data" else weight.T
+        with pytest.raises(ValueError, match=r"parameters .* share memory, .*: assign one"):
+            build_sharded(model, stage)
+    tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LSTM(6, 6))
+    tied[2].weight = tied[0].weight
+    flat = torch.randn(6, 12)
+    tied[0].weight.data, tied[3].weight_ih_l0.data = flat[:, :6], flat[:, 6:].repeat(4, 1)
+    build_sharded(tied, stage)
+    return True
+
+
+def build_sharded(model, stage):
+    if stage == 3:
+        return FSDP(model)
+    return ShardedOptimizer(
+        [{"params": iter([p])} for p in model.parameters()], torch.optim.SGD, lr=0.1
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_share_memory_are_refused(stage):
+    assert all(run_ranks(refuse_shared_memory, 2, stage, timeout=DEADLINE))
+
+
+def refuse_parameters_of_before():
+    """Refuse hooks, and an optimizer, of parameters that FSDP has replaced."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        handle = getattr(model[0].weight, register)(lambda value: None)
+        with pytest.raises(ValueError, match=r"parameter 0.weight has hooks.* of FSDP\(module\)"):
+            FSDP(model)
+        handle.remove()
+        FSDP(model)
+    for shard_model in (FSDP, fully_shard):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard_model(model)(torch.ones(2, 5)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"SGD has parameters from before .* after FSDP"):
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"parameter number 0, .* was replaced by a shard"):
+            ShardedOptimizer(optimizer.param_groups[0]["params"], torch.optim.SGD)
+    return True
+
+
+def test_hooks_and_optimizers_from_before_sharding_are_refused():
+    assert all(run_ranks(refuse_parameters_of_before, 2, timeout=DEADLINE))
+
+
+def refuse_other_tensors(stage):
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(ValueError, match="expected plain tensors, got a DTensor for parameter"):
+        build_sharded(model, stage)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_of_other_classes_of_tensors_are_refused(stage):
+    assert all(run_ranks(refuse_other_tensors, 2, stage, timeout=DEADLINE))
+
+
+def refuse_ddp():
+    whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    for sharded in (FSDP(copy.deepcopy(whole)), fully_shard(copy.deepcopy(whole))):
+        with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
+            nn.parallel.DistributedDataParallel(sharded)
+    return True
+
+
+def test_torchs_ddp_refuses_a_sharded_model():
+    assert all(run_ranks(refuse_ddp, 2, timeout=DEADLINE))
+
+
+def refuse_replaced_parameters():
+    inputs = torch.randn(2, 5, dtype=torch.float64)
+    replacement = torch.zeros(7, 5, dtype=torch.float64)
+
+    def assign(model):
+        model.module[0].weight = nn.Parameter(replacement)
+        model(inputs)
+
+    def call_with_others(model):
+        torch.func.functional_call(model.module, {"0.weight": replacement}, (inputs,))
+
+    def delete(model):
+        del model.module[0].weight
+        model.module[0].weight = replacement
+        model(inputs)
+
+    for replace in (assign, call_with_others, delete):
+        model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double())
+        with pytest.raises(RuntimeError, match=r"expected 0.weight to be FSDP's .* in place or"):
+            replace(model)
+    return True
+
+
+def test_parameters_that_were_replaced_after_wrapping_are_refused():
+    assert all(run_ranks(refuse_replaced_parameters, 2, timeout=DEADLINE))
 
 
 def test_bad_arguments_are_refused_with_a_remedy():
@@ -319,7 +464,7 @@ def save_newer(path):
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
     run_ranks(save_newer, 1, str(tmp_path / "newer"), timeout=DEADLINE)
     message = run_ranks(load_it, 1, str(tmp_path / "newer"), timeout=DEADLINE)[0]
-    assert "expected a format of at most 3, got 4" in message
+    assert "expected format 3, got 4" in message
 
 
 def wrap_twice(what):

@@ -100,6 +100,19 @@ def rules_and_whole_parameters():
     return True
 
 
+def load_by_assignment():
+    model, ours, twin, theirs = pair(lr=0.1)
+    state = {name: torch.full_like(value, 0.5) for name, value in twin.state_dict().items()}
+    model.module.load_state_dict(state, assign=True)
+    twin.load_state_dict(state)
+    assert_alike(model, twin)
+    return train(model, ours, twin, theirs, mean_square)
+
+
+def test_a_state_dict_that_is_loaded_with_assign_is_trained():
+    assert all(run_ranks(load_by_assignment, 2, timeout=DEADLINE))
+
+
 def test_shards_keep_dimensions_and_full_parameters_can_be_summoned():
     assert all(run_ranks(rules_and_whole_parameters, 2, timeout=DEADLINE))
 

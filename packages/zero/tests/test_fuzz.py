@@ -383,8 +383,8 @@ class Program:
         # Every rank computes the norms of the same parameters, also of those with an empty shard.
         filled = {n for n, p in self.twin.named_parameters() if p.numel()}
         values = [p for n, p in parameters.items() if p.grad is not None and n in filled]
-        if self.clip == "ours" and ours:
-            (module if self.stage == 3 else optimizer).clip_grad_norm_(0.3)
+        if self.clip == "ours" and ours and self.stage < 3:
+            optimizer.clip_grad_norm_(0.3)
         else:
             clip_gradients(values, self.clip)
         if scaler is None:

@@ -3,6 +3,7 @@
 import copy
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,15 @@ def norms(stage):
                 torch.as_tensor(getattr(parameter.grad, reduce)()).as_subclass(torch.Tensor),
                 getattr(whole, reduce)(),
             )
+        changed = parameter.grad.clone()
+        assert changed.equal(parameter.grad)
+        assert changed.allclose(parameter.grad)
+        # One element, which is on one rank, determines the result on all ranks.
+        changed.mul_(changed != changed.max())
+        assert not changed.equal(parameter.grad)
+        count = (parameter.grad > 0).sum()
+        assert count.dtype == torch.int64
+        assert count == (whole > 0).sum()
         # Stage 3 replicates the LayerNorm.
         if stage < 3 or not name.startswith("module.2."):
             torch.testing.assert_close(parameter.grad.full_tensor(), whole)
@@ -384,7 +394,7 @@ def accumulate(stage):
                 multiply(twin.parameters())
             elif stage == 3:
                 # At stage 3 a step does not average gradients, so it must raise.
-                for read in (ours.step, lambda model=model: model.clip_grad_norm_(1.0)):
+                for read in (ours.step, partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)):
                     with pytest.raises(RuntimeError, match="run the last backward of a step outs"):
                         read()
                 break
@@ -515,6 +525,8 @@ def copy_it():
     backward(model, twin, 0)
     ours.step()
     theirs.step()
+    # `compile()` sets this attribute, whose function runs the original.
+    model._compiled_call_impl = model._call_impl
     copied, before = copy.deepcopy(model), model.gather_full_params()
     other = torch.optim.AdamW(copied.parameters(), lr=0.1)
     average = copy.deepcopy(model)
@@ -615,6 +627,11 @@ MISUSES = {
     "another's": (assign(lambda n: n["3.weight"].grad), "assigned to 0.weight has other elements"),
     "row": (lambda n, _: n["0.weight"].grad.__setitem__(0, 0.0), "full_tensor"),
     "view": (lambda n, _: n["0.weight"].grad.view(-1), "full_tensor"),
+    "equal": (lambda n, _: n["0.weight"].grad.equal(n["3.weight"].grad), "full_tensor"),
+    "largest singular value": (
+        lambda n, _: torch.linalg.norm(n["0.weight"].grad, 2),
+        "full_tensor",
+    ),
     "median": (lambda n, _: n["0.weight"].grad.median(), "full_tensor"),
     "std": (lambda n, _: n["0.weight"].grad.std(), "full_tensor"),
     "norm of rows": (lambda n, _: n["0.weight"].grad.norm(dim=1), "full_tensor"),

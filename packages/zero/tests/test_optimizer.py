@@ -1,7 +1,10 @@
 """Stages 1 and 2 equal the unsharded optimizer."""
 
+import copy
+import pickle
 import random
 import sys
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -17,8 +20,9 @@ from worker_pool import run_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+from zero.dtensors import full_entries
 from zero.optimizer.optimizer_kinds import how_to_split
-from zero_training import assert_alike
+from zero_training import assert_alike, make, mean_square, pair, train
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -397,15 +401,16 @@ def exchange_states(name):
         optimizer.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    whole, rows = ours.full_state_dict(), ours.state_dict()
+    rows = ours.state_dict()
+    whole = list(full_entries(rows))
     for number, values in theirs.state_dict()["state"].items():
         for key, value in values.items():
-            torch.testing.assert_close(whole["state"][number][key], value)
+            torch.testing.assert_close(whole[number][key], value)
     del ours, optimizer
     second = ShardedOptimizer(model.parameters(), getattr(torch.optim, name), **options)
     second.load_state_dict(rows)
-    for key, value in second.full_state_dict()["state"][0].items():
-        torch.testing.assert_close(value, whole["state"][0][key])
+    for key, value in next(full_entries(second.state_dict())).items():
+        torch.testing.assert_close(value, whole[0][key])
     return True
 
 
@@ -937,3 +942,85 @@ def delete_one():
 
 def test_one_of_two_optimizers_can_be_deleted_on_all_ranks_only():
     assert all(run_ranks(delete_one, 2, timeout=DEADLINE))
+
+
+def clear_state(stage):
+    """Clear the state of both optimizers in each way that programs use."""
+    for clear in ("assign", "clear"):
+        model, ours, twin, theirs = pair(stage, build=make, lr=0.1)
+        train(model, ours, twin, theirs, mean_square, steps=2)
+        for optimizer in (ours, theirs):
+            if clear == "assign":
+                optimizer.state = defaultdict(dict)
+            else:
+                optimizer.state.clear()
+        train(model, ours, twin, theirs, mean_square, steps=2)
+    if stage < 3:
+        ours.state = {next(iter(model.parameters())): {"step": 1}}
+        with pytest.raises(RuntimeError, match="got 1 entries: use load_state_dict"):
+            ours.step()
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_cleared_state_is_cleared_on_all_ranks(stage):
+    assert all(run_ranks(clear_state, 2, stage, timeout=DEADLINE))
+
+
+def refuse_copies():
+    optimizer = ShardedOptimizer(make().parameters(), torch.optim.AdamW)
+    for act in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled: construct another one"):
+            act(optimizer)
+    return True
+
+
+def test_an_optimizer_cannot_be_copied_or_pickled():
+    assert all(run_ranks(refuse_copies, 1, timeout=DEADLINE))
+
+
+class ByAttribute(torch.optim.SGD):
+    """Steps parameters with an attribute `factor` that many times."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                for _ in range(getattr(parameter, "factor", 1)):
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+def keep_attributes(stage):
+    def build():
+        model = make()
+        model[0].weight.factor = 3
+        return model
+
+    model, twin = build(), build()
+    theirs = ByAttribute(twin.parameters(), lr=0.1)
+    if stage == 3:
+        model = FSDP(model)
+        assert model.module[0].weight.factor == 3
+        ours = ByAttribute(model.parameters(), lr=0.1)
+    else:
+        ours = ShardedOptimizer(model.parameters(), ByAttribute, lr=0.1)
+    return train(model, ours, twin, theirs, mean_square)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_attributes_of_parameters_are_kept(stage):
+    assert all(run_ranks(keep_attributes, 2, stage, timeout=DEADLINE))
+
+
+def load_other_groups():
+    model = make()
+    ours = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    other = torch.optim.AdamW(list(make().parameters())[:3])
+    with pytest.raises(ValueError, match="expected 6 parameters in group 0 of the state, got 3"):
+        ours.load_state_dict(other.state_dict())
+    return True
+
+
+def test_a_state_of_other_groups_is_refused():
+    assert all(run_ranks(load_other_groups, 1, timeout=DEADLINE))

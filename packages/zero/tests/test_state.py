@@ -207,8 +207,7 @@ def offloaded(stage, name):
         train(*both, mean_square, clip=0.05)
         model, ours = both[:2]
         model_values = model.gather_full_params() if stage == 3 else model.state_dict()
-        state = ours.full_state_dict() if stage < 3 else ours.state_dict()
-        results.append((model_values, state["state"]))
+        results.append((model_values, ours.state_dict()["state"]))
     (values, states), (offloaded_values, offloaded_states) = results
     assert all(torch.equal(values[name], offloaded_values[name]) for name in values)
     for number, state in states.items():

@@ -17,9 +17,9 @@ FOLDER = os.environ.get("TORCH_TESTS")
 WANTED = os.environ.get("TORCH_TESTS_WANTED", "")
 
 # Tests that fail with FSDP by the end of their name, with the reason.
-INSIDE = "looks into FSDP2's own objects"
-DTENSORS = "asks for DTensors between steps"
-LATER = "casts, loads or keeps on the meta device after sharding; here before or while it is made"
+INSIDE = "inspects FSDP2's internal objects"
+DTENSORS = "requires DTensors between steps"
+LATER = "casts, loads or materializes after sharding, which must precede or be part of it here"
 DIFFERS = {
     "param_registration_after_forward": DTENSORS,
     "mixed_requires_grad_per_group": DTENSORS,
@@ -33,13 +33,17 @@ DIFFERS = {
     "rank0_broadcast_meta_device_init": LATER,
     "meta_device_1d_init": LATER,
     "invalid_meta_device_init": LATER,
-    "gradient_accumulation": "holds back the sums of some layers only; counts collectives",
-    "communication_count": "counts collectives: here an all-reduce of flags beside them",
+    "gradient_accumulation": "counts collectives",
+    "communication_count": "counts collectives, and an all-reduce of flags is added here",
     "manual_reshard_with_reshard_after_forward_false": "counts collectives",
     "reduce_dtype": "sums of bfloat16 in another order differ in one element of a thousand",
-    "float16_on_one_submodule": "layers with dtypes of their own",
+    "float16_on_one_submodule": "requires separate dtypes per layer",
     "submodules_with_external_inputs": "cast_forward_inputs",
-    "unshard_async": "layers in groups of their own, inputs that are no module's",
+    "unshard_async": "requires separate groups per layer, and inputs that belong to no module",
+    "clip_grad_norm_1d": DTENSORS,
+    "all_gather_extensions_train_parity": "shards a subclass of Tensor, which is refused",
+    "unused_forward_module": "passes an integer as reshard_after_forward, which is refused",
+    "unused_forward_output": "passes an integer as reshard_after_forward, which is refused",
     "double_lazy_init": INSIDE,
     "fully_shard_is_root": INSIDE,
     "module_and_param_fqns": INSIDE,
@@ -47,7 +51,7 @@ DIFFERS = {
     "unsupported_module_cls": INSIDE,
     "fully_shard_state": INSIDE,
     "fully_shard_reapply": INSIDE,
-    "fully_shard_deepcopy": "expects that a copy is refused, which here is a model of its own",
+    "fully_shard_deepcopy": "expects that a copy is refused; here it is an independent model",
 }
 
 

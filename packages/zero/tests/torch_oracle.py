@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.testing._internal import common_utils
 from zero.fsdp.autograd_hooks import _GradientHook
-from zero.fsdp.unit import find_unit
+from zero.fsdp.shard import find_unit
 
 # The most ranks that a test may use, and the timeout of a rank.
 RANKS, SECONDS = 4, 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 #: All surviving ranks notice a failure within this time of each other.
 GRACE_SECONDS = 5.0
+#: Time in which the store responds if its host is alive.
+STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
 
 
@@ -35,7 +38,19 @@ def find_unresponsive_ranks(
 
     Every surviving rank of the group calls this function, because every one sees the failure.
     """
+    answers: list[tuple[list[int], dict[int, str]]] = []
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    thread = threading.Thread(
+        target=lambda: answers.append(_poll_store(ranks, description)), daemon=True
+    )
+    thread.start()
+    thread.join(GRACE_SECONDS + STORE_SECONDS)
+    # Rank 0 hosts the store, so a store that does not respond means that rank 0 hangs.
+    return answers[0] if answers else ([0], {})
+
+
+def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int, str]]:
+    """Report this rank in the store, and poll it for the reports of other ranks."""
     store = dist.distributed_c10d._get_default_store()
     absent = {rank: f"zero/alive/{rank}" for rank in ranks}
     answers: dict[int, str] = {}

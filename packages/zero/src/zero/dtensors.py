@@ -56,7 +56,7 @@ def full_value(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def whole_state(
+def _whole_state(
     local_state: Sequence[tuple[Run, dict[str, Any]]],
     shape: torch.Size,
     communicator: Communicator,
@@ -90,7 +90,7 @@ def state_rows(
 
     Every rank must call it.
     """
-    state = whole_state(local_state, parameter.shape, communicator)
+    state = _whole_state(local_state, parameter.shape, communicator)
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
             state[key] = shard_rows(value.to(parameter.device), communicator)

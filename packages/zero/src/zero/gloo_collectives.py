@@ -36,7 +36,7 @@ def direct_reduce_scatter(
     """Do `torch.distributed.reduce_scatter_tensor` with n-1 sends of one block per rank.
 
     Rank r sends block j of `input` to rank j, and adds the blocks that it receives in rank order,
-    so the result does not depend on timing. Dtypes of 16 bits or fewer are summed in float32 and
+    so the result does not depend on timing. Dtypes of 16 bits are summed in float32 and
     rounded once. Only SUM is supported; the sum is computed in `wait()`. Calls are matched
     between ranks by `tag`. `output` may be this rank's block of `input`.
     """
@@ -148,8 +148,7 @@ class _DirectReduceScatter:
         elif self.output.is_floating_point() and self.output.itemsize < 4:
             total = first.float()
             for block in others:
-                # torch has no arithmetic for 8-bit floats.
-                total += block if block.itemsize > 1 else block.float()
+                total += block
             output.copy_(total)
         elif self.received[self.rank].data_ptr() == output.data_ptr():
             # The output is one of the addends, so the sum is accumulated in the first block.

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from zero.cpu_offload import is_offloaded
 from zero.fsdp.fsdp import find_fsdp
 from zero.fsdp.unit import Unit
-from zero.gradients import AveragedGradient
+from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.process_groups import DryRun
 
@@ -246,7 +246,7 @@ class _Counter:
 
 
 class _OperatorCounter(_Counter):
-    """Counts storages from the operator that allocates them until their last tensor is deleted."""
+    """A count of storages, from their allocation by an operator to their deletion."""
 
     @contextmanager
     def phase(self) -> Iterator[None]:
@@ -289,7 +289,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class _CudaCounter(_Counter):
-    """Reads the CUDA allocator."""
+    """A count that the CUDA allocator keeps."""
 
     @contextmanager
     def phase(self) -> Iterator[None]:

@@ -48,16 +48,14 @@ from zero.optimizer.state_dict import options_of
 class Saving:
     """A save in progress, which `wait()` publishes; every rank must call it.
 
-    Earlier saves are published first, in their order. Saves that nobody waits for are published
-    when the program exits, if all ranks have written their files.
+    Earlier saves are published first, in their order. A save that nobody waits for is published by
+    the next save to its path, and is discarded with a message when the program exits.
     """
 
-    def __init__(
-        self, path: str, publish: Callable[[], None], publish_at_exit: Callable[[], bool]
-    ) -> None:
+    def __init__(self, path: str, publish: Callable[[], None], discard: Callable[[], None]) -> None:
         self.path = path
         self._publish: Callable[[], None] | None = publish
-        self._publish_at_exit = publish_at_exit
+        self._discard = discard
         self._error: Exception | None = None
 
     def wait(self) -> None:
@@ -102,15 +100,11 @@ def _publish_until(path: str) -> None:
 
 
 @atexit.register
-def _publish_at_exit() -> None:
-    """Publish the remaining saves without communication, because other ranks may have exited."""
+def _report_unpublished() -> None:
+    """Report the saves that were never published, which needs all ranks."""
     for saving in _pending_saves:
-        try:
-            is_published = saving._publish_at_exit()
-        except Exception:
-            is_published = False
-        if not is_published:
-            print(f"{saving.path} was not saved: nobody waited for it", file=sys.stderr)
+        print(f"{saving.path} was not saved: call wait() before the end", file=sys.stderr)
+        saving._discard()
 
 
 def save_checkpoint(
@@ -165,19 +159,15 @@ def save_checkpoint(
         publish()
         return None
 
-    def write() -> None:
-        writer.write()
-        writer.leave_note()
-
     pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-    written = pool.submit(write)
+    written = pool.submit(writer.write)
     pool.shutdown(wait=False)
 
     def publish_when_written() -> None:
         written.result()
         publish()
 
-    saving = Saving(real, publish_when_written, lambda: rank > 0 or writer.publish_by_notes(world))
+    saving = Saving(real, publish_when_written, writer.close)
     _pending_saves.append(saving)
     return saving
 
@@ -260,7 +250,7 @@ def load_checkpoint(
 
     `path` is a checkpoint of `save_checkpoint`, from any number of ranks and any stage; another
     folder of torch.distributed.checkpoint; or weights in safetensors or torch files, as a folder
-    or one file. Every rank must call it, and reads its elements only. Weights of other programs
+    or one file. Every rank must call it, and reads its elements only. Values
     are cast to the model's dtype. If the checkpoint is damaged, newer, or of another model,
     RuntimeError is raised on every rank before anything is changed.
 

@@ -111,7 +111,7 @@ def token_of(folder: Path) -> str | None:
 
 
 class Verifier:
-    """Compares bytes before they are loaded with the checksums of the bytes that were written."""
+    """A comparison of bytes that will be loaded with the checksums from when they were written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -21,8 +21,7 @@ from zero.checkpoint.storage import Folder
 from zero.checkpoint.weights import Weights
 from zero.optimizer.state_dict import options_of
 
-#: Version 2 added checksums and second names of tied tensors; version 3 torch's names for the state
-#: of optimizers.
+#: The version of the format that `save_checkpoint` writes, and the only one that is loaded.
 VERSION = 3
 HEADER = "zero"
 USUAL_PREFIXES = ("", "model.", "module.")
@@ -84,7 +83,7 @@ class _OtherFolder:
         self.states: list[tuple[str, str, str]] = []
 
     def sort_entries(self) -> None:
-        """Complete the contents."""
+        """Assign each entry of the folder to the model, an optimizer or the extra values."""
         contents = self.contents
         others = [
             name
@@ -225,12 +224,12 @@ def _read_entry(folder: Folder, name: str) -> Any:
 def _read_native(folder: Folder) -> Contents:
     """Return the contents of a folder that `save_checkpoint` wrote."""
     header: dict[str, Any] = folder.read([], [HEADER])[HEADER]
-    if header["version"] > VERSION:
+    if header["version"] != VERSION:
         raise ValueError(
-            f"expected a format of at most {VERSION}, got {header['version']} in {folder.path}: "
-            "upgrade zero"
+            f"expected format {VERSION}, got {header['version']} in {folder.path}: load it with "
+            "the version of zero that wrote it"
         )
-    if header["version"] >= 2 and not folder.verifier.present:
+    if not folder.verifier.present:
         raise ValueError(f"{folder.path} has lost its checksums: use an older checkpoint")
     model: dict[str, str] = {}
     states: States = {}
@@ -241,9 +240,7 @@ def _read_native(folder: Folder) -> Contents:
         elif kind == "optimizer" and not path.startswith("param_groups."):
             parameter, _, key = path.partition(".")[2].rpartition(".")
             states.setdefault(parameter, []).append((key, name))
-    groups = header["groups"]
-    if header["version"] >= 3:
-        groups = _read_native_groups(folder, header["groups"])
+    groups = _read_native_groups(folder, header["groups"])
     return Contents(
         folder,
         model,

@@ -117,12 +117,14 @@ class Loading:
     def _check_part(self, part: Part) -> None:
         """Raise if a stored tensor does not fit the model's."""
         saved_shape, saved_dtype = self.contents.shape_and_dtype(part.name)
-        # Weights of other programs are often in half precision, and are cast to the model's dtype.
-        has_dtype = saved_dtype == part.values.dtype or not self.contents.is_native
+        # Floating-point values are cast to the model's dtype, as a program may continue in another.
+        current_dtype = part.values.dtype
+        is_cast = saved_dtype.is_floating_point and current_dtype.is_floating_point
+        has_dtype = saved_dtype == current_dtype or is_cast or not self.contents.is_native
         if saved_shape != part.shape or not has_dtype:
             raise ValueError(
                 f"{part.name} is {tuple(saved_shape), saved_dtype} in the checkpoint, "
-                f"{tuple(part.shape), part.values.dtype} in the model: load into the model that "
+                f"{tuple(part.shape), current_dtype} in the model: load into the model that "
                 "was saved"
             )
         if part.values.is_meta:

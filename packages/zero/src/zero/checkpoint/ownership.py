@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zero.dtensors import Run
 from zero.fsdp.fsdp import find_fsdp
 from zero.fsdp.optimizer_hooks import find_shard_optimizer
-from zero.fsdp.unit import plain_shard
+from zero.fsdp.shard import plain_shard
 from zero.fsdp.wrapping import original_name
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.process_groups import Communicator

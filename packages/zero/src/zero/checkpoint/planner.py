@@ -36,7 +36,7 @@ from zero.checkpoint.ownership import Part
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes this rank's `parts`, box by box, and `objects`."""
+    """A plan to write this rank's `parts`, box by box, and `objects`."""
 
     def __init__(self, parts: Sequence[Part], objects: dict[str, Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -62,7 +62,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Fills the values of `parts` from saved boxes of any shape, and loads `objects`."""
+    """A plan to fill the values of `parts` from saved boxes of any shape, and to load `objects`."""
 
     def __init__(self, parts: Sequence[Part], objects: Sequence[str]) -> None:
         super().__init__()

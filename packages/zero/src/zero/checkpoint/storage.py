@@ -6,11 +6,8 @@ checkpoint survives any failure while saving.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import pickle
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,14 +30,12 @@ from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
 
 T = TypeVar("T")
-#: Time that rank 0 waits at the end of the program for the files of other ranks.
-PATIENCE_SECONDS = 60.0
 #: Boxes of fewer bytes are read whole, because finding the offset of elements takes milliseconds.
 DIRECT_READ_BYTES = 1 << 21
 
 
 class Writer:
-    """Writes one checkpoint: `plan()`, then `write()` without communication, then `publish()`."""
+    """One save: `plan()`, then `write()` without communication, then `publish()`."""
 
     def __init__(
         self,
@@ -127,37 +122,10 @@ class Writer:
         finally:
             self.close()
 
-    def leave_note(self) -> None:
-        """Write the results to a file for rank 0, in case nobody waits for the save."""
-        note = self.folder / f".written-{self.rank}"
-        with contextlib.suppress(OSError):
-            draft = note.with_suffix(".draft")
-            draft.write_bytes(pickle.dumps((self.results, self.ranges, self.error is None)))
-            draft.rename(note)
-
-    def publish_by_notes(self, world: int) -> bool:
-        """Publish on rank 0 without communication; return True if all ranks had written."""
-        notes = [self.folder / f".written-{rank}" for rank in range(world)]
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not all(note.exists() for note in notes) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        try:
-            if not all(note.exists() for note in notes):
-                return False
-            contents = [pickle.loads(note.read_bytes()) for note in notes]
-            are_written = all(is_written for _, _, is_written in contents)
-            if are_written:
-                self._finish([(results, ranges) for results, ranges, _ in contents])
-            return are_written
-        finally:
-            self.close()
-
     def _finish(self, written: Sequence[tuple[list[Any], checksums.Ranges]]) -> None:
         """Write the metadata and the checksums of all ranks' files, and rename the folder."""
         assert self.metadata is not None
         assert self._draft is not None
-        for note in self.folder.glob(".written-*"):
-            note.unlink()
         self.storage.finish(
             self.metadata, [self._add_tied_names(results) for results, _ in written]
         )
@@ -366,6 +334,6 @@ def _check_loadable(objects: dict[str, Any]) -> None:
 
 
 def _is_checkpoint_file(file: Path) -> bool:
-    if file.name in (".metadata", checksums.NAME) or file.name.startswith(".written-"):
+    if file.name in (".metadata", checksums.NAME):
         return True
     return file.name.startswith("__") and file.suffix == ".distcp"

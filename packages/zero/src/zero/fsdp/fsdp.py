@@ -6,26 +6,12 @@
 
 The last layer of forward is the first of backward, so it is not freed in between. The backward of
 an embedding does not read its weight, so the weight is not gathered for it.
-
-Note [Parameters that other modules read]
-Some modules read the parameter of another module without calling it: `nn.MultiheadAttention` reads
-`out_proj.weight`. The hooks that gather a unit before the forward of its module do not run then.
-- `intercept_reads` calls `_full_if_running` for every read of a parameter as an attribute. If the
-  parameter is sharded at that time, its unit is gathered on the spot, is kept unsharded until
-  forward ends, and is recorded in `_uncalled_units`.
-- The module that reads the parameter is unknown. At the end of that forward, `_assign_readers`
-  assigns the unit to the module of the parameter, and the unit is gathered with that module from
-  then on. If a later forward still reads the parameter while it is sharded, the unit is assigned to
-  the next module further out, up to the root.
-- The time at which autograd needs such a parameter is unknown too. A unit in `_uncalled_units` is
-  gathered when backward starts and is kept until backward ends. A unit with a reader
-  (`_units_read_by`) is kept from the start of the reader's backward until its end.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,20 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero.diagnostics import describe_difference
 from zero.fsdp.autograd_hooks import (
     call_after_gradients,
     call_before_gradients,
     cast,
     hides_tensors,
 )
+from zero.fsdp.checks import check_module, check_parameters, refuse_ddp
+from zero.fsdp.external_reads import ExternalReads
+from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import install
 from zero.fsdp.replicated import ReplicatedParameters
+from zero.fsdp.shard import Shard, ShardedParameter, replaced_parameters
 from zero.fsdp.state_dict import StateDictHooks, use_full_parameters
-from zero.fsdp.unit import Shard, ShardedParameter, Unit, find_unit
+from zero.fsdp.unit import Unit
 from zero.fsdp.wrapping import (
     Materialize,
     ShardPolicy,
@@ -78,7 +66,6 @@ class FSDP(nn.Module):
     gradient_dtype: the dtype in which gradients are sent; by default the one they are computed in.
     device, initialize: where modules on the meta device are allocated, one sharded module at a
         time, and the function that fills a module's tensors; by default its `reset_parameters()`.
-    in_flight: the number of reduce-scatters in progress; each holds the gradients of one layer.
     group: a process group, or a DeviceMesh of one dimension to shard over, or of two to replicate
         over the first and shard over the second (hybrid sharding).
     reshard_after_forward: False keeps layers unsharded until their backward and gathers them once.
@@ -105,7 +92,6 @@ class FSDP(nn.Module):
         gradient_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
-        in_flight: int = 1,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         ignored_params: Iterable[nn.Parameter] = (),
@@ -119,7 +105,7 @@ class FSDP(nn.Module):
     ) -> None:
         super().__init__()
         adopted = {p.shard for fsdp in inner or () for unit in fsdp.units for p in unit.parameters}
-        _check_module(module, adopted)
+        check_module(module, adopted, FSDP)
         self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
@@ -128,13 +114,14 @@ class FSDP(nn.Module):
         )
         self.module = module
         self.compute_dtype = compute_dtype
-        self.in_flight = in_flight
         self.prefetch = prefetch
         self.forward_sync_buffers = forward_sync_buffers
         ignored = adopted.union(ignored_params)
         named = list(module.named_parameters(remove_duplicate=False))
         self._names = [original_name(name) for name, _ in named]
-        self._check_ranks_agree([(name, p) for name, p in named if p not in ignored])
+        check_parameters(
+            [(original_name(name), p) for name, p in named if p not in ignored], self.communicator
+        )
         target = torch.device(device) if device else self.communicator.device
         self.units: list[Unit]
         self.units, self._units_of = make_units(
@@ -154,8 +141,11 @@ class FSDP(nn.Module):
         for fsdp in inner or ():
             self._adopt(fsdp)
         sharded = {p.shard for unit in self.units for p in unit.parameters}
+        for parameter in {p for _, p in named}.difference(module.parameters()):
+            replaced_parameters[parameter] = True
         replicated = [p for p in module.parameters() if p not in sharded | ignored]
         self._replicated = ReplicatedParameters(self.communicator, replicated)
+        self._gradient_sync = GradientSync(self.units, self._replicated)
         #: Bytes of the parameters that every rank keeps full, by the class of their module.
         self.replicated_bytes = bytes_by_class(module, replicated)
         for parameter in replicated:
@@ -165,12 +155,11 @@ class FSDP(nn.Module):
         self._hook_modules()
         if compute_dtype is not None:
             self._replicated.keep_dtype(module)
+        refuse_ddp(self)
         install()
         self.communicator.pop_bytes()
 
     def _init_runtime_state(self) -> None:
-        #: False while gradients of replicated parameters are accumulated locally.
-        self._sync_gradients = True
         #: True if a forward has changed buffers that are synchronized before the next one.
         self._buffers_may_differ = True
         #: The units in the order of this forward and of the previous one, and the number of units
@@ -180,33 +169,15 @@ class FSDP(nn.Module):
         self._position: dict[nn.Module, int] = {}
         self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._in_backward = False
-        #: False in `torch.autograd.grad()`, which does not change `.grad`.
-        self._accumulates_gradients = False
-        self._reducing_units: deque[Unit] = deque()
-        self._num_ready_gradients: dict[Unit, int] = {}
         self._unit_of: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
         #: The sum of the shards' versions in the latest forward; a step of an optimizer changes it.
         self._shards_version = -1
-        #: The units that were read while sharded since the latest step, the units that are gathered
-        #: with each reader, and the path of each unit's reader.
-        #: See Note [Parameters that other modules read].
-        self._uncalled_units: list[Unit] = []
-        self._units_read_by: dict[nn.Module, set[Unit]] = {}
-        self._reader_paths: dict[Unit, str] = {}
+        self._external_reads = ExternalReads()
         #: The number of nested hooked modules that are in forward.
         self._num_running = 0
         self._is_summoned = False
         self.state_dict_hooks = StateDictHooks(self.communicator)
         self._hook_ids: dict[nn.Module, set[int]] = {}
-
-    def _check_ranks_agree(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        described = [
-            (original_name(name), tuple(p.shape), str(p.dtype), p.requires_grad)
-            for name, p in named
-        ]
-        problem = describe_difference(self.communicator.gather_objects(described))
-        if problem:
-            raise ValueError(problem)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch."""
@@ -260,14 +231,14 @@ class FSDP(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate local, unsharded gradients: for every backward of a step but the last."""
-        synced = [unit for unit in self.units if unit.sync_gradients]
-        before = self._sync_gradients
+        synced = [unit for unit in self.units if unit.gradients.sync]
+        before = self._gradient_sync.sync_replicated
         self.set_sync_gradients(self.units, False)
         try:
             yield
         finally:
             self.set_sync_gradients(synced, True)
-            self._sync_gradients = before
+            self._gradient_sync.sync_replicated = before
 
     def set_sync_gradients(self, units: Iterable[Unit], sync: bool) -> None:
         """Average the gradients of `units` in the next backwards, or accumulate them locally.
@@ -275,18 +246,13 @@ class FSDP(nn.Module):
         Gradients of replicated parameters are averaged if those of all units are.
         """
         for unit in units:
-            unit.sync_gradients = sync
-        self._sync_gradients = all(unit.sync_gradients for unit in self.units)
+            unit.gradients.sync = sync
+        self._gradient_sync.sync_replicated = all(unit.gradients.sync for unit in self.units)
 
     def units_of(self, module: nn.Module) -> list[Unit]:
         """Return the units of a selected module, without those that it reads from others."""
-        read = self._units_read_by.get(module, ())
+        read = self._external_reads.units_read_by.get(module, ())
         return [unit for unit in self._units_of.get(module, ()) if unit not in read]
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of all parameters except ignored ones by their total norm."""
-        shards = [p.shard for unit in self.units for p in unit.parameters]
-        return nn.utils.clip_grad_norm_(shards + self._replicated.parameters, max_norm)
 
     # Hooks
 
@@ -370,7 +336,7 @@ class FSDP(nn.Module):
         if version != self._shards_version:
             # Before a step, the backward of an earlier forward may still read these units.
             self._shards_version = version
-            self._uncalled_units.clear()
+            self._external_reads.uncalled.clear()
         self.state_dict_hooks.discard_gathered()
         if self._buffers_may_differ and self.forward_sync_buffers:
             self.communicator.broadcast_buffers(self.module)
@@ -445,10 +411,11 @@ class FSDP(nn.Module):
         self._num_running = max(0, self._num_running - 1)
         if self._num_running or self._in_backward:
             return output
-        for unit in self._uncalled_units:
+        for unit in self._external_reads.uncalled:
             unit.check_unchanged()
-        self._assign_readers()
-        self._buffers_may_differ = torch.is_grad_enabled() and self._sync_gradients
+        for reader in self._external_reads.assign_readers(self.module, self._units_of):
+            self._hook_module(reader)
+        self._buffers_may_differ = torch.is_grad_enabled() and self._gradient_sync.sync_replicated
         unsharded: list[Unit] = []
         if torch.is_grad_enabled():
             # The last layer of forward is the first of backward, and the root ends after it.
@@ -470,31 +437,8 @@ class FSDP(nn.Module):
             return parameter
         unit, sharded = self._unit_of[parameter]
         unit.wait_for_unshard()
-        unit.keep_unsharded = True
-        if unit not in self._uncalled_units:
-            self._uncalled_units.append(unit)
+        self._external_reads.record(unit)
         return sharded.full
-
-    def _assign_readers(self) -> None:
-        """Assign units that were read while sharded to a module further out than before.
-
-        See Note [Parameters that other modules read].
-        """
-        for unit in self._uncalled_units:
-            path = self._reader_paths.get(unit)
-            if path == "":
-                # The root is the outermost module.
-                continue
-            path = (path or unit.parameters[0].name).rpartition(".")[0]
-            self._reader_paths[unit] = path
-            reader = self.module.get_submodule(path)
-            if reader not in self._units_of:
-                self._units_of[reader] = []
-                self._hook_module(reader)
-            if unit not in self._units_of[reader]:
-                self._units_of[reader].append(unit)
-            unit.is_read_in_backward = True
-            self._units_read_by.setdefault(reader, set()).add(unit)
 
     # Backward
 
@@ -503,12 +447,10 @@ class FSDP(nn.Module):
         if self._in_backward:
             return
         self._in_backward = True
-        self._accumulates_gradients = self._will_accumulate_gradients()
-        for unit in self.units:
-            unit.discard_cleared_gradients()
+        self._gradient_sync.start()
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
-        for unit in self._uncalled_units:
+        for unit in self._external_reads.uncalled:
             unit.wait_for_unshard()
             unit.keep_unsharded = True
 
@@ -517,8 +459,7 @@ class FSDP(nn.Module):
         self._begin_backward()
         for unit in self._units_of[module]:
             unit.wait_for_unshard()
-        for unit in self._units_read_by.get(module, ()):
-            unit.keep_unsharded = True
+        self._external_reads.keep_for_backward(module)
         previous = self._forward_order[max(0, position - self.prefetch) : position]
         for unit in reversed(previous):
             if unit.is_read_in_backward:
@@ -533,81 +474,30 @@ class FSDP(nn.Module):
 
     def _after_backward(self, module: nn.Module) -> None:
         """Free a module's units after its backward."""
-        for unit in self._units_read_by.get(module, ()):
-            if unit not in self._uncalled_units:
-                unit.keep_unsharded = False
+        self._external_reads.release_after_backward(module)
         for unit in self._units_of[module]:
             unit.reshard()
 
-    @torch.no_grad()
     def _gradient_ready(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
-        # In a backward within a backward (reentrant checkpointing), the outer graph does not show
-        # that gradients are accumulated.
-        self._accumulates_gradients = True
-        self._num_ready_gradients[unit] = self._num_ready_gradients.get(unit, 0) + 1
-        if unit.sync_gradients and self._num_ready_gradients[unit] == unit.num_trainable():
-            self._reduce(unit)
+        self._gradient_sync.gradient_ready(unit)
 
     def _replicated_gradient_ready(self, _: Tensor) -> None:
         self._begin_backward()
-        self._accumulates_gradients = True
+        self._gradient_sync.accumulates_gradients = True
 
-    def _reduce(self, unit: Unit) -> None:
-        while len(self._reducing_units) >= self.in_flight:
-            self._reducing_units.popleft().wait_for_reduce_grads()
-        unit.reduce_grads()
-        self._reducing_units.append(unit)
-
-    def _will_accumulate_gradients(self) -> bool:
-        """Return True in a `backward()`, False in a `torch.autograd.grad()` of other tensors."""
-        parameters = [p.full for unit in self.units for p in unit.parameters]
-        parameters += self._replicated.parameters
-        try:
-            # In a `backward()` this holds for every parameter of the graph.
-            return any(
-                torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-                for parameter in parameters
-                if parameter.requires_grad
-            )
-        except RuntimeError:
-            # torch raises if a parameter is an input of `torch.autograd.grad`.
-            return False
-
-    @torch.no_grad()
     def _end_backward(self) -> None:
         if not self._in_backward:
             return
         self._in_backward = False
-        self._num_ready_gradients.clear()
-        is_synced = self._sync_gradients or any(unit.sync_gradients for unit in self.units)
-        if is_synced and self._accumulates_gradients:
-            self._finish_reductions()
+        self._gradient_sync.finish()
         for unit in self.units:
-            if not unit.sync_gradients:
-                unit.mark_unreduced_gradients()
             unit.release_and_reshard()
-
-    def _finish_reductions(self) -> None:
-        """Reduce the remaining gradients, and give all ranks the same set of `.grad`s."""
-        for unit in self.units:
-            if unit.sync_gradients and unit.has_unreduced_gradients():
-                self._reduce(unit)
-        agreed = self.communicator.any_rank([used for unit in self.units for used in unit.is_used])
-        wait_functions = self._replicated.start_reduce() if self._sync_gradients else []
-        while self._reducing_units:
-            self._reducing_units.popleft().wait_for_reduce_grads()
-        for wait in wait_functions:
-            wait()
-        used_anywhere = iter(agreed())
-        for unit in self.units:
-            unit.assign_unclaimed_averages([next(used_anywhere) for _ in unit.parameters])
 
     def _reset_after_error(self) -> None:
         """Discard a backward that an exception interrupted."""
         self._in_backward = False
-        self._num_ready_gradients.clear()
-        self._reducing_units.clear()
+        self._gradient_sync.discard()
         for unit in self.units:
             unit.reset_after_error()
 
@@ -625,7 +515,9 @@ class FSDP(nn.Module):
         for unit in copied_units:
             unit.copy_owners(memo)
         not_copied = ("_gradient_hooks", "_hook_ids", "_unit_of", "state_dict_hooks")
-        attributes = {k: v for k, v in self.__dict__.items() if k not in not_copied}
+        # This leaves out the result of `compile()`, which calls the original.
+        state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
+        attributes = {k: v for k, v in state.items() if k not in not_copied}
         copied.__dict__.update(copy.deepcopy(attributes, memo))
         copied._gradient_hooks = {}
         copied._hook_ids = {}
@@ -663,23 +555,3 @@ def remove_hooks(hook_ids: dict[nn.Module, set[int]], targets: dict[nn.Module, n
             if isinstance(hooks, OrderedDict):
                 for key in ids & hooks.keys():
                     del hooks[key]
-
-
-def _check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
-    """Raise if a module cannot be sharded."""
-    for name, inner in module.named_modules():
-        if isinstance(inner, FSDP):
-            raise ValueError(
-                f"{name or 'the module'} is FSDP already: wrap the whole model once, and select "
-                "the layers that are gathered separately with shard=(...)"
-            )
-        is_embedding = isinstance(inner, nn.Embedding | nn.EmbeddingBag)
-        if is_embedding and inner.max_norm is not None:
-            raise ValueError(
-                f"{name or 'the module'} is {type(inner).__name__}(max_norm={inner.max_norm}), "
-                "whose forward writes to its weight, and stage 3 would lose the written values: "
-                "pass max_norm=None and renormalize the rows after each step"
-            )
-    for name, parameter in module.named_parameters():
-        if find_unit(parameter) is not None and parameter not in adopted:
-            raise ValueError(f"parameter {name} is another FSDP's shard: wrap a model once")

@@ -14,9 +14,10 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero.fsdp.checks import refuse_ddp
 from zero.fsdp.fsdp import FSDP, FULLY_SHARDED
+from zero.fsdp.shard import replaced_parameters
 from zero.fsdp.unit import Unit
 
 
@@ -48,7 +49,6 @@ def fully_shard(
     _check_module(module)
     policy = mp_policy or MixedPrecisionPolicy()
     inner = dict.fromkeys(_fsdp_of(sharded) for sharded in _sharded_modules(module))
-    originals = list(module.parameters())
     fsdp = FSDP(
         module,
         policy.param_dtype,
@@ -66,15 +66,10 @@ def fully_shard(
         fsdp.output_dtypes[module] = policy.output_dtype
     cls: Any = type(module)
     module.__class__ = _sharded_class(cls)
+    refuse_ddp(module)
     for sharded in _sharded_modules(module):
         sharded.__dict__[FULLY_SHARDED] = fsdp
-    for parameter in set(originals).difference(module.parameters()):
-        _sharded_originals[parameter] = True
     return module
-
-
-#: The parameters from before sharding, which only a module outside of the sharded one still has.
-_sharded_originals = WeakTensorKeyDictionary()
 
 
 class FSDPModule:
@@ -160,7 +155,7 @@ def _check_module(module: Any) -> None:
             f"{type(module).__name__}: pass a module that contains the others"
         )
     for name, parameter in module.named_parameters():
-        if parameter in _sharded_originals:
+        if parameter in replaced_parameters:
             raise ValueError(
                 f"{name} is tied to a parameter that an earlier call of fully_shard has sharded: "
                 "pass neither of the two modules, but one that contains both"

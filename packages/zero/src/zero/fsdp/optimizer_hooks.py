@@ -22,8 +22,14 @@ from torch.optim.optimizer import (
 )
 
 from zero.dtensors import Run, full_entries, state_rows
-from zero.fsdp.unit import ShardedParameter, Unit, find_unit, plain_shard
-from zero.gradients import ShardGradient, plain
+from zero.fsdp.shard import (
+    ShardedParameter,
+    ShardingUnit,
+    find_unit,
+    plain_shard,
+    replaced_parameters,
+)
+from zero.gradients.shard import ShardGradient, plain
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
     REFUSED,
@@ -36,7 +42,7 @@ from zero.partition import by_parameter
 from zero.process_groups import Communicator
 
 #: A parameter of an optimizer, its unit, and its description there.
-Entry = tuple[nn.Parameter, Unit, ShardedParameter]
+Entry = tuple[nn.Parameter, ShardingUnit, ShardedParameter]
 
 
 @cache
@@ -51,6 +57,11 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
     shard_optimizer, known_count = _known.get(optimizer, (None, 0))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(parameters) != known_count:
+        if any(parameter in replaced_parameters for parameter in parameters):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has parameters from before they were sharded, which "
+                "no module uses: construct the optimizer after FSDP(module) or fully_shard(module)"
+            )
         if any(find_unit(parameter) for parameter in parameters):
             if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
                 raise RuntimeError(

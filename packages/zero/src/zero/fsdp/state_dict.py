@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero.dtensors import full_value, shard_rows
-from zero.fsdp.unit import ShardedParameter, Unit, plain_shard
-from zero.gradients import shard_gradient
+from zero.fsdp.shard import ShardedParameter, plain_shard
+from zero.fsdp.unit import Unit
+from zero.gradients.shard import shard_gradient
 from zero.process_groups import Communicator
 
 
@@ -47,6 +48,12 @@ class StateDictHooks:
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor):
                     selected = _select_shard(prefix + name, value, parameter, error_messages)
+                    if metadata.get("assign_to_params_buffers"):
+                        # The shard stays a view of the unit's memory.
+                        with torch.no_grad():
+                            plain_shard(parameter.shard).copy_(selected)
+                        state[prefix + name] = parameter.shard
+                        continue
                     # Only a tensor that is known to have these elements may be copied to a shard.
                     state[prefix + name] = shard_gradient(
                         selected, unit.communicator, parameter.elements

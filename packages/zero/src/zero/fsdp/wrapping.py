@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from zero.fsdp.unit import Owner, Unit
+from zero.fsdp.shard import Owner
+from zero.fsdp.unit import Unit
 
 MakeUnit = Callable[[list[Any]], Unit]
 #: The modules that are sharded as units: classes and names of modules, or a predicate of name and
@@ -204,7 +205,7 @@ def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()
 
 @dataclass(frozen=True)
 class Materialize:
-    """Allocates and initializes tensors that are still on the meta device."""
+    """The allocation and initialization of tensors that are still on the meta device."""
 
     device: torch.device
     initialize: Callable[[nn.Module], None] | None
@@ -224,6 +225,7 @@ class Materialize:
                     new.fill_(nan)
                 if isinstance(old, nn.Parameter):
                     parameter = nn.Parameter(new, old.requires_grad)
+                    parameter.__dict__.update(vars(old))
                     for owner, attribute in owners[old]:
                         owner._parameters[attribute] = parameter
                 else:

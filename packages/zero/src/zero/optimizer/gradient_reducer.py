@@ -1,4 +1,4 @@
-"""Averages gradients over ranks bucket by bucket during backward; each rank keeps its shard.
+"""Averages of gradients, reduced bucket by bucket during backward; each rank keeps its shard.
 
 Note [Lifetime of a gradient]
 | state     | `parameter.grad`  | gradient's memory | next state                           |
@@ -34,11 +34,15 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.gloo_collectives import Work
-from zero.gradients import AveragedGradient
+from zero.gradients.averaged import AveragedGradient
 from zero.partition import Partition, Piece, Span
 from zero.process_groups import Communicator
+
+#: The number of reductions in progress at the same time.
+MAX_IN_FLIGHT = 2
 
 
 @dataclass(eq=False)
@@ -135,21 +139,17 @@ _reducers: WeakSet[GradientReducer] = WeakSet()
 
 
 class GradientReducer:
-    """Reduces buckets while backward fills them: Note [Lifetime of a gradient].
+    """The buckets that backward fills, and their reductions: Note [Lifetime of a gradient].
 
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
         persistent flat tensors, sends from there, and writes this rank's average over its local
         gradients (stage 1).
-    max_in_flight: the number of reductions in progress at the same time.
     """
 
-    def __init__(
-        self, communicator: Communicator, *, release_gradients: bool, max_in_flight: int = 2
-    ) -> None:
+    def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
         self.communicator = communicator
         self.release_gradients = release_gradients
-        self.max_in_flight = max_in_flight
         #: False under `no_sync()`.
         self.enabled = True
         #: Called before the first collective of a backward.
@@ -164,6 +164,8 @@ class GradientReducer:
         self._flat_gradients: list[Tensor] = []
         #: The id of this reducer's hook on each parameter.
         self._hook_ids: dict[nn.Parameter, int] = {}
+        self._hook_handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove_hooks, self._hook_handles)
         #: The parameters that have an average, or will have one when its reduction is waited for.
         self._keys: dict[nn.Parameter, _AverageKey] = {}
         #: See Note [Order of reductions]; None before the first backward.
@@ -322,6 +324,7 @@ class GradientReducer:
             if parameter.requires_grad and parameter not in self._hook_ids:
                 handle = parameter.register_post_accumulate_grad_hook(on_accumulated)
                 self._hook_ids[parameter] = handle.id
+                self._hook_handles.append(handle)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if not self._in_backward:
@@ -516,7 +519,7 @@ class GradientReducer:
         parameter.grad = AveragedGradient(parameter, self, key, is_used=gradient is not None)
 
     def _launch(self, bucket: Bucket) -> None:
-        while len(self._in_flight) >= self.max_in_flight:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._finish_oldest_reduction()
         buffer = bucket.buffer
         assert buffer is not None
@@ -538,15 +541,8 @@ class GradientReducer:
         reduction.work.wait()
         bucket = reduction.bucket
         output = reduction.output
-        # torch has no arithmetic for 8-bit floats.
-        is_narrow = output.itemsize == 1
-        if is_narrow:
-            output.copy_(output.float() / self.communicator.num_gradients)
-        else:
-            output /= self.communicator.num_gradients
-        if bucket.average is not None and is_narrow:
-            bucket.average.copy_(bucket.average.float() + output.float())
-        elif bucket.average is not None:
+        output /= self.communicator.num_gradients
+        if bucket.average is not None:
             bucket.average += output
         elif self.release_gradients:
             bucket.average = output
@@ -556,6 +552,11 @@ class GradientReducer:
             if output.data_ptr() != bucket.average.data_ptr():
                 bucket.average.copy_(output)
             bucket.average_is_in_buffer = True
+
+
+def _remove_hooks(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _is_used(gradient: Tensor) -> bool:

@@ -25,16 +25,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.cpu_offload import to_host
 from zero.diagnostics import describe_difference
-from zero.fsdp.unit import find_unit
+from zero.fsdp.shard import Shard, find_unit, replaced_parameters
 from zero.optimizer.gradient_reducer import Bucket, GradientReducer, make_buckets
 from zero.optimizer.optimizer_kinds import Split, how_to_split
 from zero.optimizer.state_dict import (
     dtensor_state_dict,
-    full_state_dict,
     load_state_dict,
     options_of,
 )
 from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
+from zero.parameter_checks import check_shardable
 from zero.partition import Piece, by_element, by_parameter
 from zero.process_groups import Collective, Communicator, Group
 
@@ -85,9 +85,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if isinstance(params, Tensor):
             raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
-        params = list(params)
+        params = [_read_members(entry) if isinstance(entry, dict) else entry for entry in params]
         if not params:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
+        members: list[Any] = []
+        for entry in params:
+            members += entry["params"] if isinstance(entry, dict) else [entry]
+        check_shardable(entry for entry in _named(members) if not isinstance(entry[1], Shard))
         self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
@@ -134,15 +138,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard another group of parameters; every rank must add the same group."""
-        members = param_group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        named = [
-            entry if isinstance(entry, tuple) else (f"number {index}", entry)
-            for index, entry in enumerate(members)
-        ]
+        param_group = _read_members(param_group)
+        named = _named(param_group["params"])
         self._check_in_one_group(named)
         self._check_without_owner(named)
-        super().add_param_group({**param_group, "params": members})
+        check_shardable(named)
+        super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_ranks_agree(group["params"])
         split = self._how_to_split(group)
@@ -171,6 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 loss = closure()
         if self._uneven_inputs:
             self._uneven_inputs.announce("step", options_of_groups(self))
+        self._adopt_cleared_state()
         self._restore_views()
         self._assign_gradients()
         shards = [shard for _, _, shard, _ in self._shards]
@@ -203,6 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if is_present:
             placeholder = {self.param_groups[0]["params"][0]: {}}
         self.state = self.inner.state or placeholder  # type: ignore[assignment]
+        self._shown_state: dict[Any, Any] = self.state
 
     def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
         """Return this rank's shards: parameter, elements, the inner optimizer's view, bucket."""
@@ -212,13 +215,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Return the unsharded optimizer's state dict with DTensors; every rank must call it."""
         return dtensor_state_dict(self)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return the unsharded optimizer's state dict on the CPU; every rank must call it."""
-        return full_state_dict(self)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`, a `full_state_dict()`, or an unsharded optimizer's."""
+        """Load a `state_dict()`, or that of an unsharded optimizer."""
         load_state_dict(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "ShardedOptimizer belongs to a process group and to its parameters, so it cannot be "
+            "copied or pickled: construct another one, and load state_dict() or a checkpoint"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, averages included."""
@@ -260,10 +265,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """The group of the collectives of `Join`."""
         return self.communicator.group or dist.group.WORLD
 
-    @property
-    def split(self) -> Split:
-        """The split of the first group."""
-        return self.splits[0]
+    def _adopt_cleared_state(self) -> None:
+        """Clear the inner optimizer's state if the caller has assigned an empty `state`."""
+        if self.state is self._shown_state:
+            return
+        if self.state:
+            raise RuntimeError(
+                f"expected `state` to be replaced by an empty dictionary, got {len(self.state)} "
+                "entries: use load_state_dict()"
+            )
+        self.inner.state.clear()
+        self._steps_to_compare = 2
+        self.show_state(False)
 
     def _how_to_split(self, group: dict[str, Any]) -> Split:
         device = next((p.device for p in group["params"] if not p.is_meta), None)
@@ -279,12 +292,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _shard(self, parameters: list[nn.Parameter], split: Split) -> list[nn.Parameter]:
         """Lay parameters of one dtype end to end, and return this rank's shards of them."""
-        for parameter in parameters:
-            if parameter.layout != torch.strided:
-                raise ValueError(
-                    f"expected dense parameters, got one of shape {tuple(parameter.shape)} with "
-                    f"layout {parameter.layout}: use a dense layout"
-                )
         numels = [parameter.numel() for parameter in parameters]
         cut = by_element if split == "elements" else by_parameter
         bucket_numel = self.bucket_bytes // parameters[0].element_size()
@@ -299,7 +306,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.communicator.pop_bytes()
         buckets = make_buckets(partition, flat, parameters, self.communicator.rank)
         self._buckets += buckets
-        is_trainable = flat.is_floating_point() or flat.is_complex()
+        # torch has no arithmetic for 8-bit floats.
+        is_trainable = flat.itemsize > 1 and (flat.is_floating_point() or flat.is_complex())
         if is_trainable:
             self.reducer.add(buckets, partition)
         shards = []
@@ -312,6 +320,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                     self._device_values.append(values)
                     values = to_host(values)
                 shard = nn.Parameter(values, requires_grad=is_trainable)
+                # Some optimizers read attributes that models set.
+                shard.__dict__.update(vars(parameter))
                 self._shards.append((parameter, piece, shard, bucket))
                 shards.append(shard)
         return shards
@@ -393,6 +403,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                     f"parameter {location[1].name} is a shard of FSDP: pass fsdp.parameters() to "
                     f"{self._inner_cls.__name__} itself, not to ShardedOptimizer"
                 )
+            if parameter in replaced_parameters:
+                raise ValueError(
+                    f"parameter {name}, of shape {tuple(parameter.shape)}, was replaced by a shard "
+                    "of FSDP, so no module uses it: pass the parameters of a model that is not "
+                    "sharded"
+                )
             if _owner(parameter) is not None:
                 # An unreferenced optimizer in a reference cycle is not an owner.
                 gc.collect()
@@ -408,6 +424,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         problem = describe_difference(self.communicator.gather_objects(described))
         if problem:
             raise ValueError(problem)
+
+
+def _read_members(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group with a list of its parameters, which may be an iterator."""
+    members = group["params"]
+    return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
+
+
+def _named(members: list[Any]) -> list[tuple[str, Tensor]]:
+    """Return the members of a group with their names, or their numbers if they have no names."""
+    return [
+        entry if isinstance(entry, tuple) else (f"number {index}", entry)
+        for index, entry in enumerate(members)
+    ]
 
 
 def _checksum(parameter: Tensor) -> int:

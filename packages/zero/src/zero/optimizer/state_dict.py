@@ -1,14 +1,13 @@
-"""State dicts of a sharded optimizer in torch's format, with whole tensors or with DTensors."""
+"""State dicts of a sharded optimizer in torch's format, with DTensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from zero.dtensors import Run, full_entries, state_rows, whole_state
+from zero.dtensors import Run, full_entries, state_rows
 from zero.optimizer.optimizer_kinds import check_state
 from zero.partition import Piece
 from zero.process_groups import Communicator
@@ -28,28 +27,22 @@ class Sharded(Protocol):
         """Return each parameter, this rank's elements of it, and the inner optimizer's view."""
 
 
-def dtensor_state_dict(optimizer: Sharded) -> dict[str, Any]:
-    """Return the unsharded optimizer's `state_dict()`, with DTensors for its tensors."""
-    return _collect_state(optimizer, state_rows)
-
-
-def full_state_dict(optimizer: Sharded) -> dict[str, Any]:
-    """Return the unsharded optimizer's `state_dict()`, on the CPU."""
-    return _collect_state(
-        optimizer,
-        lambda local_state, parameter, communicator: whole_state(
-            local_state, parameter.shape, communicator
-        ),
-    )
-
-
 def load_state_dict(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
-    """Load a state dict with whole tensors or with DTensors."""
+    """Load a state dict with DTensors."""
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
         raise ValueError(
             f"expected a state of {len(optimizer.param_groups)} parameter groups, got "
             f"{len(state_dict['param_groups'])}: make the same groups as when saving"
         )
+    for index, pair in enumerate(
+        zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    ):
+        sizes = [len(group["params"]) for group in pair]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"expected {sizes[0]} parameters in group {index} of the state, got {sizes[1]}: "
+                "make the same groups as when saving"
+            )
     shards = [shard for group in optimizer.inner.param_groups for shard in group["params"]]
     index_of = {shard: index for index, shard in enumerate(shards)}
     runs = _runs(optimizer)
@@ -79,7 +72,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: v for key, v in group.items() if key not in ("params", "param_names")}
 
 
-def _collect_state(optimizer: Sharded, collect: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def dtensor_state_dict(optimizer: Sharded) -> dict[str, Any]:
+    """Return the unsharded optimizer's `state_dict()`, with DTensors for its tensors."""
     runs = _runs(optimizer)
     check_state(optimizer.inner)
     inner_state = optimizer.inner.state
@@ -94,7 +88,7 @@ def _collect_state(optimizer: Sharded, collect: Callable[..., dict[str, Any]]) -
                 for run, shard in runs.get(parameter, [])
                 if shard in inner_state
             ]
-            collected = collect(local_state, parameter, optimizer.communicator)
+            collected = state_rows(local_state, parameter, optimizer.communicator)
             if collected:
                 state[index] = collected
             indices.append(index)

@@ -1,0 +1,98 @@
+"""The averages of all gradients in one backward of stage 3."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from zero.fsdp.replicated import ReplicatedParameters
+from zero.fsdp.unit import Unit
+
+
+class GradientSync:
+    """The reductions of units, each of which starts when the unit's last gradient is ready."""
+
+    def __init__(self, units: list[Unit], replicated: ReplicatedParameters) -> None:
+        self.units = units
+        self.replicated = replicated
+        #: False while gradients of replicated parameters are accumulated locally.
+        self.sync_replicated = True
+        #: False in `torch.autograd.grad()`, which does not change `.grad`.
+        self.accumulates_gradients = False
+        self._reducing_unit: Unit | None = None
+        self._num_ready_gradients: dict[Unit, int] = {}
+
+    def start(self) -> None:
+        """Prepare for the gradients of a backward."""
+        self.accumulates_gradients = self._will_accumulate_gradients()
+        for unit in self.units:
+            unit.gradients.discard_cleared()
+
+    @torch.no_grad()
+    def gradient_ready(self, unit: Unit) -> None:
+        """Reduce a unit if the gradient that has been accumulated is its last one."""
+        # In a backward within a backward (reentrant checkpointing), the outer graph does not show
+        # that gradients are accumulated.
+        self.accumulates_gradients = True
+        num_ready = self._num_ready_gradients.get(unit, 0) + 1
+        self._num_ready_gradients[unit] = num_ready
+        if unit.gradients.sync and num_ready == unit.gradients.num_trainable():
+            self._reduce(unit)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce the remaining gradients, and give all ranks the same set of `.grad`s."""
+        self._num_ready_gradients.clear()
+        is_synced = self.sync_replicated or any(unit.gradients.sync for unit in self.units)
+        if is_synced and self.accumulates_gradients:
+            self._finish_reductions()
+        for unit in self.units:
+            if not unit.gradients.sync:
+                unit.gradients.mark_unreduced()
+
+    def discard(self) -> None:
+        """Forget a backward that an exception interrupted."""
+        self._num_ready_gradients.clear()
+        self._reducing_unit = None
+
+    def _reduce(self, unit: Unit) -> None:
+        self._wait()
+        unit.gradients.reduce_grads()
+        self._reducing_unit = unit
+
+    def _wait(self) -> None:
+        """Wait for the reduction in progress."""
+        if self._reducing_unit is not None:
+            self._reducing_unit.gradients.wait_for_reduce_grads()
+        self._reducing_unit = None
+
+    def _will_accumulate_gradients(self) -> bool:
+        """Return True in a `backward()`, False in a `torch.autograd.grad()` of other tensors."""
+        parameters = [p.full for unit in self.units for p in unit.parameters]
+        parameters += self.replicated.parameters
+        try:
+            # In a `backward()` this holds for every parameter of the graph.
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+                for parameter in parameters
+                if parameter.requires_grad
+            )
+        except RuntimeError:
+            # torch raises if a parameter is an input of `torch.autograd.grad`.
+            return False
+
+    def _finish_reductions(self) -> None:
+        """Average the remaining gradients; a parameter gets one on all ranks or on none."""
+        for unit in self.units:
+            if unit.gradients.sync and unit.gradients.has_unreduced():
+                self._reduce(unit)
+        agreed = self.replicated.communicator.any_rank(
+            [used for unit in self.units for used in unit.gradients.is_used]
+        )
+        wait_functions = self.replicated.start_reduce() if self.sync_replicated else []
+        self._wait()
+        for wait in wait_functions:
+            wait()
+        used_anywhere = iter(agreed())
+        for unit in self.units:
+            unit.gradients.assign_unclaimed_averages([next(used_anywhere) for _ in unit.parameters])

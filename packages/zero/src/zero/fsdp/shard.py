@@ -1,0 +1,183 @@
+"""The parameters that an optimizer sees at stage 3: this rank's elements of each full parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero.gradients.shard import ElementRange, ShardGradient, shard_function, shard_gradient
+from zero.process_groups import Communicator
+
+#: A module and the name of one of its parameters.
+Owner = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """One parameter of a unit: its elements `start` to `stop` are this rank's shard."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    #: The shard, which optimizers see.
+    shard: nn.Parameter
+    #: The full parameter, which modules see in forward and which autograd differentiates.
+    full: nn.Parameter
+    #: The modules that have the parameter; more than one if it is tied.
+    owners: tuple[Owner, ...]
+
+    @property
+    def elements(self) -> ElementRange:
+        """The elements of this rank's shard."""
+        return ElementRange(self.start, self.stop, self.shape)
+
+    def check_registered(self) -> None:
+        """Raise if a module has another tensor in the place of this parameter."""
+        for module, name in self.owners:
+            registered = module._parameters.get(name)
+            if registered is not self.shard and registered is not self.full:
+                received = "none" if registered is None else f"another {type(registered).__name__}"
+                raise RuntimeError(
+                    f"expected {self.name} to be FSDP's parameter, got {received}, which the "
+                    "forward would not use: change parameters in place or within "
+                    "summon_full_params(), and replace or prune them before FSDP(module)"
+                )
+
+
+class ShardingUnit(Protocol):
+    """The unit that a shard belongs to."""
+
+    communicator: Communicator
+    #: The shards of all parameters, end to end.
+    shard: Tensor
+    parameters: list[ShardedParameter]
+    #: Classes of optimizers that the caller has declared element-wise.
+    elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...]
+    #: True while an optimizer steps that needs full tensors in its parameters' `.data`.
+    holds_full_tensors: bool
+
+    def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
+        """Return the elements of a parameter in a rank's shard."""
+
+
+#: Maps each shard to its unit and its index in the unit, so that code that only has an optimizer's
+#: parameters finds the unit.
+_unit_of_shard = WeakTensorKeyDictionary()
+
+
+#: The parameters from before sharding, which only an optimizer or another module still has.
+replaced_parameters = WeakTensorKeyDictionary()
+
+
+def register_shard(shard: Tensor, unit: ShardingUnit, index: int) -> None:
+    """Let `find_unit` find the unit of a shard, and its index there."""
+    _unit_of_shard[shard] = ref(unit), index
+
+
+def find_unit(parameter: Tensor) -> tuple[ShardingUnit, ShardedParameter] | None:
+    """Return the unit of a shard, or None for any other parameter."""
+    unit_ref, index = _unit_of_shard.get(parameter, (lambda: None, 0))
+    unit = unit_ref()
+    return (unit, unit.parameters[index]) if unit else None
+
+
+#: The descriptor of torch's own attribute, which `Shard.grad` wraps.
+GRAD: Any = Tensor.grad
+
+
+class Shard(nn.Parameter):
+    """The elements of a parameter that this rank stores.
+
+    A plain gradient of the shard's shape becomes a ShardGradient when it is assigned, except while
+    the parameter holds full tensors.
+
+    Functions of torch follow Note [Operations on a sharded gradient], so that the norm of a
+    parameter, for example, is that of all its elements.
+    """
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole parameter on every rank; every rank must call it."""
+        gradient: ShardGradient = _as_gradient(self)
+        return gradient.full_tensor()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on this rank's elements or over all ranks, or raise."""
+        return shard_function(func, args, kwargs or {}, _as_gradient)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(self.detach().as_subclass(Tensor).clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The averaged gradient of this rank's elements."""
+        gradient = GRAD.__get__(self)
+        if type(gradient) is Tensor:
+            # Autograd and C++ code bypass the setter below.
+            self.grad = gradient
+            gradient = GRAD.__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        location = find_unit(self)
+        if location and not location[0].holds_full_tensors and isinstance(gradient, Tensor):
+            unit, parameter = location
+            elements = parameter.elements
+            if type(gradient) is Tensor and gradient.shape == self.shape:
+                gradient = shard_gradient(gradient, unit.communicator, elements)
+            elif isinstance(gradient, ShardGradient) and gradient.elements != elements:
+                raise RuntimeError(
+                    f"the gradient assigned to {parameter.name} has other elements than this "
+                    "rank's shard: assign elements of p.grad.full_tensor(), called by every rank"
+                )
+            elif gradient.shape != self.shape:
+                raise RuntimeError(
+                    f"expected a gradient of shape {tuple(self.shape)} for this rank's shard of "
+                    f"{parameter.name}, got shape {tuple(gradient.shape)}: assign elements "
+                    f"{elements.start} to {elements.stop} of the whole gradient"
+                )
+        GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
+
+
+def _as_gradient(value: Any) -> Any:
+    """Wrap a shard in a ShardGradient that shares its memory; return any other value unchanged."""
+    location = find_unit(value) if type(value) is Shard else None
+    if location is None or location[0].holds_full_tensors:
+        return value
+    unit, parameter = location
+    with torch._C.DisableTorchFunctionSubclass():
+        return shard_gradient(value, unit.communicator, parameter.elements)
+
+
+def plain_shard(shard: Tensor) -> Tensor:
+    """Return a shard's elements as a plain tensor with the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return shard.detach().as_subclass(Tensor)
+
+
+# torch's optimizers use their fast implementations for these classes of parameters only.
+if Shard not in _foreach_supported_types:
+    _foreach_supported_types.append(Shard)
+
+
+def as_column(values: Tensor, dim: int) -> Tensor:
+    """Return a view of shape (n, 1, ..., 1) with `dim` dimensions.
+
+    Optimizer rules such as `p.dim() >= 2` therefore still recognize matrices.
+    """
+    return values.view(values.numel(), *[1] * (dim - 1)) if dim > 1 else values

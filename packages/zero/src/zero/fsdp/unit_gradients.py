@@ -1,0 +1,213 @@
+"""The gradients of a unit: accumulated locally, then averaged into the shards' `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero.cpu_offload import to_host
+from zero.fsdp.shard import ShardedParameter, plain_shard
+from zero.gloo_collectives import Work
+from zero.gradients.averaged import AveragedGradient
+from zero.gradients.shard import shard_gradient
+from zero.partition import Partition
+from zero.process_groups import Communicator
+
+
+class ReducedUnit(Protocol):
+    """The parts of a unit that its gradients are reduced with."""
+
+    communicator: Communicator
+    parameters: list[ShardedParameter]
+    partition: Partition
+    shard: Tensor
+    full: Tensor
+    cpu_offload: bool
+
+    @property
+    def label(self) -> str:
+        """The name of the unit in collectives."""
+
+
+class UnitGradients:
+    """The local and the averaged gradients of one unit's parameters.
+
+    Autograd accumulates into the `.grad` of full parameters. `reduce_grads()` starts to average
+    these gradients and frees them; `wait_for_reduce_grads()` adds the average to the shards'
+    `.grad`. Under `no_sync()` a placeholder in a shard's `.grad` stands for the local gradient.
+    """
+
+    def __init__(self, unit: ReducedUnit, dtype: torch.dtype) -> None:
+        self.unit = unit
+        #: The dtype in which gradients are sent, and accumulated under `no_sync()`.
+        self.dtype = dtype
+        #: False while gradients are accumulated locally.
+        self.sync = True
+        #: The reduction in progress: its work, output and input.
+        self._reduction: tuple[Work, Tensor, Tensor] | None = None
+        #: True for each parameter that this rank's backward has reached.
+        self.is_used = [False] * len(unit.parameters)
+        #: Averages of parameters that this rank has not used, until it is known whether another
+        #: rank used them.
+        self._unclaimed_averages: dict[int, Tensor] = {}
+        #: The `.grad` of parameters with a gradient from `no_sync()` that is not averaged yet.
+        self._placeholders: dict[int, AveragedGradient] = {}
+        #: Gradients accumulated under `no_sync()`, already cast to `dtype`, if it differs from the
+        #: dtype of the computed gradients.
+        self._accumulated: dict[int, Tensor] = {}
+
+    @property
+    def communicator(self) -> Communicator:
+        """The collectives of the unit's ranks."""
+        return self.unit.communicator
+
+    @property
+    def is_reducing(self) -> bool:
+        """True while a reduction is in progress."""
+        return self._reduction is not None
+
+    def num_trainable(self) -> int:
+        """Return the number of parameters that a backward may reach."""
+        return sum(parameter.full.requires_grad for parameter in self.unit.parameters)
+
+    def has_unreduced(self) -> bool:
+        """Return True if any full parameter has a gradient that is not averaged yet."""
+        return bool(self._accumulated) or any(p.full.grad is not None for p in self.unit.parameters)
+
+    def reduce_grads(self) -> None:
+        """Start to sum the gradients over ranks, and free the local gradients."""
+        self.wait_for_reduce_grads()
+        for index, parameter in enumerate(self.unit.parameters):
+            if parameter.full.grad is not None or index in self._accumulated:
+                self.is_used[index] = True
+        buffer = self._pop_gradients()
+        if self.communicator.sums_in_place:
+            output = buffer.view(self.communicator.world, -1)[self.communicator.rank]
+        else:
+            output = buffer.new_empty(self.unit.shard.shape)
+        work = self.communicator.reduce_scatter(output, buffer, self.unit.label)
+        self._reduction = work, output, buffer
+
+    def _pop_gradients(self) -> Tensor:
+        """Return the local gradients end to end, and free them."""
+        first = self.unit.parameters[0].full
+        if len(self.unit.parameters) == 1 and first.grad is not None and not self._accumulated:
+            # A single gradient without padding needs no copy.
+            gradient = first.grad.reshape(-1).to(self.dtype)
+            if gradient.numel() == self.unit.full.numel():
+                first.grad = None
+                return gradient
+        buffer = self.unit.full.new_empty(self.unit.full.numel(), dtype=self.dtype)
+        end = 0
+        for index, parameter in enumerate(self.unit.parameters):
+            offset = self.unit.partition.offsets[index]
+            end = offset + prod(parameter.shape)
+            target = buffer[offset:end]
+            if parameter.full.grad is None:
+                target.zero_()
+            else:
+                target.copy_(parameter.full.grad.reshape(-1))
+                parameter.full.grad = None
+            if index in self._accumulated:
+                target += self._accumulated.pop(index).reshape(-1)
+        buffer[end:].zero_()
+        return buffer
+
+    def wait_for_reduce_grads(self) -> None:
+        """Wait for the reduction in progress, and add the average to the shards' `.grad`."""
+        if self._reduction is None:
+            return
+        work, output, _ = self._reduction
+        self._reduction = None
+        work.wait()
+        average = output.to(self.unit.shard.dtype)
+        average /= self.communicator.num_gradients
+        if self.unit.cpu_offload:
+            average = to_host(average)
+        elif average is output and self.communicator.sums_in_place:
+            # A view would keep the gradients of all ranks' elements alive.
+            average = average.clone()
+        start = 0
+        for index, parameter in enumerate(self.unit.parameters):
+            part = average[start : start + parameter.stop - parameter.start]
+            start += part.numel()
+            if self.is_used[index]:
+                self._accumulate_grad(index, part)
+            else:
+                self._unclaimed_averages[index] = part
+
+    def assign_unclaimed_averages(self, used_anywhere: Sequence[bool]) -> None:
+        """Assign gradients to parameters that other ranks have used, and none to unused ones."""
+        for index, part in self._unclaimed_averages.items():
+            if used_anywhere[index]:
+                self._accumulate_grad(index, part)
+        self._unclaimed_averages.clear()
+        self.is_used = [False] * len(self.unit.parameters)
+
+    def mark_unreduced(self) -> None:
+        """Replace each `.grad` that is not averaged yet by a placeholder that raises if read."""
+        for index, parameter in enumerate(self.unit.parameters):
+            gradient = parameter.full.grad
+            if gradient is None:
+                continue
+            if gradient.dtype != self.dtype:
+                gradient = gradient.to(self.dtype)
+                accumulated = self._accumulated.get(index)
+                if accumulated is not None:
+                    gradient = accumulated.add_(gradient)
+                self._accumulated[index] = gradient
+                parameter.full.grad = None
+            if index not in self._placeholders:
+                shard = parameter.shard
+                # The key is the average of earlier backwards, which `_accumulate_grad` restores.
+                placeholder = AveragedGradient(shard, self, shard.grad)
+                placeholder.unreduced = plain_shard(shard)
+                self._placeholders[index] = placeholder
+                shard.grad = placeholder
+
+    def discard_cleared(self) -> None:
+        """Discard unreduced gradients whose `.grad` the caller has cleared."""
+        for index, placeholder in list(self._placeholders.items()):
+            if self.unit.parameters[index].shard.grad is not placeholder:
+                self.unit.parameters[index].full.grad = None
+                self._accumulated.pop(index, None)
+                del self._placeholders[index]
+
+    def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
+        """Raise, because the gradient of a placeholder has not been averaged."""
+        raise AssertionError("a gradient that is not averaged yet has no elements")
+
+    def _accumulate_grad(self, index: int, part: Tensor) -> None:
+        """Add an average to a shard's `.grad`, and run the hooks that autograd would run."""
+        parameter = self.unit.parameters[index]
+        shard = parameter.shard
+        placeholder = self._placeholders.pop(index, None)
+        if placeholder is not None and shard.grad is placeholder:
+            shard.grad = placeholder.key
+        if not shard.requires_grad:
+            return
+        part = shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)
+        # Autograd accumulates into the full parameter only, so hooks of the shard run here.
+        for hook in list((shard._backward_hooks or {}).values()):
+            changed = hook(part)
+            if changed is not None:
+                part = changed
+        if shard.grad is None:
+            shard.grad = part
+        else:
+            shard.grad += part
+        for hook in list((shard._post_accumulate_grad_hooks or {}).values()):
+            hook(shard)
+
+    def discard(self) -> None:
+        """Discard the gradients of a backward that was interrupted."""
+        self._reduction = None
+        self._unclaimed_averages.clear()
+        self._accumulated.clear()
+        self.is_used = [False] * len(self.unit.parameters)
+        for parameter in self.unit.parameters:
+            parameter.full.grad = None

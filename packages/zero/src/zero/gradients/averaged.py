@@ -1,0 +1,250 @@
+"""`.grad` at stages 1 and 2: the parameter's shape, with the elements in the reducer's buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zero.gradients.reductions import (
+    PartialGradient,
+    are_equal_on_all_ranks,
+    gather_runs,
+    norms,
+    reduce,
+    unscale,
+)
+from zero.gradients.rules import (
+    COMPARISONS,
+    ELEMENTWISE_OPERATORS,
+    RANDOM,
+    REMEDY,
+    UNSCALE,
+    aten,
+    is_pointwise,
+    reduces_all_elements,
+)
+from zero.process_groups import Communicator
+
+#: Elements `start` to `stop` of a flattened tensor, and their values.
+LocalRun = tuple[int, int, Tensor]
+
+
+class Source(Protocol):
+    """The object that stores an AveragedGradient's elements: a reducer or a unit."""
+
+    communicator: Communicator
+
+    def fetch_runs(self, gradient: AveragedGradient) -> list[LocalRun]:
+        """Return this rank's runs of elements (start, stop, values) after they were averaged."""
+
+
+class AveragedGradient(PartialGradient):
+    """`.grad` after backward at stages 1 and 2, in the parameter's shape.
+
+    The elements are stored in the reducer's buckets. See Note [Operations on a sharded gradient]
+    and Note [Two classes of sharded gradients].
+    """
+
+    #: The object that stores the elements.
+    source: Source
+    #: The identity by which the source finds this gradient's elements.
+    key: Any
+    #: The elements themselves, if the gradient is the result of an operation.
+    runs: list[LocalRun] | None
+    #: This rank's gradient of a later backward, which has not been averaged yet.
+    unreduced: Tensor | None
+    #: True if this rank's backward reached the parameter.
+    is_used: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        like: Tensor,
+        source: Source,
+        key: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        runs: list[LocalRun] | None = None,
+        is_used: bool = True,
+    ) -> AveragedGradient:
+        """Create the averaged gradient of `like`."""
+        gradient: AveragedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=dtype or like.dtype, device=like.device
+        )
+        gradient.source = source
+        gradient.communicator = source.communicator
+        gradient.key = key
+        gradient.runs = runs
+        gradient.unreduced = None
+        gradient.is_used = is_used
+        return gradient
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def local_runs(self) -> list[LocalRun]:
+        """Return this rank's runs of the flattened average: (start, stop, values), at least one."""
+        if self.runs is not None:
+            return self.runs
+        if self.unreduced is not None:
+            raise RuntimeError(
+                "this gradient is an average plus a local gradient that a later backward under "
+                "no_sync() added on this rank: run the last backward of a step outside no_sync(), "
+                "then read .grad"
+            )
+        runs = self.source.fetch_runs(self)
+        return runs or [(0, 0, torch.empty(0, dtype=self.dtype, device=self.device))]
+
+    def local_pieces(self) -> list[Tensor]:
+        """Return this rank's elements as plain tensors."""
+        return [values for start, stop, values in self.local_runs() if start < stop]
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole average on every rank; every rank must call it."""
+        return gather_runs(self.local_runs(), self.shape, self.communicator)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AveragedGradient({tuple(self.shape)}, {self.dtype}; full_tensor() gathers it)"
+
+    def __deepcopy__(self, memo: Any) -> AveragedGradient:
+        result: AveragedGradient = self.clone()  # type: ignore[assignment]
+        memo[id(self)] = result
+        return result
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """LocalRun `func` on this rank's elements or over all ranks, or raise."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "detach":
+            return _alias(args[0])
+        if name in ("add_", "add") and torch._C._current_graph_task_id() != -1:
+            return _accumulate(name, *args)
+        if name == UNSCALE:
+            gradients, found_inf, inv_scale = args
+            return unscale(gradients, found_inf, inv_scale)
+        if name.startswith("_foreach_"):
+            return _apply_foreach(name.removeprefix("_foreach_"), args, kwargs)
+        if reduces_all_elements(name, args, kwargs):
+            return reduce(name, args, kwargs)
+        if name in RANDOM:
+            return _draw_like(func, args[0], kwargs)
+        if name in COMPARISONS:
+            return _are_equal(func, args[:2], args[2:], kwargs)
+        if name in ELEMENTWISE_OPERATORS or is_pointwise(func):
+            return _apply_elementwise(func, args, kwargs)
+        raise RuntimeError(
+            f"{name} needs all elements of an averaged gradient, of which this rank has its shard "
+            f"only: {REMEDY}"
+        )
+
+
+def _alias(gradient: AveragedGradient) -> AveragedGradient:
+    alias = AveragedGradient(
+        gradient, gradient.source, gradient.key, runs=gradient.runs, is_used=gradient.is_used
+    )
+    alias.unreduced = gradient.unreduced
+    return alias
+
+
+def _accumulate(name: str, gradient: Any, added: Any) -> Any:
+    """Add the local gradient of another backward, which will be averaged later."""
+    if not isinstance(gradient, AveragedGradient) or isinstance(added, AveragedGradient):
+        raise RuntimeError("an averaged gradient cannot take part in a backward")
+    gradient = gradient if name == "add_" else _alias(gradient)
+    if gradient.unreduced is None:
+        gradient.unreduced = added.clone()
+    else:
+        gradient.unreduced.add_(added)
+    return gradient
+
+
+def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
+    """Return the runs of gradients; raise if they are of different elements."""
+    runs_of = [gradient.local_runs() for gradient in gradients]
+    ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
+    if any(other != ranges[0] for other in ranges):
+        raise _combination_error(func)
+    return runs_of
+
+
+def _combination_error(func: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{func} combines an averaged gradient, of which this rank has its shard only, with a "
+        f"tensor of other elements: {REMEDY}"
+    )
+
+
+def _are_equal(func: Any, gradients: Any, options: Any, kwargs: Any) -> bool:
+    """Return True if two gradients are equal, or close, on all ranks."""
+    if not all(isinstance(gradient, AveragedGradient) for gradient in gradients):
+        raise _combination_error(func)
+    pairs = zip(*_runs_alike(func, gradients), strict=True)
+    is_equal = all(func(first[2], second[2], *options, **kwargs) for first, second in pairs)
+    return are_equal_on_all_ranks(is_equal, gradients[0].communicator)
+
+
+def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+    """Apply an element-wise operator to each run of this rank's elements."""
+    leaves, spec = tree_flatten((args, kwargs))
+    gradients = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
+    runs_of = _runs_alike(func, gradients)
+    ranges = [(start, stop) for start, stop, _ in runs_of[0]]
+    is_in_place = func._schema.is_mutable
+    if is_in_place and not isinstance(args[0], AveragedGradient):
+        raise _combination_error(func)
+    shape = gradients[0].shape
+    results = []
+    for index, (start, stop) in enumerate(ranges):
+        values = iter([runs[index][2] for runs in runs_of])
+        local_leaves = [
+            next(values)
+            if isinstance(leaf, AveragedGradient)
+            else _slice_argument(leaf, shape, start, stop)
+            for leaf in leaves
+        ]
+        local_args, local_kwargs = tree_unflatten(local_leaves, spec)
+        results.append((start, stop, func(*local_args, **local_kwargs)))
+    if is_in_place:
+        return args[0]
+    dtype = results[0][2].dtype
+    return AveragedGradient(gradients[0], gradients[0].source, None, dtype=dtype, runs=results)
+
+
+def _draw_like(func: Any, gradient: AveragedGradient, kwargs: Any) -> AveragedGradient:
+    """Draw random numbers for all elements, as one process does, and keep this rank's."""
+    whole = func(
+        torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), **kwargs
+    )
+    flat = whole.reshape(-1)
+    runs = [(start, stop, flat[start:stop]) for start, stop, _ in gradient.local_runs()]
+    return AveragedGradient(gradient, gradient.source, None, dtype=whole.dtype, runs=runs)
+
+
+def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
+    """Return the elements of another argument that belong to a run; numbers stay as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.reshape(())
+    return value.expand(shape).reshape(-1)[start:stop]
+
+
+def _apply_foreach(name: str, args: Any, kwargs: Any) -> Any:
+    """Apply a `_foreach_` operation tensor by tensor."""
+    if name == "norm":
+        return norms(args[0], *args[1:], **kwargs)
+    operator = getattr(aten, name)
+    results = []
+    for index in range(len(args[0])):
+        row = [arg[index] if isinstance(arg, list | tuple) else arg for arg in args]
+        results.append(operator(*row, **kwargs))
+    return None if name.endswith("_") else results

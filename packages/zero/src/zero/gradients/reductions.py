@@ -1,0 +1,162 @@
+"""Norms, sums and other reductions of gradients over the elements of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero.gradients.rules import REDUCTIONS, UNSCALE
+from zero.process_groups import Communicator
+
+
+class PartialGradient(Tensor):
+    """A gradient of which this rank stores some elements only."""
+
+    #: The collectives of the ranks that store the other elements.
+    communicator: Communicator
+
+    def local_pieces(self) -> list[Tensor]:
+        """Return this rank's elements as plain tensors."""
+        raise NotImplementedError
+
+
+def gather_runs(
+    runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, communicator: Communicator
+) -> Tensor:
+    """Return the whole tensor, of which each rank passes its runs of elements."""
+    communicator.check_not_joining()
+    first = runs[0][2]
+    whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)
+    for start, stop, values in runs:
+        whole[start:stop] = values.reshape(-1)
+    # Every element is nonzero on one rank only, so the order of the sum does not matter.
+    communicator.all_reduce(whole).wait()
+    return whole.to(first.device).view(shape)
+
+
+def are_equal_on_all_ranks(is_equal: bool, communicator: Communicator) -> bool:
+    """Return True if a comparison of each rank's elements is true on every rank."""
+    communicator.check_not_joining()
+    return not communicator.any_rank([not is_equal], counted=False)()[0]
+
+
+def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Divide gradients by GradScaler's scale; set `found_inf` if any rank has an infinity."""
+    pieces = _local_pieces(gradients)
+    if pieces:
+        getattr(torch, UNSCALE)(pieces, found_inf, inv_scale)
+    communicator = _communicator_of(gradients)
+    communicator.check_not_joining()
+    found_anywhere = found_inf.to(communicator.device)
+    communicator.all_reduce(found_anywhere, op=dist.ReduceOp.MAX).wait()
+    found_inf.copy_(found_anywhere)
+
+
+def _local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's elements of the gradients, some of which may be whole."""
+    pieces = []
+    for gradient in gradients:
+        if isinstance(gradient, PartialGradient):
+            pieces += gradient.local_pieces()
+        else:
+            pieces.append(gradient)
+    return pieces
+
+
+def _communicator_of(gradients: Sequence[Tensor]) -> Communicator:
+    """Return the communicator of the first sharded gradient."""
+    return next(g.communicator for g in gradients if isinstance(g, PartialGradient))
+
+
+def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+    """Return each gradient's vector norm over all ranks, in one all-reduce.
+
+    Every rank must call it.
+    """
+    if ord <= 0:
+        raise ValueError(f"expected a norm of order > 0 of a sharded gradient, got order {ord}")
+    # The sum of |x|^ord, or the maximum of |x|.
+    powers = torch.zeros(len(gradients), dtype=torch.float64, device=gradients[0].device)
+    for index, gradient in enumerate(gradients):
+        for piece in _local_pieces([gradient]):
+            if not piece.numel():
+                continue
+            wide = torch.complex128 if piece.is_complex() else torch.float64
+            norm = torch.linalg.vector_norm(piece.to(wide), ord)
+            if ord == inf:
+                powers[index] = torch.maximum(powers[index], norm)
+            else:
+                powers[index] += norm**ord
+    everyone = _all_gather_rows(powers, _communicator_of(gradients))
+    if ord == inf:
+        sharded = everyone.amax(0)
+        replicated = powers
+    else:
+        sharded = everyone.sum(0) ** (1 / ord)
+        replicated = powers ** (1 / ord)
+    results = []
+    for index, gradient in enumerate(gradients):
+        is_partial = isinstance(gradient, PartialGradient)
+        norm = sharded[index] if is_partial else replicated[index]
+        results.append(norm.to((dtype or gradient.dtype).to_real()))
+    return results
+
+
+def _all_gather_rows(values: Tensor, communicator: Communicator) -> Tensor:
+    """Return every rank's `values` as rows, so that all ranks compute equal results."""
+    communicator.check_not_joining()
+    rows = values.new_zeros(communicator.world, values.numel(), device=communicator.device)
+    rows[communicator.rank] = values
+    communicator.all_reduce(rows).wait()
+    return rows.to(values.device)
+
+
+def reduce(name: str, args: Any, kwargs: Any) -> Tensor:
+    """Return the norm, sum or other reduction `name` of a gradient over all ranks."""
+    gradient = args[0]
+    dtype = kwargs.get("dtype")
+    if name in REDUCTIONS:
+        return _reduce_elements(name, gradient, dtype)
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    if order is None or order == "fro":
+        order = 2
+    return norms([gradient], order, dtype)[0]
+
+
+def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Tensor:
+    """Return a sum, mean, maximum, minimum, any or all over the elements of all ranks."""
+    if gradient.dtype.is_complex:
+        raise RuntimeError(
+            f"{name} of a sharded complex gradient is not supported: p.grad.full_tensor(), called "
+            "by every rank, gathers it; norms, and sums of its abs(), work"
+        )
+    if dtype is None:
+        dtype = _dtype_of_reduction(name, gradient.dtype)
+    function, neutral = REDUCTIONS[name]
+    local = torch.tensor([neutral, 0.0], dtype=torch.float64, device=gradient.device)
+    pieces = [piece.reshape(-1).double() for piece in gradient.local_pieces()]
+    flat = torch.cat([local[:0], *pieces])
+    if flat.numel():
+        local[0] = function(flat)
+        local[1] = flat.numel()
+    values, counts = _all_gather_rows(local, _communicator_of([gradient])).unbind(1)
+    result: Tensor = function(values)
+    if name in ("any", "all"):
+        return result
+    if name == "mean":
+        result = result / counts.sum()
+    return result.to(dtype)
+
+
+def _dtype_of_reduction(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which torch returns a reduction of elements of `dtype`."""
+    if dtype.is_floating_point:
+        return dtype
+    if name == "mean":
+        raise RuntimeError(f"mean of {dtype} needs the dtype of its result: pass dtype=...")
+    return torch.int64 if name == "sum" else dtype

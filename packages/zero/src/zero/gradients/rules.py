@@ -1,0 +1,116 @@
+"""The functions of torch that are right on a part of a tensor, and those that reduce all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+NORMS = {"norm", "linalg_norm", "linalg_vector_norm"}
+#: Each reduction of all elements to one number: its function and its neutral element.
+REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "sum": (torch.sum, 0.0),
+    "mean": (torch.sum, 0.0),
+    "max": (torch.max, -inf),
+    "amax": (torch.max, -inf),
+    "min": (torch.min, inf),
+    "amin": (torch.min, inf),
+    "any": (torch.any, 0.0),
+    "all": (torch.all, 1.0),
+}
+#: Operators of aten that are element-wise without torch's tag `pointwise`.
+ELEMENTWISE_OPERATORS = {
+    "zero_", "zeros_like", "ones_like", "copy_", "fill_", "clone", "_to_copy",
+}  # fmt: skip
+#: Python functions and methods that are element-wise and are not operators tagged `pointwise`.
+ELEMENTWISE_FUNCTIONS = {
+    "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
+    "data", "real", "__deepcopy__", "empty_like", "full_like", "fill_", "nan_to_num", "clip",
+    "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
+    "true_divide", "square", "clamp", "masked_fill", "positive",
+}  # fmt: skip
+#: Comparisons of two tensors with one result.
+COMPARISONS = {"equal", "allclose"}
+#: Functions that draw random numbers in the shape of a tensor.
+RANDOM = {"rand_like", "randn_like"}
+#: Attributes that are other views of all elements.
+VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
+#: Methods that end with an underscore and do not change elements.
+NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
+#: Methods that return values of elements as Python or NumPy objects, or assign to elements.
+READS_ELEMENTS = {
+    "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__",
+    "is_nonzero", "__contains__", "__iter__", "__setitem__",
+}  # fmt: skip
+#: Python operators whose operators in aten have other names.
+OPERATOR_NAMES = {
+    "truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide", "mod": "remainder",
+    "and": "bitwise_and", "or": "bitwise_or", "pos": "positive",
+}  # fmt: skip
+
+REMEDY = (
+    "element-wise operations, norms, sums, means, maxima and minima work; p.grad.full_tensor(), "
+    "or p.full_tensor() at stage 3, called by every rank, gathers the elements"
+)
+
+
+def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
+    """Return True if an operation reduces the whole tensor to one number."""
+    names: tuple[str, ...]
+    if name in NORMS:
+        names = ("self", "ord", "dim")
+    elif name in REDUCTIONS:
+        names = ("self", "dim")
+    else:
+        return False
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    if name == "linalg_norm" and arguments.get("ord") is not None and args[0].dim() > 1:
+        # This is a norm of the matrix, such as its largest singular value.
+        return False
+    dim = arguments.get("dim")
+    return dim is None or (isinstance(dim, list | tuple) and not dim)
+
+
+def python_name(func: Any) -> str:
+    """Return the name of a function, a method, or the attribute that is read."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = func.__self__.__name__
+    return "linalg_vector_norm" if name == "vector_norm" else name
+
+
+def is_pointwise(operator: Any) -> bool:
+    """Return True if torch tags an operator of aten as element-wise and without random numbers."""
+    is_random = torch.Tag.nondeterministic_seeded in operator.tags
+    return torch.Tag.pointwise in operator.tags and not is_random
+
+
+@cache
+def is_elementwise(name: str) -> bool:
+    """Return True if a function or method of torch is element-wise, in place or not."""
+    if name in READS_ELEMENTS or name in COMPARISONS:
+        return False
+    known = ELEMENTWISE_FUNCTIONS | ELEMENTWISE_OPERATORS
+    stripped = name.strip("_")
+    candidates = [stripped]
+    if name.startswith("__"):
+        # The method `__iadd__` is `add` in place.
+        candidates.append(stripped[1:])
+    for candidate in candidates:
+        operator = OPERATOR_NAMES.get(candidate, candidate)
+        if {operator, name, operator + "_"} & known:
+            return True
+        packet = getattr(aten, operator, None) if operator else None
+        if packet is None:
+            continue
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        if any(is_pointwise(overload) for overload in overloads):
+            return True
+    return False

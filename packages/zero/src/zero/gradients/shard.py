@@ -1,0 +1,217 @@
+"""`.grad` at stage 3, in the shape of this rank's shard, and the same rules for the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from zero.gradients.reductions import (
+    PartialGradient,
+    are_equal_on_all_ranks,
+    gather_runs,
+    norms,
+    reduce,
+    unscale,
+)
+from zero.gradients.rules import (
+    COMPARISONS,
+    NOT_IN_PLACE,
+    RANDOM,
+    READS_ELEMENTS,
+    REMEDY,
+    UNSCALE,
+    VIEWS,
+    is_elementwise,
+    python_name,
+    reduces_all_elements,
+)
+from zero.process_groups import Communicator
+
+
+@dataclass(frozen=True)
+class ElementRange:
+    """Elements `start` to `stop` of a flattened tensor of shape `shape`."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+
+
+class ShardGradient(PartialGradient):
+    """`.grad` of one of FSDP's shards: this rank's elements of the average.
+
+    See Note [Operations on a sharded gradient]. While an optimizer steps, operations that would
+    raise act on this rank's elements instead, because the optimizer is known or verified to be
+    element-wise.
+    """
+
+    #: True while an optimizer of shards steps.
+    is_stepping: ClassVar[bool] = False
+    elements: ElementRange
+
+    def local_pieces(self) -> list[Tensor]:
+        """Return this rank's elements as plain tensors."""
+        return [plain(self)]
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole average on every rank; every rank must call it."""
+        full: Tensor = _FullTensor.apply(plain(self), self.elements, self.communicator)
+        return full
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on this rank's elements or over all ranks, or raise."""
+        kwargs = kwargs or {}
+        name = python_name(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == UNSCALE:
+                return unscale(*args)
+            if name == "_foreach_norm":
+                return norms(*args, **kwargs)
+            if name.startswith("_foreach_"):
+                lists = [arg for arg in args if isinstance(arg, list | tuple)]
+                for leaves in zip(*lists, strict=False):
+                    # Replicated parameters have plain gradients.
+                    if any(isinstance(leaf, ShardGradient) for leaf in leaves):
+                        is_local = is_elementwise(name.removeprefix("_foreach_"))
+                        _check_is_local(name, is_local, leaves)
+                return _wrap_results(func(*args, **kwargs), args[0])
+            if reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
+                if torch.is_grad_enabled() and args[0].requires_grad:
+                    return func(args[0].full_tensor(), *args[1:], **kwargs)
+                return reduce(name, args, kwargs)
+            if name in COMPARISONS:
+                _check_is_local(name, True, args[:2])
+                is_equal = func(plain(args[0]), plain(args[1]), *args[2:], **kwargs)
+                return are_equal_on_all_ranks(is_equal, args[0].communicator)
+            if name in RANDOM:
+                like, elements = args[0], args[0].elements
+                whole = func(like.new_empty(elements.shape), *args[1:], **kwargs)
+                part = whole.reshape(-1)[elements.start : elements.stop].view(like.shape)
+                return shard_gradient(part, like.communicator, elements)
+            return _apply_to_shards(func, name, args, kwargs)
+
+
+class _FullTensor(torch.autograd.Function):
+    """The whole tensor, of which each rank has a shard."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, elements: ElementRange, communicator: Communicator
+    ) -> Tensor:
+        ctx.elements = elements
+        ctx.communicator = communicator
+        ctx.shape = values.shape
+        runs = [(elements.start, elements.stop, values)]
+        return gather_runs(runs, elements.shape, communicator)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # The loss of a training step is the average of the ranks' losses.
+        average = gradient.to(ctx.communicator.device).contiguous().clone()
+        ctx.communicator.all_reduce(average).wait()
+        average /= ctx.communicator.world
+        part = average.reshape(-1)[ctx.elements.start : ctx.elements.stop]
+        return part.to(gradient.device).view(ctx.shape), None, None
+
+
+def shard_gradient(
+    values: Tensor, communicator: Communicator, elements: ElementRange
+) -> ShardGradient:
+    """Return `values` as the gradient of this rank's shard of a parameter."""
+    gradient = values.as_subclass(ShardGradient)
+    gradient.communicator = communicator
+    gradient.elements = elements
+    return gradient
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a ShardGradient's elements as a plain tensor."""
+    return tensor.as_subclass(Tensor) if isinstance(tensor, ShardGradient) else tensor
+
+
+def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
+    """Run a function of torch on shards of parameters by the rules for their gradients.
+
+    as_gradient: returns a shard as a ShardGradient, and any other value as it is.
+    """
+    name = python_name(func)
+    is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+    with torch._C.DisableTorchFunctionSubclass():
+        is_of_object = name in NOT_IN_PLACE or name.startswith(("register_", "__reduce"))
+        if ShardGradient.is_stepping or is_of_object:
+            return func(*args, **kwargs)
+        if is_access and (func.__name__ != "__get__" or name not in VIEWS):
+            if name == "data":
+                args = args[0], *[plain(arg) for arg in args[1:]]
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        local_args, local_kwargs = tree_unflatten([as_gradient(leaf) for leaf in leaves], spec)
+    result = ShardGradient.__torch_function__(func, (), local_args, local_kwargs)
+    is_in_place = bool(args) and bool(local_args) and result is local_args[0]
+    return args[0] if is_in_place else result
+
+
+def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a function on this rank's elements, or raise if the whole gradient is needed."""
+    leaves = tree_leaves((args, kwargs))
+    is_assignment = name == "__setitem__" and isinstance(args[1], ShardGradient)
+    is_local = is_elementwise(name) or is_assignment
+    is_in_place = name.rstrip("_") + "_" == name and name not in NOT_IN_PLACE
+    if is_local or is_in_place or name in READS_ELEMENTS:
+        _check_is_local(name, is_local, leaves)
+    result = func(*args, **kwargs)
+    if is_local and type(result) is Tensor:
+        gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
+        _check_is_local(name, gradient.shape == result.shape, ())
+        return shard_gradient(result, gradient.communicator, gradient.elements)
+    is_argument = is_local and isinstance(result, ShardGradient)
+    if is_argument or name in NOT_IN_PLACE or name.startswith("new_"):
+        return result
+    results = result if isinstance(result, list | tuple) else [result]
+    # On an empty shard, some functions return nothing or their argument, where others fail.
+    if not results or any(isinstance(entry, Tensor) for entry in results):
+        _check_is_local(name, False, ())
+    return result
+
+
+def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
+    """Raise unless `name` is right on each rank's elements of the arguments alone."""
+    if ShardGradient.is_stepping:
+        return
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    gradients = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
+    others = [tensor for tensor in tensors if tensor.numel() != 1 or tensor.dim()]
+    if (
+        not is_local
+        or any(tensor.shape != gradients[0].shape for tensor in others)
+        or any(gradient.elements != gradients[0].elements for gradient in gradients)
+    ):
+        raise RuntimeError(
+            f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
+            f"this rank's elements with a tensor of other elements: {REMEDY}"
+        )
+    has_plain = any(not isinstance(tensor, ShardGradient) for tensor in others)
+    if has_plain and gradients[0].communicator.world > 1:
+        raise RuntimeError(
+            f"{name} combines this rank's elements with a plain tensor of their shape, whose "
+            "values may be equal on all ranks, as random numbers of equal seeds are: create it by "
+            "zeros_like(p), randn_like(p), p.detach().clone() or another operation on p or p.grad"
+        )
+
+
+def _wrap_results(results: Any, gradients: Sequence[Tensor]) -> Any:
+    """Return the results of a `_foreach_` operation as gradients of the same shards."""
+    if not isinstance(results, list | tuple):
+        return results
+    wrapped = []
+    for result, gradient in zip(results, gradients, strict=True):
+        if isinstance(gradient, ShardGradient) and type(result) is Tensor:
+            result = shard_gradient(result, gradient.communicator, gradient.elements)
+        wrapped.append(result)
+    return wrapped
