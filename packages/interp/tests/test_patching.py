@@ -108,6 +108,14 @@ def test_path_patching_through_all_receivers_equals_patching_the_sender() -> Non
     assert not torch.allclose(direct, everything)
 
 
+def test_blocks_that_are_called_several_times_are_refused(decoder: nn.Module) -> None:
+    """A shared block has one name, and its record would be that of the last call only."""
+    metric = logit_difference(decoder.norm, decoder.head, RIGHT, WRONG)
+    decoder.layers = nn.ModuleList([decoder.layers[0]] * 3)
+    with pytest.raises(ValueError, match="called several times in one run"):
+        patch_streams(decoder, "layers.*", CLEAN, CORRUPTED, metric)
+
+
 def test_blocks_with_state_are_refused() -> None:
     class Counts(nn.Module):
         """A block with state, which adds its number of calls."""

@@ -639,7 +639,7 @@ class Decoder(nn.Module):
                 f"{(len(input_ids), past + input_ids.shape[1])}, the shape of the tokens"
                 + (" and those in the cache" if past else "")
             )
-        positions = self._positions(input_ids, padding, position_ids, cache)
+        positions = self.positions(input_ids, padding, position_ids, cache)
         x, position = self.embed_norm(self.embed(input_ids)), None
         if self.position is not None:
             columns = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -652,12 +652,12 @@ class Decoder(nn.Module):
             cache.commit(positions)
         return self._logits(x)
 
-    def _positions(
+    def positions(
         self,
         tokens: Tensor,
-        padding: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
+        padding: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | None:
         """Return the positions of all tokens, (batch, tokens), or None for the columns."""
         earlier = None if cache is None else cache.position_ids

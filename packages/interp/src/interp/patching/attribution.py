@@ -29,6 +29,7 @@ from interp.prompts import (
     require_repeatable,
     split_pairs,
     standard_error,
+    tokens_of,
 )
 from interp.tap import Replacement, patch, record
 
@@ -109,7 +110,7 @@ def attribute_parts(
     gradients = _gradients(
         model, corrupted, lambda out, final_stream: measure(metric, final_stream), seen
     )
-    layout = _layout(corrupted)
+    layout = _layout(model, corrupted)
     parts: dict[str, list[Tensor]] = {part: [] for part in names}
     for i, block in enumerate(model.layers):
         attention = block.attention
@@ -187,7 +188,7 @@ def _estimated_edges(
         edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
-    final, layout = f"blocks.{len(layers) - 1}", _layout(corrupted)
+    final, layout = f"blocks.{len(layers) - 1}", _layout(model, corrupted)
     sites = [final, *(f"blocks.{i}.{site}" for i in layers for site in inner)]
     inputs = [f"blocks.{i}:input" for i in layers]
     with torch.no_grad(), record(model, *sites, *inputs, clone=True) as seen:
@@ -293,11 +294,13 @@ def _sum_of_others(x: Tensor) -> Tensor:
     return before + after
 
 
-def _layout(prompt: Prompt) -> Layout:
+def _layout(model: Decoder, prompt: Prompt) -> Layout:
+    """Return the padding and the positions that the model's attention uses for a prompt."""
     if isinstance(prompt, Tensor):
         return None, None
-    mask = prompt.get("attention_mask")
-    return None if mask is None else mask == 0, prompt.get("position_ids")
+    mask, position_ids = prompt.get("attention_mask"), prompt.get("position_ids")
+    padding = None if mask is None else mask == 0
+    return padding, model.positions(tokens_of(prompt), padding, position_ids)
 
 
 def _gradients(

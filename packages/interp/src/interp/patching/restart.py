@@ -26,8 +26,8 @@ _DECODER_MODULES = (
 class Restart:
     """A recorded run that can be continued from the input of any block.
 
-    Raises ValueError if a block's output is not the next block's input, or if the blocks return
-    something else when they are called again.
+    Raises ValueError if a block's output is not the next block's input, if a block is called
+    several times, or if the blocks return something else when they are called again.
     """
 
     #: Names of the blocks, in order.
@@ -125,6 +125,11 @@ class BlockReplay:
             handle.remove()
 
     def _save_arguments(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if index in self.arguments:
+            raise ValueError(
+                f"block {index} is called several times in one run, as with shared layers; a "
+                "restart needs blocks that are called once"
+            )
         self.arguments[index] = (args, kwargs)
 
     def __call__(self, index: int, stream: Tensor) -> Tensor:
