@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Settings
 from interp.decoder.names import is_norm_role, roles_of
+from interp.decoder.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder, DecoderAttention, Latent
+from interp.decoder.attention import DecoderAttention, Latent
+from interp.decoder.decoder import Decoder
 
 
 @torch.no_grad()

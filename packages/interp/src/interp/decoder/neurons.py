@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder, DecoderMLP
+from interp.decoder.decoder import Decoder
+from interp.decoder.mlp import DecoderMLP
 from interp.lens import probe_norm
 from interp.tap import record
 

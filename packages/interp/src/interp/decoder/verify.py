@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from interp.decoder.decoder import Comparison, Decoder, Settings
+from interp.decoder.decoder import Decoder
 from interp.decoder.families import Constants
 from interp.decoder.names import is_norm_role, layer_of
+from interp.decoder.settings import Comparison, Settings
 
 Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
 

@@ -16,7 +16,10 @@ from interp.tap import expand_sites, record
 # The modules of a Decoder's blocks. Attention alone mixes positions; all others act on each
 # position separately.
 _DECODER_MODULES = (
+    "interp.decoder.attention",
     "interp.decoder.decoder",
+    "interp.decoder.mlp",
+    "interp.decoder.weights",
     "torch.nn.modules.linear",
     "torch.nn.modules.normalization",
     "torch.nn.modules.container",
