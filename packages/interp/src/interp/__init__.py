@@ -5,7 +5,7 @@ from interp.circuits.induction import induction_circuit
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
 from interp.decoder.attention_only import AttentionOnly
 from interp.decoder.cache import Cache
-from interp.decoder.checkpoint import load_decoder, load_gpt2
+from interp.decoder.checkpoint import load_decoder
 from interp.decoder.decoder import Decoder
 from interp.decoder.describe import describe
 from interp.detect import detect_heads
@@ -34,7 +34,6 @@ __all__ = [
     "induction_circuit",
     "knock_out_attention",
     "load_decoder",
-    "load_gpt2",
     "logit_lens",
     "ov_circuit",
     "patch",

@@ -32,6 +32,7 @@ from interp.decoder.settings import Comparison, Settings
 from interp.decoder.source import Source
 from interp.decoder.weights import Weights
 from interp.lens import head_outputs
+from interp.prompts import Prompt, forward
 from interp.tap import record
 
 
@@ -273,7 +274,7 @@ class Decoder(nn.Module):
         return stack_layers([block.attention.ov() for block in self.layers])
 
     @torch.no_grad()
-    def components(self, prompt: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def components(self, prompt: Prompt) -> dict[str, Tensor]:
         """Return all terms of the residual stream by name; they sum to the input of `norm`.
 
         `prompt` are tokens or keyword arguments of `forward`. An attention's output is split into
@@ -284,10 +285,7 @@ class Decoder(nn.Module):
         if self.position is not None:
             sites.append("position")
         with record(self, *sites, clone=True) as seen:
-            if isinstance(prompt, Tensor):
-                self(prompt)
-            else:
-                self(**prompt)
+            forward(self, prompt)
         parts = {"embed": seen["embed_norm"]}
         if self.position is not None and not self.settings.positions_in_attention:
             parts["position"] = seen["position"].expand(parts["embed"].shape)

@@ -54,7 +54,9 @@ class Weights:
         if settings.centered:
             layer = nn.LayerNorm(size, eps=settings.eps, bias=False, device="meta")
             return self._share_memory(name, layer)
-        return self._share_memory(name, nn.RMSNorm(size, eps=settings.eps, device="meta"))
+        rms_norm = nn.RMSNorm(size, eps=settings.eps, device="meta")
+        rms_norm.weight = self.parameter(f"{name}.weight")  # A bias stays unused, an error.
+        return rms_norm
 
     def stream_norm(self, name: str, settings: Settings) -> nn.Module:
         """Return a norm of the residual stream, which may have no weights."""

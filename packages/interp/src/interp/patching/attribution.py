@@ -79,18 +79,16 @@ def attribute_parts(
     clean: Prompt,
     corrupted: Prompt,
     metric: Metrics,
-    *,
-    corrected: bool = True,
 ) -> PartEffects:
     """Estimate the effects that `patch_parts` measures, for "q", "k", "v", "z" and "mlp".
 
     An effect is the metric of the patched run minus that of the corrupted run. Each tensor is
     (layers, heads, positions), with key-value heads for "k" and "v" and one head for "mlp".
-    `metric` maps final streams (n, seq, d_model) to (n,). `corrected=True` recomputes the softmax
-    of patched queries and keys.
+    `metric` maps final streams (n, seq, d_model) to (n,). The softmax of patched queries and keys
+    is recomputed, because a saturated one has almost no gradient.
     """
     if pairs := split_pairs(clean, corrupted, metric):
-        results = [attribute_parts(model, *pair, corrected=corrected) for pair in pairs]
+        results = [attribute_parts(model, *pair) for pair in pairs]
         per_pair = {part: torch.stack([r[part] for r in results]) for part in results[0]}
         return PartEffects({part: x.mean(0) for part, x in per_pair.items()}, per_pair)
     names = {
@@ -120,7 +118,7 @@ def attribute_parts(
         heads = {"q": attention.heads, "z": attention.heads, "mlp": 1}
         for part, name in names.items():
             site = f"blocks.{i}.{name}"
-            if corrected and part in ("q", "k"):
+            if part in ("q", "k"):
                 values = _effect_through_softmax(
                     attention, part, before[site], (queries, keys), pattern_gradient, layout
                 )
