@@ -101,6 +101,13 @@ _REQUIRED: Mapping[str, object] = {
     "swiglu_alpha": 1.702,
 }
 
+#: Options that are supported if they equal another option: embeddings of OPT without a projection,
+#: and rotated dimensions of DeepSeek.
+_EQUAL: Mapping[str, str] = {
+    "word_embed_proj_dim": "hidden_size",
+    "head_dim": "qk_rope_head_dim",
+}
+
 #: OPT's table of positions starts with two rows that its padding selects.
 _OPT_OFFSET = 2
 
@@ -151,7 +158,8 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         positions_skip_padding=family.positions_skip_padding,
         windows=tuple(windows),
         parallel=_is_parallel(config, family),
-        score_cap=config.get("attn_logit_softcapping"),
+        # Transformers ignores this option of Gemma 3.
+        score_cap=config.get("attn_logit_softcapping") if name == "gemma2" else None,
         logit_cap=config.get("final_logit_softcapping"),
         clip=config.get("clip_qkv") if name == "olmo" else None,
         mlp_clip=config.get("swiglu_limit", 7.0) if name == "gpt_oss" else None,
@@ -185,12 +193,13 @@ def _require_supported(config: Mapping[str, Any]) -> None:
     for key, value in _REQUIRED.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"{key} = {config[key]!r} is not supported, only {value!r} is")
-    projected = config.get("word_embed_proj_dim")
-    if projected is not None and projected != config.get("hidden_size"):
-        raise ValueError(
-            f"word_embed_proj_dim = {projected!r} is not supported, only the hidden size, "
-            f"{config.get('hidden_size')}, is"
-        )
+    for key, other in _EQUAL.items():
+        values = config.get(key), config.get(other)
+        if None not in values and values[0] != values[1]:
+            raise ValueError(
+                f"{key} = {values[0]!r} is not supported, only the value of {other}, {values[1]!r}, "
+                "is"
+            )
 
 
 def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
