@@ -197,8 +197,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
         values = config.get(key), config.get(other)
         if None not in values and values[0] != values[1]:
             raise ValueError(
-                f"{key} = {values[0]!r} is not supported, only the value of {other}, {values[1]!r}, "
-                "is"
+                f"{key} = {values[0]!r} is not supported, only {values[1]!r}, the value of {other}, is"
             )
 
 
