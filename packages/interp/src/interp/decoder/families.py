@@ -180,12 +180,23 @@ def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
         if method not in ("greedy", "group_limited_greedy"):
             raise ValueError(f"topk_method = {method!r} is not 'greedy' or 'group_limited_greedy'")
         is_grouped = method == "group_limited_greedy"
+    groups = config.get("n_group") or 1 if is_grouped else 1
+    groups_used = config.get("topk_group") or 1 if is_grouped else 1
+    visible, used = (
+        config["n_routed_experts"] // groups * groups_used,
+        config["num_experts_per_tok"],
+    )
+    if visible < used:
+        raise ValueError(
+            f"expected num_experts_per_tok = {used} experts or more in topk_group = {groups_used} "
+            f"groups, got {visible}"
+        )
     return {
         "router": "sigmoid" if config["model_type"] == "deepseek_v3" else "softmax",
         "router_in_float32": True,
         "experts_scale": float(config.get("routed_scaling_factor") or 1.0),
-        "expert_groups": config.get("n_group") or 1 if is_grouped else 1,
-        "expert_groups_used": config.get("topk_group") or 1 if is_grouped else 1,
+        "expert_groups": groups,
+        "expert_groups_used": groups_used,
     }
 
 
@@ -197,7 +208,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
         values = config.get(key), config.get(other)
         if None not in values and values[0] != values[1]:
             raise ValueError(
-                f"{key} = {values[0]!r} is not supported, only {values[1]!r}, the value of {other}, is"
+                f"{key} = {values[0]!r} is not supported, only {values[1]!r} is, as {other}"
             )
 
 
