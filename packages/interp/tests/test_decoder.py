@@ -15,6 +15,7 @@ from interp.decoder.describe import describe
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
 from interp.patching import (
+    EdgeEffects,
     Node,
     PatchingResult,
     ablate_parts,
@@ -514,6 +515,10 @@ def test_several_pairs_return_their_mean(name: str) -> None:
         torch.testing.assert_close(both.standard_error, difference / 2)
         with pytest.raises(ValueError, match="at least 2 pairs of prompts"):
             per_pair[0].standard_error  # noqa: B018
+        if isinstance(both, EdgeEffects) and both.exact is not None:
+            exact = torch.stack([single.exact for single in per_pair]).mean(0)
+            torch.testing.assert_close(both.exact, exact, equal_nan=True)
+            assert both.standard_error_of(lambda mean: mean.error).shape == both.values.shape
         if isinstance(both, PatchingResult):
             assert both.clean == pytest.approx((per_pair[0].clean + per_pair[1].clean) / 2)
             assert both.recovered.shape == both.values.shape

@@ -28,8 +28,8 @@ from interp.prompts import (
     measure,
     require_equal_shapes,
     require_repeatable,
+    require_several_pairs,
     split_pairs,
-    standard_error,
     tokens_of,
 )
 from interp.tap import Replacement, patch, record
@@ -39,18 +39,21 @@ Layout = tuple[Tensor | None, Tensor | None]
 
 
 class PartEffects(dict[str, Tensor]):
-    """Effects by part, with those of each pair of prompts in `per_pair` if there are several."""
+    """Effects by part, which are means over `pairs` if there are several pairs of prompts."""
 
-    def __init__(
-        self, effects: Mapping[str, Tensor], per_pair: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, effects: Mapping[str, Tensor], pairs: Sequence[PartEffects] = ()) -> None:
         super().__init__(effects)
-        self.per_pair = per_pair or {}
+        #: The effects of each pair of prompts; () for a single pair.
+        self.pairs = pairs
 
     @property
     def standard_error(self) -> dict[str, Tensor]:
         """The standard error of each effect over pairs of prompts."""
-        return {part: standard_error(self.per_pair.get(part)) for part in self}
+        require_several_pairs(len(self.pairs))
+        root = len(self.pairs) ** 0.5
+        return {
+            part: torch.stack([pair[part] for pair in self.pairs]).std(0) / root for part in self
+        }
 
 
 def attribution_patching(
@@ -89,8 +92,8 @@ def attribute_parts(
     """
     if pairs := split_pairs(clean, corrupted, metric):
         results = [attribute_parts(model, *pair) for pair in pairs]
-        per_pair = {part: torch.stack([r[part] for r in results]) for part in results[0]}
-        return PartEffects({part: x.mean(0) for part, x in per_pair.items()}, per_pair)
+        means = {part: torch.stack([r[part] for r in results]).mean(0) for part in results[0]}
+        return PartEffects(means, results)
     names = {
         "q": "attention.q",
         "k": "attention.k",
@@ -155,12 +158,12 @@ def edge_attribution(
         changes.append(change)
     edges = mean_over_pairs(results) if len(pairs) > 1 else results[0]
     wanted = _largest(edges, exact)
-    exact_values = [
-        measured(model, prompt, of_pair, edges, wanted, change, batch=batch)
-        for (_, prompt, of_pair), change in zip(pairs, changes, strict=True)
-    ]
-    mean = torch.stack(exact_values).mean(0)
-    return replace(edges, exact=torch.where(wanted | ~edges.exists, mean, float("nan")))
+    measured_results = []
+    for (_, prompt, of_pair), result, change in zip(pairs, results, changes, strict=True):
+        values = measured(model, prompt, of_pair, edges, wanted, change, batch=batch)
+        exact_values = torch.where(wanted | ~edges.exists, values, float("nan"))
+        measured_results.append(replace(result, exact=exact_values))
+    return mean_over_pairs(measured_results) if len(pairs) > 1 else measured_results[0]
 
 
 def _largest(edges: EdgeEffects, count: int | None) -> Tensor:
