@@ -246,7 +246,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(TOKENS), expected, **close)
 
 
-OLDER = {  # as configurations said it before transformers 5
+OLDER = {  # options of configurations before transformers 5
     "GemmaForCausalLM": {"hidden_act": "gelu", "rope_theta": 100.0},
     "GPTNeoXForCausalLM": {"rotary_emb_base": 100, "rotary_pct": 0.5},
     "GPTNeoXForCausalLM sequential": {"rotary_emb_base": 100},
@@ -361,7 +361,9 @@ def test_folding_keeps_log_probabilities_and_leaves_the_original_alone(name: str
     before = {k: v.clone() for k, v in decoder.state_dict().items()}
     expected = decoder(TOKENS)
     folded = fold_decoder(decoder)
-    torch.testing.assert_close(folded(TOKENS).log_softmax(-1), expected.log_softmax(-1))
+    # DeepSeek's routing weights are computed in float32.
+    close = {"rtol": 1e-6, "atol": 1e-6} if decoder.settings.router_in_float32 else {}
+    torch.testing.assert_close(folded(TOKENS).log_softmax(-1), expected.log_softmax(-1), **close)
     for block in folded.layers:
         for norm in (block.norm1, block.norm2, folded.norm):
             if getattr(norm, "weight", None) is not None:

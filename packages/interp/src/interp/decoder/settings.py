@@ -23,7 +23,7 @@ class Settings:
     #: True if the norms have no weights (OLMo 1).
     bare_norms: bool = False
     activation: str = "silu"
-    #: The same for texts of more than `long_after` tokens (LongRoPE); () if they do not change.
+    #: The `frequencies` in texts of more than `long_after` tokens (LongRoPE); () if they are equal.
     long_frequencies: tuple[tuple[float, ...], ...] = ()
     long_after: int = 0
     #: For each layer, the factor of rotated queries and keys (YaRN); () for 1.
@@ -51,7 +51,7 @@ class Settings:
     #: The number of groups of experts, and of those that a token may use (DeepSeek).
     expert_groups: int = 1
     expert_groups_used: int = 1
-    #: "sigmoid" (DeepSeek V3), or "softmax".
+    #: The function of the router's logits: "sigmoid" (DeepSeek V3) or "softmax".
     router: str = "softmax"
     #: True if the router multiplies in float32 (DeepSeek).
     router_in_float32: bool = False

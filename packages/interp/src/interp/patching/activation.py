@@ -234,7 +234,10 @@ def logit_difference(
     *,
     position: int = -1,
 ) -> Callable[[Tensor], Tensor]:
-    """Return the metric logit(right) - logit(wrong), from two rows of the unembedding."""
+    """Return the metric logit(right) - logit(wrong), from two rows of the unembedding.
+
+    The logits are those before a cap (Gemma 2).
+    """
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     bias = None if isinstance(unembed, Tensor) else unembed.bias
     direction = weight[right] - weight[wrong]

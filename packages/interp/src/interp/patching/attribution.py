@@ -167,7 +167,7 @@ def edge_attribution(
 
 
 def _largest(edges: EdgeEffects, count: int | None) -> Tensor:
-    """Return True for the `count` edges with the largest values, or for all edges."""
+    """Return True for the `count` edges with the largest values, or for all if it is None."""
     if count is None or count >= int(edges.exists.sum()):
         return edges.exists
     sizes = torch.where(edges.exists, edges.values.abs(), -1.0).flatten()
