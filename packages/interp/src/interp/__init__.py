@@ -17,7 +17,8 @@ from interp.interventions import (
 )
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
-from interp.tap import at_positions, patch, record
+from interp.positions import at_positions
+from interp.tap import patch, record
 from interp.view import view
 
 __all__ = [

@@ -19,6 +19,7 @@ from interp.patching.paths import (
     projection,
     sender_changes,
 )
+from interp.positions import Replacement
 from interp.prompts import (
     Metric,
     Metrics,
@@ -32,7 +33,7 @@ from interp.prompts import (
     split_pairs,
     tokens_of,
 )
-from interp.tap import Replacement, patch, record
+from interp.tap import patch, record
 
 #: The padding and the position ids of a prompt, both (1, seq) or None.
 Layout = tuple[Tensor | None, Tensor | None]
