@@ -10,6 +10,7 @@ import pytest
 import torch
 from interp import Decoder, attribution, composition_scores, detect_heads, logit_lens, patch, record
 from interp.bench import random_decoder
+from interp.decoder import families
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.describe import describe
 from interp.decoder.fold import fold_decoder
@@ -244,6 +245,18 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = load_decoder(tmp_path, dtype=torch.float64)
     torch.testing.assert_close(loaded(TOKENS), expected, **close)
+
+
+def test_every_supported_family_and_rotary_method_is_compared() -> None:
+    """Pythia is GPT-NeoX, Phi 1 is phi, Phi 4 is phi3, Command R is cohere, YaRN is a method."""
+    configs = [
+        getattr(transformers, name.split()[0]).config_class(**options)
+        for name, options in FAMILIES.items()
+    ]
+    assert {config.model_type for config in configs} == set(families.FAMILIES)
+    rotary = [getattr(config, "rope_parameters", None) or {} for config in configs]
+    methods = {parameters.get("rope_type", "default") for parameters in rotary}
+    assert methods == {"default", "linear", "dynamic", "llama3", "yarn", "longrope"}
 
 
 OLDER = {  # options of configurations before transformers 5
