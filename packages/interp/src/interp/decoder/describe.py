@@ -21,7 +21,6 @@ from interp.decoder.families import (
     constants_of,
     layer_types,
     length_limit,
-    rotary_angles,
     settings_from_config,
 )
 from interp.decoder.names import (
@@ -31,6 +30,7 @@ from interp.decoder.names import (
     features_of_heads,
     roles_of,
 )
+from interp.decoder.rotary import rotary_angles
 from interp.decoder.settings import Settings
 from interp.decoder.source import Source, weights_of
 from interp.decoder.verify import COPY_BYTES, call, distance, evaluating, matching_settings

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.names import is_norm_role, roles_of
+from interp.decoder.rotary import Rotary, alibi_slopes, scaled_rotary, yarn_temperature
 from interp.decoder.settings import Settings
 
 
@@ -239,7 +239,7 @@ def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> floa
         rope = _rope_parameters(config, family, "full_attention")
         method = rope.get("rope_type") or rope.get("type") or "default"
         if method != "default" and rope.get("mscale_all_dim"):
-            scale *= _yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
+            scale *= yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
     if config["model_type"] in ("gemma2", "gemma3_text"):
         scale = _first(config, "query_pre_attn_scalar") ** -0.5
     elif config["model_type"] == "granite":
@@ -279,48 +279,14 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
-@dataclass(frozen=True)
-class _Rotary:
-    """The rotary positions of one layer."""
-
-    #: The angle per position of each rotated pair.
-    angles: tuple[float, ...] = ()
-    #: The factor of rotated vectors.
-    scale: float = 1.0
-    #: The angles in texts of more than `long_after` tokens.
-    long_angles: tuple[float, ...] = ()
-    long_after: int = 0
-
-
-def _rotary(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> _Rotary:
+def _rotary(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> Rotary:
     """Return the rotary positions of a kind of layer."""
     if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
-        return _Rotary()
+        return Rotary()
     rope = _rope_parameters(config, family, kind)
     dims = _rotated_dims(config, family, d_head, rope)
-    method = rope.get("rope_type") or rope.get("type") or "default"
-    angles = rotary_angles(dims, rope["rope_theta"])
-    if method in ("default", "dynamic"):
-        # Dynamic angles change beyond the original length, which `length_limit` excludes.
-        return _Rotary(angles)
-    if method == "linear":
-        return _Rotary(tuple(angle / rope["factor"] for angle in angles))
-    length = rope["original_max_position_embeddings"] = _original_length(config, rope)
-    if method == "llama3":
-        return _Rotary(tuple(_llama3(angle, rope) for angle in angles))
-    if method in ("yarn", "longrope", "su") and not rope.get("factor"):
-        rope["factor"] = config["max_position_embeddings"] / length
-    if method == "yarn":
-        return _Rotary(_yarn(angles, dims, length, rope), _yarn_scale(rope))
-    if method in ("longrope", "su"):
-        short, long = (
-            _divided(dims, rope["rope_theta"], rope[factors])
-            for factors in ("short_factor", "long_factor")
-        )
-        return _Rotary(short, _longrope_scale(rope, length), long, length)
-    raise ValueError(
-        f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
-    )
+    max_length = config.get("max_position_embeddings", 0)
+    return scaled_rotary(rope, dims, _original_length(config, rope), max_length)
 
 
 def _rotated_dims(
@@ -352,23 +318,8 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     """Return the length of the pretraining; that outside of the rotary options has priority."""
     name = "original_max_position_embeddings"
-    length: int = config.get(name) or rope.get(name) or config["max_position_embeddings"]
+    length: int = config.get(name) or rope.get(name) or config.get("max_position_embeddings", 0)
     return length
-
-
-def _divided(dims: int, theta: float, factors: Sequence[float]) -> tuple[float, ...]:
-    """Return LongRoPE's angles, rounded as in every implementation."""
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
-    divisors = torch.tensor(factors, dtype=torch.float32) * theta**exponents
-    return tuple((1.0 / divisors).tolist())
-
-
-def _longrope_scale(rope: Mapping[str, Any], length: int) -> float:
-    """Return LongRoPE's factor of rotated queries and keys."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    factor: float = rope["factor"]
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
 
 
 def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
@@ -385,71 +336,6 @@ def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> di
         rope = dict(config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", theta)
     return rope
-
-
-def rotary_angles(dims: int, theta: float) -> tuple[float, ...]:
-    """Return theta^(-2i / dims) for the pairs i of `dims` rotated dimensions."""
-    # In float32, as in every implementation: the rounding errors matter at position 1,000.
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
-    angles: list[float] = (1.0 / theta**exponents).tolist()
-    return tuple(angles)
-
-
-def _llama3(angle: float, rope: Mapping[str, Any]) -> float:
-    """Divide small angles by the factor, keep large ones, and interpolate between them."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    factor = rope["factor"]
-    rotations = rope["original_max_position_embeddings"] * angle / (2 * math.pi)
-    smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
-    scaled: float = (1 - smooth) * angle / factor + smooth * angle
-    return scaled
-
-
-def _yarn(
-    angles: tuple[float, ...], dims: int, length: int, rope: Mapping[str, Any]
-) -> tuple[float, ...]:
-    """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is that of the pretraining."""
-
-    def dim_of(rotations: float) -> float:
-        log_theta = math.log(rope["rope_theta"])
-        return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * log_theta)
-
-    low, high = dim_of(rope.get("beta_fast") or 32), dim_of(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
-    if low == high:
-        high += 0.001
-    scaled = []
-    for i, angle in enumerate(angles):
-        interpolated = min(1.0, max(0.0, (i - low) / (high - low)))
-        scaled.append(angle / rope["factor"] * interpolated + angle * (1 - interpolated))
-    return tuple(scaled)
-
-
-def _yarn_scale(rope: Mapping[str, Any]) -> float:
-    """Return YaRN's factor of rotated queries and keys."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-
-    factor: float = rope["factor"]
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        whole = _yarn_temperature(factor, rope["mscale_all_dim"])
-        return _yarn_temperature(factor, rope["mscale"]) / whole
-    return _yarn_temperature(factor, 1.0)
-
-
-def _yarn_temperature(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Return the slope of each head's position bias; Press et al. 2022, "ALiBi"."""
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    # Further heads take every second slope of a model with twice as many heads.
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return tuple(slopes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
