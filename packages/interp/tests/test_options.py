@@ -1,7 +1,7 @@
 """Every option of every family: a checkpoint has the logits of transformers, or is refused.
 
 `load_decoder` has no model to compare its result with, so an option that it overlooks would change
-the logits silently. One option of the configuration is changed at a time.
+the logits silently. One option of the configuration is changed or omitted at a time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from interp.decoder import families
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
 from test_decoder import FAMILIES, TOKENS, transformers
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 pytestmark = pytest.mark.exhaustive
 #: Sizes of all tensors, and options that do not change the function of a decoder.
@@ -108,3 +110,20 @@ def test_changed_options_are_read_as_transformers_reads_them(name: str, tmp_path
         torch.testing.assert_close(folded, ours.log_softmax(-1), rtol=1e-5, atol=1e-5)
         compared += 1
     assert compared >= 5
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_omitted_options_have_the_defaults_of_transformers(name: str) -> None:
+    config_class = CONFIG_MAPPING[name]
+    whole = config_class(num_experts_per_tok=2).to_dict()  # DeepSeek V2 has no default
+    families.settings_from_config(whole)
+    for option in whole.keys() - {"model_type"}:
+        partial = {key: value for key, value in whole.items() if key != option}
+        try:
+            filled = config_class.from_dict(partial).to_dict()
+            settings = families.settings_from_config(partial)
+        except ValueError:  # refused by this package or by transformers
+            continue
+        assert settings == families.settings_from_config(filled), option
+        constants = families.constants_of(None, partial)
+        assert repr(constants) == repr(families.constants_of(None, filled)), option

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,44 +44,87 @@ class Family:
     fixed_activation: str | None = None
     #: Latent attention and routing as in DeepSeek.
     latent: bool = False
+    #: The epsilon of norms if the configuration does not name one.
+    eps: float = 1e-5
+    #: Options that transformers fills in if a configuration omits them.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+_WINDOW = {"sliding_window": 4096}
+_YARN_OF_GPT_OSS = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(centered=True, rotary=False),
-    "llama": Family(),
-    "mistral": Family(windowed=True),
-    "mixtral": Family(windowed=True, default_theta=1e6),
-    "qwen2": Family(windowed=True),
-    "qwen2_moe": Family(windowed=True),
-    "qwen3": Family(windowed=True),
-    "qwen3_moe": Family(windowed=True),
-    "gemma": Family(),
-    "gemma2": Family(windowed=True),
-    "gemma3_text": Family(windowed=True, default_theta=1e6, local_theta=1e4),
+    "llama": Family(eps=1e-6),
+    "mistral": Family(windowed=True, eps=1e-6, defaults=_WINDOW),
+    "mixtral": Family(windowed=True, default_theta=1e6, defaults={"num_experts_per_tok": 2}),
+    "qwen2": Family(windowed=True, eps=1e-6),
+    "qwen2_moe": Family(windowed=True, eps=1e-6, defaults={"num_experts_per_tok": 4}),
+    "qwen3": Family(windowed=True, eps=1e-6, defaults={"head_dim": 128}),
+    "qwen3_moe": Family(windowed=True, eps=1e-6, defaults={"num_experts_per_tok": 8}),
+    "gemma": Family(eps=1e-6, defaults={"head_dim": 256}),
+    "gemma2": Family(
+        windowed=True,
+        eps=1e-6,
+        defaults=_WINDOW
+        | {"head_dim": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family(
+        windowed=True,
+        default_theta=1e6,
+        local_theta=1e4,
+        eps=1e-6,
+        defaults=_WINDOW | {"head_dim": 256},
+    ),
     "phi": Family(centered=True, parallel=True, rotary_fraction=0.5),
     "phi3": Family(windowed=True, rotary_fraction=1.0),
     "gpt_neox": Family(
         centered=True, parallel=True, parallel_option="use_parallel_residual", rotary_fraction=0.25
     ),
-    "gptj": Family(centered=True, parallel=True, interleaved=True),
+    "gptj": Family(centered=True, parallel=True, interleaved=True, defaults={"rotary_dim": 64}),
     "olmo": Family(centered=True, bare_norms=True),
     "olmo2": Family(),
-    "olmo3": Family(windowed=True, default_theta=5e5),
+    "olmo3": Family(windowed=True, default_theta=5e5, defaults=_WINDOW),
     "stablelm": Family(
         centered=True, parallel_option="use_parallel_residual", rotary_fraction=0.25
     ),
     "starcoder2": Family(centered=True, windowed=True),
     "cohere": Family(centered=True, parallel=True, interleaved=True, default_theta=5e5),
-    "cohere2": Family(centered=True, parallel=True, interleaved=True, windowed=True),
-    "granite": Family(),
+    "cohere2": Family(
+        centered=True, parallel=True, interleaved=True, windowed=True, defaults=_WINDOW
+    ),
+    "granite": Family(eps=1e-6),
     "opt": Family(centered=True, rotary=False, positions_skip_padding=True),
     "bloom": Family(
         centered=True, rotary=False, alibi=True, positions_skip_padding=True, activation="gelu_new"
     ),
     "falcon": Family(centered=True, parallel=True, parallel_option="parallel_attn"),
-    "gpt_oss": Family(windowed=True, default_theta=1.5e5, fixed_activation="quick_gelu"),
-    "deepseek_v2": Family(latent=True, interleaved=True),
-    "deepseek_v3": Family(latent=True, interleaved=True),
+    "gpt_oss": Family(
+        windowed=True,
+        default_theta=1.5e5,
+        fixed_activation="quick_gelu",
+        defaults={
+            "sliding_window": 128,
+            "head_dim": 64,
+            "num_experts_per_tok": 4,
+            "rope_scaling": _YARN_OF_GPT_OSS,
+        },
+    ),
+    "deepseek_v2": Family(latent=True, interleaved=True, eps=1e-6),
+    "deepseek_v3": Family(
+        latent=True,
+        interleaved=True,
+        eps=1e-6,
+        defaults={
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
 }
 
 #: Options that change the function, with the only value that is supported.
@@ -125,13 +168,14 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
             "modules whose configuration does not name a family"
         )
     family = FAMILIES[name]
+    config = {**family.defaults, **config}
     _require_supported(config)
     d_model = _first(config, "hidden_size", "n_embd")
     heads = _first(config, "num_attention_heads", "n_head")
     layers = _first(config, "num_hidden_layers", "n_layer")
     d_head = config.get("head_dim") or d_model // heads
     if family.latent:
-        d_head = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        d_head = _first(config, "qk_nope_head_dim") + _first(config, "qk_rope_head_dim")
     kinds = layer_types(config, layers)
     rotary = [_rotary(config, family, d_head, kind) for kind in kinds]
     scales = tuple(angles.scale for angles in rotary)
@@ -143,7 +187,7 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         eps=_first(
             config,
             *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-            default=1e-5,
+            default=family.eps,
         ),
         centered=family.centered,
         bare_norms=family.bare_norms,
@@ -182,10 +226,8 @@ def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
         is_grouped = method == "group_limited_greedy"
     groups = config.get("n_group") or 1 if is_grouped else 1
     groups_used = config.get("topk_group") or 1 if is_grouped else 1
-    visible, used = (
-        config["n_routed_experts"] // groups * groups_used,
-        config["num_experts_per_tok"],
-    )
+    used = _first(config, "num_experts_per_tok")
+    visible = _first(config, "n_routed_experts") // groups * groups_used
     if visible < used:
         raise ValueError(
             f"expected num_experts_per_tok = {used} experts or more in topk_group = {groups_used} "
@@ -250,8 +292,9 @@ def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> floa
 def _is_parallel(config: Mapping[str, Any], family: Family) -> bool:
     if config.get("new_decoder_architecture"):  # Falcon 40B
         return True
-    option = None if family.parallel_option is None else config.get(family.parallel_option)
-    return family.parallel if option is None else bool(option)
+    if family.parallel_option is None:
+        return family.parallel
+    return bool(config.get(family.parallel_option, family.parallel))
 
 
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
