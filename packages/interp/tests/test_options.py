@@ -14,9 +14,11 @@ from interp.decoder import families
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
-from test_decoder import FAMILIES, TOKENS, transformers
+from small_models import FAMILIES, TOKENS
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 pytestmark = pytest.mark.exhaustive
 #: Sizes of all tensors, and options that do not change the function of a decoder.
