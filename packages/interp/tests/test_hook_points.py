@@ -4,8 +4,8 @@ import pytest
 import torch
 from interp import Decoder, attribution, patch, record
 from interp.bench import random_decoder
+from interp.decoder.modules.settings import Settings
 from interp.decoder.neurons import neuron_attribution
-from interp.decoder.settings import Settings
 from torch import Tensor, nn
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 37

@@ -4,10 +4,10 @@ from interp.circuits.composition import composition_scores
 from interp.circuits.induction import induction_circuit
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
 from interp.decoder.attention_only import AttentionOnly
-from interp.decoder.cache import Cache
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.decoder import Decoder
 from interp.decoder.describe import describe
+from interp.decoder.modules.cache import Cache
 from interp.detect import detect_heads
 from interp.interventions import (
     SparseAutoencoder,

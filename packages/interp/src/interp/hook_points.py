@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from interp.decoder.decoder import Decoder
-from interp.decoder.mlp import DecoderMLP
+from interp.decoder.modules.mlp import DecoderMLP
 
 
 def hook_points(

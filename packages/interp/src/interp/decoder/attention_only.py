@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from interp.decoder.decoder import Decoder
-from interp.decoder.settings import Settings
+from interp.decoder.modules.settings import Settings
 
 Positions = Literal["stream", "attention"]
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from interp.circuits.low_rank import LowRank, stack_layers
-from interp.decoder.attention import DecoderAttention
-from interp.decoder.cache import Cache
-from interp.decoder.mlp import DecoderMLP, Experts, NoMLP
-from interp.decoder.settings import Comparison, Settings
+from interp.decoder.modules.attention import DecoderAttention
+from interp.decoder.modules.cache import Cache
+from interp.decoder.modules.mlp import DecoderMLP, Experts, NoMLP
+from interp.decoder.modules.settings import Comparison, Settings
+from interp.decoder.modules.weights import Weights
 from interp.decoder.source import Source
-from interp.decoder.weights import Weights
 from interp.lens import head_outputs
 from interp.prompts import Prompt, forward
 from interp.tap import record

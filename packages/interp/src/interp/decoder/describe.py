@@ -23,6 +23,7 @@ from interp.decoder.families import (
     length_limit,
     settings_from_config,
 )
+from interp.decoder.modules.settings import Settings
 from interp.decoder.names import (
     canonical_parts,
     canonical_weights,
@@ -31,7 +32,6 @@ from interp.decoder.names import (
     roles_of,
 )
 from interp.decoder.rotary import rotary_angles
-from interp.decoder.settings import Settings
 from interp.decoder.source import Source, weights_of
 from interp.decoder.verify import COPY_BYTES, call, distance, evaluating, matching_settings
 

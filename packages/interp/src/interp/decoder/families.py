@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interp.decoder.modules.settings import Settings
 from interp.decoder.names import is_norm_role, roles_of
 from interp.decoder.rotary import Rotary, alibi_slopes, scaled_rotary, yarn_temperature
-from interp.decoder.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.attention import DecoderAttention, Latent
 from interp.decoder.decoder import Decoder
+from interp.decoder.modules.attention import DecoderAttention, Latent
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder
-from interp.decoder.mlp import DecoderMLP
+from interp.decoder.modules.mlp import DecoderMLP
 from interp.lens import probe_norm
 from interp.prompts import Prompt, forward
 from interp.tap import record

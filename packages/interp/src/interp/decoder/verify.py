@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from interp.decoder.decoder import Decoder
 from interp.decoder.families import Constants
+from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.names import is_norm_role, layer_of
-from interp.decoder.settings import Comparison, Settings
 
 Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
 
@@ -355,7 +355,8 @@ class _Draw:
         self.settings = settings
         self.group, self.gain_offset = group, gain_offset
         embed = next(tensors[name] for name, role in roles.items() if role == "embed.weight")
-        self.vocabulary, self.device, self.noise = len(embed), embed.device, noise
+        self.vocabulary, self.device = len(embed), embed.device
+        self.noise = noise
         # Queries and keys of this size have scores with a standard deviation of 1.
         self.unit = (settings.scale * settings.d_head**0.5) ** -0.5
         self.norms_queries = any(".q_norm." in role for role in roles.values())

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.attention import DecoderAttention
 from interp.decoder.decoder import Decoder
+from interp.decoder.modules.attention import DecoderAttention
 from interp.patching.paths import (
     EdgeEffects,
     Node,

@@ -10,8 +10,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.attention import DecoderAttention
 from interp.decoder.decoder import Decoder
+from interp.decoder.modules.attention import DecoderAttention
 from interp.patching.batching import replace_heads
 from interp.patching.restart import Restart
 from interp.prompts import (

@@ -16,10 +16,10 @@ from interp.tap import expand_sites, record
 # The modules of a Decoder's blocks. Attention alone mixes positions; all others act on each
 # position separately.
 _DECODER_MODULES = (
-    "interp.decoder.attention",
+    "interp.decoder.modules.attention",
     "interp.decoder.decoder",
-    "interp.decoder.mlp",
-    "interp.decoder.weights",
+    "interp.decoder.modules.mlp",
+    "interp.decoder.modules.weights",
     "torch.nn.modules.linear",
     "torch.nn.modules.normalization",
     "torch.nn.modules.container",

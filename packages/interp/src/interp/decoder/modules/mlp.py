@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interp.decoder.settings import Settings
-from interp.decoder.weights import Weights
+from interp.decoder.modules.settings import Settings
+from interp.decoder.modules.weights import Weights
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
-from interp.decoder.cache import Cache
-from interp.decoder.settings import Settings
-from interp.decoder.weights import Weights
+from interp.decoder.modules.cache import Cache
+from interp.decoder.modules.settings import Settings
+from interp.decoder.modules.weights import Weights
 
 #: The epsilon of the norms inside DeepSeek's latent attention, which has no option.
 _LATENT_EPS = 1e-6

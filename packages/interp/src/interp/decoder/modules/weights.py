@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.settings import Settings
+from interp.decoder.modules.settings import Settings
 
 Module = TypeVar("Module", bound=nn.Module)
 
