@@ -1,8 +1,13 @@
 """A custom decoder with RMS norm, rotary positions, SwiGLU and grouped queries."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 class RMSNorm(nn.Module):

@@ -516,7 +516,7 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
     decoder = describe(model)
     folded = fold_decoder(decoder)
     weights = {key: x for key, x in weights_of(model).items() if ".1." not in key}
-    for key, weight in list(weights.items()) if how == "data" else list(weights.items())[:2]:
+    for weight in list(weights.values()) if how == "data" else list(weights.values())[:2]:
         before = weight.detach().clone()
         change_in_place(weight, how)
         refusal = ""
@@ -526,7 +526,8 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
             except RuntimeError as error:
                 refusal = str(error)
             if refusal:
-                assert f"{key} was changed in place" in refusal
+                names = [name for name, tensor in weights.items() if tensor is weight]  # tied
+                assert any(f"{name} was changed in place" in refusal for name in names)
                 for read in (decoder.ov, decoder.qk):
                     with pytest.raises(RuntimeError, match="the model again"):
                         read()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from interp import AttentionOnly, LowRank, composition_scores, logit_lens, ov_circuit, qk_circuit
 from interp.circuits.heads import circuit_pattern
-from interp.circuits.vocabulary import bigrams, copying_eigenvalues, copying_scores
+from interp.circuits.vocabulary import copying_eigenvalues, copying_scores
 from interp.patching import attribution_patching, patch_streams, path_patching
 from torch import Tensor, nn
 
@@ -55,7 +55,6 @@ def thin(dtype: torch.dtype = torch.float32, device: str = "cpu") -> LowRank:
         lambda x: ov_circuit(torch.ones(6, 6), x, heads=2),
         lambda x: composition_scores(thin(), thin(x.dtype, str(x.device)), kind="k"),
         lambda x: copying_eigenvalues(thin(), x, x),
-        lambda x: bigrams(torch.ones(6, 6), x),
         lambda x: circuit_pattern(x, thin()),
         lambda x: logit_lens([torch.ones(1, 6, 6)], None, x),
     ],

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,28 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     assert folded.blocks[0].mlp.down.weight is not model.blocks[0].mlp.down.weight
     refolded = fold_decoder(folded)(TOKENS)
     torch.testing.assert_close(refolded, logits, atol=tolerance * 10, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"clip": 0.3},
+        {"parallel": True},
+        {"score_cap": 0.5},
+        {"logit_cap": 2.0},
+        {"windows": (2, None, 3)},
+        {"alibi_slopes": (0.5, 0.25, 0.1)},
+        {"activation": "relu"},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+@torch.no_grad()
+def test_folding_keeps_the_function_under_every_setting(option: dict[str, object]) -> None:
+    plain = random_gpt2(torch.float64)
+    model = Decoder(dict(plain.state_dict()), replace(plain.settings, **option))
+    expected = model(TOKENS).log_softmax(-1)
+    assert not torch.allclose(plain(TOKENS).log_softmax(-1), expected)
+    torch.testing.assert_close(fold_decoder(model)(TOKENS).log_softmax(-1), expected)
 
 
 def test_folding_rms_norms_of_a_custom_decoder_keeps_its_log_probabilities(

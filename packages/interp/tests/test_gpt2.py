@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interp import Decoder, attribution, load_gpt2, logit_lens, patch, record
+from interp import Decoder, attribution, load_decoder, logit_lens, patch, record
 from safetensors.torch import load_file, save_file
 
 CONFIG = {
@@ -48,7 +48,7 @@ def test_logits_equal_hugging_face(tmp_path: Path) -> None:
             parameter.normal_(std=0.5)
         theirs.save_pretrained(tmp_path)
         expected = theirs(TOKENS).logits
-    ours = load_gpt2(tmp_path, dtype=torch.float64)
+    ours = load_decoder(tmp_path, dtype=torch.float64)
     torch.testing.assert_close(ours(TOKENS), expected, atol=1e-12, rtol=1e-12)
     # Modules of Hugging Face, which return tuples, are recorded too.
     with (
@@ -65,7 +65,7 @@ def test_logits_equal_hugging_face(tmp_path: Path) -> None:
 
 
 def test_every_tensor_is_loaded_into_its_module(folder: Path) -> None:
-    model, state = load_gpt2(folder), load_file(folder / "model.safetensors")
+    model, state = load_decoder(folder), load_file(folder / "model.safetensors")
     assert model.unembed.weight is model.embed.weight
     assert torch.equal(model.embed.weight, state["wte.weight"])
     q, k, v = state["h.1.attn.c_attn.weight"].T.chunk(3)
@@ -76,12 +76,12 @@ def test_every_tensor_is_loaded_into_its_module(folder: Path) -> None:
     assert torch.equal(model.blocks[0].mlp.down.weight, state["h.0.mlp.c_proj.weight"].T)
     assert model.qk().shape == model.ov().shape == (2, 3, 12, 12)
     torch.testing.assert_close(model.qk()[1, 2].dense(), q[8:].T @ k[8:])
-    assert load_gpt2(folder, dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
+    assert load_decoder(folder, dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
     assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_components_sum_to_the_stream_and_their_terms_to_the_logit(folder: Path) -> None:
-    model = load_gpt2(folder)
+    model = load_decoder(folder)
     with record(model, "norm:input", "blocks.*") as seen:
         logits = model(TOKENS)
     parts = model.components(TOKENS)
@@ -102,7 +102,7 @@ def test_components_sum_to_the_stream_and_their_terms_to_the_logit(folder: Path)
     [
         ({"drop": "h.1.ln_2.bias"}, r"layer 1 has no norm2\.bias, others have"),
         ({"add": "h.2.ln_1.bias"}, r"holds 3 layers, its config\.json says 2"),
-        ({"config": {"model_type": "llama"}}, "model_type 'llama' is not one of gpt2$"),
+        ({"config": {"model_type": "llama"}}, "fit nowhere in the decoder"),
         ({"config": {"n_embd": 16, "n_head": 4}}, "are not 4 heads of 4"),
         ({"config": {"activation_function": "mish"}}, "activation 'mish' is not one of"),
     ],
@@ -115,14 +115,14 @@ def test_mismatched_checkpoints_are_refused(folder: Path, change: dict, message:
     save_file(state, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG | change.get("config", {})))
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        load_gpt2(folder)
+        load_decoder(folder)
 
 
 def test_missing_files_and_long_inputs_are_refused(folder: Path) -> None:
-    model = load_gpt2(folder)
+    model = load_decoder(folder)
     assert isinstance(model, Decoder)
     with pytest.raises(ValueError, match=r"at most 9 tokens, .* got 10"):
         model(torch.zeros(1, 10, dtype=torch.long))
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):
-        load_gpt2(folder)
+        load_decoder(folder)

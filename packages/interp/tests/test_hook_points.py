@@ -4,7 +4,7 @@ import pytest
 import torch
 from interp import Decoder, attribution, patch, record
 from interp.bench import random_decoder
-from interp.decoder.decoder import Settings
+from interp.decoder.modules.settings import Settings
 from interp.decoder.neurons import neuron_attribution
 from torch import Tensor, nn
 

@@ -81,6 +81,30 @@ def test_knockout_equals_a_mask_before_the_softmax() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_weight_of_a_sink_is_kept_by_a_knockout(dtype: torch.dtype, has_sink: bool) -> None:
+    """The expected pattern has a score of -inf at the blocked keys, before the softmax."""
+    torch.manual_seed(0)
+    scores = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+    masked = scores.clone()
+    masked[:, :, 6:, 2:4] = float("-inf")
+    sink = torch.full((2, 3, 9, 1), 1.0 if has_sink else float("-inf"), dtype=torch.float64)
+    pattern, expected = (
+        torch.cat([x, sink], -1).softmax(-1)[..., :-1].to(dtype) for x in (scores, masked)
+    )
+    after = knock_out_attention([6, 7, 8], [2, 3])(pattern)
+    torch.testing.assert_close(after, expected)
+    alone = knock_out_attention([6], range(7))
+    if has_sink:
+        assert not alone(pattern)[:, :, 6].any()
+    else:
+        with pytest.raises(ValueError, match="would attend to nothing"):
+            alone(pattern)
+
+
+@torch.no_grad()
 def test_knockout_of_chosen_heads_leaves_other_heads_and_queries(model: AttentionOnly) -> None:
     site = "blocks.0.attention.pattern"
     with record(model, site) as before:

@@ -2,6 +2,8 @@ import pytest
 import torch
 from interp import AttentionOnly, patch, record
 from interp.patching import (
+    AblationResult,
+    PatchingResult,
     ablate_parts,
     attribution_patching,
     drop_heads,
@@ -9,6 +11,7 @@ from interp.patching import (
     patch_streams,
     path_patching,
 )
+from interp.prompts import mean_over_pairs
 from torch import Tensor, nn
 
 CLEAN = torch.tensor([[1, 2, 3, 4, 2, 7]])
@@ -108,6 +111,14 @@ def test_path_patching_through_all_receivers_equals_patching_the_sender() -> Non
     assert not torch.allclose(direct, everything)
 
 
+def test_blocks_that_are_called_several_times_are_refused(decoder: nn.Module) -> None:
+    """A shared block has one name, and its record would be that of the last call only."""
+    metric = logit_difference(decoder.norm, decoder.head, RIGHT, WRONG)
+    decoder.layers = nn.ModuleList([decoder.layers[0]] * 3)
+    with pytest.raises(ValueError, match="called several times in one run"):
+        patch_streams(decoder, "layers.*", CLEAN, CORRUPTED, metric)
+
+
 def test_blocks_with_state_are_refused() -> None:
     class Counts(nn.Module):
         """A block with state, which adds its number of calls."""
@@ -174,6 +185,36 @@ def test_ablations_equal_one_forward_pass_each() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ablate_parts(model, "blocks.*", "attention", CLEAN, metric, **wrong)
+
+
+def test_standard_errors_equal_the_spread_over_samples_of_prompts() -> None:
+    """The metrics of a prompt vary together, so a difference or a ratio varies less than values."""
+    torch.manual_seed(0)
+    difficulty = 5 * torch.randn(300, 40, 1, 1)
+    noise = 0.3 * torch.randn(300, 40, 2, 3)
+    quantities = {
+        "values": lambda result: result.values,
+        "recovered": lambda result: result.recovered,
+        "effect": lambda result: result.effect,
+    }
+    means = {name: [] for name in quantities}
+    errors = {name: [] for name in quantities}
+    for sample, of_sample in zip(difficulty, noise, strict=True):
+        rows = [(float(x), x + 0.5 + y) for x, y in zip(sample, of_sample, strict=True)]
+        patched = [PatchingResult(("0", "1"), values, x + 1, x) for x, values in rows]
+        ablated = [AblationResult(("0", "1"), values, x) for x, values in rows]
+        results = {"values": mean_over_pairs(patched), "effect": mean_over_pairs(ablated)}
+        results["recovered"] = results["values"]
+        for name, quantity in quantities.items():
+            means[name].append(quantity(results[name]))
+            errors[name].append(results[name].standard_error_of(quantity))
+        usual = torch.stack([values for _, values in rows]).std(0) / 40**0.5
+        torch.testing.assert_close(results["values"].standard_error, usual, rtol=1e-3, atol=1e-3)
+    spread = {name: torch.stack(samples).std(0).mean() for name, samples in means.items()}
+    for name, samples in errors.items():
+        torch.testing.assert_close(torch.stack(samples).mean(), spread[name], rtol=0.1, atol=0)
+    assert spread["effect"] < 0.1 * spread["values"]
+    assert spread["recovered"] < 0.1 * spread["values"]
 
 
 def test_recovered_without_a_gap_raises() -> None:

@@ -1,5 +1,6 @@
 """Prompts with padding, in parts, and as text, give the numbers of one whole prompt each."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from interp import (
     Cache,
+    Decoder,
     at_positions,
     describe,
     detect_heads,
@@ -17,7 +19,13 @@ from interp import (
     record_patterns,
     view,
 )
-from interp.patching import ablate_parts, logit_difference, patch_edges, patch_streams
+from interp.patching import (
+    ablate_parts,
+    edge_attribution,
+    logit_difference,
+    patch_edges,
+    patch_streams,
+)
 from interp.text import encode, pairs_of
 from torch import Tensor, nn
 
@@ -51,6 +59,12 @@ def peer(name: str) -> nn.Module:
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
+
+
+@functools.cache
+def described(name: str) -> Decoder:
+    """Return a description that several tests read and none changes."""
+    return describe(peer(name))
 
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 36
@@ -137,6 +151,25 @@ def test_components_of_padded_prompts_sum_to_the_final_stream(name: str) -> None
     for part, value in decoder.components(prompt).items():
         row = value[:1, 3:] if value.shape[1] > 1 else value
         torch.testing.assert_close(row, alone[part], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BloomForCausalLM"])
+@pytest.mark.parametrize("hidden", [slice(0, 3), slice(4, 7)], ids=["left", "middle"])
+def test_equal_prompts_have_no_effects_under_any_padding(name: str, hidden: slice) -> None:
+    """Estimates compare patterns that two computations give, so both must use equal positions."""
+    decoder = described(name)
+    mask = torch.ones_like(TOKENS[:1])
+    mask[:, hidden] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    prompt = {"input_ids": TOKENS[:1], "attention_mask": mask}
+    options = [{"position_ids": positions}]
+    if name == "BloomForCausalLM":  # its default positions do not count padding
+        options.append({})
+    for option in options:
+        edges = edge_attribution(decoder, prompt | option, prompt | option, metric, exact=None)
+        assert edges.values.abs().max() < 1e-5
+        assert edges.exact.abs().max() < 1e-5
 
 
 @torch.no_grad()

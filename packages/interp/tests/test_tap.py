@@ -4,6 +4,7 @@ import pytest
 import torch
 from interp import AttentionOnly, patch, record
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Pair = namedtuple("Pair", "mask hidden")
 
@@ -111,6 +112,31 @@ def test_hooks_are_removed_after_an_exception(model: AttentionOnly, inference: b
     ):
         model(TOKENS)
     assert hook_count(model) == 0
+
+
+class Checkpointed(nn.Module):
+    """A module whose backward pass calls it again."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_backward_inside_the_block_recomputes_checkpoints_with_the_patch() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    gradients = []
+    for model, site in ((inner, "1"), (Checkpointed(inner), "inner.1")):
+        with patch(model, {site: lambda old: old.square()}):
+            model(x).sum().backward()
+        gradients.append([parameter.grad for parameter in inner.parameters()])
+        inner.zero_grad()
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain)
 
 
 def test_records_overwritten_in_place_raise_or_are_cloned() -> None:

@@ -1,13 +1,7 @@
 import pytest
 import torch
 from interp import LowRank
-from interp.circuits.vocabulary import (
-    bigrams,
-    copying_eigenvalues,
-    copying_scores,
-    full_ov,
-    full_qk,
-)
+from interp.circuits.vocabulary import copying_eigenvalues, copying_scores
 from torch import Tensor, nn
 
 
@@ -24,7 +18,7 @@ def ov() -> LowRank:
 def test_zero_layers_are_bigrams() -> None:
     torch.manual_seed(0)
     embed, unembed = nn.Embedding(11, 4).double(), nn.Linear(4, 11, bias=False).double()
-    table = bigrams(embed.weight, unembed.weight).dense()
+    table = LowRank(unembed.weight, embed.weight.mT).dense()
     for token in range(11):
         torch.testing.assert_close(table[:, token], unembed(embed(torch.tensor(token))))
     assert torch.linalg.matrix_rank(table) == 4
@@ -34,18 +28,19 @@ def test_full_circuits_act_on_one_hot_tokens(ov: LowRank) -> None:
     torch.manual_seed(0)
     embed, unembed = random(11, 8), random(11, 8)
     s, t = 4, 9
-    assert full_ov(ov, embed, unembed).rank == 3
+    full_ov, full_qk = unembed @ ov @ embed.mT, embed @ ov @ embed.mT
+    assert full_ov.rank == 3
     entry = unembed[s] @ ov[1, 2].dense() @ embed[t]
-    torch.testing.assert_close(full_ov(ov, embed, unembed)[1, 2].dense()[s, t], entry)
+    torch.testing.assert_close(full_ov[1, 2].dense()[s, t], entry)
     score = embed[s] @ ov[1, 2].dense() @ embed[t]
-    torch.testing.assert_close(full_qk(ov, embed)[1, 2].dense()[s, t], score)
+    torch.testing.assert_close(full_qk[1, 2].dense()[s, t], score)
 
 
 def test_copying_eigenvalues_are_those_of_the_vocabulary_squared_matrix(ov: LowRank) -> None:
     torch.manual_seed(0)
     embed, unembed = random(11, 8), random(11, 8)
     values = copying_eigenvalues(ov, embed, unembed)
-    full = torch.linalg.eigvals(full_ov(ov, embed, unembed).dense())
+    full = torch.linalg.eigvals((unembed @ ov @ embed.mT).dense())
     for power in range(1, 5):
         torch.testing.assert_close((values**power).sum(-1), (full**power).sum(-1))
     expected = full.real.sum(-1) / full.abs().sum(-1)

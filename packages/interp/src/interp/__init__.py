@@ -4,9 +4,10 @@ from interp.circuits.composition import composition_scores
 from interp.circuits.induction import induction_circuit
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
 from interp.decoder.attention_only import AttentionOnly
-from interp.decoder.checkpoint import load_decoder, load_gpt2
-from interp.decoder.decoder import Cache, Decoder
+from interp.decoder.checkpoint import load_decoder
+from interp.decoder.decoder import Decoder
 from interp.decoder.describe import describe
+from interp.decoder.modules.cache import Cache
 from interp.detect import detect_heads
 from interp.interventions import (
     SparseAutoencoder,
@@ -16,7 +17,8 @@ from interp.interventions import (
 )
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
-from interp.tap import at_positions, patch, record
+from interp.positions import at_positions
+from interp.tap import patch, record
 from interp.view import view
 
 __all__ = [
@@ -33,7 +35,6 @@ __all__ = [
     "induction_circuit",
     "knock_out_attention",
     "load_decoder",
-    "load_gpt2",
     "logit_lens",
     "ov_circuit",
     "patch",

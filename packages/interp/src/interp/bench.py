@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interp.circuits.composition import composition_scores
 from interp.circuits.low_rank import LowRank
 from interp.circuits.vocabulary import copying_eigenvalues
-from interp.decoder.decoder import Decoder, Settings
-from interp.decoder.families import rotary_angles
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.settings import Settings
+from interp.decoder.rotary import rotary_angles
 from interp.patching import logit_difference, patch_parts, patch_streams
 from interp.patching.batching import replace_heads
 from interp.tap import patch, record

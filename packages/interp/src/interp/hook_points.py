@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from interp.decoder.decoder import Decoder, DecoderMLP
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.mlp import DecoderMLP
 
 
 def hook_points(

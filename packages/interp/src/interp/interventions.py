@@ -74,10 +74,11 @@ def knock_out_attention(
 ) -> Callable[[Tensor], Tensor]:
     """Return a replacement for patterns in which `queries` do not attend to `keys`.
 
-    Patterns are (batch, heads, seq, seq), after the softmax. The remaining weights are scaled to a
-    sum of 1, which equals a score of -inf before the softmax. `heads` restricts the heads.
+    Patterns are (batch, heads, seq, seq), after the softmax. The remaining weights and that of an
+    attention sink (gpt-oss) are scaled to a sum of 1, which equals a score of -inf before the
+    softmax. `heads` restricts the heads.
 
-    Raises ValueError if a query would have no key.
+    Raises ValueError if a query would have neither a key nor a sink.
     """
 
     def knock_out(pattern: Tensor) -> Tensor:
@@ -88,7 +89,10 @@ def knock_out_attention(
         blocked[head_index[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
-        total = remaining.sum(-1, keepdim=True)
+        # The weight that a row lacks is that of its sink, unless the difference is due to rounding.
+        sink = 1 - wide.sum(-1, keepdim=True)
+        sink = sink.where(sink > 4 * torch.finfo(pattern.dtype).eps, 0.0)
+        total = remaining.sum(-1, keepdim=True) + sink
         is_changed = blocked.any(-1)[..., None]
         if bool((is_changed & (total == 0)).any()):
             raise ValueError(

@@ -93,9 +93,51 @@ def _prompt_at(prompt: Prompt, index: int, count: int) -> Prompt:
     return arguments
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MeanOverPairs:
+    """A result that may be a mean over pairs of prompts."""
+
+    #: The result of each pair of prompts; () for a single pair.
+    pairs: tuple[Any, ...] = ()
+
+    @property
+    def per_pair(self) -> Tensor | None:
+        """The values of each pair of prompts, (pairs, ...); None for a single pair."""
+        return torch.stack([pair.values for pair in self.pairs]) if self.pairs else None
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The standard error of `values` over pairs of prompts."""
+        return self.standard_error_of(lambda result: result.values)
+
+    def standard_error_of(self, quantity: Callable[[Any], Tensor]) -> Tensor:
+        """Return the standard error over pairs of a quantity of this result.
+
+        `result.standard_error_of(lambda result: result.recovered)` is that of a ratio of means,
+        which differs from that of `values`: the metrics of a pair vary together. Each pair is left
+        out once (the jackknife), and the standard error of a mean is the usual one.
+        """
+        count = len(self.pairs)
+        require_several_pairs(count)
+        others = [
+            quantity(mean_over_pairs([*self.pairs[:i], *self.pairs[i + 1 :]])) for i in range(count)
+        ]
+        variance = torch.stack(others).var(0, correction=0)
+        error: Tensor = ((count - 1) * variance).sqrt()
+        return error
+
+
+def require_several_pairs(count: int) -> None:
+    """Raise ValueError if a result is not a mean over several pairs of prompts."""
+    if count < 2:
+        raise ValueError(
+            "expected results of at least 2 pairs of prompts, got 1; pass prompts (pairs, seq)"
+        )
+
+
 def mean_over_pairs(results: Sequence[Result]) -> Result:
-    """Return the mean of all numbers of several results, and their values in `per_pair`."""
-    numbers: dict[str, Any] = {"per_pair": torch.stack([result.values for result in results])}
+    """Return the mean of all numbers of several results, which are its `pairs`."""
+    numbers: dict[str, Any] = {"pairs": tuple(results)}
     for field in fields(results[0]):
         values = [getattr(result, field.name) for result in results]
         if isinstance(values[0], float):
@@ -103,16 +145,6 @@ def mean_over_pairs(results: Sequence[Result]) -> Result:
         elif isinstance(values[0], Tensor) and values[0].is_floating_point():
             numbers[field.name] = torch.stack(values).mean(0)
     return replace(results[0], **numbers)
-
-
-def standard_error(per_pair: Tensor | None) -> Tensor:
-    """Return the standard error of the mean over pairs of prompts."""
-    if per_pair is None or len(per_pair) < 2:
-        raise ValueError(
-            "expected results of at least 2 pairs of prompts, got 1; pass prompts (pairs, seq)"
-        )
-    error: Tensor = per_pair.std(0) / len(per_pair) ** 0.5
-    return error
 
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-Replacement = Tensor | Callable[[Tensor], Tensor]
+from interp.positions import AtPositions, Replacement, report_calls
 
 
 class Record(dict[str, Tensor]):
@@ -78,7 +77,10 @@ def record(
 
 @contextmanager
 def patch(
-    model: nn.Module, replacements: Mapping[str, Replacement], *, names: str | None = None
+    model: nn.Module,
+    replacements: Mapping[str, Replacement | AtPositions],
+    *,
+    names: str | None = None,
 ) -> Iterator[None]:
     """Replace activations while the block runs, by tensors or by functions of the old values.
 
@@ -115,7 +117,7 @@ def patch(
                 hooks[site] = partial(replace, site, heads, new.replace)
             else:
                 hooks[site] = partial(replace, site, heads, new)
-    with _report_calls(model, positioned), tapped(model, hooks):
+    with report_calls(model, positioned), tapped(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
         names = ", ".join(missed)
@@ -127,143 +129,6 @@ def patch(
             raise RuntimeError(
                 f"the patch of {site} changed nothing: no call contained any of its positions"
             )
-
-
-@contextmanager
-def _report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> Iterator[None]:
-    """Report the position of each call in its text to patches, by the length of the cache."""
-    patches = {id(at): at for at in positioned.values()}
-    outer_modules: set[str] = set()
-    for site in positioned:
-        name = site.partition(":")[0]
-        outer_modules |= {"", name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))}
-    depth = 0
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal depth
-        depth += 1
-        if depth == 1:  # Inner modules see a cache to which earlier blocks have appended.
-            values = (*args, *kwargs.values())
-            caches = [value for value in values if hasattr(value, "get_seq_length")]
-            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-            _require_no_padding_at_the_start(mask)
-            inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
-            lengths = [x.shape[1] for x in inputs if isinstance(x, Tensor) and x.ndim > 1]
-            for at in patches.values():
-                cached = int(caches[0].get_seq_length()) if caches else 0
-                at.start_call(cached, lengths[0] if lengths else None)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal depth
-        depth -= 1
-
-    handles = []
-    try:
-        for name in sorted(outer_modules) if positioned else []:
-            module = model.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-            # always_call: after an exception, another call may follow in the same block.
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _require_no_padding_at_the_start(mask: Any) -> None:
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool((mask[:, 0] != 0).all()):
-        raise RuntimeError(
-            "at_positions() counts from the start of the text, and this batch is padded on the "
-            "left; pass prompts of equal length, or patch one prompt per call"
-        )
-
-
-class AtPositions:
-    """A patch of some positions of one text, created by `at_positions`."""
-
-    def __init__(
-        self, positions: range | frozenset[int], new: Replacement, *, cached: bool
-    ) -> None:
-        self.positions = positions
-        self.new = new
-        self.cached = cached
-        self.has_started = False
-        self.was_used = False
-        #: The position of the current call's first token in the text.
-        self.offset = 0
-        #: The length of the text so far.
-        self.length = 0
-        #: The number of tokens of the current call, if it is known.
-        self.tokens: int | None = None
-
-    def start_call(self, cached: int, tokens: int | None) -> None:
-        """Start a call of `tokens` tokens after `cached` tokens of the same text.
-
-        Raises RuntimeError if the call belongs to another text.
-        """
-        if not self.cached and cached:
-            raise RuntimeError(
-                f"at_positions(cached=False) needs the whole text in each call, got one with "
-                f"{cached} tokens in its cache; pass cached=True"
-            )
-        if self.cached and self.has_started and (not cached or cached != self.length):
-            raise RuntimeError(
-                f"this at_positions() patch has seen {self.length} tokens of its text, and the "
-                f"model was called with {cached} in its cache: create another patch for another "
-                "text, or pass cached=False if each call contains the whole text"
-            )
-        self.has_started = True
-        self.offset = cached
-        self.tokens = tokens
-        self.length = cached + (tokens or 0)
-
-    def replace(self, old: Tensor) -> Tensor:
-        """Return `old` (batch, seq, ...) with its patched positions replaced."""
-        length = old.shape[1]
-        if self.tokens is not None and length != self.tokens:
-            raise RuntimeError(
-                f"the activation has {length} positions, and the call {self.tokens} tokens, so the "
-                "positions are unknown; patch a site with one position per token"
-            )
-        self.length = self.offset + length
-        chosen = [i for i in range(length) if self.offset + i in self.positions]
-        if not chosen:
-            return old
-        self.was_used = True
-        changed, values = old.clone(), old[:, chosen]
-        value = self.new(values) if callable(self.new) else self.new.to(old)
-        changed[:, chosen] = value.expand_as(values)
-        return changed
-
-    def __call__(self, old: Tensor) -> Tensor:
-        """Patch a call from a hook other than that of `patch`, as one without a cache."""
-        self.start_call(0, None)
-        return self.replace(old)
-
-
-def at_positions(
-    positions: slice | Sequence[int], new: Replacement, *, cached: bool = True
-) -> AtPositions:
-    """Return a patch of (batch, seq, ...) at some positions of a text, also during generation.
-
-    Positions count from the start of the text. With a cache of Hugging Face, the first call
-    contains the prompt and each later call the new tokens, whose positions follow from the length
-    of the cache. With `cached=False`, each call contains the whole text. `new` is a tensor that
-    broadcasts to the patched positions, or a function of the old values.
-
-    A patch belongs to one text. Raises RuntimeError if it is used for another text or for prompts
-    that are padded on the left, and if none of the positions occurred. Raises ValueError for
-    negative positions, which depend on the length.
-    """
-    ends = positions if not isinstance(positions, slice) else [positions.start, positions.stop]
-    if any(end is not None and end < 0 for end in ends):
-        raise ValueError(
-            f"expected positions from the start of the text, got {positions}, which depends on its "
-            "length; pass positions >= 0"
-        )
-    if isinstance(positions, slice):
-        return AtPositions(range(*positions.indices(sys.maxsize)), new, cached=cached)
-    return AtPositions(frozenset(map(int, positions)), new, cached=cached)
 
 
 def _points(

@@ -1,11 +1,12 @@
 """Circuits from token to token, without a matrix of vocabulary x vocabulary entries.
 
-    zero layers      W_U W_E            the logits after a token (bigrams)
-    a head, OV       W_U W_OV W_E       the effect of attending to a token on the logits
-    a head, QK       W_E^T W_QK W_E     the score of each query token on each key token
+    zero layers      W_U W_E            LowRank(unembed, embed.mT)
+    a head, OV       W_U W_OV W_E       unembed @ ov @ embed.mT
+    a head, QK       W_E^T W_QK W_E     embed @ qk @ embed.mT
 
-All are `LowRank`, and column t belongs to the source token t. `embed` and `unembed` are weights
-(vocabulary, d_model) of `nn.Embedding` and `nn.Linear`. Elhage et al. 2021, "Detecting Copying".
+Entry (s, t) is the logit of token s after token t (bigrams), the effect on the logit of s if a head
+attends to t, and the score of query s on key t. All are `LowRank`; `embed` and `unembed` are
+weights (vocabulary, d_model). Elhage et al. 2021, "Detecting Copying".
 """
 
 from __future__ import annotations
@@ -14,21 +15,6 @@ import torch
 from torch import Tensor
 
 from interp.circuits.low_rank import LowRank, decomposable, require_alike
-
-
-def bigrams(embed: Tensor, unembed: Tensor) -> LowRank:
-    """Return the zero-layer transformer W_U W_E; column t holds the logits after token t."""
-    return LowRank(unembed, embed.mT)
-
-
-def full_ov(ov: LowRank, embed: Tensor, unembed: Tensor) -> LowRank:
-    """Return W_U W_OV W_E of every head; entry (s, t) is the effect of token t on logit s."""
-    return unembed @ ov @ embed.mT
-
-
-def full_qk(qk: LowRank, embed: Tensor) -> LowRank:
-    """Return W_E^T W_QK W_E of every head; entry (s, t) is the score of query s on key t."""
-    return embed @ qk @ embed.mT
 
 
 def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:

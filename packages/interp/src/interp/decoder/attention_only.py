@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from interp.decoder.decoder import Decoder, Settings
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.settings import Settings
 
 Positions = Literal["stream", "attention"]
 

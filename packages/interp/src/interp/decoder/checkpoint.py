@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from interp.decoder.decoder import Decoder
-from interp.decoder.families import FAMILIES, constants_of, length_limit, settings_from_config
+from interp.decoder.families import constants_of, length_limit, settings_from_config
 from interp.decoder.names import canonical_weights, count_layers
 
 
@@ -22,7 +21,6 @@ def load_decoder(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    families: Iterable[str] = tuple(FAMILIES),
 ) -> Decoder:
     """Load a decoder from a folder, whole or in shards, without transformers.
 
@@ -32,9 +30,6 @@ def load_decoder(
     folder = Path(path)
     _require_file(folder / "config.json")
     config = json.loads((folder / "config.json").read_text())
-    kind = config.get("model_type")
-    if kind not in families:
-        raise ValueError(f"model_type {kind!r} is not one of {', '.join(families)}")
     settings = replace(settings_from_config(config), context=length_limit(config))
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
@@ -56,9 +51,6 @@ def load_decoder(
             f"the embedding has {vocabulary} tokens, config.json says {expected_vocabulary}"
         )
     return Decoder(weights, settings).to(device)
-
-
-load_gpt2 = partial(load_decoder, families=("gpt2",))
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -17,510 +17,23 @@ Modules share the memory of the weights that they are built from.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit, stack_layers
+from interp.circuits.low_rank import LowRank, stack_layers
+from interp.decoder.modules.attention import DecoderAttention
+from interp.decoder.modules.cache import Cache
+from interp.decoder.modules.mlp import DecoderMLP, Experts, NoMLP
+from interp.decoder.modules.settings import Comparison, Settings
+from interp.decoder.modules.weights import Weights
 from interp.decoder.source import Source
 from interp.lens import head_outputs
+from interp.prompts import Prompt, forward
 from interp.tap import record
-
-Module = TypeVar("Module", bound=nn.Module)
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
-    "relu": F.relu,
-}
-#: The epsilon of the norms inside DeepSeek's latent attention, which has no option.
-_LATENT_EPS = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Properties of a decoder that the names and shapes of its weights do not determine."""
-
-    heads: int
-    d_head: int
-    #: The factor of the scores, before the cap.
-    scale: float
-    #: For each layer, the angle per position of each rotated pair; () without rotary positions.
-    frequencies: tuple[tuple[float, ...], ...]
-    #: For each layer, the size of the sliding window, or None.
-    windows: tuple[int | None, ...]
-    eps: float = 1e-5
-    #: True for layer norm, which subtracts the mean; False for RMS norm.
-    centered: bool = False
-    #: True if the norms have no weights (OLMo 1).
-    bare_norms: bool = False
-    activation: str = "silu"
-    #: The same for texts of more than `long_after` tokens (LongRoPE); () if they do not change.
-    long_frequencies: tuple[tuple[float, ...], ...] = ()
-    long_after: int = 0
-    #: For each layer, the factor of rotated queries and keys (YaRN); () for 1.
-    rotary_scales: tuple[float, ...] = ()
-    #: True if rotated pairs are (2i, 2i + 1), as in GPT-J; False for (i, i + n / 2).
-    interleaved: bool = False
-    #: The slope of each head's linear position bias (ALiBi); () without one.
-    alibi_slopes: tuple[float, ...] = ()
-    #: True if learned positions are added to the inputs of queries and keys only.
-    positions_in_attention: bool = False
-    #: True if default positions do not count padding (OPT, Bloom); False if they are the columns.
-    positions_skip_padding: bool = False
-    #: True if the MLP reads the block's input instead of the stream after the attention.
-    parallel: bool = False
-    score_cap: float | None = None
-    logit_cap: float | None = None
-    #: The bound of queries, keys and values (OLMo 1).
-    clip: float | None = None
-    #: The bound of the gate and up projections of gpt-oss, which also adds 1 to the latter.
-    mlp_clip: float | None = None
-    experts_used: int = 0
-    experts_sum_to_one: bool = True
-    #: The factor of the chosen experts' outputs.
-    experts_scale: float = 1.0
-    #: The number of groups of experts, and of those that a token may use (DeepSeek).
-    expert_groups: int = 1
-    expert_groups_used: int = 1
-    #: "sigmoid" (DeepSeek V3), or "softmax".
-    router: str = "softmax"
-    #: True if the router multiplies in float32 (DeepSeek).
-    router_in_float32: bool = False
-    #: The largest number of tokens that `describe` has verified, None without a limit.
-    context: int | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One comparison of a description with its model, under random weights."""
-
-    #: The weights that were drawn, or "padded"; see `interp.decoder.verify`.
-    name: str
-    #: The number of tokens.
-    length: int
-    #: The largest deviation of a position's logits, relative to the size of all logits.
-    error: float
-    tolerance: float
-
-
-class Cache:
-    """Keys and values of earlier tokens, so that `Decoder` is called with the new tokens only.
-
-    Keys are stored before their norm and rotation. A call that raises an error adds nothing.
-    """
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.grown: dict[int, tuple[Tensor, Tensor]] = {}
-        #: The positions of all tokens, (batch, tokens), once there are any.
-        self.position_ids: Tensor | None = None
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens."""
-        return 0 if self.position_ids is None else self.position_ids.shape[1]
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values (batch, tokens, features) of all tokens in a layer."""
-        if layer in self.layers:
-            k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v), strict=True))
-        self.grown[layer] = k, v
-        return k, v
-
-    def commit(self, position_ids: Tensor) -> None:
-        """Store the keys and values of a call that reached the last layer."""
-        self.layers, self.position_ids = self.grown, position_ids
-        self.grown = {}
-
-
-class Weights:
-    """Tensors by canonical name, with a record of the names that were used."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.used: set[str] = set()
-
-    def __contains__(self, name: str) -> bool:
-        return f"{name}.weight" in self.tensors
-
-    def parameter(self, name: str) -> nn.Parameter:
-        """Return a tensor as a parameter that shares its memory."""
-        if name not in self.tensors:
-            names = ", ".join(sorted(self.tensors))
-            raise ValueError(f"the decoder has no {name}; found: {names}")
-        self.used.add(name)
-        return nn.Parameter(self.tensors[name].detach(), requires_grad=False)
-
-    def linear(self, name: str) -> nn.Linear:
-        """Return an `nn.Linear` that shares a weight and, if there is one, a bias."""
-        out_features, in_features = self.parameter(f"{name}.weight").shape
-        linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-        return self._share_memory(name, linear)
-
-    def embedding(self, name: str) -> nn.Embedding:
-        """Return an `nn.Embedding` that shares a table."""
-        rows, d_model = self.parameter(f"{name}.weight").shape
-        return self._share_memory(name, nn.Embedding(rows, d_model, device="meta"))
-
-    def norm(self, name: str, settings: Settings) -> nn.Module:
-        """Return the norm of that name, or the identity if the family does not have it."""
-        if f"{name}.0" in self:
-            heads = [key for key in self.tensors if re.fullmatch(rf"{name}\.\d+\.weight", key)]
-            return HeadNorms(self.norm(f"{name}.{i}", settings) for i in range(len(heads)))
-        if name not in self:
-            return nn.Identity()
-        size = len(self.parameter(f"{name}.weight"))
-        if settings.centered:
-            layer = nn.LayerNorm(size, eps=settings.eps, bias=False, device="meta")
-            return self._share_memory(name, layer)
-        return self._share_memory(name, nn.RMSNorm(size, eps=settings.eps, device="meta"))
-
-    def stream_norm(self, name: str, settings: Settings) -> nn.Module:
-        """Return a norm of the residual stream, which may have no weights."""
-        if not settings.bare_norms:
-            return self.norm(name, settings)
-        d_model = self.tensors["embed.weight"].shape[1]
-        if settings.centered:
-            return nn.LayerNorm(d_model, eps=settings.eps, elementwise_affine=False)
-        return nn.RMSNorm(d_model, eps=settings.eps, elementwise_affine=False)
-
-    def _share_memory(self, name: str, module: Module) -> Module:
-        for kind in ("weight", "bias"):
-            if f"{name}.{kind}" in self.tensors:
-                module.register_parameter(kind, self.parameter(f"{name}.{kind}"))
-        return module
-
-
-class HeadNorms(nn.ModuleList):
-    """A separate norm for each head (Cohere, StableLM)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normed heads (batch, heads, seq, d_head)."""
-        return torch.stack([norm(x[:, i]) for i, norm in enumerate(self)], 1)
-
-
-class Latent(nn.Module):
-    """A projection through a narrow, normed layer: the latent attention of DeepSeek.
-
-    The first dimensions of each head of keys come from `rotary` and are the same for all heads.
-    """
-
-    bias = None
-
-    def __init__(self, weights: Weights, name: str, part: str, heads: int) -> None:
-        super().__init__()
-        narrow = f"{name}.q" if part == "q" else f"{name}.kv"
-        self.down = weights.linear(f"{narrow}_down")
-        gain = weights.parameter(f"{narrow}_latent_norm.weight")
-        self.norm = nn.RMSNorm(len(gain), eps=_LATENT_EPS, device="meta")
-        self.norm.weight = gain
-        self.up = weights.linear(f"{name}.{part}_up")
-        self.rotary = weights.linear(f"{name}.k_rotary") if part == "k" else None
-        self.heads = heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return queries, keys or values (batch, seq, features)."""
-        out: Tensor = self.up(self.norm(self.down(x)))
-        return out if self.rotary is None else self._join(self.rotary(x), out, -1)
-
-    def _join(self, shared: Tensor, separate: Tensor, dim: int) -> Tensor:
-        """Put the shared dimensions in front of the separate ones of each head."""
-        heads = separate.unflatten(dim, (self.heads, -1))
-        shared = shared.unsqueeze(dim - 1).expand(*heads.shape[:dim], *shared.shape[dim:])
-        return torch.cat([shared, heads], dim).flatten(dim - 1, dim)
-
-    @property
-    def weight(self) -> Tensor:
-        """The product of the projections, without the scale of the norm."""
-        product = self.up.weight @ (self.norm.weight[:, None] * self.down.weight)
-        return product if self.rotary is None else self._join(self.rotary.weight, product, -2)
-
-    @property
-    def out_features(self) -> int:
-        """The number of features of all heads."""
-        shared = 0 if self.rotary is None else self.heads * self.rotary.out_features
-        return self.up.out_features + shared
-
-    @property
-    def readers(self) -> list[nn.Linear]:
-        """The linear layers that read the stream."""
-        return [self.down] if self.rotary is None else [self.down, self.rotary]
-
-
-class DecoderAttention(nn.Module):
-    """Causal attention with grouped heads, a sliding window, a cap, and any kind of positions."""
-
-    def __init__(self, weights: Weights, name: str, settings: Settings, layer: int) -> None:
-        super().__init__()
-        self.settings, self.layer = settings, layer
-        self.window = settings.windows[layer]
-        self.heads, self.d_head = settings.heads, settings.d_head
-        self.q, self.k, self.v = (self._projection(weights, name, part) for part in "qkv")
-        self.q_norm = weights.norm(f"{name}.q_norm", settings)
-        self.k_norm = weights.norm(f"{name}.k_norm", settings)
-        self.pattern = nn.Identity()
-        self.o = weights.linear(f"{name}.o")
-        #: The logit of each head's sink, which takes weight from all keys (gpt-oss), or None.
-        self.sinks = None
-        if f"{name}.sinks" in weights:
-            self.sinks = weights.parameter(f"{name}.sinks.weight")
-        self.kv_heads = max(1, self.k.out_features // self.d_head)
-        sizes = self.q.out_features, self.k.out_features, self.v.out_features, self.o.in_features
-        #: The width of a head's values, which differs from `d_head` in DeepSeek.
-        self.d_value = sizes[3] // self.heads
-        expected = (
-            self.heads * self.d_head,
-            self.kv_heads * self.d_head,
-            self.kv_heads * self.d_value,
-            self.heads * self.d_value,
-        )
-        if sizes != expected or self.heads % self.kv_heads:
-            raise ValueError(
-                f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
-                f"{self.heads} heads of {self.d_head}, evenly shared"
-            )
-        # Not a buffer: .bfloat16() would round the angles, which matters at position 1,000.
-        self.frequencies = self.long_frequencies = settings.frequencies[layer]
-        if settings.long_frequencies:
-            self.long_frequencies = settings.long_frequencies[layer]
-        self.rotary_scale = settings.rotary_scales[layer] if settings.rotary_scales else 1.0
-
-    def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | Latent:
-        if f"{name}.{part}_up" in weights:
-            return Latent(weights, name, part, self.heads)
-        return weights.linear(f"{name}.{part}")
-
-    def forward(
-        self,
-        x: Tensor,
-        padding: Tensor | None = None,
-        position: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Return the sum of the heads' outputs (batch, seq, d_model).
-
-        With a cache, `padding` and `position_ids` are those of all tokens.
-        """
-        located = x if position is None else x + position
-        q, k = self.q(located), self.k(located)
-        v = self.v(x)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, keys]
-        # Half precision: the sum over keys is computed in float32, as in every family.
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        pattern = self.pattern(scores.softmax(-1, dtype=wide)[..., : k.shape[1]].to(x.dtype))
-        values = self._clip(v).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
-        values = values.repeat_interleave(self.heads // self.kv_heads, dim=1)
-        mixed: Tensor = self.o((pattern @ values).transpose(1, 2).flatten(2))
-        return mixed
-
-    def scores(
-        self,
-        q: Tensor,
-        k: Tensor,
-        padding: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Return the input of the softmax, (batch, heads, seq, keys), from the sites q and k.
-
-        Queries are those of the last keys. Keys where `padding` (batch, keys) is True are visible
-        to their own query only, so that no row is empty. `position_ids` (batch, keys) are the
-        positions, by default the columns. A sink is one more column.
-        """
-        q = self._norm_heads(self._clip(q), self.q_norm)
-        k = self._norm_heads(self._clip(k), self.k_norm)
-        column = torch.arange(k.shape[-2], device=q.device)
-        first = k.shape[-2] - q.shape[-2]
-        positions = column if position_ids is None else position_ids[:, None]
-        is_long = bool(self.settings.long_after) and self._is_long(positions)
-        q = self.rotate(q, positions[..., first:], is_long=is_long)
-        k = self.rotate(k, positions, is_long=is_long)
-        k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
-        scores = (q @ k.mT) * self.settings.scale
-        if self.settings.alibi_slopes:
-            slopes = torch.tensor(self.settings.alibi_slopes, dtype=q.dtype, device=q.device)
-            distance = positions[..., first:, None] - positions[..., None, :]
-            scores = scores - slopes[:, None, None] * distance
-        if cap := self.settings.score_cap:
-            scores = (scores / cap).tanh() * cap
-        columns_back = column[first:, None] - column
-        hidden = columns_back < 0
-        if self.window is not None:
-            hidden = hidden | (columns_back >= self.window)
-        if padding is not None:
-            hidden = hidden | (padding[:, None, None, :] & (columns_back != 0))
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if self.sinks is None:
-            return scores
-        return torch.cat([scores, self.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
-
-    def _is_long(self, positions: Tensor) -> bool:
-        return int(positions.max()) + 1 > self.settings.long_after
-
-    def _clip(self, x: Tensor) -> Tensor:
-        bound = self.settings.clip
-        return x if bound is None else x.clamp(-bound, bound)
-
-    def rotate(self, x: Tensor, positions: Tensor, *, is_long: bool = False) -> Tensor:
-        """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by their positions.
-
-        `positions` is (seq,), or has the dimensions of `x` before the last.
-        """
-        if not self.frequencies:
-            return x
-        half = len(self.frequencies)
-        frequencies = self.long_frequencies if is_long else self.frequencies
-        angles = torch.tensor(frequencies, dtype=torch.float32, device=x.device)
-        angle = positions[..., None].float() * angles  # [..., seq, half]
-        cos = (angle.cos() * self.rotary_scale).to(x.dtype)
-        sin = (angle.sin() * self.rotary_scale).to(x.dtype)
-        rotated, rest = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
-        if self.settings.interleaved:
-            left, right = rotated[..., ::2], rotated[..., 1::2]
-        else:
-            left, right = rotated.chunk(2, dim=-1)
-        new_left, new_right = left * cos - right * sin, right * cos + left * sin
-        if self.settings.interleaved:
-            return torch.cat([torch.stack([new_left, new_right], -1).flatten(-2), rest], -1)
-        return torch.cat([new_left, new_right, rest], -1)
-
-    def qk(self, distance: int = 0) -> LowRank:
-        """Return W_QK of the heads for a key `distance` positions before the query.
-
-        LongRoPE's angles are those of texts within the original length.
-        """
-        w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
-        # Rotary scores depend on the difference of positions only: the key is rotated by all of it.
-        position = torch.tensor([-distance], device=w_k.device)
-        rotated = self.rotate(w_k.mT, position)
-        if self.rotary_scale != 1:
-            # The query is scaled too.
-            rotated = self.rotate(rotated, torch.zeros_like(position))
-        rotated = rotated.mT.flatten(0, 1)
-        return qk_circuit(self.q.weight, rotated, heads=self.heads, kv_heads=self.kv_heads)
-
-    def ov(self) -> LowRank:
-        """Return W_OV of the heads."""
-        return ov_circuit(self.v.weight, self.o.weight, heads=self.heads, kv_heads=self.kv_heads)
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
-        return heads
-
-    def _norm_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Split into heads and apply the norm: to each head (Qwen 3) or to all (OLMo 2)."""
-        gain = getattr(norm, "weight", None)
-        if gain is not None and len(gain) == x.shape[-1]:
-            return self._split_heads(norm(x))
-        normed: Tensor = norm(self._split_heads(x))
-        return normed
-
-
-class DecoderMLP(nn.Module):
-    """The MLP down(act(up x)), or the gated MLP down(act(gate x) * up x)."""
-
-    def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
-        super().__init__()
-        if settings.activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation {settings.activation!r} is not one of {known}")
-        self.act, self.clip = ACTIVATIONS[settings.activation], settings.mlp_clip
-        self.gate = weights.linear(f"{name}.gate") if f"{name}.gate" in weights else None
-        self.up, self.down = weights.linear(f"{name}.up"), weights.linear(f"{name}.down")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map each position (..., d_model) separately."""
-        up = self.up(x)
-        if self.gate is None:
-            inner = self.act(up)
-        elif self.clip is None:
-            inner = self.act(self.gate(x)) * up
-        else:
-            inner = self.act(self.gate(x).clamp(max=self.clip)) * (
-                up.clamp(-self.clip, self.clip) + 1
-            )
-        out: Tensor = self.down(inner)
-        return out
-
-
-class Experts(nn.Module):
-    """A mixture of experts: a router chooses MLPs per token, and one MLP may serve all tokens."""
-
-    def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
-        super().__init__()
-        self.settings = settings
-        self.router = weights.linear(f"{name}.router")
-        #: Added to the probabilities when experts are chosen, but not to their weights.
-        self.correction = None
-        if f"{name}.correction.bias" in weights.tensors:
-            self.correction = weights.parameter(f"{name}.correction.bias")
-        self.experts = nn.ModuleList(
-            DecoderMLP(weights, f"{name}.experts.{i}", settings)
-            for i in range(self.router.out_features)
-        )
-        self.shared = self.shared_gate = None
-        if f"{name}.shared.up" in weights:
-            self.shared = DecoderMLP(weights, f"{name}.shared", settings)
-            if f"{name}.shared_gate" in weights:
-                self.shared_gate = weights.linear(f"{name}.shared_gate")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the chosen experts' outputs, weighted by the router."""
-        weights, chosen = self._choose(x)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            is_chosen = chosen == i  # [batch, seq, used]
-            tokens = is_chosen.any(-1)
-            if bool(tokens.any()):
-                weight = (weights * is_chosen).sum(-1)[tokens].to(x.dtype)
-                out[tokens] += weight[:, None] * expert(x[tokens])
-        if self.shared is not None:
-            gate = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
-            out = out + gate * self.shared(x)
-        return out
-
-    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the indices of each token's experts, (batch, seq, used)."""
-        options = self.settings
-        if options.router_in_float32 and x.dtype != torch.float32:
-            logits = F.linear(x.float(), self.router.weight.float())
-        else:
-            logits = self.router(x)
-        is_sigmoid = options.router == "sigmoid"
-        probabilities = logits.sigmoid() if is_sigmoid else logits.softmax(-1, dtype=torch.float32)
-        ranked = probabilities if self.correction is None else probabilities + self.correction
-        if options.expert_groups > 1:
-            groups = ranked.unflatten(-1, (options.expert_groups, -1))
-            # DeepSeek V3 ranks a group by its two best experts, V2 by the best.
-            best = groups.topk(2 if is_sigmoid else 1, dim=-1).values.sum(-1)
-            used = best.topk(options.expert_groups_used, dim=-1).indices
-            is_hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, used, False)
-            ranked = groups.masked_fill(is_hidden[..., None], float("-inf")).flatten(-2)
-        chosen = ranked.topk(options.experts_used, dim=-1).indices
-        weights = probabilities.gather(-1, chosen)
-        if options.experts_sum_to_one:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights * options.experts_scale, chosen
-
-
-class NoMLP(nn.Module):
-    """A placeholder for the MLP of an attention-only model. It adds zeros."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return zeros."""
-        return torch.zeros_like(x)
 
 
 class DecoderBlock(nn.Module):
@@ -639,7 +152,7 @@ class Decoder(nn.Module):
                 f"{(len(input_ids), past + input_ids.shape[1])}, the shape of the tokens"
                 + (" and those in the cache" if past else "")
             )
-        positions = self._positions(input_ids, padding, position_ids, cache)
+        positions = self.positions(input_ids, padding, position_ids, cache)
         x, position = self.embed_norm(self.embed(input_ids)), None
         if self.position is not None:
             columns = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -652,12 +165,12 @@ class Decoder(nn.Module):
             cache.commit(positions)
         return self._logits(x)
 
-    def _positions(
+    def positions(
         self,
         tokens: Tensor,
-        padding: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
+        padding: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | None:
         """Return the positions of all tokens, (batch, tokens), or None for the columns."""
         earlier = None if cache is None else cache.position_ids
@@ -761,7 +274,7 @@ class Decoder(nn.Module):
         return stack_layers([block.attention.ov() for block in self.layers])
 
     @torch.no_grad()
-    def components(self, prompt: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def components(self, prompt: Prompt) -> dict[str, Tensor]:
         """Return all terms of the residual stream by name; they sum to the input of `norm`.
 
         `prompt` are tokens or keyword arguments of `forward`. An attention's output is split into
@@ -772,10 +285,7 @@ class Decoder(nn.Module):
         if self.position is not None:
             sites.append("position")
         with record(self, *sites, clone=True) as seen:
-            if isinstance(prompt, Tensor):
-                self(prompt)
-            else:
-                self(**prompt)
+            forward(self, prompt)
         parts = {"embed": seen["embed_norm"]}
         if self.position is not None and not self.settings.positions_in_attention:
             parts["position"] = seen["position"].expand(parts["embed"].shape)

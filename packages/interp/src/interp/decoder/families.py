@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Settings
+from interp.decoder.modules.settings import Settings
 from interp.decoder.names import is_norm_role, roles_of
+from interp.decoder.rotary import Rotary, alibi_slopes, scaled_rotary, yarn_temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,44 +44,87 @@ class Family:
     fixed_activation: str | None = None
     #: Latent attention and routing as in DeepSeek.
     latent: bool = False
+    #: The epsilon of norms if the configuration does not name one.
+    eps: float = 1e-5
+    #: Options that transformers fills in if a configuration omits them.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+_WINDOW = {"sliding_window": 4096}
+_YARN_OF_GPT_OSS = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(centered=True, rotary=False),
-    "llama": Family(),
-    "mistral": Family(windowed=True),
-    "mixtral": Family(windowed=True, default_theta=1e6),
-    "qwen2": Family(windowed=True),
-    "qwen2_moe": Family(windowed=True),
-    "qwen3": Family(windowed=True),
-    "qwen3_moe": Family(windowed=True),
-    "gemma": Family(),
-    "gemma2": Family(windowed=True),
-    "gemma3_text": Family(windowed=True, default_theta=1e6, local_theta=1e4),
+    "llama": Family(eps=1e-6),
+    "mistral": Family(windowed=True, eps=1e-6, defaults=_WINDOW),
+    "mixtral": Family(windowed=True, default_theta=1e6, defaults={"num_experts_per_tok": 2}),
+    "qwen2": Family(windowed=True, eps=1e-6),
+    "qwen2_moe": Family(windowed=True, eps=1e-6, defaults={"num_experts_per_tok": 4}),
+    "qwen3": Family(windowed=True, eps=1e-6, defaults={"head_dim": 128}),
+    "qwen3_moe": Family(windowed=True, eps=1e-6, defaults={"num_experts_per_tok": 8}),
+    "gemma": Family(eps=1e-6, defaults={"head_dim": 256}),
+    "gemma2": Family(
+        windowed=True,
+        eps=1e-6,
+        defaults=_WINDOW
+        | {"head_dim": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family(
+        windowed=True,
+        default_theta=1e6,
+        local_theta=1e4,
+        eps=1e-6,
+        defaults=_WINDOW | {"head_dim": 256},
+    ),
     "phi": Family(centered=True, parallel=True, rotary_fraction=0.5),
     "phi3": Family(windowed=True, rotary_fraction=1.0),
     "gpt_neox": Family(
         centered=True, parallel=True, parallel_option="use_parallel_residual", rotary_fraction=0.25
     ),
-    "gptj": Family(centered=True, parallel=True, interleaved=True),
+    "gptj": Family(centered=True, parallel=True, interleaved=True, defaults={"rotary_dim": 64}),
     "olmo": Family(centered=True, bare_norms=True),
     "olmo2": Family(),
-    "olmo3": Family(windowed=True, default_theta=5e5),
+    "olmo3": Family(windowed=True, default_theta=5e5, defaults=_WINDOW),
     "stablelm": Family(
         centered=True, parallel_option="use_parallel_residual", rotary_fraction=0.25
     ),
     "starcoder2": Family(centered=True, windowed=True),
     "cohere": Family(centered=True, parallel=True, interleaved=True, default_theta=5e5),
-    "cohere2": Family(centered=True, parallel=True, interleaved=True, windowed=True),
-    "granite": Family(),
+    "cohere2": Family(
+        centered=True, parallel=True, interleaved=True, windowed=True, defaults=_WINDOW
+    ),
+    "granite": Family(eps=1e-6),
     "opt": Family(centered=True, rotary=False, positions_skip_padding=True),
     "bloom": Family(
         centered=True, rotary=False, alibi=True, positions_skip_padding=True, activation="gelu_new"
     ),
     "falcon": Family(centered=True, parallel=True, parallel_option="parallel_attn"),
-    "gpt_oss": Family(windowed=True, default_theta=1.5e5, fixed_activation="quick_gelu"),
-    "deepseek_v2": Family(latent=True, interleaved=True),
-    "deepseek_v3": Family(latent=True, interleaved=True),
+    "gpt_oss": Family(
+        windowed=True,
+        default_theta=1.5e5,
+        fixed_activation="quick_gelu",
+        defaults={
+            "sliding_window": 128,
+            "head_dim": 64,
+            "num_experts_per_tok": 4,
+            "rope_scaling": _YARN_OF_GPT_OSS,
+        },
+    ),
+    "deepseek_v2": Family(latent=True, interleaved=True, eps=1e-6),
+    "deepseek_v3": Family(
+        latent=True,
+        interleaved=True,
+        eps=1e-6,
+        defaults={
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
 }
 
 #: Options that change the function, with the only value that is supported.
@@ -101,6 +144,13 @@ _REQUIRED: Mapping[str, object] = {
     "swiglu_alpha": 1.702,
 }
 
+#: Options that are supported if they equal another option: embeddings of OPT without a projection,
+#: and rotated dimensions of DeepSeek.
+_EQUAL: Mapping[str, str] = {
+    "word_embed_proj_dim": "hidden_size",
+    "head_dim": "qk_rope_head_dim",
+}
+
 #: OPT's table of positions starts with two rows that its padding selects.
 _OPT_OFFSET = 2
 
@@ -118,13 +168,14 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
             "modules whose configuration does not name a family"
         )
     family = FAMILIES[name]
+    config = {**family.defaults, **config}
     _require_supported(config)
     d_model = _first(config, "hidden_size", "n_embd")
     heads = _first(config, "num_attention_heads", "n_head")
     layers = _first(config, "num_hidden_layers", "n_layer")
     d_head = config.get("head_dim") or d_model // heads
     if family.latent:
-        d_head = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        d_head = _first(config, "qk_nope_head_dim") + _first(config, "qk_rope_head_dim")
     kinds = layer_types(config, layers)
     rotary = [_rotary(config, family, d_head, kind) for kind in kinds]
     scales = tuple(angles.scale for angles in rotary)
@@ -136,7 +187,7 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         eps=_first(
             config,
             *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-            default=1e-5,
+            default=family.eps,
         ),
         centered=family.centered,
         bare_norms=family.bare_norms,
@@ -151,7 +202,8 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         positions_skip_padding=family.positions_skip_padding,
         windows=tuple(windows),
         parallel=_is_parallel(config, family),
-        score_cap=config.get("attn_logit_softcapping"),
+        # Transformers ignores this option of Gemma 3.
+        score_cap=config.get("attn_logit_softcapping") if name == "gemma2" else None,
         logit_cap=config.get("final_logit_softcapping"),
         clip=config.get("clip_qkv") if name == "olmo" else None,
         mlp_clip=config.get("swiglu_limit", 7.0) if name == "gpt_oss" else None,
@@ -172,12 +224,21 @@ def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
         if method not in ("greedy", "group_limited_greedy"):
             raise ValueError(f"topk_method = {method!r} is not 'greedy' or 'group_limited_greedy'")
         is_grouped = method == "group_limited_greedy"
+    groups = config.get("n_group") or 1 if is_grouped else 1
+    groups_used = config.get("topk_group") or 1 if is_grouped else 1
+    used = _first(config, "num_experts_per_tok")
+    visible = _first(config, "n_routed_experts") // groups * groups_used
+    if visible < used:
+        raise ValueError(
+            f"expected num_experts_per_tok = {used} experts or more in topk_group = {groups_used} "
+            f"groups, got {visible}"
+        )
     return {
         "router": "sigmoid" if config["model_type"] == "deepseek_v3" else "softmax",
         "router_in_float32": True,
         "experts_scale": float(config.get("routed_scaling_factor") or 1.0),
-        "expert_groups": config.get("n_group") or 1 if is_grouped else 1,
-        "expert_groups_used": config.get("topk_group") or 1 if is_grouped else 1,
+        "expert_groups": groups,
+        "expert_groups_used": groups_used,
     }
 
 
@@ -185,12 +246,12 @@ def _require_supported(config: Mapping[str, Any]) -> None:
     for key, value in _REQUIRED.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"{key} = {config[key]!r} is not supported, only {value!r} is")
-    projected = config.get("word_embed_proj_dim")
-    if projected is not None and projected != config.get("hidden_size"):
-        raise ValueError(
-            f"word_embed_proj_dim = {projected!r} is not supported, only the hidden size, "
-            f"{config.get('hidden_size')}, is"
-        )
+    for key, other in _EQUAL.items():
+        values = config.get(key), config.get(other)
+        if None not in values and values[0] != values[1]:
+            raise ValueError(
+                f"{key} = {values[0]!r} is not supported, only {values[1]!r} is, as {other}"
+            )
 
 
 def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
@@ -220,7 +281,7 @@ def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> floa
         rope = _rope_parameters(config, family, "full_attention")
         method = rope.get("rope_type") or rope.get("type") or "default"
         if method != "default" and rope.get("mscale_all_dim"):
-            scale *= _yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
+            scale *= yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
     if config["model_type"] in ("gemma2", "gemma3_text"):
         scale = _first(config, "query_pre_attn_scalar") ** -0.5
     elif config["model_type"] == "granite":
@@ -231,8 +292,9 @@ def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> floa
 def _is_parallel(config: Mapping[str, Any], family: Family) -> bool:
     if config.get("new_decoder_architecture"):  # Falcon 40B
         return True
-    option = None if family.parallel_option is None else config.get(family.parallel_option)
-    return family.parallel if option is None else bool(option)
+    if family.parallel_option is None:
+        return family.parallel
+    return bool(config.get(family.parallel_option, family.parallel))
 
 
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
@@ -260,48 +322,14 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
-@dataclass(frozen=True)
-class _Rotary:
-    """The rotary positions of one layer."""
-
-    #: The angle per position of each rotated pair.
-    angles: tuple[float, ...] = ()
-    #: The factor of rotated vectors.
-    scale: float = 1.0
-    #: The angles in texts of more than `long_after` tokens.
-    long_angles: tuple[float, ...] = ()
-    long_after: int = 0
-
-
-def _rotary(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> _Rotary:
+def _rotary(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> Rotary:
     """Return the rotary positions of a kind of layer."""
     if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
-        return _Rotary()
+        return Rotary()
     rope = _rope_parameters(config, family, kind)
     dims = _rotated_dims(config, family, d_head, rope)
-    method = rope.get("rope_type") or rope.get("type") or "default"
-    angles = rotary_angles(dims, rope["rope_theta"])
-    if method in ("default", "dynamic"):
-        # Dynamic angles change beyond the original length, which `length_limit` excludes.
-        return _Rotary(angles)
-    if method == "linear":
-        return _Rotary(tuple(angle / rope["factor"] for angle in angles))
-    length = rope["original_max_position_embeddings"] = _original_length(config, rope)
-    if method == "llama3":
-        return _Rotary(tuple(_llama3(angle, rope) for angle in angles))
-    if method in ("yarn", "longrope", "su") and not rope.get("factor"):
-        rope["factor"] = config["max_position_embeddings"] / length
-    if method == "yarn":
-        return _Rotary(_yarn(angles, dims, length, rope), _yarn_scale(rope))
-    if method in ("longrope", "su"):
-        short, long = (
-            _divided(dims, rope["rope_theta"], rope[factors])
-            for factors in ("short_factor", "long_factor")
-        )
-        return _Rotary(short, _longrope_scale(rope, length), long, length)
-    raise ValueError(
-        f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
-    )
+    max_length = config.get("max_position_embeddings", 0)
+    return scaled_rotary(rope, dims, _original_length(config, rope), max_length)
 
 
 def _rotated_dims(
@@ -333,23 +361,8 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     """Return the length of the pretraining; that outside of the rotary options has priority."""
     name = "original_max_position_embeddings"
-    length: int = config.get(name) or rope.get(name) or config["max_position_embeddings"]
+    length: int = config.get(name) or rope.get(name) or config.get("max_position_embeddings", 0)
     return length
-
-
-def _divided(dims: int, theta: float, factors: Sequence[float]) -> tuple[float, ...]:
-    """Return LongRoPE's angles, rounded as in every implementation."""
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
-    divisors = torch.tensor(factors, dtype=torch.float32) * theta**exponents
-    return tuple((1.0 / divisors).tolist())
-
-
-def _longrope_scale(rope: Mapping[str, Any], length: int) -> float:
-    """Return LongRoPE's factor of rotated queries and keys."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    factor: float = rope["factor"]
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
 
 
 def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
@@ -366,71 +379,6 @@ def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> di
         rope = dict(config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", theta)
     return rope
-
-
-def rotary_angles(dims: int, theta: float) -> tuple[float, ...]:
-    """Return theta^(-2i / dims) for the pairs i of `dims` rotated dimensions."""
-    # In float32, as in every implementation: the rounding errors matter at position 1,000.
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
-    angles: list[float] = (1.0 / theta**exponents).tolist()
-    return tuple(angles)
-
-
-def _llama3(angle: float, rope: Mapping[str, Any]) -> float:
-    """Divide small angles by the factor, keep large ones, and interpolate between them."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    factor = rope["factor"]
-    rotations = rope["original_max_position_embeddings"] * angle / (2 * math.pi)
-    smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
-    scaled: float = (1 - smooth) * angle / factor + smooth * angle
-    return scaled
-
-
-def _yarn(
-    angles: tuple[float, ...], dims: int, length: int, rope: Mapping[str, Any]
-) -> tuple[float, ...]:
-    """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is that of the pretraining."""
-
-    def dim_of(rotations: float) -> float:
-        log_theta = math.log(rope["rope_theta"])
-        return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * log_theta)
-
-    low, high = dim_of(rope.get("beta_fast") or 32), dim_of(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
-    if low == high:
-        high += 0.001
-    scaled = []
-    for i, angle in enumerate(angles):
-        interpolated = min(1.0, max(0.0, (i - low) / (high - low)))
-        scaled.append(angle / rope["factor"] * interpolated + angle * (1 - interpolated))
-    return tuple(scaled)
-
-
-def _yarn_scale(rope: Mapping[str, Any]) -> float:
-    """Return YaRN's factor of rotated queries and keys."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-
-    factor: float = rope["factor"]
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        whole = _yarn_temperature(factor, rope["mscale_all_dim"])
-        return _yarn_temperature(factor, rope["mscale"]) / whole
-    return _yarn_temperature(factor, 1.0)
-
-
-def _yarn_temperature(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Return the slope of each head's position bias; Press et al. 2022, "ALiBi"."""
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    # Further heads take every second slope of a model with twice as many heads.
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return tuple(slopes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,7 +11,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder, DecoderAttention, Latent
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.attention import DecoderAttention, Latent
 
 
 @torch.no_grad()
@@ -59,11 +60,12 @@ def _center_unembed(unembed: nn.Linear) -> None:
 def _fold_value_bias(attention: DecoderAttention) -> None:
     """Move the bias of the values into that of the output projection.
 
-    This keeps the function if the rows of a pattern sum to 1, as without sinks. The bias of a value
-    head counts once per query head.
+    This keeps the function if values are not clamped and the rows of a pattern sum to 1, as without
+    sinks. The bias of a value head counts once per query head.
     """
     value, output = attention.v, attention.o
-    if value.bias is None or attention.sinks is not None:
+    is_linear = attention.sinks is None and attention.settings.clip is None
+    if value.bias is None or not is_linear:
         return
     shared = attention.heads // attention.kv_heads
     bias = value.bias.unflatten(0, (attention.kv_heads, -1)).repeat_interleave(shared, 0).flatten()

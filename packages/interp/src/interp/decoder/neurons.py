@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder, DecoderMLP
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.mlp import DecoderMLP
 from interp.lens import probe_norm
+from interp.prompts import Prompt, forward
 from interp.tap import record
 
 
 @torch.no_grad()
 def neuron_attribution(
     model: Decoder,
-    prompt: Tensor | Mapping[str, Tensor],
+    prompt: Prompt,
     targets: Tensor,
     *,
     against: Tensor | None = None,
@@ -32,10 +32,7 @@ def neuron_attribution(
                 "use attribution() of its whole output"
             )
     with record(model, "norm:input", "blocks.*.mlp.down:input", clone=True) as seen:
-        if isinstance(prompt, Tensor):
-            model(prompt)
-        else:
-            model(**prompt)
+        forward(model, prompt)
     weight = model.unembed.weight
     gain, _, is_centered = probe_norm(model.norm, seen["norm:input"])
     read = gain * (weight[targets] - (0 if against is None else weight[against]))

@@ -10,7 +10,7 @@ random float32 weights that make each property visible, and the description must
     padded     left and right padding, with position ids and without, if the model accepts them
 
 One float32 copy of the weights is made. For a large model, one group of layers is copied at a time;
-the other layers have zero weights that use no memory and add nothing to the stream.
+the other layers have zero weights that use no memory and no time, and add nothing to the stream.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
-from interp.decoder.decoder import Comparison, Decoder, Settings
+from interp.decoder.decoder import Decoder
 from interp.decoder.families import Constants
+from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.names import is_norm_role, layer_of
 
 Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
@@ -38,6 +41,8 @@ _DEFAULT_CONTEXT = 1024
 #: The limit of one forward pass in FLOPs; larger models are verified with shorter texts.
 _FORWARD_FLOPS = 3e11
 _SHORT_LENGTH = 24
+#: The number of random numbers that are copied at once.
+_PIECE = 1 << 20
 #: A float32 copy of all weights is made at once up to this number of bytes.
 COPY_BYTES = 2**30
 
@@ -75,18 +80,23 @@ def matching_settings(
     and settings. The settings' `context` is the largest verified length. Raises ValueError if no
     candidate describes the model.
     """
-    comparisons = []
     with evaluating(model):
         context = _context(model, tensors, roles, candidates[0])
-        for probe in _probes(model, context, candidates[0]):
-            worst = 0.0
-            for group in _layer_groups(tensors):
-                draw = _Draw(tensors, roles, candidates[0], group, constants.gain_offset)
+        noise = _Noise(next(iter(tensors.values())).device)
+        probes = _probes(model, context, candidates[0])
+        errors = [0.0] * len(probes)
+        for group in _layer_groups(tensors):
+            draw = _Draw(tensors, roles, candidates[0], group, constants.gain_offset, noise)
+            for i, probe in enumerate(probes):
                 candidates, error = _survivors(model, draw, probe, candidates, build)
-                worst = max(worst, error)
-            name = "padded" if probe.is_padded else probe.name
-            comparisons.append(Comparison(name, probe.length, worst, probe.tolerance))
-    return replace(candidates[0], context=context), tuple(comparisons)
+                errors[i] = max(errors[i], error)
+    comparisons = tuple(
+        Comparison(
+            "padded" if probe.is_padded else probe.name, probe.length, error, probe.tolerance
+        )
+        for probe, error in zip(probes, errors, strict=True)
+    )
+    return replace(candidates[0], context=context), comparisons
 
 
 def _survivors(
@@ -126,16 +136,33 @@ def _errors(
         arguments["attention_mask"] = mask
     if positions is not None:
         arguments["position_ids"] = positions
-    expected = call(model, tokens, weights=weights, **arguments)
+    with _SkipZeroLayers():
+        expected = call(model, tokens, weights=weights, **arguments)
     errors = []
     for candidate in candidates:
         decoder = build(weights, candidate)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _SkipZeroLayers():
             # Positions that count padding are the property under test.
             warnings.simplefilter("ignore", UserWarning)
             logits = decoder(tokens, **arguments)
         errors.append(distance(logits, expected, mask))
     return errors
+
+
+class _SkipZeroLayers(TorchFunctionMode):
+    """A mode in which products with the weights of layers outside a group are not computed."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # Only the zeros of `_Draw` are a matrix that is expanded from one number.
+        if func is F.linear and len(args) > 1 and args[1].stride() == (0, 0):
+            return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+        return func(*args, **(kwargs or {}))
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
@@ -196,14 +223,9 @@ def takes(model: nn.Module, argument: str) -> bool:
 
 
 def _probes(model: nn.Module, context: int, settings: Settings) -> list[Probe]:
-    """Return the probes, all of which a description must pass."""
+    """Return the probes, all of which a description must pass; neighbors share their weights."""
     short = min(_SHORT_LENGTH, context)
-    probes = [
-        Probe(name="random", length=short),
-        Probe(name="small", length=short, stream_std=3e-3),
-        Probe(name="large", length=short, score_std=20.0, inner_std=8.0, tolerance=2e-3),
-        Probe(name="random", length=1),
-    ]
+    probes = [Probe(name="random", length=short), Probe(name="random", length=1)]
     if takes(model, "attention_mask") and short > 4:
         padded = Probe(name="random", length=short, rows=3, is_padded=True)
         probes.append(padded)
@@ -211,7 +233,11 @@ def _probes(model: nn.Module, context: int, settings: Settings) -> list[Probe]:
             probes.append(replace(padded, passes_positions=True))
     lengths = sorted({context // 2, context} - set(range(short + 1)))
     probes += [Probe(name="random", length=length, rows=1) for length in lengths]
-    return probes
+    return [
+        *probes,
+        Probe(name="small", length=short, rows=1, stream_std=3e-3),
+        Probe(name="large", length=short, rows=1, score_std=20.0, inner_std=8.0, tolerance=2e-3),
+    ]
 
 
 def _context(
@@ -292,6 +318,26 @@ def _layer_groups(tensors: Mapping[str, Tensor]) -> list[range]:
         start = stop - 1
 
 
+class _Noise:
+    """Uniform random numbers with a standard deviation of 1, for weights of any size.
+
+    Pieces of one buffer at random offsets are copied, because it would take longer than the forward
+    passes to draw the numbers of all weights for each probe.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.numbers = torch.empty(2 * _PIECE, device=device)
+        self.numbers.uniform_(-(3**0.5), 3**0.5, generator=generator)
+
+    def __call__(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        noise = torch.empty(shape, device=self.numbers.device)
+        for piece in noise.view(-1).split(_PIECE):
+            offset = int(torch.randint(_PIECE, (), generator=generator))
+            piece.copy_(self.numbers[offset : offset + len(piece)])
+        return noise
+
+
 class _Draw:
     """A source of random float32 weights for a model, zero in the layers outside a group."""
 
@@ -302,6 +348,7 @@ class _Draw:
         settings: Settings,
         group: range,
         gain_offset: float,
+        noise: _Noise,
     ) -> None:
         self.tensors = tensors
         self.roles = roles
@@ -309,19 +356,26 @@ class _Draw:
         self.group, self.gain_offset = group, gain_offset
         embed = next(tensors[name] for name, role in roles.items() if role == "embed.weight")
         self.vocabulary, self.device = len(embed), embed.device
+        self.noise = noise
         # Queries and keys of this size have scores with a standard deviation of 1.
         self.unit = (settings.scale * settings.d_head**0.5) ** -0.5
         self.norms_queries = any(".q_norm." in role for role in roles.values())
+        #: The latest weights, and the properties of the probe that they were drawn for.
+        self.weights: dict[str, Tensor] = {}
+        self.drawn_for: tuple[float, ...] = ()
 
     def __call__(self, probe: Probe) -> dict[str, Tensor]:
-        generator = torch.Generator(self.device).manual_seed(probe.seed)
-        weights: dict[str, Tensor] = {}
+        wanted = probe.seed, probe.stream_std, probe.score_std, probe.inner_std
+        if wanted == self.drawn_for:
+            return self.weights
+        self.weights, self.drawn_for = {}, wanted  # Free the memory of earlier weights first.
+        generator = torch.Generator().manual_seed(probe.seed)
         drawn: dict[int, Tensor] = {}  # Tied weights stay tied.
         for name, tensor in self.tensors.items():
             if id(tensor) not in drawn:
                 drawn[id(tensor)] = self._draw(name, tensor, probe, generator)
-            weights[name] = drawn[id(tensor)]
-        return weights
+            self.weights[name] = drawn[id(tensor)]
+        return self.weights
 
     def _draw(self, name: str, tensor: Tensor, probe: Probe, generator: torch.Generator) -> Tensor:
         role = self.roles.get(name)
@@ -330,8 +384,7 @@ class _Draw:
         layer = layer_of(name)
         if layer >= 0 and layer not in self.group:
             return torch.zeros((), device=self.device).expand(tensor.shape)
-        noise = torch.empty(tensor.shape, device=self.device)
-        noise.uniform_(-(3**0.5), 3**0.5, generator=generator)  # a standard deviation of 1
+        noise = self.noise(tensor.shape, generator)
         part, _, kind = role.rpartition(".")
         part = re.sub(r"^blocks\.\d+\.|\.\d+$", "", part)
         size = self._size(part, probe)

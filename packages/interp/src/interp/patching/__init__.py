@@ -46,8 +46,10 @@ recompute the softmax of patched queries and keys and linearize only what follow
 `edge_attribution` also measures the largest edges and reports the error of their estimates.
 
 All functions for a `Decoder`, `patch_streams`, `patch_parts` and `ablate_parts` accept several
-pairs of prompts, (pairs, seq), and return means. Result objects also have the values of each pair
-in `per_pair`, and their `standard_error`.
+pairs of prompts, (pairs, seq), and return means. Result objects also have the result of each pair
+in `pairs`, and the `standard_error` of their values. `standard_error_of` is that of any quantity:
+
+    result.standard_error_of(lambda mean: mean.recovered)
 
 References: Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; Nanda 2023,
 "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit

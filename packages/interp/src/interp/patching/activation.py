@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from interp.patching.batching import Patches, run_patches
 from interp.patching.restart import Restart
 from interp.prompts import (
+    MeanOverPairs,
     Metrics,
     Prompt,
     forward,
     mean_over_pairs,
     measure,
     split_pairs,
-    standard_error,
     tokens_of,
 )
 from interp.tap import record
@@ -28,7 +28,7 @@ Replacement = Literal["zero", "mean", "resample"]
 
 
 @dataclass(frozen=True, eq=False)
-class PatchingResult:
+class PatchingResult(MeanOverPairs):
     """The metric after each patch, and in the clean and the corrupted run."""
 
     #: Names of the blocks.
@@ -37,8 +37,6 @@ class PatchingResult:
     values: Tensor
     clean: float
     corrupted: float
-    #: The values of each pair of prompts, (pairs, layers, ...); None for a single pair.
-    per_pair: Tensor | None = None
 
     @property
     def recovered(self) -> Tensor:
@@ -50,14 +48,9 @@ class PatchingResult:
             )
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
-    @property
-    def standard_error(self) -> Tensor:
-        """The standard error of `values` over pairs of prompts."""
-        return standard_error(self.per_pair)
-
 
 @dataclass(frozen=True, eq=False)
-class AblationResult:
+class AblationResult(MeanOverPairs):
     """The metric without each head or MLP."""
 
     #: Names of the blocks.
@@ -66,18 +59,11 @@ class AblationResult:
     values: Tensor
     #: The metric of the unchanged run.
     baseline: float
-    #: The values of each prompt, (prompts, layers, heads); None for a single prompt.
-    per_pair: Tensor | None = None
 
     @property
     def effect(self) -> Tensor:
         """The contribution of each part: the metric with it minus the metric without it."""
         return self.baseline - self.values
-
-    @property
-    def standard_error(self) -> Tensor:
-        """The standard error of `values` over prompts."""
-        return standard_error(self.per_pair)
 
 
 @torch.no_grad()
@@ -107,8 +93,8 @@ def patch_streams(
     called again.
     """
     result = patch_parts(model, blocks, ":input", clean, corrupted, metric, batch=batch)
-    per_pair = None if result.per_pair is None else result.per_pair[:, :, 0]
-    return replace(result, values=result.values[:, 0], per_pair=per_pair)
+    pairs = tuple(replace(pair, values=pair.values[:, 0]) for pair in result.pairs)
+    return replace(result, values=result.values[:, 0], pairs=pairs)
 
 
 @torch.no_grad()
@@ -248,7 +234,10 @@ def logit_difference(
     *,
     position: int = -1,
 ) -> Callable[[Tensor], Tensor]:
-    """Return the metric logit(right) - logit(wrong), from two rows of the unembedding."""
+    """Return the metric logit(right) - logit(wrong), from two rows of the unembedding.
+
+    The logits are those before a cap (Gemma 2).
+    """
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     bias = None if isinstance(unembed, Tensor) else unembed.bias
     direction = weight[right] - weight[wrong]

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder, DecoderAttention
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.attention import DecoderAttention
 from interp.patching.paths import (
     EdgeEffects,
     Node,
@@ -18,6 +19,7 @@ from interp.patching.paths import (
     projection,
     sender_changes,
 )
+from interp.positions import Replacement
 from interp.prompts import (
     Metric,
     Metrics,
@@ -27,28 +29,32 @@ from interp.prompts import (
     measure,
     require_equal_shapes,
     require_repeatable,
+    require_several_pairs,
     split_pairs,
-    standard_error,
+    tokens_of,
 )
-from interp.tap import Replacement, patch, record
+from interp.tap import patch, record
 
 #: The padding and the position ids of a prompt, both (1, seq) or None.
 Layout = tuple[Tensor | None, Tensor | None]
 
 
 class PartEffects(dict[str, Tensor]):
-    """Effects by part, with those of each pair of prompts in `per_pair` if there are several."""
+    """Effects by part, which are means over `pairs` if there are several pairs of prompts."""
 
-    def __init__(
-        self, effects: Mapping[str, Tensor], per_pair: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, effects: Mapping[str, Tensor], pairs: Sequence[PartEffects] = ()) -> None:
         super().__init__(effects)
-        self.per_pair = per_pair or {}
+        #: The effects of each pair of prompts; () for a single pair.
+        self.pairs = pairs
 
     @property
     def standard_error(self) -> dict[str, Tensor]:
         """The standard error of each effect over pairs of prompts."""
-        return {part: standard_error(self.per_pair.get(part)) for part in self}
+        require_several_pairs(len(self.pairs))
+        root = len(self.pairs) ** 0.5
+        return {
+            part: torch.stack([pair[part] for pair in self.pairs]).std(0) / root for part in self
+        }
 
 
 def attribution_patching(
@@ -77,20 +83,18 @@ def attribute_parts(
     clean: Prompt,
     corrupted: Prompt,
     metric: Metrics,
-    *,
-    corrected: bool = True,
 ) -> PartEffects:
     """Estimate the effects that `patch_parts` measures, for "q", "k", "v", "z" and "mlp".
 
     An effect is the metric of the patched run minus that of the corrupted run. Each tensor is
     (layers, heads, positions), with key-value heads for "k" and "v" and one head for "mlp".
-    `metric` maps final streams (n, seq, d_model) to (n,). `corrected=True` recomputes the softmax
-    of patched queries and keys.
+    `metric` maps final streams (n, seq, d_model) to (n,). The softmax of patched queries and keys
+    is recomputed, because a saturated one has almost no gradient.
     """
     if pairs := split_pairs(clean, corrupted, metric):
-        results = [attribute_parts(model, *pair, corrected=corrected) for pair in pairs]
-        per_pair = {part: torch.stack([r[part] for r in results]) for part in results[0]}
-        return PartEffects({part: x.mean(0) for part, x in per_pair.items()}, per_pair)
+        results = [attribute_parts(model, *pair) for pair in pairs]
+        means = {part: torch.stack([r[part] for r in results]).mean(0) for part in results[0]}
+        return PartEffects(means, results)
     names = {
         "q": "attention.q",
         "k": "attention.k",
@@ -109,7 +113,7 @@ def attribute_parts(
     gradients = _gradients(
         model, corrupted, lambda out, final_stream: measure(metric, final_stream), seen
     )
-    layout = _layout(corrupted)
+    layout = _layout(model, corrupted)
     parts: dict[str, list[Tensor]] = {part: [] for part in names}
     for i, block in enumerate(model.layers):
         attention = block.attention
@@ -118,7 +122,7 @@ def attribute_parts(
         heads = {"q": attention.heads, "z": attention.heads, "mlp": 1}
         for part, name in names.items():
             site = f"blocks.{i}.{name}"
-            if corrected and part in ("q", "k"):
+            if part in ("q", "k"):
                 values = _effect_through_softmax(
                     attention, part, before[site], (queries, keys), pattern_gradient, layout
                 )
@@ -155,16 +159,16 @@ def edge_attribution(
         changes.append(change)
     edges = mean_over_pairs(results) if len(pairs) > 1 else results[0]
     wanted = _largest(edges, exact)
-    exact_values = [
-        measured(model, prompt, of_pair, edges, wanted, change, batch=batch)
-        for (_, prompt, of_pair), change in zip(pairs, changes, strict=True)
-    ]
-    mean = torch.stack(exact_values).mean(0)
-    return replace(edges, exact=torch.where(wanted | ~edges.exists, mean, float("nan")))
+    measured_results = []
+    for (_, prompt, of_pair), result, change in zip(pairs, results, changes, strict=True):
+        values = measured(model, prompt, of_pair, edges, wanted, change, batch=batch)
+        exact_values = torch.where(wanted | ~edges.exists, values, float("nan"))
+        measured_results.append(replace(result, exact=exact_values))
+    return mean_over_pairs(measured_results) if len(pairs) > 1 else measured_results[0]
 
 
 def _largest(edges: EdgeEffects, count: int | None) -> Tensor:
-    """Return True for the `count` edges with the largest values, or for all edges."""
+    """Return True for the `count` edges with the largest values, or for all if it is None."""
     if count is None or count >= int(edges.exists.sum()):
         return edges.exists
     sizes = torch.where(edges.exists, edges.values.abs(), -1.0).flatten()
@@ -187,7 +191,7 @@ def _estimated_edges(
         edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
-    final, layout = f"blocks.{len(layers) - 1}", _layout(corrupted)
+    final, layout = f"blocks.{len(layers) - 1}", _layout(model, corrupted)
     sites = [final, *(f"blocks.{i}.{site}" for i in layers for site in inner)]
     inputs = [f"blocks.{i}:input" for i in layers]
     with torch.no_grad(), record(model, *sites, *inputs, clone=True) as seen:
@@ -293,11 +297,13 @@ def _sum_of_others(x: Tensor) -> Tensor:
     return before + after
 
 
-def _layout(prompt: Prompt) -> Layout:
+def _layout(model: Decoder, prompt: Prompt) -> Layout:
+    """Return the padding and the positions that the model's attention uses for a prompt."""
     if isinstance(prompt, Tensor):
         return None, None
-    mask = prompt.get("attention_mask")
-    return None if mask is None else mask == 0, prompt.get("position_ids")
+    mask, position_ids = prompt.get("attention_mask"), prompt.get("position_ids")
+    padding = None if mask is None else mask == 0
+    return padding, model.positions(tokens_of(prompt), padding, position_ids)
 
 
 def _gradients(

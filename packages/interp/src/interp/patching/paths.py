@@ -10,10 +10,12 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder, DecoderAttention
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.attention import DecoderAttention
 from interp.patching.batching import replace_heads
 from interp.patching.restart import Restart
 from interp.prompts import (
+    MeanOverPairs,
     Metrics,
     Prompt,
     forward,
@@ -22,7 +24,6 @@ from interp.prompts import (
     require_equal_shapes,
     require_repeatable,
     split_pairs,
-    standard_error,
 )
 from interp.tap import patch, record
 
@@ -43,7 +44,7 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeEffects:
+class EdgeEffects(MeanOverPairs):
     """The change of the metric when a receiver reads a sender's clean output."""
 
     senders: tuple[Node, ...]
@@ -54,8 +55,6 @@ class EdgeEffects:
     values: Tensor
     #: Next to estimates, the measured effects of some edges, and nan for the other edges.
     exact: Tensor | None = None
-    #: The values of each pair of prompts, (pairs, senders, receivers); None for a single pair.
-    per_pair: Tensor | None = None
 
     @property
     def error(self) -> Tensor:
@@ -65,11 +64,6 @@ class EdgeEffects:
                 "these are exact effects, or no edge was measured; pass exact= to edge_attribution"
             )
         return self.values - self.exact
-
-    @property
-    def standard_error(self) -> Tensor:
-        """The standard error of `values` over pairs of prompts."""
-        return standard_error(self.per_pair)
 
     def top(self, count: int) -> list[tuple[Node, Node, float]]:
         """Return the `count` edges with the largest effect, as (sender, receiver, value)."""

@@ -16,7 +16,10 @@ from interp.tap import expand_sites, record
 # The modules of a Decoder's blocks. Attention alone mixes positions; all others act on each
 # position separately.
 _DECODER_MODULES = (
+    "interp.decoder.modules.attention",
     "interp.decoder.decoder",
+    "interp.decoder.modules.mlp",
+    "interp.decoder.modules.weights",
     "torch.nn.modules.linear",
     "torch.nn.modules.normalization",
     "torch.nn.modules.container",
@@ -26,8 +29,8 @@ _DECODER_MODULES = (
 class Restart:
     """A recorded run that can be continued from the input of any block.
 
-    Raises ValueError if a block's output is not the next block's input, or if the blocks return
-    something else when they are called again.
+    Raises ValueError if a block's output is not the next block's input, if a block is called
+    several times, or if the blocks return something else when they are called again.
     """
 
     #: Names of the blocks, in order.
@@ -125,6 +128,11 @@ class BlockReplay:
             handle.remove()
 
     def _save_arguments(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if index in self.arguments:
+            raise ValueError(
+                f"block {index} is called several times in one run, as with shared layers; a "
+                "restart needs blocks that are called once"
+            )
         self.arguments[index] = (args, kwargs)
 
     def __call__(self, index: int, stream: Tensor) -> Tensor:

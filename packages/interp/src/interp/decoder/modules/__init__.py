@@ -1,0 +1,1 @@
+"""The modules of a decoder, built from weights with canonical names."""

@@ -1,0 +1,233 @@
+"""Causal attention of all families, and the latent attention of DeepSeek."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
+from interp.decoder.modules.cache import Cache
+from interp.decoder.modules.settings import Settings
+from interp.decoder.modules.weights import Weights
+
+#: The epsilon of the norms inside DeepSeek's latent attention, which has no option.
+_LATENT_EPS = 1e-6
+
+
+class Latent(nn.Module):
+    """A projection through a narrow, normed layer: the latent attention of DeepSeek.
+
+    The first dimensions of each head of keys come from `rotary` and are the same for all heads.
+    """
+
+    bias = None
+
+    def __init__(self, weights: Weights, name: str, part: str, heads: int) -> None:
+        super().__init__()
+        narrow = f"{name}.q" if part == "q" else f"{name}.kv"
+        self.down = weights.linear(f"{narrow}_down")
+        gain = weights.parameter(f"{narrow}_latent_norm.weight")
+        self.norm = nn.RMSNorm(len(gain), eps=_LATENT_EPS, device="meta")
+        self.norm.weight = gain
+        self.up = weights.linear(f"{name}.{part}_up")
+        self.rotary = weights.linear(f"{name}.k_rotary") if part == "k" else None
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return queries, keys or values (batch, seq, features)."""
+        out: Tensor = self.up(self.norm(self.down(x)))
+        return out if self.rotary is None else self._join(self.rotary(x), out, -1)
+
+    def _join(self, shared: Tensor, separate: Tensor, dim: int) -> Tensor:
+        """Put the shared dimensions in front of the separate ones of each head."""
+        heads = separate.unflatten(dim, (self.heads, -1))
+        shared = shared.unsqueeze(dim - 1).expand(*heads.shape[:dim], *shared.shape[dim:])
+        return torch.cat([shared, heads], dim).flatten(dim - 1, dim)
+
+    @property
+    def weight(self) -> Tensor:
+        """The product of the projections, without the scale of the norm."""
+        product = self.up.weight @ (self.norm.weight[:, None] * self.down.weight)
+        return product if self.rotary is None else self._join(self.rotary.weight, product, -2)
+
+    @property
+    def out_features(self) -> int:
+        """The number of features of all heads."""
+        shared = 0 if self.rotary is None else self.heads * self.rotary.out_features
+        return self.up.out_features + shared
+
+    @property
+    def readers(self) -> list[nn.Linear]:
+        """The linear layers that read the stream."""
+        return [self.down] if self.rotary is None else [self.down, self.rotary]
+
+
+class DecoderAttention(nn.Module):
+    """Causal attention with grouped heads, a sliding window, a cap, and any kind of positions."""
+
+    def __init__(self, weights: Weights, name: str, settings: Settings, layer: int) -> None:
+        super().__init__()
+        self.settings, self.layer = settings, layer
+        self.window = settings.windows[layer]
+        self.heads, self.d_head = settings.heads, settings.d_head
+        self.q, self.k, self.v = (self._projection(weights, name, part) for part in "qkv")
+        self.q_norm = weights.norm(f"{name}.q_norm", settings)
+        self.k_norm = weights.norm(f"{name}.k_norm", settings)
+        self.pattern = nn.Identity()
+        self.o = weights.linear(f"{name}.o")
+        #: The logit of each head's sink, which takes weight from all keys (gpt-oss), or None.
+        self.sinks = None
+        if f"{name}.sinks" in weights:
+            self.sinks = weights.parameter(f"{name}.sinks.weight")
+        self.kv_heads = max(1, self.k.out_features // self.d_head)
+        sizes = self.q.out_features, self.k.out_features, self.v.out_features, self.o.in_features
+        #: The width of a head's values, which differs from `d_head` in DeepSeek.
+        self.d_value = sizes[3] // self.heads
+        expected = (
+            self.heads * self.d_head,
+            self.kv_heads * self.d_head,
+            self.kv_heads * self.d_value,
+            self.heads * self.d_value,
+        )
+        if sizes != expected or self.heads % self.kv_heads:
+            raise ValueError(
+                f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
+                f"{self.heads} heads of {self.d_head}, evenly shared"
+            )
+        # Not a buffer: .bfloat16() would round the angles, which matters at position 1,000.
+        self.frequencies = self.long_frequencies = settings.frequencies[layer]
+        if settings.long_frequencies:
+            self.long_frequencies = settings.long_frequencies[layer]
+        self.rotary_scale = settings.rotary_scales[layer] if settings.rotary_scales else 1.0
+
+    def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | Latent:
+        if f"{name}.{part}_up" in weights:
+            return Latent(weights, name, part, self.heads)
+        return weights.linear(f"{name}.{part}")
+
+    def forward(
+        self,
+        x: Tensor,
+        padding: Tensor | None = None,
+        position: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Return the sum of the heads' outputs (batch, seq, d_model).
+
+        With a cache, `padding` and `position_ids` are those of all tokens.
+        """
+        located = x if position is None else x + position
+        q, k = self.q(located), self.k(located)
+        v = self.v(x)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, keys]
+        # Half precision: the sum over keys is computed in float32, as in every family.
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        pattern = self.pattern(scores.softmax(-1, dtype=wide)[..., : k.shape[1]].to(x.dtype))
+        values = self._clip(v).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        values = values.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        mixed: Tensor = self.o((pattern @ values).transpose(1, 2).flatten(2))
+        return mixed
+
+    def scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        padding: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the input of the softmax, (batch, heads, seq, keys), from the sites q and k.
+
+        Queries are those of the last keys. Keys where `padding` (batch, keys) is True are visible
+        to their own query only, so that no row is empty. `position_ids` (batch, keys) are the
+        positions, by default the columns. A sink is one more column.
+        """
+        q = self._norm_heads(self._clip(q), self.q_norm)
+        k = self._norm_heads(self._clip(k), self.k_norm)
+        column = torch.arange(k.shape[-2], device=q.device)
+        first = k.shape[-2] - q.shape[-2]
+        positions = column if position_ids is None else position_ids[:, None]
+        is_long = bool(self.settings.long_after) and self._is_long(positions)
+        q = self.rotate(q, positions[..., first:], is_long=is_long)
+        k = self.rotate(k, positions, is_long=is_long)
+        k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
+        scores = (q @ k.mT) * self.settings.scale
+        if self.settings.alibi_slopes:
+            slopes = torch.tensor(self.settings.alibi_slopes, dtype=q.dtype, device=q.device)
+            distance = positions[..., first:, None] - positions[..., None, :]
+            scores = scores - slopes[:, None, None] * distance
+        if cap := self.settings.score_cap:
+            scores = (scores / cap).tanh() * cap
+        columns_back = column[first:, None] - column
+        hidden = columns_back < 0
+        if self.window is not None:
+            hidden = hidden | (columns_back >= self.window)
+        if padding is not None:
+            hidden = hidden | (padding[:, None, None, :] & (columns_back != 0))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks is None:
+            return scores
+        return torch.cat([scores, self.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+
+    def _is_long(self, positions: Tensor) -> bool:
+        return int(positions.max()) + 1 > self.settings.long_after
+
+    def _clip(self, x: Tensor) -> Tensor:
+        bound = self.settings.clip
+        return x if bound is None else x.clamp(-bound, bound)
+
+    def rotate(self, x: Tensor, positions: Tensor, *, is_long: bool = False) -> Tensor:
+        """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by their positions.
+
+        `positions` is (seq,), or has the dimensions of `x` before the last.
+        """
+        if not self.frequencies:
+            return x
+        half = len(self.frequencies)
+        frequencies = self.long_frequencies if is_long else self.frequencies
+        angles = torch.tensor(frequencies, dtype=torch.float32, device=x.device)
+        angle = positions[..., None].float() * angles  # [..., seq, half]
+        cos = (angle.cos() * self.rotary_scale).to(x.dtype)
+        sin = (angle.sin() * self.rotary_scale).to(x.dtype)
+        rotated, rest = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
+        if self.settings.interleaved:
+            left, right = rotated[..., ::2], rotated[..., 1::2]
+        else:
+            left, right = rotated.chunk(2, dim=-1)
+        new_left, new_right = left * cos - right * sin, right * cos + left * sin
+        if self.settings.interleaved:
+            return torch.cat([torch.stack([new_left, new_right], -1).flatten(-2), rest], -1)
+        return torch.cat([new_left, new_right, rest], -1)
+
+    def qk(self, distance: int = 0) -> LowRank:
+        """Return W_QK of the heads for a key `distance` positions before the query.
+
+        LongRoPE's angles are those of texts within the original length.
+        """
+        w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
+        # Rotary scores depend on the difference of positions only: the key is rotated by all of it.
+        position = torch.tensor([-distance], device=w_k.device)
+        rotated = self.rotate(w_k.mT, position)
+        if self.rotary_scale != 1:
+            # The query is scaled too.
+            rotated = self.rotate(rotated, torch.zeros_like(position))
+        rotated = rotated.mT.flatten(0, 1)
+        return qk_circuit(self.q.weight, rotated, heads=self.heads, kv_heads=self.kv_heads)
+
+    def ov(self) -> LowRank:
+        """Return W_OV of the heads."""
+        return ov_circuit(self.v.weight, self.o.weight, heads=self.heads, kv_heads=self.kv_heads)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+        return heads
+
+    def _norm_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Split into heads and apply the norm: to each head (Qwen 3) or to all (OLMo 2)."""
+        gain = getattr(norm, "weight", None)
+        if gain is not None and len(gain) == x.shape[-1]:
+            return self._split_heads(norm(x))
+        normed: Tensor = norm(self._split_heads(x))
+        return normed

@@ -1,0 +1,35 @@
+"""Keys and values of earlier tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Cache:
+    """Keys and values of earlier tokens, so that `Decoder` is called with the new tokens only.
+
+    Keys are stored before their norm and rotation. A call that raises an error adds nothing.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.grown: dict[int, tuple[Tensor, Tensor]] = {}
+        #: The positions of all tokens, (batch, tokens), once there are any.
+        self.position_ids: Tensor | None = None
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens."""
+        return 0 if self.position_ids is None else self.position_ids.shape[1]
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values (batch, tokens, features) of all tokens in a layer."""
+        if layer in self.layers:
+            k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v), strict=True))
+        self.grown[layer] = k, v
+        return k, v
+
+    def commit(self, position_ids: Tensor) -> None:
+        """Store the keys and values of a call that reached the last layer."""
+        self.layers, self.position_ids = self.grown, position_ids
+        self.grown = {}

@@ -1,0 +1,118 @@
+"""MLPs and mixtures of experts of all families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from interp.decoder.modules.settings import Settings
+from interp.decoder.modules.weights import Weights
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
+    "relu": F.relu,
+}
+
+
+class DecoderMLP(nn.Module):
+    """The MLP down(act(up x)), or the gated MLP down(act(gate x) * up x)."""
+
+    def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
+        super().__init__()
+        if settings.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation {settings.activation!r} is not one of {known}")
+        self.act, self.clip = ACTIVATIONS[settings.activation], settings.mlp_clip
+        self.gate = weights.linear(f"{name}.gate") if f"{name}.gate" in weights else None
+        self.up, self.down = weights.linear(f"{name}.up"), weights.linear(f"{name}.down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map each position (..., d_model) separately."""
+        up = self.up(x)
+        if self.gate is None:
+            inner = self.act(up)
+        elif self.clip is None:
+            inner = self.act(self.gate(x)) * up
+        else:
+            inner = self.act(self.gate(x).clamp(max=self.clip)) * (
+                up.clamp(-self.clip, self.clip) + 1
+            )
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Experts(nn.Module):
+    """A mixture of experts: a router chooses MLPs per token, and one MLP may serve all tokens."""
+
+    def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.router = weights.linear(f"{name}.router")
+        #: Added to the probabilities when experts are chosen, but not to their weights.
+        self.correction = None
+        if f"{name}.correction.bias" in weights.tensors:
+            self.correction = weights.parameter(f"{name}.correction.bias")
+        self.experts = nn.ModuleList(
+            DecoderMLP(weights, f"{name}.experts.{i}", settings)
+            for i in range(self.router.out_features)
+        )
+        self.shared = self.shared_gate = None
+        if f"{name}.shared.up" in weights:
+            self.shared = DecoderMLP(weights, f"{name}.shared", settings)
+            if f"{name}.shared_gate" in weights:
+                self.shared_gate = weights.linear(f"{name}.shared_gate")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the chosen experts' outputs, weighted by the router."""
+        weights, chosen = self._choose(x)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            is_chosen = chosen == i  # [batch, seq, used]
+            tokens = is_chosen.any(-1)
+            if bool(tokens.any()):
+                weight = (weights * is_chosen).sum(-1)[tokens].to(x.dtype)
+                out[tokens] += weight[:, None] * expert(x[tokens])
+        if self.shared is not None:
+            gate = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
+            out = out + gate * self.shared(x)
+        return out
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the indices of each token's experts, (batch, seq, used)."""
+        options = self.settings
+        if options.router_in_float32 and x.dtype != torch.float32:
+            logits = F.linear(x.float(), self.router.weight.float())
+        else:
+            logits = self.router(x)
+        is_sigmoid = options.router == "sigmoid"
+        probabilities = logits.sigmoid() if is_sigmoid else logits.softmax(-1, dtype=torch.float32)
+        ranked = probabilities if self.correction is None else probabilities + self.correction
+        if options.expert_groups > 1:
+            groups = ranked.unflatten(-1, (options.expert_groups, -1))
+            # DeepSeek V3 ranks a group by its two best experts, V2 by the best.
+            best = groups.topk(2 if is_sigmoid else 1, dim=-1).values.sum(-1)
+            used = best.topk(options.expert_groups_used, dim=-1).indices
+            is_hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, used, False)
+            ranked = groups.masked_fill(is_hidden[..., None], float("-inf")).flatten(-2)
+        chosen = ranked.topk(options.experts_used, dim=-1).indices
+        weights = probabilities.gather(-1, chosen)
+        if options.experts_sum_to_one:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * options.experts_scale, chosen
+
+
+class NoMLP(nn.Module):
+    """A placeholder for the MLP of an attention-only model. It adds zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(x)

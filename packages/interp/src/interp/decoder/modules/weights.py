@@ -1,0 +1,82 @@
+"""Modules that share the memory of tensors with canonical names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from interp.decoder.modules.settings import Settings
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Weights:
+    """Tensors by canonical name, with a record of the names that were used."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return f"{name}.weight" in self.tensors
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return a tensor as a parameter that shares its memory."""
+        if name not in self.tensors:
+            names = ", ".join(sorted(self.tensors))
+            raise ValueError(f"the decoder has no {name}; found: {names}")
+        self.used.add(name)
+        return nn.Parameter(self.tensors[name].detach(), requires_grad=False)
+
+    def linear(self, name: str) -> nn.Linear:
+        """Return an `nn.Linear` that shares a weight and, if there is one, a bias."""
+        out_features, in_features = self.parameter(f"{name}.weight").shape
+        linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+        return self._share_memory(name, linear)
+
+    def embedding(self, name: str) -> nn.Embedding:
+        """Return an `nn.Embedding` that shares a table."""
+        rows, d_model = self.parameter(f"{name}.weight").shape
+        return self._share_memory(name, nn.Embedding(rows, d_model, device="meta"))
+
+    def norm(self, name: str, settings: Settings) -> nn.Module:
+        """Return the norm of that name, or the identity if the family does not have it."""
+        if f"{name}.0" in self:
+            heads = [key for key in self.tensors if re.fullmatch(rf"{name}\.\d+\.weight", key)]
+            return HeadNorms(self.norm(f"{name}.{i}", settings) for i in range(len(heads)))
+        if name not in self:
+            return nn.Identity()
+        size = len(self.parameter(f"{name}.weight"))
+        if settings.centered:
+            layer = nn.LayerNorm(size, eps=settings.eps, bias=False, device="meta")
+            return self._share_memory(name, layer)
+        rms_norm = nn.RMSNorm(size, eps=settings.eps, device="meta")
+        rms_norm.weight = self.parameter(f"{name}.weight")  # A bias stays unused, an error.
+        return rms_norm
+
+    def stream_norm(self, name: str, settings: Settings) -> nn.Module:
+        """Return a norm of the residual stream, which may have no weights."""
+        if not settings.bare_norms:
+            return self.norm(name, settings)
+        d_model = self.tensors["embed.weight"].shape[1]
+        if settings.centered:
+            return nn.LayerNorm(d_model, eps=settings.eps, elementwise_affine=False)
+        return nn.RMSNorm(d_model, eps=settings.eps, elementwise_affine=False)
+
+    def _share_memory(self, name: str, module: Module) -> Module:
+        for kind in ("weight", "bias"):
+            if f"{name}.{kind}" in self.tensors:
+                module.register_parameter(kind, self.parameter(f"{name}.{kind}"))
+        return module
+
+
+class HeadNorms(nn.ModuleList):
+    """A separate norm for each head (Cohere, StableLM)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed heads (batch, heads, seq, d_head)."""
+        return torch.stack([norm(x[:, i]) for i, norm in enumerate(self)], 1)

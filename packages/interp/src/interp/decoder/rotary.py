@@ -1,0 +1,135 @@
+"""Rotary angles and their scaling methods, and the slopes of ALiBi."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary positions of one layer."""
+
+    #: The angle per position of each rotated pair.
+    angles: tuple[float, ...] = ()
+    #: The factor of rotated vectors.
+    scale: float = 1.0
+    #: The angles in texts of more than `long_after` tokens.
+    long_angles: tuple[float, ...] = ()
+    long_after: int = 0
+
+
+def rotary_angles(dims: int, theta: float) -> tuple[float, ...]:
+    """Return theta^(-2i / dims) for the pairs i of `dims` rotated dimensions."""
+    # In float32, as in every implementation: the rounding errors matter at position 1,000.
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
+    angles: list[float] = (1.0 / theta**exponents).tolist()
+    return tuple(angles)
+
+
+def scaled_rotary(
+    rope: Mapping[str, Any], dims: int, original_length: int, max_length: int
+) -> Rotary:
+    """Return the rotary positions of `dims` dimensions by the method that `rope` names.
+
+    `original_length` is that of the pretraining, `max_length` that of the scaled model.
+    """
+    method = rope.get("rope_type") or rope.get("type") or "default"
+    angles = rotary_angles(dims, rope["rope_theta"])
+    if method in ("default", "dynamic"):
+        # Dynamic angles change beyond the original length, which `length_limit` excludes.
+        return Rotary(angles)
+    factor = rope.get("factor")
+    if not factor and method in ("yarn", "longrope", "su") and original_length:
+        factor = max_length / original_length
+    if not factor:
+        raise ValueError(f"rope_type {method!r} has no factor; is the configuration complete?")
+    if method == "linear":
+        return Rotary(tuple(angle / factor for angle in angles))
+    if method == "llama3":
+        return Rotary(tuple(_llama3(angle, factor, original_length, rope) for angle in angles))
+    if method == "yarn":
+        return Rotary(_yarn(angles, factor, original_length, rope), _yarn_scale(factor, rope))
+    if method in ("longrope", "su"):
+        short, long = (
+            _divided(dims, rope["rope_theta"], rope[factors])
+            for factors in ("short_factor", "long_factor")
+        )
+        return Rotary(short, _longrope_scale(factor, rope, original_length), long, original_length)
+    raise ValueError(
+        f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
+    )
+
+
+def _llama3(angle: float, factor: float, length: int, rope: Mapping[str, Any]) -> float:
+    """Divide small angles by the factor, keep large ones, and interpolate between them."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    rotations = length * angle / (2 * math.pi)
+    smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
+    scaled: float = (1 - smooth) * angle / factor + smooth * angle
+    return scaled
+
+
+def _yarn(
+    angles: tuple[float, ...], factor: float, length: int, rope: Mapping[str, Any]
+) -> tuple[float, ...]:
+    """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is that of the pretraining."""
+    dims = 2 * len(angles)
+
+    def dim_of(rotations: float) -> float:
+        log_theta = math.log(rope["rope_theta"])
+        return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * log_theta)
+
+    low, high = dim_of(rope.get("beta_fast") or 32), dim_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+        high += 0.001
+    scaled = []
+    for i, angle in enumerate(angles):
+        interpolated = min(1.0, max(0.0, (i - low) / (high - low)))
+        scaled.append(angle / factor * interpolated + angle * (1 - interpolated))
+    return tuple(scaled)
+
+
+def _yarn_scale(factor: float, rope: Mapping[str, Any]) -> float:
+    """Return YaRN's factor of rotated queries and keys."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        whole = yarn_temperature(factor, rope["mscale_all_dim"])
+        return yarn_temperature(factor, rope["mscale"]) / whole
+    return yarn_temperature(factor, 1.0)
+
+
+def yarn_temperature(factor: float, weight: float) -> float:
+    """Return 0.1 weight log(factor) + 1, by which YaRN scales scores."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _divided(dims: int, theta: float, factors: Sequence[float]) -> tuple[float, ...]:
+    """Return LongRoPE's angles, rounded as in every implementation."""
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
+    divisors = torch.tensor(factors, dtype=torch.float32) * theta**exponents
+    return tuple((1.0 / divisors).tolist())
+
+
+def _longrope_scale(factor: float, rope: Mapping[str, Any], length: int) -> float:
+    """Return LongRoPE's factor of rotated queries and keys."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Return the slope of each head's position bias; Press et al. 2022, "ALiBi"."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    # Further heads take every second slope of a model with twice as many heads.
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return tuple(slopes)
