@@ -195,7 +195,8 @@ def compare(
 ) -> None:
     """Print which variants became faster or slower, and whether the samples suffice to decide."""
     from llmsys_suite.config import percentage
-    from llmsys_suite.report.compare import compare_runs, differences, warnings
+    from llmsys_suite.report.comparability import differences, warnings
+    from llmsys_suite.report.compare import compare_runs
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")

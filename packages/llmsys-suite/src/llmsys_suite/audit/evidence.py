@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from accounting.memory.live import make_state
+from scipy.stats import truncnorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.again import initial_weights
-from llmsys_suite.audit.peers import data_parallel_ratio
+from llmsys_suite.audit.inputs import initial_weights
+from llmsys_suite.audit.peers import peer_ratios
 from llmsys_suite.audit.probe import probe
-from llmsys_suite.audit.text import read_parts, split_evidence
-from llmsys_suite.audit.training import text_evidence
+from llmsys_suite.audit.text import batch_evidence, read_parts, split_evidence
 from llmsys_suite.measure import network, reference_matmul
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
@@ -26,11 +26,13 @@ def gather_evidence(run: Run) -> dict[str, Any]:
     """Collect probes, counts, clocks and digests on all ranks."""
     return {
         "probe": probe(run),
-        "text": text_evidence(run.config, read_parts(run.config.data)[0]),
+        "text": batch_evidence(run.config, read_parts(run.config.data)[0]),
         "split": split_evidence(run),
-        "peer_ratio": data_parallel_ratio(run) if run.world > 1 else 1.0,
+        "initial_scales": initial_scales(run),
+        "peer_ratios": peer_ratios(run),
         "counted": counted(run),
         "product_over_reference": _product_over_reference(run),
+        "reference_matmul_flops": reference_matmul.flops(run.device),
         "kept_bytes": _kept_bytes(run) if run.rank == 0 else 0,
         "one_host": len(set(run.gather(platform.node()))) == 1,
         "stage_clocks": stage_clocks(run),
@@ -60,6 +62,24 @@ def counted(run: Run) -> dict[str, int]:
         "flops_full": total,
         "flops_causal": total - left_out,
     }
+
+
+def initial_scales(run: Run) -> list[tuple[float, str]]:
+    """Return how far the standard deviation of each initial matrix is from Glorot's.
+
+    The unit is the standard error of a standard deviation. Weights beyond three standard deviations
+    are drawn again, which narrows the distribution. Embeddings have a standard deviation of 1.
+    """
+    narrowed = truncnorm.std(-3, 3)
+    scales = []
+    for name, weight in initial_weights(run).items():
+        if weight.ndim == 2:
+            scale = 1.0 if "embedding" in name else math.sqrt(2 / sum(weight.shape))
+            away = float(weight.double().std()) / (narrowed * scale) - 1
+            scales.append((abs(away) * math.sqrt(2 * weight.numel()), name))
+        else:
+            scales.append((math.inf if (weight != 1).any() else 0.0, name))
+    return scales
 
 
 def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:

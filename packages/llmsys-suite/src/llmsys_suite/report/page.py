@@ -11,7 +11,9 @@ from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
-from llmsys_suite.report.findings import Row, Section, evidence_of, fastest, planned, sections
+from llmsys_suite.report.sections import Section, sections
+from llmsys_suite.report.sentences import fastest
+from llmsys_suite.report.tables import Row, evidence_of, planned
 from llmsys_suite.stages import results as of
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7ee; --soft: #a3adbf; --line: #343b48;
   --paper: #14171d; --card: #1c2129; --red: #ff8a8a; --green: #7ddc98; --link: #86b8f2; } }
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1rem;
   color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; } h2 { font-size: 1.15rem;
   margin: 2.2rem 0 .4rem; text-transform: capitalize; } a { color: var(--link); }
@@ -41,6 +43,8 @@ pre { background: var(--card); padding: .6rem; white-space: pre-wrap; font-size:
 figure { margin: .4rem 0; } figcaption, summary { color: var(--soft); font-size: .87rem; }
 @media print { nav, details { display: none; } section { break-inside: avoid; } }
 """
+#: Largest number of columns of a table that is placed beside its picture.
+BESIDE = 5
 FILES = ("inspect.html", "report.md", "checks.json", "summary.json", "samples.jsonl", "env.json")
 
 
@@ -108,7 +112,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
         yield fastest(folder) or "Only one variant was trained."
     if isinstance(learn := results.get("learn"), of.Learn):
         steps, loss = learn.heldout[-1]
-        yield f"held out: {loss:.3f} nats a byte after {_steps(steps)} of {learn.variant}"
+        yield f"held out: {loss:.3f} nats per byte after {_steps(steps)} of {learn.variant}"
 
 
 def _steps(count: int) -> str:
@@ -128,11 +132,10 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
     curve = samples = ""
     if isinstance(learn := results.get("learn"), of.Learn):
         curve = f"<figure>{plots.learning(learn)}</figure>"
-        samples = "".join(
-            f"<figure><figcaption>{when} training, from held-out text</figcaption><pre><span "
-            f'class="soft">{html.escape(text_sample["prompt"])}</span>{html.escape(text_sample["written"])}'
-            "</pre></figure>"
-            for when, text_sample in (("before", learn.before), ("after", learn.after))
+        samples = (
+            "<figure><figcaption>written after training, from held-out text</figcaption><pre>"
+            f'<span class="soft">{html.escape(learn.after["prompt"])}</span>'
+            f"{html.escape(learn.after['written'])}</pre></figure>"
         )
     contents = "".join(f'<a href="#{s.title}">{s.title}</a>' for s in stage_sections)
     files = "".join(f'<a href="{f}">{f}</a>' for f in FILES if (folder.path / f).exists())
@@ -159,7 +162,9 @@ def _mood(line: str) -> str:
 
 def _section(section: Section) -> str:
     parts = [f'<section id="{section.title}"><h2>{section.title}</h2>']
-    parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="two">')
+    # A wide table is placed below its picture, because it would be cut beside it.
+    layout = "two" if len(_columns(section.rows)) <= BESIDE else "one"
+    parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="{layout}">')
     parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
     parts.append(_table(section.rows, section.failed) + "</div>")
     if section.unaudited:
