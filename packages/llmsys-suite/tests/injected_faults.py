@@ -726,8 +726,6 @@ FAULTS: list[Fault] = [
         around(memory, "training", lambda original, config: original(replace(config, checkpoint=False)))),
     Fault("memory", "nothing is ever freed", lambda run:
         mock.patch.object(LiveMemory, "_free", return_value=None)),
-    Fault("memory", "a line holds what one of its blocks does", lambda run:
-        after(memory, "saved_by_line", lambda rows, *_: [r | {"total_mib": r["total_mib"] / r["blocks"]} for r in rows])),
     # Scale.
     Fault("scale", "parameters include the embedding", lambda run:
         scaled("parameters", lambda row: row["parameters"] + 256 * row["width"])),

@@ -335,7 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Inject faults into short runs.")
     parser.add_argument("--only", nargs="*", help="inject the faults whose names contain a word")
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
-    parser.add_argument("--figures", action="store_true", help="double each reported figure")
+    parser.add_argument("--figures", action="store_true", help="also double each reported figure")
     parser.add_argument("--write", type=Path, help="write the table between this page's markers")
     arguments = parser.parse_args()
     labels = [fault.label for fault in FAULTS]
@@ -344,7 +344,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(labels))
         return 0
-    outcomes = inject([], figures=True) if arguments.figures else inject(labels)
+    outcomes = inject(labels, figures=arguments.figures)
     print(table(outcomes))
     if arguments.write:
         before, _, rest = arguments.write.read_text().partition("<!-- injected -->\n")

@@ -15,14 +15,13 @@ from llmsys_suite.folder import FORMAT, RunFolder
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.report import compare
+from llmsys_suite.report.comparability import differences, warnings
 from llmsys_suite.report.compare import (
     compare_ratios,
     compare_runs,
-    differences,
     round_ratios,
     slower_than,
     undecided_at,
-    warnings,
 )
 from llmsys_suite.stages.results import Plan, Skipped, Train
 

@@ -17,10 +17,10 @@ from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
-from llmsys_suite.report.sentences import against, fastest, interval
-from llmsys_suite.report.unaudited import UNAUDITED, unaudited
 from llmsys_suite.report import plots
 from llmsys_suite.report.page import headline, write_report
+from llmsys_suite.report.sentences import against, fastest, interval
+from llmsys_suite.report.unaudited import UNAUDITED, unaudited
 from llmsys_suite.stages import results as of
 
 ENVIRONMENT = {
@@ -272,7 +272,9 @@ def test_every_stage_has_a_sentence_a_small_table_and_a_file_of_it(tmp_path):
 
 def test_what_a_sentence_says_follows_from_its_own_numbers(tmp_path):
     folder = a_run(tmp_path / "run")
-    assert "took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps" in write_report(folder)
+    assert "took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps" in write_report(
+        folder
+    )
     (row, _) = folder.results["parallel"].rows
     folder.add_stage("parallel", of.Parallel([row | {"loss": 6.0}]))
     text = write_report(folder)

@@ -32,8 +32,9 @@ h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; } h2 { font-size: 1.
 nav { display: flex; flex-wrap: wrap; gap: .2rem .9rem; border-block: 1px solid var(--line);
   padding: .4rem 0; } .soft { color: var(--soft); } .finding { font-weight: 600; }
 .good { color: var(--green); } .bad { color: var(--red); }
-.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
-  gap: 0 1.5rem; align-items: start; } .scroll { overflow-x: auto; }
+.two { display: flex; flex-wrap: wrap; gap: 0 2rem; align-items: start; }
+.two > figure { flex: 0 1 29rem; } .two > div { max-width: 100%; } .top > div { flex: 1 1 24rem; }
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums;
   font-size: .87rem; } th, td { padding: .12rem .45rem; text-align: right;
   border-bottom: 1px solid var(--line); overflow-wrap: normal; }
@@ -43,8 +44,6 @@ pre { background: var(--card); padding: .6rem; white-space: pre-wrap; font-size:
 figure { margin: .4rem 0; } figcaption, summary { color: var(--soft); font-size: .87rem; }
 @media print { nav, details { display: none; } section { break-inside: avoid; } }
 """
-#: Largest number of columns of a table that is placed beside its picture.
-BESIDE = 5
 FILES = ("inspect.html", "report.md", "checks.json", "summary.json", "samples.jsonl", "env.json")
 
 
@@ -148,9 +147,9 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>{heading}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{heading}</h1>"
-        f'<p class="soft">{html.escape(lines[0])}</p><div class="two"><div>{first}</div>'
+        f'<p class="soft">{html.escape(lines[0])}</p><div class="two top"><div>{first}</div>'
         f"{curve}</div>"
-        f'<div class="two">{samples}</div><nav>{contents}</nav>\n{body}\n'
+        f"{samples}<nav>{contents}</nav>\n{body}\n"
         f"<details><summary>seconds of each stage</summary>{_table(seconds)}</details>"
         f"<nav>{files}</nav></body></html>\n"
     )
@@ -162,9 +161,7 @@ def _mood(line: str) -> str:
 
 def _section(section: Section) -> str:
     parts = [f'<section id="{section.title}"><h2>{section.title}</h2>']
-    # A wide table is placed below its picture, because it would be cut beside it.
-    layout = "two" if len(_columns(section.rows)) <= BESIDE else "one"
-    parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="{layout}">')
+    parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="two">')
     parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
     parts.append(_table(section.rows, section.failed) + "</div>")
     if section.unaudited:

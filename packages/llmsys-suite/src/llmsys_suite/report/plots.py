@@ -82,10 +82,11 @@ def phases(rows: Sequence[dict[str, Any]]) -> str:
             min(row.get("hidden_ms", 0.0), row["step_ms"] * row["backward_share"]) for row in rows
         ]
         starts = [end - width for end, width in zip(ends, hidden, strict=True)]
+        some = [i for i, width in enumerate(hidden) if width > 0]
         axes.barh(
-            names,
-            hidden,
-            left=starts,
+            [names[i] for i in some],
+            [hidden[i] for i in some],
+            left=[starts[i] for i in some],
             height=0.4,
             facecolor=COLORS[2],
             edgecolor=INK,
@@ -107,13 +108,14 @@ def timeline(models: dict[str, Any]) -> str:
         for axes, (size, model) in zip(
             [every] if len(models) == 1 else every, models.items(), strict=True
         ):
-            _draw_timeline(axes, size, model["training_timeline"])
+            context = model["peaks"][len(model["peaks"]) // 2]["context"]
+            _draw_timeline(axes, f"{size}, {context} tokens", model["training_timeline"])
 
     alt = "Live memory over a training step of each model, with phases and peak"
-    return figure(draw, alt, height=0.4 + 2.0 * len(models), rows=len(models))
+    return figure(draw, alt, height=2.2 * len(models), rows=len(models))
 
 
-def _draw_timeline(axes: Axes, size: str, points: list[tuple[str, float]]) -> None:
+def _draw_timeline(axes: Axes, name: str, points: list[tuple[str, float]]) -> None:
     peak = max(mib for _, mib in points)
     unit, scale = ("GiB", 1024) if peak >= 1024 else ("MiB", 1)
     live = [mib / scale for _, mib in points]
@@ -135,7 +137,8 @@ def _draw_timeline(axes: Axes, size: str, points: list[tuple[str, float]]) -> No
             )
     axes.plot(live.index(max(live)), max(live), "v", color=COLORS[1])
     axes.set(ylabel=f"live, {unit}", ylim=(0, 1.25 * max(live)), xticks=[])
-    axes.set_xlabel(f"{size}: operators of a training step; peak {max(live):,.3g} {unit}")
+    axes.set_title(f"{name}: peak {max(live):,.3g} {unit}", fontsize=9, loc="left")
+    axes.set_xlabel("operators of a training step")
 
 
 def isoflop(scale: Scale) -> str:
@@ -210,12 +213,16 @@ def bars(names: Sequence[str], values: Sequence[float], unit: str, *, log: bool 
 
     def draw(axes: Axes) -> None:
         drawn = axes.barh(names, values, color=COLORS[0], log=log)
-        axes.bar_label(drawn, [f"{value:.2g}" for value in values], padding=3, fontsize=8)
+        axes.bar_label(drawn, [_short(value) for value in values], padding=3, fontsize=8)
         axes.invert_yaxis()
         axes.margins(x=0.18)
         axes.set(xlabel=unit)
 
     return figure(draw, f"{unit}: {', '.join(names)}", height=0.9 + 0.28 * len(names))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def patterns(patterns_by_head: dict[str, list[list[float]]]) -> str:
