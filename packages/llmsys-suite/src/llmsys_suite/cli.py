@@ -46,6 +46,9 @@ def run(
     size: Annotated[str | None, typer.Option(help="A size of `llmsys list`.")] = None,
     world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, gloo or nccl; default: auto.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, tf32 or bf16 (autocast); default: bf16 on a GPU.")
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(help="Measured steps per variant; the budgets of scale are proportional."),
@@ -76,6 +79,7 @@ def run(
         "size": size,
         "world": world,
         "backend": backend,
+        "dtype": dtype,
         "steps": steps,
         "warmup": warmup,
         "epochs": epochs,

@@ -59,6 +59,9 @@ LEAST = {
     "rows": 1,
     "context": LEAST_CONTEXT,
 }
+#: Arithmetic of the forward pass. Weights, gradients, moments and messages are float32 in each of
+#: them: tf32 rounds the inputs of float32 products, bf16 is autocast to bfloat16.
+DTYPES = ("fp32", "tf32", "bf16")
 #: Largest seed: a batch is drawn with a million times the seed, which must fit 64 bits.
 MOST_SEED = 10**12
 # In the order of a run.  Each stage names the stages whose results it reads.
@@ -98,6 +101,7 @@ class RunConfig:
     world: int = 2
     backend: str = "gloo"
     device: str = "cpu"
+    dtype: str = "fp32"
     rows: int = 8
     context: int = 128
     steps: int = 20
@@ -177,7 +181,9 @@ def resolve(
         out=out,
     )
     if preset == "gpu":
-        config = replace(config, size="small", rows=16 * world, context=1024, learning_rate=3e-4)
+        config = replace(
+            config, size="small", dtype="bf16", rows=16 * world, context=1024, learning_rate=3e-4
+        )
     else:
         config = replace(config, rows=4 * world)
     config = replace(config, **options)
@@ -263,6 +269,10 @@ def _check_names(config: RunConfig) -> None:
         raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
     if config.size not in SIZES:
         raise UsageError(f"size {config.size!r} is unknown; choose from {', '.join(SIZES)}")
+    if config.dtype not in DTYPES:
+        raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
+    if config.dtype == "tf32" and config.device != "cuda":
+        raise UsageError(f"dtype tf32 needs a CUDA device, got device {config.device}; use fp32")
     if config.device not in ("cpu", "cuda"):
         raise UsageError(f"device {config.device!r} is unknown; choose cpu or cuda")
     if config.device == "cuda" and not count_gpus():

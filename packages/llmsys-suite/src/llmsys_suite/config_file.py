@@ -13,10 +13,11 @@ from llmsys_suite.config import RunConfig, UsageError
 #: Meaning of each field. `device` is missing because the preset decides it.
 MEANING = {
     "stages": "Stages to run, with their dependencies, in the order of `llmsys list`.",
-    "preset": "cpu or gpu; decides the device and the defaults of size, rows, context and rate.",
+    "preset": "cpu or gpu; decides the device and the defaults of size, dtype, rows and context.",
     "size": "A size of `llmsys list`.",
     "world": "Number of ranks.",
     "backend": "gloo or nccl.",
+    "dtype": "fp32, tf32 or bf16: arithmetic of products; the weights are float32 in all three.",
     "rows": "Global batch in sequences; a multiple of the number of ranks.",
     "context": "Tokens per sequence.",
     "steps": "Measured steps per variant; the budgets of the stage scale are proportional.",

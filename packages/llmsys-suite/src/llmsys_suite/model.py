@@ -198,4 +198,5 @@ def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
         )
     a, b = x_BHTK.chunk(2, dim=-1)
     cos, sin = rope
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    # Under autocast the table may be more precise than the queries and keys.
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTK.dtype)

@@ -35,7 +35,8 @@ def data_parallel_ratio(run: Run) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate)
 
     def step() -> None:
-        logits = model(tokens)
+        with run.autocast():
+            logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         loss.backward()
         float(loss.detach())

@@ -79,7 +79,8 @@ class TensorModel(Split):
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Forward and backward of the whole batch on every rank; the loss."""
         self.model.zero_grad()
-        loss = self.model.loss(tokens, targets)
+        with self.run.autocast():
+            loss = self.model.loss(tokens, targets)
         loss.backward()
         return float(loss.detach())
 

@@ -151,7 +151,7 @@ def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
         "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
         "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
         "learning_rate": config.learning_rate,
-        "text": hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12],
+        "text": hashlib.sha256(text.numpy().data).hexdigest()[:12],
     }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class Variant:
         torch.manual_seed(run.config.seed)
         self.device = run.device
         self.phase = run.recorder.phase
+        self.autocast = run.autocast
         self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate)
         #: Number of parts in which a rank handles its rows.
         self.parts = run.config.parts if self.alone else 1
@@ -76,7 +77,7 @@ class Variant:
         """Run forward and backward as labeled phases and return the mean loss."""
         mean = 0.0
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
-            with self.phase("forward"):
+            with self.phase("forward"), self.autocast():
                 logits = self.model(some)
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), theirs.flatten())
                 loss = loss * (len(some) / len(tokens))
