@@ -145,7 +145,7 @@ def test_plan_of_a_text_of_one_and_a_half_gigabytes_stays_below_one_gibibyte(tmp
 def test_a_folder_that_is_too_large_to_join_is_refused_with_the_remedy(tmp_path):
     with (tmp_path / "large").open("wb") as file:
         file.truncate(300 * 2**20)
-    with pytest.raises(UsageError, match="has 300 MiB in 1 files.*join the files into one"):
+    with pytest.raises(UsageError, match=r"has 300 MiB in 1 files.*join the files into one"):
         read_text(tmp_path)
 
 

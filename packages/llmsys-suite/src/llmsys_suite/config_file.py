@@ -24,6 +24,12 @@ MEANING = {
     "warmup": "Steps before the measured ones.",
     "epochs": "Epochs over the whole text, instead of steps.",
     "learn": "Steps of the stage learn; by default 500, or those of the checkpoint.",
+    "tensor": "Ranks that split each block in the stage learn.",
+    "pipeline": "Ranks that have consecutive blocks in the stage learn.",
+    "recompute": "Run blocks of learn again in the backward pass to save memory.",
+    "compile": "Compile the blocks of learn with torch.compile.",
+    "trace": "Write Chrome traces of three steps of learn: RUN/trace-RANK.json.",
+    "log": "tensorboard or wandb: losses of learn, besides the run folder.",
     "resume": "Checkpoint from which the stage learn continues: RUN/checkpoint.",
     "seed": "Seed of weights and batches.",
     "learning_rate": "Learning rate of AdamW in the stage train; learn peaks at twice this rate.",
@@ -34,6 +40,7 @@ MEANING = {
 EXAMPLES = {
     "epochs": 1,
     "learn": 500,
+    "log": "tensorboard",
     "resume": "runs/NAME/checkpoint",
     "data": "text",
     "out": "run",
@@ -75,6 +82,8 @@ def _has_kind(value: Any, kind: str) -> bool:
     """Return True if a TOML value fits the annotation of a field."""
     if kind.startswith("tuple"):
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if kind == "bool":
+        return type(value) is bool
     if kind.startswith("int"):
         return type(value) is int
     if kind == "float":

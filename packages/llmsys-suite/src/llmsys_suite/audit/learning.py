@@ -29,6 +29,7 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.generation import MODEL
 from llmsys_suite.stages import learn as learn_stage
 from llmsys_suite.stages import results
+from llmsys_suite.stages.training_state import CHECKPOINT, DEFAULT_STEPS
 
 #: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
 ROUNDING = 2**-23
@@ -41,7 +42,7 @@ def checks(run: Run, result: results.Learn) -> Iterator[Check]:
     yield from _losses(run, result)
     total = len(result.losses)
     if result.begun_at == 0:
-        wanted = run.config.learn or learn_stage.DEFAULT_STEPS
+        wanted = run.config.learn or DEFAULT_STEPS
         yield equal("steps", "losses", "the configuration", wanted, total)
         base = run.config.learning_rate
         yield equal(
@@ -49,7 +50,7 @@ def checks(run: Run, result: results.Learn) -> Iterator[Check]:
         )
     samples = [s for s in run.folder.samples() if s["stage"] == "learn" and s["phase"] == "step"]
     yield from _samples(run, result, samples)
-    last = read_checkpoint(run.out / learn_stage.CHECKPOINT)
+    last = read_checkpoint(run.out / CHECKPOINT)
     steps = {int(step) for step in last["step"].values()}
     yield none(
         "steps of the optimizer",

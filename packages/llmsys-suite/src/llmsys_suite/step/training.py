@@ -12,6 +12,7 @@ from llmsys_suite.measure.phases import named_range
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step.case import PHASES, Case
 
+#: Dtype in which a large product is computed.
 AUTOCAST = {
     "fp32": torch.float32,
     "tf32": torch.float32,
