@@ -46,6 +46,9 @@ def run(
     size: Annotated[str | None, typer.Option(help="A size of `llmsys list`.")] = None,
     world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, gloo or nccl; default: auto.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, tf32 or bf16 (autocast); default: bf16 on a GPU.")
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(help="Measured steps per variant; the budgets of scale are proportional."),
@@ -55,6 +58,16 @@ def run(
         int | None, typer.Option(help="Epochs over the whole text, instead of --steps.")
     ] = None,
     learn: Annotated[int | None, typer.Option(help="Steps of the stage learn.")] = None,
+    tensor: Annotated[int | None, typer.Option(help="Ranks per block, in learn.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Stages of blocks, in learn.")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Run blocks of learn again in backward.")
+    ] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the blocks of learn.")
+    ] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace three steps of learn.")] = False,
+    log: Annotated[str | None, typer.Option(help="Log learn to tensorboard or wandb.")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Continue the training of RUN/checkpoint.")
     ] = None,
@@ -76,10 +89,17 @@ def run(
         "size": size,
         "world": world,
         "backend": backend,
+        "dtype": dtype,
         "steps": steps,
         "warmup": warmup,
         "epochs": epochs,
         "learn": learn,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "recompute": recompute or None,
+        "compile": compile_ or None,
+        "trace": trace or None,
+        "log": log,
         "resume": resume,
         "seed": seed,
         "data": data,
@@ -252,6 +272,18 @@ def sample(
 
     model = model_of(_run_folder(folder))
     print(prompt + generate_text(model, prompt, max_bytes, temperature=temperature, seed=seed))
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A run folder, of a run with the stage learn.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the model.")],
+) -> None:
+    """Write the trained model as a Hugging Face folder, which AutoModelForCausalLM loads."""
+    from llmsys_suite.hugging_face import export_model
+    from llmsys_suite.report.generation import model_of
+
+    export_model(model_of(_run_folder(folder)), out)
 
 
 @app.command()

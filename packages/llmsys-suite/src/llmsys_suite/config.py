@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 from dataclasses import asdict, dataclass, replace
@@ -55,10 +56,17 @@ LEAST = {
     "warmup": 0,
     "epochs": 0,
     "learn": 1,
+    "tensor": 1,
+    "pipeline": 1,
     "seed": 0,
     "rows": 1,
     "context": LEAST_CONTEXT,
 }
+#: Arithmetic of the forward pass. Weights, gradients, moments and messages are float32 in each of
+#: them: tf32 rounds the inputs of float32 products, bf16 is autocast to bfloat16.
+DTYPES = ("fp32", "tf32", "bf16")
+#: Programs that show the losses of `learn`, and the module that each needs.
+LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 #: Largest seed: a batch is drawn with a million times the seed, which must fit 64 bits.
 MOST_SEED = 10**12
 # In the order of a run.  Each stage names the stages whose results it reads.
@@ -98,6 +106,7 @@ class RunConfig:
     world: int = 2
     backend: str = "gloo"
     device: str = "cpu"
+    dtype: str = "fp32"
     rows: int = 8
     context: int = 128
     steps: int = 20
@@ -106,6 +115,17 @@ class RunConfig:
     epochs: int = 0
     #: Steps of the stage `learn`; None takes those of the checkpoint, or 500.
     learn: int | None = None
+    #: Numbers of ranks that split each block of `learn`, and that have consecutive blocks.
+    tensor: int = 1
+    pipeline: int = 1
+    #: Whether `learn` runs blocks again in the backward pass instead of saving activations.
+    recompute: bool = False
+    #: Whether `learn` compiles the blocks.
+    compile: bool = False
+    #: Whether `learn` records three of its steps with torch.profiler.
+    trace: bool = False
+    #: Where `learn` logs its losses besides the run folder: one of LOGS, or None.
+    log: str | None = None
     #: The checkpoint that the stage `learn` continues from.
     resume: Path | None = None
     seed: int = 0
@@ -121,6 +141,11 @@ class RunConfig:
         On a GPU it equals the world size, so that one process needs the memory of one rank.
         """
         return self.world if self.device == "cuda" else 1
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of parts of the rows in `learn`; each is trained by pipeline x tensor ranks."""
+        return self.world // (self.pipeline * self.tensor)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for config.json."""
@@ -177,7 +202,9 @@ def resolve(
         out=out,
     )
     if preset == "gpu":
-        config = replace(config, size="small", rows=16 * world, context=1024, learning_rate=3e-4)
+        config = replace(
+            config, size="small", dtype="bf16", rows=16 * world, context=1024, learning_rate=3e-4
+        )
     else:
         config = replace(config, rows=4 * world)
     config = replace(config, **options)
@@ -248,6 +275,7 @@ def check(config: RunConfig) -> None:
     """Raise UsageError if the names, the numbers or the paths do not allow the run."""
     _check_names(config)
     _check_numbers(config)
+    _check_learn(config)
     if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
     if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
@@ -263,6 +291,10 @@ def _check_names(config: RunConfig) -> None:
         raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
     if config.size not in SIZES:
         raise UsageError(f"size {config.size!r} is unknown; choose from {', '.join(SIZES)}")
+    if config.dtype not in DTYPES:
+        raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
+    if config.dtype == "tf32" and config.device != "cuda":
+        raise UsageError(f"dtype tf32 needs a CUDA device, got device {config.device}; use fp32")
     if config.device not in ("cpu", "cuda"):
         raise UsageError(f"device {config.device!r} is unknown; choose cpu or cuda")
     if config.device == "cuda" and not count_gpus():
@@ -289,6 +321,34 @@ def _check_numbers(config: RunConfig) -> None:
         )
     if not 0 < config.learning_rate < math.inf:
         raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
+
+
+def _check_learn(config: RunConfig) -> None:
+    """Raise UsageError unless the options of the stage learn fit the model and this machine."""
+    size, grid = SIZES[config.size], config.pipeline * config.tensor
+    for name, count in (("num_heads", size.num_heads), ("d_ff", size.d_ff)):
+        if count % config.tensor:
+            raise UsageError(
+                f"--tensor {config.tensor} does not divide {name} {count} of size {config.size}"
+            )
+    if size.num_layers < config.pipeline:
+        raise UsageError(
+            f"--pipeline {config.pipeline} is above the {size.num_layers} layers of {config.size}"
+        )
+    if config.world % grid:
+        raise UsageError(
+            f"--tensor {config.tensor} times --pipeline {config.pipeline} does not divide "
+            f"{config.world} ranks"
+        )
+    if config.log is not None and config.log not in LOGS:
+        raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
+    if config.log is not None and importlib.util.find_spec(LOGS[config.log]) is None:
+        raise UsageError(f"--log {config.log} needs `pip install {LOGS[config.log]}`")
+    asked = {"tensor": config.tensor > 1, "pipeline": config.pipeline > 1} | {
+        name: getattr(config, name) for name in ("recompute", "compile", "trace", "log")
+    }
+    if "learn" not in config.stages and (options := [name for name in asked if asked[name]]):
+        raise UsageError(f"--{options[0]} needs the stage learn; add it to the stages")
 
 
 def _check_out(out: Path | None) -> None:

@@ -22,6 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from llmsys_suite.config import SIZES
 
 Attention = Callable[..., Any]
+#: Added to the mean square in RMSNorm.
+NORM_EPSILON = 1e-5
+#: Base of the rotation angles; Su et al. 2021, section 3.2.
+ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class Decoder(nn.Module):
         attention = attention or F.scaled_dot_product_attention
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.norm = nn.RMSNorm(config.d_model, eps=NORM_EPSILON)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
         rope = rotary_table(config.d_model // config.num_heads, config.context)
         self.register_buffer("rope", rope, persistent=False)
@@ -91,10 +95,7 @@ class Decoder(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         rope = self.rope[:, : tokens_BT.shape[1]].to(x_BTD.dtype)
         for block in self.blocks:
-            if self.config.checkpoint and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, rope, use_reentrant=False)
-            else:
-                x_BTD = block(x_BTD, rope)
+            x_BTD = run_block(block, x_BTD, rope, checkpointed=self.config.checkpoint)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 
@@ -114,14 +115,23 @@ class Decoder(nn.Module):
             nn.init.trunc_normal_(module.weight, std=1.0, a=-3.0, b=3.0)
 
 
+def run_block(block: nn.Module, x_BTD: Tensor, rope: Tensor, *, checkpointed: bool) -> Tensor:
+    """Return the output of a block, which backward may run again instead of saving activations."""
+    if checkpointed and torch.is_grad_enabled():
+        out_BTD: Tensor = checkpoint(block, x_BTD, rope, use_reentrant=False)
+    else:
+        out_BTD = block(x_BTD, rope)
+    return out_BTD
+
+
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, attention: Attention) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=NORM_EPSILON)
         self.attention = MultiHeadAttention(config, attention)
-        self.ffn_norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.ffn_norm = nn.RMSNorm(config.d_model, eps=NORM_EPSILON)
         self.ffn = SwiGLU(config.d_model, config.d_ff)
 
     def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
@@ -169,7 +179,7 @@ class SwiGLU(nn.Module):
         return out_BTD
 
 
-def rotary_frequencies(head_dim: int, base: float = 10_000.0) -> Tensor:
+def rotary_frequencies(head_dim: int, base: float = ROPE_BASE) -> Tensor:
     """Return the rotation angle per position of each pair of dims, shape (head_dim / 2,).
 
     Su et al. 2021, section 3.2.
@@ -198,4 +208,5 @@ def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
         )
     a, b = x_BHTK.chunk(2, dim=-1)
     cos, sin = rope
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    # Under autocast the table may be more precise than the queries and keys.
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTK.dtype)

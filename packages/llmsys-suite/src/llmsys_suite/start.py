@@ -36,7 +36,7 @@ def execute(config: RunConfig) -> tuple[int, Path]:
     config = in_epochs(config, text)
     _require_memory(config)
     if config.resume is not None:
-        from llmsys_suite.stages.learn import require_resumable
+        from llmsys_suite.stages.training_state import require_resumable
 
         require_resumable(config, config.resume)
     if "RANK" in os.environ:

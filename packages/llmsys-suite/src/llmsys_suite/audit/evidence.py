@@ -24,8 +24,10 @@ from llmsys_suite.ranks.rank import Run
 
 def gather_evidence(run: Run) -> dict[str, Any]:
     """Collect probes, counts, clocks and digests on all ranks."""
+    with run.in_float32():
+        probed = probe(run)
     return {
-        "probe": probe(run),
+        "probe": probed,
         "text": batch_evidence(run.config, read_parts(run.config.data)[0]),
         "split": split_evidence(run),
         "initial_scales": initial_scales(run),
@@ -98,7 +100,7 @@ def _product_over_reference(run: Run) -> float:
     """Return the ranks' median of a product's rate over the reference matmul's rate."""
     run.barrier()
     n = 512 if run.device.type == "cpu" else 8192
-    a, b = (torch.randn(n, n, device=run.device) for _ in range(2))
+    a, b = (torch.randn(n, n, device=run.device).to(run.compute_dtype) for _ in range(2))
     product = beside = math.inf
     for _ in range(20):
         begin = reference_matmul.clock(run.device)

@@ -44,7 +44,8 @@ def _peer_ratio(run: Run, name: str, wrap: Callable[[Decoder], nn.Module]) -> fl
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate)
 
     def step() -> None:
-        logits = model(tokens)
+        with run.autocast():
+            logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         loss.backward()
         float(loss.detach())

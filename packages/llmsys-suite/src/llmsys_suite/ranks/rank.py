@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,29 @@ class Run:
     def model(self) -> ModelConfig:
         """The shape of the model that this run trains."""
         return ModelConfig.named(self.config.size, context=self.config.context)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        return torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of a forward pass, which changes nothing unless the dtype is bf16."""
+        enabled = self.config.dtype == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Compute in float32 in the block, for checks of quantities that no dtype may change."""
+        config = self.config
+        precision = torch.get_float32_matmul_precision()
+        self.config = replace(config, dtype="fp32")
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            self.config = config
+            torch.set_float32_matmul_precision(precision)
 
     def batch(
         self, step: int, *, rows: int | None = None, shared: bool = False, epochs: bool = False

@@ -6,7 +6,6 @@ than most of the measurements.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -149,6 +148,7 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
     store = _store(rank, world)
     config = agree_on_folder(config, rank, store)
     folder = None
@@ -217,7 +217,7 @@ def make_group(run: Run) -> None:
 def _facts(config: RunConfig) -> dict[str, Any]:
     """Return the facts about the machine, and the digest of the text."""
     text = read_text(config.data)
-    digest = hashlib.sha256(text.train + b"\0" + text.heldout).hexdigest()
+    digest = text.digest(text.train, text.heldout, separator=b"\0")
     return environment() | {"text": digest, "text_source": text.source}
 
 

@@ -22,9 +22,42 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from llmsys_suite.model import ModelConfig
+from llmsys_suite.model import Block, ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import Split, whole_model
+
+
+def block_plan(between: Any) -> dict[str, ParallelStyle]:
+    """Return the plan of a block: matrices split by columns, by rows, and their layouts.
+
+    `between` is the placement of activations between blocks.
+    """
+    whole = Replicate()
+    return {
+        # One input for q, k and v (gate and up): their gradients are summed here before they
+        # are reduced over the ranks, once for all and not once for each.
+        "attention": PrepareModuleInput(
+            input_layouts=(between, None), desired_input_layouts=(whole, None)
+        ),
+        "ffn": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(whole,)),
+        "attention.q": ColwiseParallel(),
+        "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=between),
+        "ffn.gate": ColwiseParallel(),
+        "ffn.up": ColwiseParallel(),
+        "ffn.down": RowwiseParallel(output_layouts=between),
+    }
+
+
+def split_blocks(
+    blocks: list[Block], mesh: DeviceMesh, plan: dict[str, ParallelStyle] | None = None
+) -> None:
+    """Split the matrices and the heads of each block over the ranks of a mesh."""
+    for block in blocks:
+        parallelize_module(block, mesh, plan or block_plan(Replicate()))
+        # Each rank has a part of the heads.
+        block.attention.num_heads //= mesh.size()
 
 
 class TensorModel(Split):
@@ -40,10 +73,7 @@ class TensorModel(Split):
         super().__init__(run, config)
         self.mesh = self.ranks()
         self.model = self.part = whole_model(run, config)
-        for block in self.model.layers():
-            parallelize_module(block, self.mesh, self.block_plan())
-            # Each rank has a part of the heads.
-            block.attention.num_heads //= self.mesh.size()
+        split_blocks(self.model.layers(), self.mesh, self.block_plan())
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
@@ -58,28 +88,14 @@ class TensorModel(Split):
         return init_device_mesh(self.run.device.type, (self.run.world,))
 
     def block_plan(self) -> dict[str, ParallelStyle]:
-        """Return the plan of a block: matrices split by columns, by rows, and their layouts."""
-        whole, out = Replicate(), self.between
-        return {
-            # One input for q, k and v (gate and up): their gradients are summed here before they
-            # are reduced over the ranks, once for all and not once for each.
-            "attention": PrepareModuleInput(
-                input_layouts=(out, None), desired_input_layouts=(whole, None)
-            ),
-            "ffn": PrepareModuleInput(input_layouts=(out,), desired_input_layouts=(whole,)),
-            "attention.q": ColwiseParallel(),
-            "attention.k": ColwiseParallel(),
-            "attention.v": ColwiseParallel(),
-            "attention.out": RowwiseParallel(output_layouts=out),
-            "ffn.gate": ColwiseParallel(),
-            "ffn.up": ColwiseParallel(),
-            "ffn.down": RowwiseParallel(output_layouts=out),
-        }
+        """Return the plan of a block."""
+        return block_plan(self.between)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Forward and backward of the whole batch on every rank; the loss."""
         self.model.zero_grad()
-        loss = self.model.loss(tokens, targets)
+        with self.run.autocast():
+            loss = self.model.loss(tokens, targets)
         loss.backward()
         return float(loss.detach())
 

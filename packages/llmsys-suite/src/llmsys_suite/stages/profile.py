@@ -35,7 +35,13 @@ def case_of(run: Run) -> Case:
     """Return the case of one rank's rows."""
     config = run.config
     rows = config.rows // run.world
-    return Case(size=config.size, context=config.context, rows=rows, device=run.device.type)
+    return Case(
+        size=config.size,
+        context=config.context,
+        rows=rows,
+        dtype=config.dtype,
+        device=run.device.type,
+    )
 
 
 def protocol(run: Run) -> Rows:

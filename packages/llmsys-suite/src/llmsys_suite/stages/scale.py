@@ -68,7 +68,9 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
         batch = run.corpus.batch(rows=ROWS, context=CONTEXT, seed=seed, step=step)
         tokens, targets = (t.to(run.device) for t in batch)
         optimizer.zero_grad()
-        model.loss(tokens, targets).backward()
+        with run.autocast():
+            loss_in_training = model.loss(tokens, targets)
+        loss_in_training.backward()
         optimizer.step()
     tokens, targets = (
         t.to(run.device) for t in run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)

@@ -11,7 +11,7 @@ import accounting
 from llmsys_suite.config import LEAST_CONTEXT, SIZES, UsageError
 from llmsys_suite.model import ModelConfig
 
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = ("fp32", "tf32", "bf16", "fp16")
 PHASES = ("forward", "backward", "optimizer")
 #: Numbers of warm-up steps, and the number of measured steps after them.
 WARMUPS, STEPS = (0, 1, 2, 5), 10
@@ -21,7 +21,8 @@ WARMUPS, STEPS = (0, 1, 2, 5), 10
 class Case:
     """One benchmark case: AdamW steps on one device, on `rows` sequences of `context` tokens.
 
-    Attention runs without a fused kernel. `dtype` is the autocast dtype; the weights are float32.
+    Attention runs without a fused kernel. `dtype` is the arithmetic of products: fp32, tf32 (CUDA
+    only), or the autocast dtype; the weights are float32.
     `layers` overrides the number of layers of `size`. Raises UsageError for invalid values.
     """
 
@@ -41,6 +42,8 @@ class Case:
                 raise UsageError(
                     f"{name} {getattr(self, name)!r} is unknown; choose from {', '.join(known)}"
                 )
+        if self.dtype == "tf32" and self.device != "cuda":
+            raise UsageError("dtype tf32 needs device cuda, got cpu; use fp32")
         least = {"context": LEAST_CONTEXT, "rows": 1, "layers": 1}
         for name, low in least.items():
             value = getattr(self, name)

@@ -48,6 +48,12 @@ class Variant:
         torch.manual_seed(run.config.seed)
         self.device = run.device
         self.phase = run.recorder.phase
+        self.autocast = run.autocast
+        #: This rank's part of the rows, and the number of parts.
+        self.data_rank = run.rank
+        self.data_world = run.world
+        #: True if the digests of this rank's rows are recorded: once per part.
+        self.reports_rows = True
         self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate)
         #: Number of parts in which a rank handles its rows.
         self.parts = run.config.parts if self.alone else 1
@@ -76,7 +82,7 @@ class Variant:
         """Run forward and backward as labeled phases and return the mean loss."""
         mean = 0.0
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
-            with self.phase("forward"):
+            with self.phase("forward"), self.autocast():
                 logits = self.model(some)
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), theirs.flatten())
                 loss = loss * (len(some) / len(tokens))
@@ -120,6 +126,17 @@ class Variant:
     def planned_shared_bytes(self, gradient_bytes: int) -> float:
         """Return the bytes that all ranks should sum in shared memory in a step."""
         return 0.0
+
+    def evaluated_model(self) -> nn.Module:
+        """Return the model that computes held-out losses."""
+        return self.model
+
+    def checkpointed(self) -> tuple[nn.Module, Any]:
+        """Return the model and the optimizer that a checkpoint stores and loads."""
+        return self.model, self.optimizer
+
+    def restore(self, model: nn.Module, optimizer: Any) -> None:
+        """Take over the loaded state of the pair that `checkpointed` returned."""
 
     def close(self) -> None:
         """Release resources that outlive the last step."""

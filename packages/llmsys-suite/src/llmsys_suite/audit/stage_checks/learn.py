@@ -27,6 +27,7 @@ from llmsys_suite.audit.tolerances import GRADIENT, REPLAYED_LOSS, WEIGHT_CHANGE
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.generation import MODEL
 from llmsys_suite.stages import learn, results
+from llmsys_suite.stages.training_state import CHECKPOINT, DEFAULT_STEPS
 
 #: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
 ROUNDING = 2**-23
@@ -55,17 +56,19 @@ def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
         yield wanted.equal("first step", 0, result.begun_at)
         yield wanted.equal("rows", config.rows, result.rows)
         yield wanted.equal("base learning rate", config.learning_rate, result.learning_rate)
-        steps = config.learn or learn.DEFAULT_STEPS
+        steps = config.learn or DEFAULT_STEPS
         yield Sources("losses", "the configuration").equal("steps", steps, total)
     evaluated = [step for step, _ in result.heldout]
     order = Sources("evaluations", "first, last and in order")
     in_order = evaluated == sorted(set(evaluated)) and evaluated[-1] == total
     yield order.none("steps of held-out losses", [] if in_order else [str(evaluated)])
-    if run.world > 1 and (train := run.results.get("train")):
+    chosen = config.tensor * config.pipeline == 1 and run.world > 1
+    if chosen and (train := run.results.get("train")):
+        allowed = learn.COMPILED if config.compile else learn.LEARNERS
         ratios = {
             row["variant"]: row["ratio_p50"]
             for row in train.rows
-            if row["variant"] in learn.LEARNERS and "ratio_p50" in row
+            if row["variant"] in allowed and "ratio_p50" in row
         }
         ratio = ratios.get(result.variant, math.nan)
         smallest = Sources("ratio to the peer", "the smallest of those that can learn")
@@ -140,7 +143,7 @@ def rate(base: float, step: int, total: int) -> float:
 
 
 def _last_checkpoint(run: Run, total: int) -> Iterator[Check]:
-    last = read_checkpoint(run.out / learn.CHECKPOINT)
+    last = read_checkpoint(run.out / CHECKPOINT)
     steps = {int(step) for step in last["step"].values()}
     counts = Sources("step counts in the checkpoint", f"{total} losses")
     yield counts.none("steps of the optimizer", [f"{n} steps" for n in steps if n != total])
