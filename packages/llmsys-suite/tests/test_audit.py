@@ -4,12 +4,15 @@ import copy
 import hashlib
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from llmsys_suite.audit import training_checks
+import torch
+from llmsys_suite.audit import events, training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.run import check_again
+from llmsys_suite.audit.stored import stored_bytes
 from llmsys_suite.audit.text import held_out_windows, read_parts
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
@@ -580,6 +583,36 @@ def test_a_loss_that_does_not_fall_fails():
                 sample["loss"] = 5.0 + sample["step"]
 
     assert "the loss falls" in tampered(change)
+
+
+def test_schedules_are_told_apart_by_their_events():
+    gpipe = [("forward", 0, i) for i in range(4)] + [("backward", 0, i) for i in range(4)]
+    pairs = [[("forward", 0, i), ("backward", 0, i)] for i in range(4)]
+    last_of_1f1b = [event for pair in pairs for event in pair]
+    name = "pipeline ({})".format
+    assert events.most_in_flight(gpipe) == 4
+    assert events.most_in_flight(last_of_1f1b) == 1
+    assert events.expected_in_flight(name("GPipe"), 1, 2, 4) == 4
+    assert events.expected_in_flight(name("1F1B"), 1, 2, 4) == 1
+    assert events.expected_in_flight(name("1F1B"), 0, 2, 4) == 2
+    assert events.expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
+
+
+def test_every_tensor_that_a_variant_refers_to_is_counted_once():
+    model = torch.nn.Linear(10, 10, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    variant = SimpleNamespace(model=model, optimizer=optimizer)
+    view = model.weight.detach()[:5]
+    variant.stored = {"in": [(view, torch.zeros(25))], "closure": lambda: hidden}
+    hidden = torch.zeros(50)
+    assert stored_bytes(variant) == {
+        "parameters": 400,
+        "moments": 800,
+        # Weights, gradients, two moments, the step count, and two tensors.
+        "all": 400 + 400 + 800 + 4 + 100 + 200,
+    }
 
 
 def test_a_check_with_nothing_recorded_is_red():

@@ -184,7 +184,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
 def audit(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
-    """Repeat the checks of a run from its records; exit status 1 if one fails."""
+    """Check `plan` and `train` again from the records of a run; exit status 1 if a check fails."""
     from llmsys_suite.audit.run import check_again
 
     checks = check_again(_run_folder(folder))

@@ -69,6 +69,8 @@ def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
 def check_again(folder: RunFolder) -> list[Check]:
     """Return the checks of a folder; those of `plan` and `train` are recomputed from its records.
 
+    The other checks are those that the run stored.
+
     Raises:
         UsageError: the run is incomplete or was not audited.
     """
