@@ -107,7 +107,7 @@ def probed(ranks, wire=400):
 
 def final(name):
     """Return what the ranks store after the training, and the distance of their weights."""
-    server = name == "parameter server"
+    server = name in ("parameter server", LOCAL)
     stored = {"parameters": 400, "moments": 0 if server else 800, "all": 1300}
     ranks = 1 if name == SINGLE else 2
     weights = {"ranks": ranks, "differ": [], "from_one_process": [1e-5, "q"]}
@@ -371,7 +371,7 @@ def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
         train.rows[2]["step_ms"] *= 0.9
 
-    names = {"reported step time", "utilization", "computing over a slow link"}
+    names = {"reported step time", "reported utilization", "computing over a slow link"}
     assert names >= set(tampered(change)) >= {"reported step time"}
 
 
@@ -411,7 +411,7 @@ def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
     def longer(train, samples, evidence):
         next(s for s in samples if s["phase"] == "forward" and not s["warmup"])["seconds"] *= 3
 
-    assert tampered(longer) == ["time in the phases of a step"]
+    assert "time in the phases of a step" in tampered(longer)
     assert not any("phases" in name for name in tampered(change))
 
 
@@ -453,7 +453,7 @@ def test_a_doubled_utilization_fails():
     def change(train, samples, evidence):
         train.rows[1]["mfu"] *= 2
 
-    assert tampered(change) == ["utilization"]
+    assert tampered(change) == ["reported utilization"]
 
 
 def test_a_thread_busier_than_the_step_is_long_fails():
@@ -477,7 +477,7 @@ def test_bytes_that_the_kernel_did_not_count_fail(nbytes):
     def change(train, samples, evidence):
         evidence["probe"]["variants"]["ddp flat"]["received"][1] = nbytes
 
-    assert tampered(change)[-1] == "ddp flat: bytes received, rank 1"
+    assert "ddp flat: bytes received, rank 1" in tampered(change)
 
 
 @pytest.mark.parametrize("nbytes", [0, 200, 1800])
@@ -501,6 +501,7 @@ def test_local_steps_may_drift_apart_but_not_far():
         def change(train, samples, evidence):
             for s in steps(samples, LOCAL)[2:]:
                 s["loss"] = loss
+            train.losses[LOCAL][1:] = [loss] * 3
             train.rows[-1]["final_loss"] = loss
 
         return change
