@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.flops import Flops, count_flops
 from llmsys_suite.audit.inputs import initial_weights
 from llmsys_suite.config import SIZES
 from llmsys_suite.ranks.rank import Run
@@ -32,7 +29,9 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
         yield Sources("profiler", "a timer around it").between(
             f"{row['phase']}: operators' total", timer, row["total_ms"], low, 1.05 * timer + 0.5
         )
-    flops = _count(run)
+    rows = max(1, run.config.rows // run.world)
+    weights = initial_weights(run)
+    flops = count_flops(weights, rows, run.config.context, run.model.num_heads)
     for row in result.protocol:
         if not row["note"]:
             yield from ten_steps(row)
@@ -41,9 +40,9 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
     first = result.operators[0]
     counter = Sources("profile", "torch's counter")
     yield counter.equal(
-        "FLOPs of attention's products", flops.attention, first["attention_product_flops"]
+        "FLOPs of attention's products", flops.attention_forward, first["attention_product_flops"]
     )
-    scores = flops.attention / (4 * run.model.d_model // run.model.num_heads)
+    scores = flops.attention_forward / (4 * run.model.d_model // run.model.num_heads)
     five = Sources("profile", "five per score")
     yield five.equal("FLOPs of softmax", 5 * scores, first["softmax_flops"])
 
@@ -66,29 +65,6 @@ def ten_steps(row: results.Row) -> Iterator[Check]:
     fraction = float(np.median(steps.sum(axis=1) / row["clocked_s"]))
     clock = Sources("its parts", "another clock around them")
     yield clock.between(f"{name}: a step", 1, fraction, 0.9, 1.01)
-
-
-@dataclass(frozen=True)
-class Flops:
-    """FLOPs of one step of the reference: of attention's products forward, executed and useful."""
-
-    attention: int
-    executed: float
-    useful: float
-
-
-def _count(run: Run) -> Flops:
-    rows = max(1, run.config.rows // run.world)
-    context = run.config.context
-    weights = {n: w.to("meta") for n, w in initial_weights(run).items()}
-    tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        reference.logits(weights, tokens, run.model.num_heads)
-    products = counter.get_flop_counts()["Global"]
-    attention = sum(n for operator, n in products.items() if "bmm" in str(operator))
-    # A backward pass takes twice the forward pass; T (T - 1) / 2 of T x T scores are in the future.
-    executed = 3 * counter.get_total_flops()
-    return Flops(attention, executed, executed - 3 * attention * (context - 1) / (2 * context))
 
 
 def _utilization(run: Run, row: results.Row, flops: Flops) -> Iterator[Check]:

@@ -36,9 +36,12 @@ def memory(record: Record) -> Iterator[Check]:
     )
     total = Sources("parts of the plan", "its peak")
     yield total.equal("parts of the peak", plan.training_peak_bytes, sum(parts.values()), 1e-9)
-    optimizer = Sources("plan", "a real optimizer's tensors")
-    stored = parts["weights"] + parts["optimizer"]
-    yield optimizer.equal("weights and moments", record.evidence["kept_bytes"], stored)
+    stored = record.train.final_weights[SINGLE]["stored"][0]
+    yield Sources("plan", "tensors of one process").equal(
+        "weights and moments",
+        stored["parameters"] + stored["moments"],
+        parts["weights"] + parts["optimizer"],
+    )
 
 
 def communication(record: Record) -> Iterator[Check]:
