@@ -169,7 +169,7 @@ def _snapshot(run: Run) -> str:
     model = Decoder(run.model).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens, targets = run.batch(0, rows=ROWS)
-    # Full stacks of every allocation take minutes to write; Python's are what a reader needs.
+    # Stacks of C++ frames take minutes to write.
     torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
     try:
         model.loss(tokens, targets).backward()

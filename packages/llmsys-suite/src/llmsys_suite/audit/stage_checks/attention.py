@@ -52,7 +52,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
 def _times(
     run: Run, result: results.Attention, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> Iterator[Check]:
-    """Time every kernel again, beside a direct call of SDPA."""
+    """Time every kernel again, in turns with a direct call of SDPA."""
     kernels = {**attention.KERNELS, "direct": F.scaled_dot_product_attention}
     calls = {
         name: partial(attention.forward_backward, kernel, *inputs)
