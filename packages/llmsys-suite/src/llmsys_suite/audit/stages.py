@@ -150,10 +150,12 @@ def parallel(run: Run, result: results.Parallel) -> Iterator[Check]:
         slopes.append(slope)
     moved = {name: trained[name] - w for name, w in start.items()}
     for row in rows:
-        name, split = row["split"], splits.SPLITS[row["split"]](run, run.model)
-        split.step(*batches[0])
-        first = reference.furthest(split.gradients(), slopes[0])
-        split.train(run)
+        name = row["split"]
+        with run.in_float32():
+            split = splits.SPLITS[name](run, run.model)
+            split.step(*batches[0])
+            first = reference.furthest(split.gradients(), slopes[0])
+            split.train(run)
         after = {name: w.double() - start[name] for name, w in split.weights().items()}
         distances = run.gather((first, reference.furthest(after, moved)))
         if run.rank:
