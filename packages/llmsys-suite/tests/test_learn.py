@@ -96,8 +96,13 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
 
 
 GRIDS = [
-    pytest.param(2, {"tensor": 2}, id="tensor"),
-    pytest.param(2, {"pipeline": 2, "recompute": True}, id="pipeline, recomputed"),
+    pytest.param(2, {"tensor": 2}, id="tensor", marks=pytest.mark.exhaustive),
+    pytest.param(
+        2,
+        {"pipeline": 2, "recompute": True},
+        id="pipeline, recomputed",
+        marks=pytest.mark.exhaustive,
+    ),
     pytest.param(4, {"pipeline": 2}, id="data x pipeline", marks=pytest.mark.exhaustive),
     pytest.param(8, {"tensor": 2, "pipeline": 2}, id="all three", marks=pytest.mark.exhaustive),
     pytest.param(2, {"tensor": 2, "compile": True}, id="compiled", marks=pytest.mark.exhaustive),

@@ -12,7 +12,7 @@ from llmsys_suite.measure.training_log import TRACED, open_log, traced_steps
 
 class FakeWriter:
     def __init__(self, folder):
-        self.rows = [("folder", folder)]
+        FakeWriter.rows = [("folder", folder)]
 
     def add_scalar(self, name, value, step):
         self.rows.append((name, value, step))
@@ -46,21 +46,21 @@ def test_tensorboard_receives_each_value_on_rank_0(tmp_path, monkeypatch):
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = FakeWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    log = open_log(a_run(tmp_path, log="tensorboard"))
-    log.write(3, {"loss": 2.5, "learning_rate": 0.1})
-    log.close()
+    with open_log(a_run(tmp_path, log="tensorboard")) as log:
+        log(3, {"loss": 2.5, "learning_rate": 0.1})
     expected = [("folder", str(tmp_path / "tensorboard")), ("loss", 2.5, 3)]
-    assert log._writer.rows == [*expected, ("learning_rate", 0.1, 3), "closed"]
+    assert FakeWriter.rows == [*expected, ("learning_rate", 0.1, 3), "closed"]
     for other in (a_run(tmp_path, log="tensorboard", rank=1), a_run(tmp_path)):
-        open_log(other).write(0, {"loss": 1.0})
+        with open_log(other) as log:
+            log(0, {"loss": 1.0})
+    assert len(FakeWriter.rows) == 4
 
 
 def test_wandb_receives_the_configuration_and_each_value(tmp_path, monkeypatch):
     wandb = FakeWandb("wandb")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    log = open_log(a_run(tmp_path, log="wandb"))
-    log.write(0, {"loss": 2.0})
-    log.close()
+    with open_log(a_run(tmp_path, log="wandb")) as log:
+        log(0, {"loss": 2.0})
     assert wandb.options["config"]["size"] == "tiny"
     assert wandb.rows == [({"loss": 2.0}, 0), "closed"]
 

@@ -261,13 +261,16 @@ def _backend(backend: str, preset: str, gpus: int, world: int, launched: bool) -
     if backend not in ("auto", "gloo", "nccl"):
         raise UsageError(f"backend {backend!r} is unknown; choose auto, gloo or nccl")
     if backend == "auto":
-        return "nccl" if preset == "gpu" else "gloo"
+        backend = "nccl" if preset == "gpu" else "gloo"
     if backend == "nccl" and not gpus:
         raise UsageError("backend nccl needs a CUDA device and this machine shows none; use gloo")
     if backend == "nccl" and preset == "cpu":
         raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu")
     if backend == "nccl" and world > gpus and not launched:
-        raise UsageError(f"backend nccl needs a GPU a rank: {world} ranks, {gpus} GPUs")
+        raise UsageError(
+            f"backend nccl needs one GPU per rank, got {world} ranks and {gpus} GPUs; "
+            "use --backend gloo"
+        )
     return backend
 
 

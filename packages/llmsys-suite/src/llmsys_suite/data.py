@@ -48,8 +48,7 @@ class Text:
     def digest(self, *parts: bytes | memoryview, separator: bytes = b"") -> str:
         """Return the hexadecimal SHA-256 digest of some parts of this text.
 
-        The pages of a mapped file are released after each chunk, so that the memory of the process
-        does not grow with the file.
+        A mapped file takes as much memory as one chunk.
         """
         digest = hashlib.sha256()
         for number, part in enumerate(parts):
@@ -57,17 +56,17 @@ class Text:
                 digest.update(separator)
             for start in range(0, len(part), CHUNK_BYTES):
                 digest.update(part[start : start + CHUNK_BYTES])
-                if self.mapped is not None:
-                    self.mapped.madvise(mmap.MADV_DONTNEED)
+                _release(self.mapped)
         return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The training tokens and the held-out tokens."""
+    """The training tokens and the held-out tokens, which may be views of a mapped file."""
 
     train: Tensor
     heldout: Tensor
+    mapped: mmap.mmap | None = None
 
     def batch(
         self,
@@ -91,12 +90,17 @@ class Corpus:
         draw = _starts_in_epochs if epochs else _starts
         starts = draw(len(self.train), rows, context, seed, step)
         mine = starts[rank * rows // world : (rank + 1) * rows // world]
-        return _shifted(self.train, mine, context)
+        return self._windows(self.train, mine, context)
 
     def heldout_batch(self, *, rows: int, context: int) -> tuple[Tensor, Tensor]:
         """Return `rows` rows spread evenly over the held-out text, the same in each call."""
         stride = (len(self.heldout) - context - 1) // rows
-        return _shifted(self.heldout, [i * stride for i in range(rows)], context)
+        return self._windows(self.heldout, [i * stride for i in range(rows)], context)
+
+    def _windows(self, text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
+        pair = _shifted(text, starts, context)
+        _release(self.mapped)
+        return pair
 
 
 def read_text(path: Path | None = None) -> Text:
@@ -187,7 +191,8 @@ def load_corpus(path: Path | None = None) -> Corpus:
         np.frombuffer(part if text.mapped else bytearray(part), np.uint8)
         for part in (text.train, text.heldout)
     )
-    return Corpus(*(torch.from_numpy(part) for part in parts))
+    train, heldout = (torch.from_numpy(part) for part in parts)
+    return Corpus(train, heldout, text.mapped)
 
 
 def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
@@ -198,6 +203,15 @@ def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
     parts = list(rows)
     pairs = zip(parts[: len(tokens)], parts[len(tokens) :], strict=True)
     return [hashlib.sha256(x + b"\0" + y).hexdigest()[:12] for x, y in pairs]
+
+
+def _release(mapped: mmap.mmap | None) -> None:
+    """Release the pages of a mapped file, which the kernel reads again when they are needed.
+
+    Otherwise they count as memory of the process, up to two MiB for each window that was read.
+    """
+    if mapped is not None:
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _shifted(text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,11 @@ def execute(config: RunConfig) -> tuple[int, Path]:
     text = read_text(config.data)
     require_text(text, context=config.context)
     config = in_epochs(config, text)
+    if config.device == "cuda" and "RANK" in os.environ:
+        from llmsys_suite.ranks.worker import select_device
+
+        # Before the first question about memory, so that each rank uses its own GPU.
+        select_device(config)
     _require_memory(config)
     if config.resume is not None:
         from llmsys_suite.stages.training_state import require_resumable

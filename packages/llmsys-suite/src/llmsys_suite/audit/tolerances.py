@@ -4,6 +4,8 @@ Those on weights, gradients and losses are the largest deviation that tests/test
 fault-free runs, times the factor stated in the comment. The other tolerances are chosen limits.
 """
 
+from llmsys_suite.config import RunConfig
+
 #: Distance of a float32 gradient from float64 per parameter: 8e-7 at most, times six.
 GRADIENT = 5e-6
 #: Relative difference of the first losses: 4e-7 at most, times five.
@@ -29,3 +31,16 @@ CLOCK = 0.02
 BAND = 1.6
 #: Allowed factor between a peer of the run and the audit's, timed in the same rounds.
 PEER_BAND = 1.4
+#: Relative rounding of a loss, and of the change of weights by AdamW, by the dtype of products.
+LOSS_IN_DTYPE = {"fp32": 0.0, "tf32": 2.5e-3, "bf16": 1e-2}
+WEIGHT_CHANGE_IN_DTYPE = {"fp32": 0.0, "tf32": 0.1, "bf16": 0.4}
+
+
+def loss_tolerance(config: RunConfig, tolerance: float) -> float:
+    """Return the tolerance of a loss: that of float32, or the rounding of the run's dtype."""
+    return max(tolerance, LOSS_IN_DTYPE[config.dtype])
+
+
+def weight_tolerance(config: RunConfig, tolerance: float) -> float:
+    """Return the tolerance of a change of weights, as for losses."""
+    return max(tolerance, WEIGHT_CHANGE_IN_DTYPE[config.dtype])

@@ -3,80 +3,46 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import profiler
 
 from llmsys_suite.ranks.rank import Run
 
+#: Records the values of a step: `log(step, {name: value})`.
+Log = Callable[[int, dict[str, float]], None]
 #: Steps of `learn` before the recorded ones, and the number of recorded steps.
 SKIPPED, TRACED = 2, 3
 
 
-class TrainingLog(Protocol):
-    """Where the scalars of each step go."""
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Record the values of a step by their names."""
-
-    def close(self) -> None:
-        """Write all remaining values."""
-
-
-class NoLog:
-    """A log that discards all values."""
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Discard the values."""
-
-    def close(self) -> None:
-        """Return, because nothing is open."""
-
-
-class TensorBoardLog:
-    """Event files in the folder `tensorboard` of the run."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Record the values of a step by their names."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write all remaining values."""
-        self._writer.close()
-
-
-class WandbLog:
-    """A run of wandb, whose project and mode its environment variables decide."""
-
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        self._run = wandb.init(dir=str(folder), name=folder.name, config=config)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Record the values of a step by their names."""
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        """Write all remaining values."""
-        self._run.finish()
-
-
-def open_log(run: Run) -> TrainingLog:
-    """Return the log that the configuration names, on rank 0; the other ranks log nothing."""
+@contextmanager
+def open_log(run: Run) -> Iterator[Log]:
+    """Yield the log that the configuration names, on rank 0; all others discard the values."""
     if run.rank or run.config.log is None:
-        return NoLog()
-    if run.config.log == "tensorboard":
-        return TensorBoardLog(run.out)
-    return WandbLog(run.out, run.config.to_json())
+        yield lambda step, values: None
+    elif run.config.log == "tensorboard":
+        tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
+        writer = tensorboard.SummaryWriter(str(run.out / "tensorboard"))
+
+        def add_scalars(step: int, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        try:
+            yield add_scalars
+        finally:
+            writer.close()
+    else:
+        # Environment variables decide the project and whether wandb is online.
+        wandb: Any = importlib.import_module("wandb")
+        config = run.config.to_json()
+        job = wandb.init(dir=str(run.out), name=run.out.name, config=config)
+        try:
+            yield lambda step, values: job.log(values, step=step)
+        finally:
+            job.finish()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import platform
 import sys
 import threading
 import time
@@ -141,16 +142,12 @@ def leave(run: Run, watch: FailureWatch | None) -> None:
 
 def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     """Join the process group and return the state that every stage works with."""
+    device = select_device(config)
     create_autograd_threads()
-    device = torch.device(config.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
     store = _store(rank, world)
     config = agree_on_folder(config, rank, store)
+    require_shared_folder(config, rank)
     folder = None
     if rank == 0:
         assert config.out is not None
@@ -173,6 +170,19 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     return run
 
 
+def select_device(config: RunConfig) -> torch.device:
+    """Return the device of this rank, and make it the current one.
+
+    This must be the first use of CUDA: a call before it would allocate memory on the first GPU.
+    """
+    if config.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return torch.device(config.device)
+
+
 def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfig:
     """Return `config` with the run folder that rank 0 claims, the same on every rank.
 
@@ -189,6 +199,16 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
         store.set(key, str(claim(config).out))
     store.wait([key], TIMEOUT)
     return replace(config, out=Path(store.get(key).decode()))
+
+
+def require_shared_folder(config: RunConfig, rank: int) -> None:
+    """Raise UsageError if the stage learn would write parts of a checkpoint on several hosts."""
+    if "learn" in config.stages and not os.path.exists(f"{config.out}/config.json"):
+        raise UsageError(
+            f"rank {rank} on {platform.node()} does not see the run folder {config.out} of rank 0: "
+            "the checkpoints of the stage learn need a file system that all hosts share; name a "
+            "folder on one with --out, or leave out learn"
+        )
 
 
 def create_autograd_threads() -> None:

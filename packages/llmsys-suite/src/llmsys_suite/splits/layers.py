@@ -6,6 +6,7 @@ parallelism, and from four ranks on a split over two of them within data paralle
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class TensorModel(Split):
 
     def __init__(self, run: Run, config: ModelConfig) -> None:
         super().__init__(run, config)
+        self.model_config = config
         self.mesh = self.ranks()
         self.model = self.part = whole_model(run, config)
         split_blocks(self.model.layers(), self.mesh, self.block_plan())
@@ -137,29 +139,42 @@ class SequenceModel(TensorModel):
 
 
 class DataTensorModel(TensorModel):
-    """Two dimensions: layers split over pairs of ranks, rows over the pairs."""
+    """Two dimensions: layers split over the ranks of a group, rows over the groups.
+
+    A group is as large as the heads and columns of the model allow, so that twelve heads train on
+    eight ranks in two groups of four.
+    """
 
     def ranks(self) -> DeviceMesh:
-        """Return the pair of groups, and store the group of ranks with the same shard."""
+        """Return this rank's group, and store the group of ranks with the same shard."""
+        size = self.group_size(self.run, self.model_config)
         mesh = init_device_mesh(
-            self.run.device.type, (self.run.world // 2, 2), mesh_dim_names=("data", "tensor")
+            self.run.device.type, (self.run.world // size, size), mesh_dim_names=("data", "tensor")
         )
         self.replicas = mesh["data"]
         return mesh["tensor"]
 
+    @staticmethod
+    def group_size(run: Run, config: ModelConfig) -> int:
+        """Return the largest proper divisor of the ranks that divides heads and columns."""
+        divisors = [size for size in range(1, run.world) if run.world % size == 0]
+        fits = math.gcd(config.num_heads, config.d_ff)
+        return max(size for size in (1, *divisors) if fits % size == 0)
+
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """Return an error message unless there are two or more pairs with equal rows."""
-        if run.world < 4 or run.world % 2:
-            return f"{run.world} ranks make no two pairs"
-        if run.config.rows % (run.world // 2):
-            return f"{run.config.rows} rows do not split over {run.world // 2} pairs"
-        return super().why_not(run, config)
+        """Return an error message unless there are two or more groups with equal rows."""
+        size = cls.group_size(run, config)
+        if size < 2:
+            return f"{run.world} ranks do not make groups that split {config.num_heads} heads"
+        if run.config.rows % (run.world // size):
+            return f"{run.config.rows} rows do not split over {run.world // size} groups"
+        return ""
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of this pair's rows, then the mean over the pairs."""
-        pairs, mine = self.replicas.size(), self.replicas.get_local_rank()
-        loss = super().step(tokens.chunk(pairs)[mine], targets.chunk(pairs)[mine])
+        """Forward and backward of this group's rows, then the mean over the groups."""
+        groups, mine = self.replicas.size(), self.replicas.get_local_rank()
+        loss = super().step(tokens.chunk(groups)[mine], targets.chunk(groups)[mine])
         means = [torch.tensor(loss, device=self.device)]
         for parameter in self.part.parameters():
             assert parameter.grad is not None
@@ -167,5 +182,5 @@ class DataTensorModel(TensorModel):
             means.append(grad.to_local() if isinstance(grad, DTensor) else grad)
         for tensor in means:
             dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.replicas.get_group())
-            tensor /= pairs
+            tensor /= groups
         return float(means[0])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmsys_suite.data import row_digests
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
-from llmsys_suite.measure.training_log import TrainingLog, open_log, traced_steps
+from llmsys_suite.measure.training_log import Log, open_log, traced_steps
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.generation import MODEL, generate, text
@@ -62,13 +62,15 @@ def run(run: Run) -> Learn | None:
     probed_step = draw_probed_step(run, begun_at, state["total"])
     if not state["heldout"]:
         state["heldout"].append((0, heldout_loss(run, variant.evaluated_model())))
-    log = open_log(run)
-    with collect_stop_requests() as stop_requests, traced_steps(run) as recording:
+    with (
+        collect_stop_requests() as stop_requests,
+        traced_steps(run) as recording,
+        open_log(run) as log,
+    ):
         while state["step"] < state["total"]:
             train_step(run, name, variant, state, probed_step, stop_requests, log)
             if recording is not None:
                 recording.step()
-    log.close()
     weights = variant.weights()
     after = sample(run, weights)
     variant.close()
@@ -121,7 +123,7 @@ def train_step(
     state: dict[str, Any],
     probed_step: int | None,
     stop_requests: list[int],
-    log: TrainingLog,
+    log: Log,
 ) -> None:
     """Take one step; evaluate and save a checkpoint at intervals, and save one to stop."""
     step, total = state["step"], state["total"]
@@ -148,11 +150,11 @@ def train_step(
     both = torch.tensor([record["loss"], float(bool(stop_requests))], device=run.device)
     dist.all_reduce(both)
     state["losses"].append(float(both[0]) / run.world)
-    log.write(step, {"loss": state["losses"][-1], "learning_rate": record["learning_rate"]})
+    log(step, {"loss": state["losses"][-1], "learning_rate": record["learning_rate"]})
     state["step"] = step = step + 1
     if step == total or step % max(1, total // EVALUATIONS) == 0:
         state["heldout"].append((step, heldout_loss(run, variant.evaluated_model())))
-        log.write(step - 1, {"heldout_loss": state["heldout"][-1][1]})
+        log(step - 1, {"heldout_loss": state["heldout"][-1][1]})
         run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
     if both[1] or step == total or step % max(1, total // SAVES) == 0:
         save(run, variant, state, CHECKPOINT)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from llmsys_suite.config import SIZES
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Profile, Rows
@@ -28,7 +30,12 @@ def run(run: Run) -> Profile | None:
         return None
     step = Step(case_of(run))
     step.timed()
-    return Profile(protocol(run), kernels.by_phase(step))
+    operators = kernels.by_phase(step)
+    del step
+    if run.device.type == "cuda":
+        # The protocol runs in other processes, which cannot use memory that this one caches.
+        torch.cuda.empty_cache()
+    return Profile(protocol(run), operators)
 
 
 def case_of(run: Run) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.measure.interleaved import now
@@ -44,7 +45,10 @@ def summarize(events: Any, device_type: str) -> dict[str, Any]:
 
     The products of attention are batched products, which no other part of the model uses.
     """
-    by_key = {event.key: event for event in events}
+    # On a GPU the kernels are events too. Their time is that of the operators that launched them,
+    # and would be counted twice.
+    operators = [event for event in events if event.device_type == DeviceType.CPU]
+    by_key = {event.key: event for event in operators if not event.is_user_annotation}
     if device_type == "cuda":
         self_us = {key: event.self_device_time_total for key, event in by_key.items()}
     else:

@@ -23,7 +23,13 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import in_float64, on_device, seeded
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import GRADIENT, REPLAYED_LOSS, WEIGHT_CHANGE
+from llmsys_suite.audit.tolerances import (
+    GRADIENT,
+    REPLAYED_LOSS,
+    WEIGHT_CHANGE,
+    loss_tolerance,
+    weight_tolerance,
+)
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.generation import MODEL
 from llmsys_suite.stages import learn, results
@@ -79,21 +85,22 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     assert run.folder is not None
     config = run.config
     heads = run.model.num_heads
+    allowed = loss_tolerance(config, REPLAYED_LOSS)
     train, held_out = read_parts(config.data)
     rows = on_device(run, reference.spread(held_out, learn.HELDOUT_ROWS, config.context))
     stored = load_file(run.folder.path / MODEL)
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
     exact = reference.mean_loss(weights, *rows, heads)
     file = Sources("reported", "the file's weights in float64")
-    yield file.equal("held-out loss", exact, result.heldout[-1][1], REPLAYED_LOSS)
+    yield file.equal("held-out loss", exact, result.heldout[-1][1], allowed)
     if result.begun_at == 0:
         start = in_float64(seeded(run, run.model))
         float64 = Sources("reported", "float64")
         batch = reference.batch(train, config.rows, config.context, config.seed + 1, 0)
         exact = reference.mean_loss(start, *on_device(run, batch), heads)
-        yield float64.equal("first loss", exact, result.losses[0], REPLAYED_LOSS)
+        yield float64.equal("first loss", exact, result.losses[0], allowed)
         exact = reference.mean_loss(start, *rows, heads)
-        yield float64.equal("first held-out loss", exact, result.heldout[0][1], REPLAYED_LOSS)
+        yield float64.equal("first held-out loss", exact, result.heldout[0][1], allowed)
 
 
 def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
@@ -171,8 +178,9 @@ def _probed_step(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
         optimizer.v = {name: v.to(run.device).double() for name, v in before["exp_avg_sq"].items()}
     expected = optimizer.step(weights, gradients)
     where = f"step {step}"
+    allowed = loss_tolerance(config, REPLAYED_LOSS)
     yield Sources("reported", "float64").equal(
-        "loss of a random step", loss, result.losses[step], REPLAYED_LOSS, where
+        "loss of a random step", loss, result.losses[step], allowed, where
     )
     stored = Sources("checkpoint", "float64")
     for key, moments in (("exp_avg", optimizer.m), ("exp_avg_sq", optimizer.v)):
@@ -180,15 +188,18 @@ def _probed_step(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
             (reference.distance(after[key][name].to(run.device), moment), f"{where} {name}")
             for name, moment in moments.items()
         ]
-        yield stored.all_near(f"{key} after a random step", distances, GRADIENT)
+        yield stored.all_near(
+            f"{key} after a random step", distances, weight_tolerance(config, GRADIENT)
+        )
     off = []
     for name, w in expected.items():
         moved = w - weights[name]
-        allowed = WEIGHT_CHANGE * moved.norm() + ROUNDING * weights[name].norm()
+        change = weight_tolerance(config, WEIGHT_CHANGE)
+        room = change * moved.norm() + ROUNDING * weights[name].norm()
         distance = (after["weight"][name].to(run.device).double() - w).norm()
-        off.append((float(distance / allowed), f"{where} {name}"))
-    change = Sources("change, over the rounding", "float64")
-    yield change.all_near("weights after a random step", off, 1.0)
+        off.append((float(distance / room), f"{where} {name}"))
+    rounding = Sources("change, over the rounding", "float64")
+    yield rounding.all_near("weights after a random step", off, 1.0)
 
 
 def read_checkpoint(path: Path) -> dict[str, dict[str, Tensor]]:

@@ -14,6 +14,8 @@ from llmsys_suite.audit.tolerances import (
     LOSS,
     REPLAYED_LOSS,
     WEIGHT_CHANGE,
+    loss_tolerance,
+    weight_tolerance,
 )
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.measure.samples import LOCAL, SERVER, SINGLE, ranks_of
@@ -51,7 +53,7 @@ def probed_step(record: Record) -> Iterator[Check]:
 
 def final_weights(record: Record) -> Iterator[Check]:
     """Compare the trained weights of every rank bit by bit, and with those of one process."""
-    tolerance = WEIGHT_CHANGE * math.sqrt(record.num_steps)
+    tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
     for row in record.train.rows:
         name = row["variant"]
         if name == SINGLE:
@@ -119,9 +121,10 @@ def losses(record: Record) -> Iterator[Check]:
         # Until its ranks diverge, DiLoCo computes the losses of one process.
         curves[LOCAL] = local[:1]
     probe = record.evidence["probe"]
-    tolerance = LOSS * math.sqrt(len(alone))
+    tolerance = loss_tolerance(record.config, LOSS * math.sqrt(len(alone)))
+    first = loss_tolerance(record.config, REPLAYED_LOSS)
     for name, source, expected, allowed in (
-        ("first losses", "float64 and AdamW written out", probe["replayed_losses"], REPLAYED_LOSS),
+        ("first losses", "float64 and AdamW written out", probe["replayed_losses"], first),
         ("losses, trained again", "AdamW written out in float32", probe["trajectory"], tolerance),
         ("all losses", "one process", alone, tolerance),
     ):
