@@ -12,7 +12,7 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import in_float64, on_device, seeded
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import LOSS
+from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import results, scale
@@ -30,7 +30,8 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     loss = _trained_again(run, row)
     float64 = Sources("reported", "float64, trained again")
     name = f"held-out loss of {row['steps']} steps"
-    yield float64.equal(name, loss, row["loss"], LOSS * row["steps"], f"seed {seed}")
+    tolerance = loss_tolerance(run.config, LOSS * row["steps"])
+    yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
     yield from _fit("the runs", result.runs, result)
     # A short run may have no valley to fit, so known valleys are fitted as well.
     yield from _fit("known valleys", KNOWN_VALLEYS, scale.fit(KNOWN_VALLEYS))
