@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from accounting.memory.live import LiveMemory
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.stages.memory import inference, largest, thin, training
+from llmsys_suite.stages.memory import inference, thin, training
 from torch import nn
 
 CONFIG = ModelConfig(d_model=32, d_ff=64, num_layers=6, num_heads=2, vocabulary=64, context=64)
@@ -64,9 +64,3 @@ def test_checkpointing_lowers_the_peak_and_training_exceeds_inference():
 def test_a_thinned_timeline_keeps_the_peak():
     memory = training(CONFIG)
     assert max(mib for _, mib in thin(memory.timeline, 20)) * 2**20 == memory.peak_bytes
-
-
-def test_owners_at_the_peak_add_up_to_it():
-    memory = training(CONFIG)
-    owners = largest(memory.at_peak, count=10_000)
-    assert round(sum(row["total_mib"] for row in owners) * 2**20) == memory.peak_bytes

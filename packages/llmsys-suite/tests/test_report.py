@@ -127,8 +127,8 @@ def a_run(path):
         "precision": of.Precision([{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
                                         "relative_error": 0.1}],
                                   {"logits": "bfloat16"}, [], interleaved),
-        "memory": of.Memory({s: {"peaks": [peaks], "training_timeline": line, "largest": [],
-                                  "saved": []} for s in sizes}, []),
+        "memory": of.Memory({s: {"peaks": [peaks], "training_timeline": line, "largest": ""}
+                             for s in sizes}, []),
         "scale": of.Scale(
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),

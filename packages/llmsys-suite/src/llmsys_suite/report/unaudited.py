@@ -64,7 +64,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
             "models.inference_peak_mib",
             "models.inference_timeline",
         ),
-        "the largest allocations": ("models.blocks", "models.largest_mib", "models.total_mib"),
+        "the largest allocations": (),
         "mixed precision": ("mixed.context", "mixed.saved_for_backward_mib"),
         "the number of rows": ("models.rows",),
     },

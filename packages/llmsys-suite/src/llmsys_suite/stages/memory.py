@@ -12,7 +12,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accounting.memory.live import Allocation, LiveMemory, make_state, training_step_memory
+from accounting import Ledger
+from accounting.memory.live import LiveMemory, make_state, training_step_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
@@ -55,7 +56,7 @@ def run(run: Run) -> Memory | None:
 
 
 def profile(size: str, context: int) -> dict[str, Any]:
-    """Return peaks, timelines and owners of one size at one context."""
+    """Return peaks, timelines and the largest allocations of one size at one context."""
     vocabulary = vocabulary_of(size)
     config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
     forward, step = inference(config), training(config)
@@ -71,7 +72,7 @@ def profile(size: str, context: int) -> dict[str, Any]:
         "drawn": {
             "inference_timeline": thin(forward.timeline),
             "training_timeline": thin(step.timeline),
-            "largest": largest(step.at_peak),
+            "largest": Ledger().table(step.at_peak),
         },
     }
 
@@ -139,29 +140,6 @@ def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, 
     stretches = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
     highest = (max(stretch, key=lambda point: point[1]) for stretch in stretches)
     return [(phase, live / MIB) for phase, live in highest]
-
-
-def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any]]:
-    """Return the largest allocations at the peak.
-
-    Blocks with the same operator, phase and module are added up.
-    """
-    totals: dict[tuple[str, str, str], list[int]] = {}
-    for block in allocations:
-        origin = (block.operator, block.phase or "before", block.module)
-        totals.setdefault(origin, []).append(block.nbytes)
-    order = sorted(totals.items(), key=lambda item: -sum(item[1]))[:count]
-    return [
-        {
-            "operator": operator,
-            "made_in": phase,
-            "module": module,
-            "blocks": len(sizes),
-            "largest_mib": max(sizes) / MIB,
-            "total_mib": sum(sizes) / MIB,
-        }
-        for (operator, phase, module), sizes in order
-    ]
 
 
 def _snapshot(run: Run) -> str:
