@@ -1,7 +1,8 @@
 """The bytes that a variant stores on one rank, counted by following references between objects.
 
-Nothing that a package reports is used: every tensor that the variant's object refers to, directly or through others,
-is counted once by its storage. Tensors that only C++ code refers to are not found.
+Nothing that a package reports is used. Every tensor that the variant's object refers to, directly or
+through other objects, is counted once by its storage. Tensors that only C++ code refers to are not
+found.
 """
 
 from __future__ import annotations

@@ -70,11 +70,11 @@ def _fit(what: str, rows: results.Rows, fitted: results.Scale) -> Iterator[Check
     beyond = scale.BEYOND * max(row["compute_flops"] for row in rows)
     budgets = Sources("scaling", "the largest budget")
     yield budgets.equal(f"extrapolated budget of {what}", beyond, at["compute_flops"], 1e-9)
-    by_budget = {v["compute_flops"]: v for v in fitted.valleys}
-    for key, side in (("parameters", 0), ("loss", 1)):
+    for side, key in enumerate(("parameters", "loss")):
         pairs = [
-            (minima[budget][side] if budget in minima else math.nan, v[key], f"{budget:.3g} FLOPs")
-            for budget, v in by_budget.items()
+            # The law stores the mean of the budgets of a valley, which is rounded.
+            (minima[min(minima, key=lambda c, v=v: abs(c - v["compute_flops"]))][side], v[key], "")
+            for v in fitted.valleys
         ]
         yield numpys.all_equal(f"minima of {what}: {key}", pairs, 1e-5)
 
