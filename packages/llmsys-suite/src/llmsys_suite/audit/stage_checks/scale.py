@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -70,13 +71,20 @@ def _fit(what: str, rows: results.Rows, fitted: results.Scale) -> Iterator[Check
     beyond = scale.BEYOND * max(row["compute_flops"] for row in rows)
     budgets = Sources("scaling", "the largest budget")
     yield budgets.equal(f"extrapolated budget of {what}", beyond, at["compute_flops"], 1e-9)
-    for side, key in enumerate(("parameters", "loss")):
-        pairs = [
-            # The law stores the mean of the budgets of a valley, which is rounded.
-            (minima[min(minima, key=lambda c, v=v: abs(c - v["compute_flops"]))][side], v[key], "")
-            for v in fitted.valleys
-        ]
-        yield numpys.all_equal(f"minima of {what}: {key}", pairs, 1e-5)
+    sizes = []
+    losses = []
+    for valley in fitted.valleys:
+        # The law stores the mean of the budgets of a valley, which is rounded.
+        budget = min(minima, key=partial(_apart, valley["compute_flops"]))
+        size, loss = minima[budget]
+        sizes.append((size, valley["parameters"], f"{budget:.3g} FLOPs"))
+        losses.append((loss, valley["loss"], f"{budget:.3g} FLOPs"))
+    yield numpys.all_equal(f"sizes at the minima of {what}", sizes, 1e-5)
+    yield numpys.all_equal(f"losses at the minima of {what}", losses, 1e-5)
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(a - b)
 
 
 def _valleys() -> list[dict[str, float]]:
