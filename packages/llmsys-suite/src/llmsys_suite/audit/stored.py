@@ -1,7 +1,8 @@
 """The bytes that a variant stores on one rank, counted by following references between objects.
 
-Nothing that a package reports is used. Every tensor to which the variant refers, directly or through
-other objects, is counted once by its storage. Tensors that only C++ code refers to are not found.
+Nothing that a package reports is used. Every tensor to which the variant refers, directly or
+through other objects, is counted once by its storage. Tensors that only C++ code refers to are not
+found.
 """
 
 from __future__ import annotations
