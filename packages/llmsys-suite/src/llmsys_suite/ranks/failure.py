@@ -12,11 +12,14 @@ watch of every other rank reads the message and ends that process too, with exit
 that is lost counts as a failure, because the process that served it has ended.
 
 A process that is killed reports nothing. The launcher, ours or torchrun, notices its exit status.
+Processes that a rank or the launcher has started end with it (`end_with_parent`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -28,6 +31,17 @@ POLL_SECONDS = 0.2
 def report_failure(store: dist.Store, message: str) -> str:
     """Publish `message` to all ranks and return the message of the rank that failed first."""
     return store.compare_set(KEY, "", message).decode()
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process when its parent process has ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class FailureWatch:

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -30,7 +29,7 @@ from llmsys_suite.data import load_corpus, read_text
 from llmsys_suite.environment import environment, forget_peak_memory, peak_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.ranks.failure import FailureWatch, report_failure
+from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_failure
 from llmsys_suite.ranks.launch import STORE
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
@@ -273,17 +272,6 @@ def _peak_process_mib(run: Run) -> float:
     peak = torch.tensor(peak_memory_bytes() / 2**20, device=run.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return float(peak)
-
-
-def end_with_parent(parent: int) -> None:
-    """End this process when its parent process has ended."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":
