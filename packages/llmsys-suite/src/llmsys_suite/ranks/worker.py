@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from llmsys_suite.config import RunConfig, UsageError, restarts
+from llmsys_suite.config import BYTES, RunConfig, UsageError, restarts
 from llmsys_suite.data import load_corpus, read_text
 from llmsys_suite.environment import environment, forget_peak_memory, peak_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
@@ -33,6 +33,7 @@ from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_fai
 from llmsys_suite.ranks.launch import STORE
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
+from llmsys_suite.tokens import load, write_tokens
 
 #: The modules of stages that are implemented outside of `stages`.
 MODULE_OF_STAGE = {"audit": "llmsys_suite.audit.run", "report": "llmsys_suite.report.page"}
@@ -166,6 +167,11 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         store=dist.PrefixStore(f"llmsys {restarts()}", store),
     )
     make_group(run)
+    if config.tokenizer != BYTES:
+        if rank == 0:
+            write_tokens(config, run.out)
+        run.wait_for_ranks()
+        run.corpus = load(config, run.out)
     return run
 
 
@@ -200,13 +206,18 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
     return replace(config, out=Path(store.get(key).decode()))
 
 
+def _writes_on_one_host(config: RunConfig) -> bool:
+    """Return True if only rank 0 uses the run folder."""
+    return "learn" not in config.stages and config.tokenizer == BYTES
+
+
 def require_shared_folder(config: RunConfig, rank: int) -> None:
-    """Raise UsageError if the stage learn would write parts of a checkpoint on several hosts."""
-    if "learn" in config.stages and not os.path.exists(f"{config.out}/config.json"):
+    """Raise UsageError if this rank needs files of the run folder and does not see it."""
+    if not _writes_on_one_host(config) and not os.path.exists(f"{config.out}/config.json"):
         raise UsageError(
             f"rank {rank} on {platform.node()} does not see the run folder {config.out} of rank 0: "
-            "the checkpoints of the stage learn need a file system that all hosts share; name a "
-            "folder on one with --out, or leave out learn"
+            "the stage learn and tokenizers need a file system that all hosts share; name a folder "
+            "on one with --out"
         )
 
 

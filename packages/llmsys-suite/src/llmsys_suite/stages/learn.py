@@ -26,9 +26,10 @@ from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.measure.training_log import Log, open_log, traced_steps
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.generation import MODEL, generate, text
+from llmsys_suite.report.generation import MODEL, generate
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.stages.training_state import CHECKPOINT, beginning, require_same, resumed
+from llmsys_suite.tokens import codec_of
 from llmsys_suite.variants import VARIANTS, three_dimensional
 from llmsys_suite.variants.single import Variant
 from llmsys_suite.variants.three_dimensional import ThreeDimensional
@@ -213,7 +214,9 @@ def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
     if run.rank:
         return {}
     model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
-    return {"prompt": text(prompt), "written": text(generate(model, prompt, SAMPLE_BYTES))}
+    codec = codec_of(run.config, run.out)
+    written = generate(model, prompt, SAMPLE_BYTES)
+    return {"prompt": codec.decode(prompt), "written": codec.decode(written)}
 
 
 @contextmanager
