@@ -22,6 +22,7 @@ from torch import Tensor
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import on_device, seeded, weights_of
 from llmsys_suite.audit.check import Check, equal, none, worst_distance, worst_equal
+from llmsys_suite.audit.rounding import allowed
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.training import GRADIENT, REPLAYED_LOSS, WEIGHT_CHANGE
 from llmsys_suite.folder import Sample
@@ -80,7 +81,8 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
         first = reference.batch(train, config.rows, config.context, config.seed + 1, 0)
         start = weights_of(seeded(run, run.model))
         exact = reference.mean_loss(start, *on_device(run, first), heads)
-        yield equal("first loss", "reported", "float64", exact, result.losses[0], REPLAYED_LOSS)
+        replayed = allowed(config, "replayed loss", REPLAYED_LOSS)
+        yield equal("first loss", "reported", "float64", exact, result.losses[0], replayed)
 
 
 def _samples(run: Run, result: results.Learn, samples: list[Sample]) -> Iterator[Check]:
@@ -148,7 +150,7 @@ def _probed_step(run: Run, result: results.Learn) -> Iterator[Check]:
         "float64",
         loss,
         result.losses[step],
-        REPLAYED_LOSS,
+        allowed(config, "replayed loss", REPLAYED_LOSS),
         where,
     )
     for key, moments in (("exp_avg", optimizer.m), ("exp_avg_sq", optimizer.v)):
@@ -157,14 +159,19 @@ def _probed_step(run: Run, result: results.Learn) -> Iterator[Check]:
             for name, moment in moments.items()
         ]
         yield worst_distance(
-            f"{key} after a random step", "checkpoint", "float64", distances, GRADIENT
+            f"{key} after a random step",
+            "checkpoint",
+            "float64",
+            distances,
+            allowed(config, "gradient", GRADIENT),
         )
     off = []
     for name, w in expected.items():
         moved = w - weights[name]
-        allowed = WEIGHT_CHANGE * moved.norm() + ROUNDING * weights[name].norm()
+        change = allowed(config, "weight change", WEIGHT_CHANGE)
+        limit = change * moved.norm() + ROUNDING * weights[name].norm()
         distance = (after["weight"][name].to(run.device).double() - w).norm()
-        off.append((float(distance / allowed), f"{where} {name}"))
+        off.append((float(distance / limit), f"{where} {name}"))
     yield worst_distance(
         "weights after a random step", "change, over the rounding", "float64", off, 1.0
     )

@@ -21,6 +21,7 @@ from llmsys_suite import splits
 from llmsys_suite.audit import learning, models, peers, reference
 from llmsys_suite.audit.again import SUMS, clock_checks, on_device, ratio_checks, seeded, weights_of
 from llmsys_suite.audit.check import Check, equal, none, worst_distance, worst_equal
+from llmsys_suite.audit.rounding import allowed
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS, WEIGHT_CHANGE
 from llmsys_suite.config import SIZES
@@ -118,7 +119,8 @@ def attention(run: Run, result: results.Attention) -> Iterator[Check]:
             off.append((reference.distance(ours, theirs), f"{row['kernel']} {what}"))
         error = float((computed[0] - exact[0]).abs().max())
         reported.append((error, row["max_error"], row["kernel"]))
-    yield worst_distance("outputs and gradients", "every kernel", "float64", off, ATTENTION)
+    tolerance = allowed(run.config, "attention", ATTENTION)
+    yield worst_distance("outputs and gradients", "every kernel", "float64", off, tolerance)
     yield worst_equal("largest error", "reported", "the audit's own", reported, 0.5)
     yield from clock_checks(
         result.interleaved, {r["kernel"]: r["forward_backward_ms"] for r in result.rows}
@@ -170,14 +172,16 @@ def parallel(run: Run, result: results.Parallel) -> Iterator[Check]:
             ]
             yield worst_distance(f"{name}: {what}", "every rank", "float64", ranks, tolerance)
         for what, value in (("loss", losses[0]), ("single_loss", losses[0])):
-            yield equal(f"{name}: {what}", "reported", "float64", value, row[what], REPLAYED_LOSS)
+            tolerance = allowed(config, "replayed loss", REPLAYED_LOSS)
+            yield equal(f"{name}: {what}", "reported", "float64", value, row[what], tolerance)
         yield equal(
             f"{name}: trained_loss",
             "reported",
             "float64 and AdamW written out",
             losses[-1],
             row["trained_loss"],
-            LOSS * math.sqrt(total),
+            # After three steps the rounding of products outweighs that of Adam.
+            max(LOSS * math.sqrt(total), tolerance),
         )
         yield equal(
             f"{name}: bubble",

@@ -17,6 +17,7 @@ from typing import Any
 from llmsys_suite.audit import reference, text, wire
 from llmsys_suite.audit.again import global_batch
 from llmsys_suite.audit.check import Check, equal, near, none, within, worst_distance, worst_equal
+from llmsys_suite.audit.rounding import allowed
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import (
@@ -213,15 +214,14 @@ def _losses(
         for step, value in enumerate(evidence["probe"]["replayed_losses"])
         if step < len(curve)
     ]
-    yield worst_distance(
-        "first losses", "samples", "float64 and AdamW written out", off, REPLAYED_LOSS
-    )
+    tolerance = allowed(config, "replayed loss", REPLAYED_LOSS)
+    yield worst_distance("first losses", "samples", "float64 and AdamW written out", off, tolerance)
     off = [
         (abs(ours / theirs - 1), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
         for variant, curve in curves.items()
         for step, (ours, theirs) in enumerate(zip(curve, alone, strict=False))
     ]
-    tolerance = LOSS * math.sqrt(len(alone))
+    tolerance = allowed(config, "loss", LOSS) * math.sqrt(len(alone))
     yield worst_distance("all losses", "each variant", "one process", off, tolerance)
     off = [
         (abs(row["final_loss"] / alone[-1] - 1), f"{row['variant']}: {row['final_loss']:.9g}")
@@ -292,7 +292,7 @@ def _weights(config: RunConfig, train: Train, evidence: dict[str, Any]) -> Itera
             )
             continue
         distance, where = final["from_one_process"]
-        tolerance = WEIGHT_CHANGE * math.sqrt(total)
+        tolerance = allowed(config, "weight change", WEIGHT_CHANGE) * math.sqrt(total)
         yield near(
             f"{name}: weight change of the training",
             "rank 0",
