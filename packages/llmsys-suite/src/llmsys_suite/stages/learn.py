@@ -189,12 +189,12 @@ def schedule(progress: float) -> float:
 
 @torch.no_grad()
 def heldout_loss(run: Run, model: torch.nn.Module) -> float:
-    """Return the held-out loss in nats per byte, computed on equal parts of the rows per rank."""
+    """Return the held-out loss in nats per token, in float32, from equal parts of the rows."""
     rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
     tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
-    loss = torch.nn.functional.cross_entropy(
-        model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum"
-    )
+    with run.in_float32():
+        logits = model(tokens).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
     dist.all_reduce(loss)
     return float(loss) / rows[0].numel()
 
