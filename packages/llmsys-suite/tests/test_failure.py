@@ -210,8 +210,17 @@ def test_deleted_folder_ends_every_rank(tmp_path):
     times = when_measured(out, lambda: shutil.rmtree(out))
     statuses, messages = launch_ranks(tmp_path, long_training(out))
     assert statuses == [1, 1]
-    assert "FileNotFoundError" in messages
+    assert "FileNotFoundError" in messages or "was deleted" in messages
     assert len(times) == 1
+
+
+def test_deleted_folder_ends_a_stage_that_writes_nothing(tmp_path):
+    config = RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run")
+    delete = "import shutil; shutil.rmtree(run.out)"
+    statuses, messages = launch_ranks(tmp_path, config, (1, delete, "time.sleep(600)"))
+    assert statuses == [1, 1]
+    assert time.time() - (tmp_path / "messages.failed").stat().st_mtime < 60
+    assert f"the run folder {tmp_path / 'run'} was deleted" in messages
 
 
 @pytest.mark.exhaustive
@@ -229,7 +238,7 @@ def test_deleted_folder_ends_the_launcher_with_status_1(tmp_path, launcher):
     _, messages = process.communicate(timeout=180)
     assert time.monotonic() - times[0] < SECONDS_TO_END
     assert process.returncode == 1
-    assert "FileNotFoundError" in messages
+    assert "FileNotFoundError" in messages or "was deleted" in messages
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")

@@ -35,7 +35,7 @@ def test_tokens_of_both_parts_together_are_the_text(encoded):
 
 
 def test_the_vocabulary_is_trained_on_the_training_text_only(tmp_path):
-    (tmp_path / "text").write_text(SENTENCES + "zyzzyva " * 300)
+    (tmp_path / "text").write_text(SENTENCES + "zyzzyva " * 250)
     config = replace(CONFIG, data=tmp_path / "text", vocabulary=400)
     tokens.write_tokens(config, tmp_path)
     codec = tokens.codec_of(config, tmp_path)

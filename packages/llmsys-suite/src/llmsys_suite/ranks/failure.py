@@ -21,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -51,11 +52,16 @@ class FailureWatch:
         store: the store that all ranks share. The watch polls a clone, because a client of a
             `TCPStore` serves one call at a time and the main thread may wait in one.
         on_failure: called in the thread of the watch, at most once.
+        folder: the run folder of this rank, whose removal is a failure too. A stage that writes
+            nothing for minutes would not notice it.
     """
 
-    def __init__(self, store: dist.Store, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: dist.Store, on_failure: Callable[[str], None], folder: Path | None = None
+    ) -> None:
         self._store = store.clone()
         self._on_failure = on_failure
+        self._folder = folder
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="failure watch", daemon=True)
         self._thread.start()
@@ -68,6 +74,8 @@ class FailureWatch:
     def _poll(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
             message = self._failure()
+            if not message and self._folder is not None and not os.path.exists(self._folder):
+                message = report_failure(self._store, f"the run folder {self._folder} was deleted")
             if message:
                 self._on_failure(message)
                 return

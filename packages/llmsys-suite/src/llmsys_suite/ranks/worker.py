@@ -62,7 +62,7 @@ def work(config: RunConfig) -> tuple[int, Path]:
     run: Run | None = None
     try:
         run = begin(config, rank, world, progress)
-        watch = FailureWatch(run.store, partial(_end_after_other, run)) if run.store else None
+        watch = start_watch(run)
         for stage in run.config.stages:
             run.stage = stage
             with progress.stage(stage):
@@ -122,6 +122,14 @@ def end_process() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def start_watch(run: Run) -> FailureWatch | None:
+    """Start to watch the other ranks, and on rank 0 the run folder."""
+    if run.store is None:
+        return None
+    folder = run.out if run.folder is not None else None
+    return FailureWatch(run.store, partial(_end_after_other, run), folder)
 
 
 def leave(run: Run, watch: FailureWatch | None) -> None:
