@@ -243,12 +243,12 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
 
 
 def restarts() -> int:
-    """Return how often torchrun has started this run anew."""
+    """Return how often torchrun has restarted this run."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def count_gpus() -> int:
-    """CUDA devices that torch can use here."""
+    """Return the number of CUDA devices that torch can use."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

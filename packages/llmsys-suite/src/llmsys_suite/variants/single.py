@@ -37,7 +37,7 @@ class CountedAllReduce:
 
 
 class Variant:
-    """One way of training; the base is one process on the whole batch."""
+    """A training strategy; the base class is one process on the whole batch."""
 
     #: True if rank 0 trains alone, on all rows.
     alone = True
