@@ -19,7 +19,7 @@ KINDS = ("previous", "duplicate", "induction", "first")
 
 @torch.no_grad()
 def run(run: Run) -> Inspect | None:
-    """Return the logit lens and attribution on held-out text and the kinds of heads on repeated text.
+    """Return logit lens and attribution on held-out text, and the kinds of heads.
 
     The training is too short for induction heads, so the last rank trains a model of its own on
     repeated tokens.

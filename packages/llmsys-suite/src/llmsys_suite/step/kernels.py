@@ -82,7 +82,8 @@ def summarize(events: Any, device_type: str) -> dict[str, Any]:
 def attention_flops(case: Case) -> dict[str, Any]:
     """Return the FLOPs of softmax and of attention's two products in all layers.
 
-    All scores are computed. Softmax takes five operations per score: maximum, difference, exponential, sum, quotient.
+    All scores are computed. Softmax takes five operations per score: maximum, difference,
+    exponential, sum, quotient.
     """
     config = case.model
     scores = case.rows * config.num_heads * config.context**2 * config.num_layers
