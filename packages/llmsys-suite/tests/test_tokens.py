@@ -99,7 +99,7 @@ def test_a_text_of_too_few_tokens_is_refused(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys):
-    stages = ["train", "learn", "parallel", "profile", "compress"]
+    stages = ["train", "learn", "parallel", "compress"]
     config = resolve(
         stages, preset="cpu", size="mini", steps=2, warmup=1, learn=8, tokenizer="bpe",
         vocabulary=300, context=32, out=tmp_path / "run",
