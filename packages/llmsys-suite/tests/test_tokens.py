@@ -70,6 +70,7 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
     [
         ({"tokenizer": "nowhere"}, "no tokenizer at nowhere; give bytes, bpe or a file"),
         ({"tokenizer": "bytes"}, "--vocabulary 280 needs --tokenizer bpe or a file"),
+        ({"vocabulary": 256}, "merges no bytes; pass a larger vocabulary"),
         ({"vocabulary": 100}, "--vocabulary 100 is below 256"),
         ({"epochs": 1}, "--epochs 1 counts bytes"),
         (

@@ -351,6 +351,11 @@ def _check_tokens(config: RunConfig) -> None:
         return
     if config.tokenizer != "bpe" and not os.path.isfile(config.tokenizer):
         raise UsageError(f"no tokenizer at {config.tokenizer}; give bytes, bpe or a file")
+    if config.tokenizer == "bpe" and config.vocabulary == BYTE_VOCABULARY:
+        raise UsageError(
+            f"--tokenizer bpe with --vocabulary {BYTE_VOCABULARY} merges no bytes; pass a larger "
+            f"vocabulary, such as {TRAINED_VOCABULARY}"
+        )
     if config.epochs:
         raise UsageError(f"--epochs {config.epochs} counts bytes; use --steps with a tokenizer")
     if reading := [stage for stage in BYTE_STAGES if stage in config.stages]:

@@ -34,7 +34,7 @@ def run(run: Run) -> Compress | None:
     if run.trained is None:
         return None
     tokens, targets = heldout(run)
-    with torch.no_grad():
+    with torch.no_grad(), run.in_float32():
         models = compressed(run)
         calls = {name: partial(model, tokens) for name, model in models.items()}
         interleaved = time_interleaved(calls, ROUNDS, run.device)

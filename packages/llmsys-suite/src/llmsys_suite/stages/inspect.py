@@ -26,7 +26,10 @@ def run(run: Run) -> Inspect | None:
     """
     mine = induction() if run.rank == run.world - 1 else {}
     grown = run.gather(mine)[-1]
-    return examine(run, grown) if run.trained is not None and run.folder is not None else None
+    if run.trained is None or run.folder is None:
+        return None
+    with run.in_float32():
+        return examine(run, grown)
 
 
 def induction() -> dict[str, float]:
