@@ -67,10 +67,14 @@ def test_queries_and_keys_stay_in_bf16_after_their_rotation():
 
 def test_checks_in_float32_restore_the_dtype_also_after_an_exception():
     run = a_run("bf16")
-    with pytest.raises(ValueError, match="no"), run.in_float32():
+
+    def fail():
         assert run.compute_dtype == torch.float32
         assert not run.autocast()._enabled
         raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), run.in_float32():
+        fail()
     assert run.compute_dtype == torch.bfloat16
     assert run.autocast()._enabled
 
