@@ -15,7 +15,7 @@ import pytest
 from llmsys_suite import cli
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
-from llmsys_suite.report.findings import evidence_of, planned
+from llmsys_suite.report.tables import evidence_of, planned
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from llmsys_suite.audit.again import initial_weights
+from llmsys_suite.audit.inputs import initial_weights
 from llmsys_suite.audit.probe import _probe_one
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accounting.memory.live import make_state, training_step_memory
 from llmsys_suite import cli
-from llmsys_suite.audit.stages import ten_steps
+from llmsys_suite.audit.stage_checks.profile import ten_steps
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step import kernels, process, report, sweep

@@ -139,7 +139,7 @@ def config(
 @app.command()
 def step(
     sizes: Annotated[str, typer.Option(help="Sizes of `llmsys list`: A,B or all.")] = "tiny",
-    contexts: Annotated[str, typer.Option(help="Tokens a row: 128,512.")] = "128",
+    contexts: Annotated[str, typer.Option(help="Tokens per row: 128,512.")] = "128",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or several.")] = "fp32",
     compile_: Annotated[bool, typer.Option("--compile", help="Measure torch.compile too.")] = False,
     checkpoint: Annotated[
@@ -183,14 +183,17 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
     run_folder = _run_folder(folder)
     print(write_report(run_folder))
     if not run_folder.complete:
-        print(f"llmsys: {folder} is an incomplete run; this is of what it has", file=sys.stderr)
+        print(
+            f"llmsys: {folder} is an incomplete run; the report has its finished stages only",
+            file=sys.stderr,
+        )
 
 
 @app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
-    """Repeat the checks of a run from its records; exit status 1 if one fails."""
+    """Check `plan` and `train` again from the records of a run; exit status 1 if a check fails."""
     from llmsys_suite.audit.run import check_again
 
     checks = check_again(_run_folder(folder))
@@ -213,7 +216,10 @@ def compare(
         ),
     ] = None,
     margin: Annotated[
-        str, typer.Option(help="Differences below this fraction count as none.")
+        str,
+        typer.Option(
+            help="A variant whose interval lies within this percentage is called the same."
+        ),
     ] = "5%",
     assert_equal: Annotated[
         bool, typer.Option("--assert-equal", help="Exit 1 if losses or counts differ.")
@@ -221,10 +227,11 @@ def compare(
 ) -> None:
     """Print which variants became faster or slower, and whether the samples suffice to decide."""
     from llmsys_suite.config import percentage
-    from llmsys_suite.report.compare import compare_runs, differences, warnings
+    from llmsys_suite.report.comparability import differences, warnings
+    from llmsys_suite.report.compare import compare_runs
 
     if fail_above is not None and not fail_above >= 0:
-        raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
+        raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")
     old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
     rows = [] if assert_equal else compare_runs(old, new, margin=percentage(margin, "--margin"))
     unequal = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]

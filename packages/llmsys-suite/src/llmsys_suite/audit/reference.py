@@ -11,13 +11,14 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmsys_suite import plain
-from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, softmax
+from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, norm, softmax
 
 __all__ = ["AdamW", "batch", "logits", "loss", "softmax"]
 
@@ -96,6 +97,19 @@ def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
     attention: list[Tensor] = []
     logits(weights, tokens_BT, heads, attention)
     return attention
+
+
+def streams(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
+    """Return the residual stream before each normalization, from the embedding to the last."""
+    inputs: list[Tensor] = []
+
+    def record(x_BTD: Tensor, gain: Tensor) -> Tensor:
+        inputs.append(x_BTD)
+        return norm(x_BTD, gain)
+
+    with mock.patch.object(plain, "norm", record):
+        logits(weights, tokens_BT, heads)
+    return inputs
 
 
 def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:

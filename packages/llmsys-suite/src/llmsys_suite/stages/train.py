@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llmsys_suite.audit.again import initial_weights
+from llmsys_suite.audit.inputs import initial_weights
 from llmsys_suite.audit.probe import final_weights
 from llmsys_suite.data import epoch_steps, row_digests
 from llmsys_suite.folder import Sample

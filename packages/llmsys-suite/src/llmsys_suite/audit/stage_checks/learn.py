@@ -1,0 +1,228 @@
+"""Checks of `learn`: its steps, its schedule, its batches and one random step.
+
+The stage saves a checkpoint before and after a step that is drawn at run time. This module reads
+both, repeats the step in float64 and compares weights and moments. The checkpoints are read with
+torch.distributed.checkpoint, not with the package that wrote them.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+
+from llmsys_suite.audit import reference
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.inputs import in_float64, on_device, seeded
+from llmsys_suite.audit.text import read_parts
+from llmsys_suite.audit.tolerances import (
+    GRADIENT,
+    REPLAYED_LOSS,
+    WEIGHT_CHANGE,
+    loss_tolerance,
+    weight_tolerance,
+)
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.report.generation import MODEL
+from llmsys_suite.stages import learn, results
+from llmsys_suite.stages.training_state import CHECKPOINT, DEFAULT_STEPS
+
+#: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
+ROUNDING = 2**-23
+
+
+def checks(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Check the configuration, losses, steps and rows of the training, and one random step."""
+    if run.folder is None:
+        return
+    yield from _configuration(run, result)
+    yield from _losses(run, result)
+    yield from _samples(run, result)
+    yield from _last_checkpoint(run, len(result.losses))
+    if result.probed_step is not None:
+        yield from _probed_step(run, result, result.probed_step)
+
+
+def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Compare the steps, rows, rate and variant with the configuration and the stage `train`."""
+    config = run.config
+    total = len(result.losses)
+    shape = Sources("reported", "steps x rows x context")
+    yield shape.equal("tokens", total * result.rows * config.context, result.tokens)
+    if config.resume is None:
+        wanted = Sources("reported", "the configuration")
+        yield wanted.equal("first step", 0, result.begun_at)
+        yield wanted.equal("rows", config.rows, result.rows)
+        yield wanted.equal("base learning rate", config.learning_rate, result.learning_rate)
+        steps = config.learn or DEFAULT_STEPS
+        yield Sources("losses", "the configuration").equal("steps", steps, total)
+    evaluated = [step for step, _ in result.heldout]
+    order = Sources("evaluations", "first, last and in order")
+    in_order = evaluated == sorted(set(evaluated)) and evaluated[-1] == total
+    yield order.none("steps of held-out losses", [] if in_order else [str(evaluated)])
+    chosen = config.tensor * config.pipeline == 1 and run.world > 1
+    if chosen and (train := run.results.get("train")):
+        allowed = learn.COMPILED if config.compile else learn.LEARNERS
+        ratios = {
+            row["variant"]: row["ratio_p50"]
+            for row in train.rows
+            if row["variant"] in allowed and "ratio_p50" in row
+        }
+        ratio = ratios.get(result.variant, math.nan)
+        smallest = Sources("ratio to the peer", "the smallest of those that can learn")
+        yield smallest.equal("fastest variant", min(ratios.values()), ratio, where=result.variant)
+
+
+def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
+    assert run.folder is not None
+    config = run.config
+    heads = run.model.num_heads
+    allowed = loss_tolerance(config, REPLAYED_LOSS)
+    train, held_out = read_parts(config.data)
+    rows = on_device(run, reference.spread(held_out, learn.HELDOUT_ROWS, config.context))
+    stored = load_file(run.folder.path / MODEL)
+    weights = {name: w.to(run.device).double() for name, w in stored.items()}
+    exact = reference.mean_loss(weights, *rows, heads)
+    file = Sources("reported", "the file's weights in float64")
+    yield file.equal("held-out loss", exact, result.heldout[-1][1], allowed)
+    if result.begun_at == 0:
+        start = in_float64(seeded(run, run.model))
+        float64 = Sources("reported", "float64")
+        batch = reference.batch(train, config.rows, config.context, config.seed + 1, 0)
+        exact = reference.mean_loss(start, *on_device(run, batch), heads)
+        yield float64.equal("first loss", exact, result.losses[0], allowed)
+        exact = reference.mean_loss(start, *rows, heads)
+        yield float64.equal("first held-out loss", exact, result.heldout[0][1], allowed)
+
+
+def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Compare losses, rates and rows of every step and rank with mean, formula and sampler."""
+    assert run.folder is not None
+    config = run.config
+    total = len(result.losses)
+    by_step: dict[int, dict[int, Any]] = {step: {} for step in range(result.begun_at, total)}
+    for s in run.folder.samples():
+        if s["stage"] == "learn" and s["phase"] == "step":
+            by_step[s["step"]][s["rank"]] = s
+    train, _ = read_parts(config.data)
+    rates = []
+    losses = []
+    missing = []
+    foreign = []
+    for step, ranks in by_step.items():
+        expected = rate(result.learning_rate, step, total)
+        rates += [(expected, s["learning_rate"], f"step {step}") for s in ranks.values()]
+        if set(ranks) != set(range(run.world)):
+            missing.append(f"step {step}")
+            continue
+        mean = sum(s["loss"] for s in ranks.values()) / run.world
+        losses.append((mean, result.losses[step], f"step {step}"))
+        batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
+        rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
+        if rows != reference.row_digests(batch):
+            foreign.append(f"step {step}")
+    yield Sources("samples", "the number of losses").none("every step of every rank", missing)
+    optimizer = Sources("read from the optimizer", "the schedule")
+    yield optimizer.all_equal("learning rates", rates, 1e-9)
+    ranks_mean = Sources("reported", "the ranks' mean")
+    yield ranks_mean.all_equal("losses", losses, 1e-6)
+    sampler = Sources("digests of their batches", "the audit's independent sampler")
+    yield sampler.none("ranks' rows", foreign)
+
+
+def rate(base: float, step: int, total: int) -> float:
+    """Return the learning rate of a step.
+
+    The rate is a half-cosine decay from `2 * base` to 5 % of it, multiplied by a linear warm-up
+    over about the first 5 % of the steps.
+    """
+    peak = 2 * base
+    warm = min(1.0, 0.01 + 20 * step / total)
+    return peak * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
+
+
+def _last_checkpoint(run: Run, total: int) -> Iterator[Check]:
+    last = read_checkpoint(run.out / CHECKPOINT)
+    steps = {int(step) for step in last["step"].values()}
+    counts = Sources("step counts in the checkpoint", f"{total} losses")
+    yield counts.none("steps of the optimizer", [f"{n} steps" for n in steps if n != total])
+    stored = load_file(run.out / MODEL)
+    different = [n for n, w in last["weight"].items() if not torch.equal(stored[n].cpu(), w)]
+    weights = Sources("each weight", "the checkpoint")
+    yield weights.none("weights of the model file", different)
+
+
+def _probed_step(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
+    """Repeat one step in float64 from the checkpoint before it."""
+    folder = run.out / learn.PROBE
+    before = read_checkpoint(folder / "before")
+    after = read_checkpoint(folder / "after")
+    shutil.rmtree(folder)
+    config = run.config
+    train, _ = read_parts(config.data)
+    batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
+    weights = {name: w.to(run.device).double() for name, w in before["weight"].items()}
+    loss, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
+    optimizer = reference.AdamW(weights, rate(result.learning_rate, step, len(result.losses)))
+    optimizer.t = step
+    if step:
+        optimizer.m = {name: m.to(run.device).double() for name, m in before["exp_avg"].items()}
+        optimizer.v = {name: v.to(run.device).double() for name, v in before["exp_avg_sq"].items()}
+    expected = optimizer.step(weights, gradients)
+    where = f"step {step}"
+    allowed = loss_tolerance(config, REPLAYED_LOSS)
+    yield Sources("reported", "float64").equal(
+        "loss of a random step", loss, result.losses[step], allowed, where
+    )
+    stored = Sources("checkpoint", "float64")
+    for key, moments in (("exp_avg", optimizer.m), ("exp_avg_sq", optimizer.v)):
+        distances = [
+            (reference.distance(after[key][name].to(run.device), moment), f"{where} {name}")
+            for name, moment in moments.items()
+        ]
+        yield stored.all_near(
+            f"{key} after a random step", distances, weight_tolerance(config, GRADIENT)
+        )
+    off = []
+    for name, w in expected.items():
+        moved = w - weights[name]
+        change = weight_tolerance(config, WEIGHT_CHANGE)
+        room = change * moved.norm() + ROUNDING * weights[name].norm()
+        distance = (after["weight"][name].to(run.device).double() - w).norm()
+        off.append((float(distance / room), f"{where} {name}"))
+    rounding = Sources("change, over the rounding", "float64")
+    yield rounding.all_near("weights after a random step", off, 1.0)
+
+
+def read_checkpoint(path: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the weights and the state of AdamW in a checkpoint by kind and parameter."""
+    reader = dcp.FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.zeros(entry.size) for name, entry in stored.items() if hasattr(entry, "size")
+    }
+    with warnings.catch_warnings():
+        # torch warns that this process loads alone, which is intended.
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    kinds: dict[str, dict[str, Tensor]] = {
+        "weight": {},
+        "step": {},
+        "exp_avg": {},
+        "exp_avg_sq": {},
+    }
+    for name, tensor in state.items():
+        if name.startswith("model."):
+            kinds["weight"][name.removeprefix("model.")] = tensor
+        elif name.startswith("optimizer.state."):
+            parameter, _, kind = name.removeprefix("optimizer.state.").rpartition(".")
+            kinds[kind][parameter] = tensor
+    return kinds
