@@ -74,8 +74,8 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
         ({"vocabulary": 100}, "--vocabulary 100 is below 256"),
         ({"epochs": 1}, "--epochs 1 counts bytes"),
         (
-            {"stages": ("plan", "train", "audit", "report")},
-            "the stages audit read bytes.*name the others: llmsys run plan train report",
+            {"stages": ("plan", "scale", "report")},
+            "the stages scale read bytes.*name the others: llmsys run plan report",
         ),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_text_of_too_few_tokens_is_refused(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys):
-    stages = ["train", "learn", "parallel", "compress"]
+    stages = ["train", "learn", "parallel", "compress", "audit"]
     config = resolve(
         stages, preset="cpu", size="mini", steps=2, warmup=1, learn=8, tokenizer="bpe",
         vocabulary=300, context=32, out=tmp_path / "run",

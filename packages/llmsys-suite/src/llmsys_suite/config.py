@@ -71,8 +71,8 @@ LEAST = {
 DTYPES = ("fp32", "tf32", "bf16")
 #: Size of a vocabulary that is trained on the text, unless another one is named.
 TRAINED_VOCABULARY = 4096
-#: Stages that read bytes: budgets of `scale`, labels of `inspect`, the reader of the audit.
-BYTE_STAGES = ("scale", "inspect", "audit")
+#: Stages that read bytes: the budgets of `scale` and the labels of `inspect` are for bytes.
+BYTE_STAGES = ("scale", "inspect")
 #: Programs that show the losses of `learn`, and the module that each needs.
 LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 #: Largest seed: a batch is drawn with a million times the seed, which must fit 64 bits.
