@@ -112,7 +112,7 @@ def make_variant(run: Run) -> tuple[str, Variant]:
         name = run.gather(name)[0] if run.world > 1 else SINGLE
         variant = VARIANTS[name](run, model)
     if config.compile:
-        for block in variant.decoder.layers():
+        for block in variant.blocks():
             block.compile()
     return name, variant
 
