@@ -58,6 +58,8 @@ class ThreeDimensional(Variant):
         # Torch's fused loops do not mix split parameters with whole ones.
         rate = config.learning_rate
         self.optimizer = torch.optim.AdamW(self.part.parameters(), lr=rate, foreach=False)
+        #: Created in the first step: it is for one number of rows, which a checkpoint may decide.
+        self.schedule: Any = None
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
         """Run forward and backward of this replica's rows; return their mean loss on each rank."""
@@ -67,8 +69,7 @@ class ThreeDimensional(Variant):
         group = self.stages.get_group()
         stage, count = self.stages.get_local_rank(), self.stages.size()
         with self.phase("backward"):
-            # A schedule is for one number of rows, which a checkpoint may decide after `build`.
-            if not hasattr(self, "schedule"):
+            if self.schedule is None:
                 part = PipelineStage(self.part, stage, count, self.device, group=group)
                 self.schedule = Schedule1F1B(part, len(tokens), loss_fn=cross_entropy)
             if stage == 0:
