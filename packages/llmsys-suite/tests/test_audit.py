@@ -13,7 +13,7 @@ from llmsys_suite.audit import events, training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.run import check_again
 from llmsys_suite.audit.stored import stored_bytes
-from llmsys_suite.audit.text import held_out_windows, read_parts
+from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
 from llmsys_suite.audit.training_checks.record import Record
@@ -173,12 +173,12 @@ def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(
     random = np.random.default_rng(0)
     text = random.integers(97, 123, 20_000, dtype=np.uint8).tobytes()
     (tmp_path / "a").write_bytes(text)
-    train, heldout = read_parts(tmp_path)
+    train, heldout = read_bytes(tmp_path)
     assert train + heldout == text
     assert not any(window in train for window in held_out_windows(heldout))
     (tmp_path / "b").write_bytes(text)
-    read_parts.cache_clear()
-    train, heldout = read_parts(tmp_path)
+    read_bytes.cache_clear()
+    train, heldout = read_bytes(tmp_path)
     assert all(window in train for window in held_out_windows(heldout))
 
 

@@ -18,6 +18,7 @@ from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step import kernels, process, report, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step
+from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 MINI = Case(size="mini", context=16, rows=2)
@@ -165,7 +166,13 @@ def test_precision_and_checkpointing_are_what_the_case_asks_for():
 
 def test_kinds_of_operators_are_told_apart():
     def event(key, us, count=1):
-        return SimpleNamespace(key=key, count=count, self_cpu_time_total=us)
+        return SimpleNamespace(
+            key=key,
+            count=count,
+            self_cpu_time_total=us,
+            device_type=DeviceType.CPU,
+            is_user_annotation=False,
+        )
 
     there = [event("aten::mm", 60, 3), event("aten::bmm", 30, 2), event("aten::_softmax", 10),
              event("Optimizer.step", 99)]  # fmt: skip

@@ -73,6 +73,10 @@ def run(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
     data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes, bpe, or a tokenizer.json; default: bytes.")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens of bpe; default: 4096.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
@@ -103,6 +107,8 @@ def run(
         "resume": resume,
         "seed": seed,
         "data": data,
+        "tokenizer": tokenizer,
+        "vocabulary": vocabulary,
         "out": out,
     }
     options = {name: value for name, value in options.items() if value is not None}
@@ -275,9 +281,14 @@ def sample(
 ) -> None:
     """Generate text with the model that a run has trained."""
     from llmsys_suite.report.generation import generate_text, model_of
+    from llmsys_suite.tokens import codec_of
 
-    model = model_of(_run_folder(folder))
-    print(prompt + generate_text(model, prompt, max_bytes, temperature=temperature, seed=seed))
+    run_folder = _run_folder(folder)
+    codec, model = codec_of(run_folder.config, folder), model_of(run_folder)
+    written = generate_text(
+        model, prompt, max_bytes, temperature=temperature, seed=seed, codec=codec
+    )
+    print(prompt + written)
 
 
 @app.command()

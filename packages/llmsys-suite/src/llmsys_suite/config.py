@@ -49,6 +49,9 @@ SIZES = {
 }
 #: `memory` also draws half of the context, and a head needs two positions to look back.
 LEAST_CONTEXT = 8
+#: The tokenizer of which every byte is a token, and the size of its vocabulary.
+BYTES = "bytes"
+BYTE_VOCABULARY = 256
 #: Smallest value of each number of a configuration.
 LEAST = {
     "world": 1,
@@ -60,11 +63,16 @@ LEAST = {
     "pipeline": 1,
     "seed": 0,
     "rows": 1,
+    "vocabulary": BYTE_VOCABULARY,
     "context": LEAST_CONTEXT,
 }
 #: Arithmetic of the forward pass. Weights, gradients, moments and messages are float32 in each of
 #: them: tf32 rounds the inputs of float32 products, bf16 is autocast to bfloat16.
 DTYPES = ("fp32", "tf32", "bf16")
+#: Size of a vocabulary that is trained on the text, unless another one is named.
+TRAINED_VOCABULARY = 4096
+#: Stages that read bytes: the budgets of `scale` and the labels of `inspect` are for bytes.
+BYTE_STAGES = ("scale", "inspect")
 #: Programs that show the losses of `learn`, and the module that each needs.
 LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 #: Largest seed: a batch is drawn with a million times the seed, which must fit 64 bits.
@@ -131,6 +139,9 @@ class RunConfig:
     seed: int = 0
     learning_rate: float = 2e-3
     data: Path | None = None
+    #: BYTES; "bpe", which trains a vocabulary on the text; or a file of the package tokenizers.
+    tokenizer: str = BYTES
+    vocabulary: int = BYTE_VOCABULARY
     #: The run folder; None chooses `runs/DATE-TIME` when the run starts.
     out: Path | None = None
 
@@ -207,6 +218,8 @@ def resolve(
         )
     else:
         config = replace(config, rows=4 * world)
+    if options.get("tokenizer") == "bpe":
+        config = replace(config, vocabulary=TRAINED_VOCABULARY)
     config = replace(config, **options)
     check(config)
     return config
@@ -230,12 +243,12 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
 
 
 def restarts() -> int:
-    """Return how often torchrun has started this run anew."""
+    """Return how often torchrun has restarted this run."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def count_gpus() -> int:
-    """CUDA devices that torch can use here."""
+    """Return the number of CUDA devices that torch can use."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -279,6 +292,7 @@ def check(config: RunConfig) -> None:
     _check_names(config)
     _check_numbers(config)
     _check_learn(config)
+    _check_tokens(config)
     if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
     if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
@@ -324,6 +338,32 @@ def _check_numbers(config: RunConfig) -> None:
         )
     if not 0 < config.learning_rate < math.inf:
         raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
+
+
+def _check_tokens(config: RunConfig) -> None:
+    """Raise UsageError unless the stages can read the tokens."""
+    if config.tokenizer == BYTES:
+        if config.vocabulary != BYTE_VOCABULARY:
+            raise UsageError(
+                f"--vocabulary {config.vocabulary} needs --tokenizer bpe or a file: bytes have a "
+                f"vocabulary of {BYTE_VOCABULARY}"
+            )
+        return
+    if config.tokenizer != "bpe" and not os.path.isfile(config.tokenizer):
+        raise UsageError(f"no tokenizer at {config.tokenizer}; give bytes, bpe or a file")
+    if config.tokenizer == "bpe" and config.vocabulary == BYTE_VOCABULARY:
+        raise UsageError(
+            f"--tokenizer bpe with --vocabulary {BYTE_VOCABULARY} merges no bytes; pass a larger "
+            f"vocabulary, such as {TRAINED_VOCABULARY}"
+        )
+    if config.epochs:
+        raise UsageError(f"--epochs {config.epochs} counts bytes; use --steps with a tokenizer")
+    if reading := [stage for stage in BYTE_STAGES if stage in config.stages]:
+        others = [stage for stage in config.stages if stage not in BYTE_STAGES]
+        raise UsageError(
+            f"the stages {', '.join(reading)} read bytes, not --tokenizer {config.tokenizer}; name "
+            f"the others: llmsys run {' '.join(others)}"
+        )
 
 
 def _check_learn(config: RunConfig) -> None:

@@ -34,6 +34,8 @@ MEANING = {
     "seed": "Seed of weights and batches.",
     "learning_rate": "Learning rate of AdamW in the stage train; learn peaks at twice this rate.",
     "data": "Text to train on: a file or a folder; by default the standard library of Python.",
+    "tokenizer": "bytes; bpe, trained on the text; or a tokenizer.json of the package tokenizers.",
+    "vocabulary": "Number of tokens: 256 bytes; 4096 by default for bpe.",
     "out": "A new folder for the results; by default runs/DATE-TIME.",
 }
 #: Examples of the fields that have no value by default.

@@ -196,10 +196,10 @@ def load_corpus(path: Path | None = None) -> Corpus:
 
 
 def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
-    """Return twelve hexadecimal digits of the digest of each row."""
+    """Return twelve hexadecimal digits of the digest of each row, four bytes per token."""
     import torch
 
-    rows = (part.to(torch.uint8).cpu().numpy().tobytes() for part in (*tokens, *targets))
+    rows = (part.to(torch.int32).cpu().numpy().tobytes() for part in (*tokens, *targets))
     parts = list(rows)
     pairs = zip(parts[: len(tokens)], parts[len(tokens) :], strict=True)
     return [hashlib.sha256(x + b"\0" + y).hexdigest()[:12] for x, y in pairs]

@@ -39,6 +39,8 @@ REQUIRED: dict[str, Any] = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
+#: Defaults of transformers that differ from REQUIRED; config.json may leave out defaults.
+LEFT_OUT = {"rms_norm_eps": 1e-6}
 
 
 def export_model(model: Decoder, folder: Path) -> None:
@@ -112,8 +114,7 @@ def their_name(name: str) -> str:
 def _shape(config: dict[str, Any], folder: Path) -> ModelConfig:
     """Return the shape of a model; raise UsageError for an architecture that differs."""
     for name, value in REQUIRED.items():
-        # transformers leaves out values that are the defaults of its Llama configuration.
-        received = config.get(name, {"rms_norm_eps": 1e-6}.get(name, value))
+        received = config.get(name, LEFT_OUT.get(name, value))
         if received != value:
             raise UsageError(f"{folder}: expected {name} {value!r}, got {received!r}")
     rope = config.get("rope_parameters") or {"rope_type": "default"}

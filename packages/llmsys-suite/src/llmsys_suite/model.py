@@ -2,8 +2,8 @@
 
 Notable:
 - attention is an argument, so that the same weights run through any kernel;
-- the shape is all there is to configure, and the sizes that benchmarks speak of have names;
-- `checkpoint=True` keeps only each block's input and runs the block again in the backward pass.
+- only the shape is configured, and the sizes that benchmarks use have names;
+- `checkpoint=True` saves only the input of each block, which is run again in the backward pass.
 
 Shape suffixes: B batch, T tokens, D d_model, F d_ff, H heads, K head_dim, V vocabulary.
 """
@@ -41,7 +41,7 @@ class ModelConfig:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        """ValueError for a shape that no model can have."""
+        """Raise `ValueError` for a shape that no model can have."""
         for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocabulary", "context"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -60,7 +60,7 @@ class ModelConfig:
 
 
 def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:
-    """Attention by its formula, softmax(q k^T / sqrt(K)) v, the scores held whole."""
+    """Return softmax(q k^T / sqrt(K)) v, computed with whole matrices of scores."""
     scores_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / q_BHTK.shape[-1] ** 0.5
     if is_causal:
         future = torch.ones_like(scores_BHTT[0, 0], dtype=torch.bool).triu(1)
@@ -70,7 +70,7 @@ def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal
 
 
 class Decoder(nn.Module):
-    """Tokens (B, T) to logits (B, T, V)."""
+    """A model that maps tokens (B, T) to logits (B, T, V)."""
 
     rope: Tensor
 
@@ -87,7 +87,10 @@ class Decoder(nn.Module):
         self.apply(self._initialize)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits for the token after each position; ValueError for more than the context."""
+        """Return logits for the token after each position.
+
+        Raises ValueError if there are more tokens than the context.
+        """
         if tokens_BT.shape[1] > self.config.context:
             raise ValueError(
                 f"{tokens_BT.shape[1]} tokens are more than the context of {self.config.context}"
@@ -104,7 +107,7 @@ class Decoder(nn.Module):
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token."""
+        """Return the mean cross-entropy in nats per token."""
         return F.cross_entropy(self(tokens_BT).flatten(0, 1).float(), targets_BT.flatten())
 
     def _initialize(self, module: nn.Module) -> None:
@@ -174,7 +177,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Each position by itself."""
+        """Return the output of the feed-forward network at each position."""
         out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD
 
@@ -193,14 +196,14 @@ def rotary_frequencies(head_dim: int, base: float = ROPE_BASE) -> Tensor:
 
 
 def rotary_table(head_dim: int, context: int) -> Tensor:
-    """Cosines and sines (2, context, head_dim / 2)."""
+    """Return cosines and sines, of shape (2, context, head_dim / 2)."""
     position = torch.arange(context, dtype=torch.float64)
     angle = position[:, None] * rotary_frequencies(head_dim).to(position.device)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
 def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (first half, second half) of dims by its position's angle."""
+    """Rotate each pair of dims (first half, second half) by the angle of its position."""
     if rope.shape[1:] != (x_BHTK.shape[-2], x_BHTK.shape[-1] // 2) or x_BHTK.shape[-1] % 2:
         raise ValueError(
             f"a table of {tuple(rope.shape[1:])} positions and pairs does not turn "

@@ -9,6 +9,7 @@ from llmsys_suite.config import RunConfig, UsageError, check
 from llmsys_suite.data import in_epochs, read_text, require_text
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.tokens import require_tokenizer
 
 
 def run(config: RunConfig) -> RunFolder:
@@ -39,6 +40,7 @@ def execute(config: RunConfig) -> tuple[int, Path]:
 
         # Before the first question about memory, so that each rank uses its own GPU.
         select_device(config)
+    require_tokenizer(config)
     _require_memory(config)
     if config.resume is not None:
         from llmsys_suite.stages.training_state import require_resumable

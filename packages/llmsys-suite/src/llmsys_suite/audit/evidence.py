@@ -25,7 +25,7 @@ def gather_evidence(run: Run) -> dict[str, Any]:
         probed = probe(run)
     return {
         "probe": probed,
-        "text": batch_evidence(run.config, read_parts(run.config.data)[0]),
+        "text": batch_evidence(run.config, read_parts(run.config)[0]),
         "split": split_evidence(run),
         "initial_scales": initial_scales(run),
         "peer_ratios": peer_ratios(run),

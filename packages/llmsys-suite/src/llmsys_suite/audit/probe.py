@@ -42,7 +42,7 @@ def probe(run: Run) -> dict[str, Any]:
     start = {name: w.double() for name, w in initial_weights(run).items()}
     # One row per rank is enough, because a wrong sum is wrong for any number of rows.
     batch = reference.batch(
-        read_parts(run.config.data)[0], run.world, run.config.context, run.config.seed, 0
+        read_parts(run.config)[0], run.world, run.config.context, run.config.seed, 0
     )
     exact_loss, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
     variants = {}
@@ -128,7 +128,7 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
     after = {name: w.double() - start[name] for name, w in variant.weights().items()}
     variant.close()
     run.recorder.take()
-    text, _ = read_parts(config.data)
+    text, _ = read_parts(config)
     batches = [
         on_device(run, reference.batch(text, run.world, config.context, config.seed, step))
         for step in range(ROUNDS * LOCAL_STEPS)
@@ -148,7 +148,7 @@ def replay(run: Run, weights: Weights, steps: int) -> list[float]:
     """Return the losses of at most `steps` steps, trained with an explicit AdamW."""
     config = run.config
     losses = []
-    text, _ = read_parts(config.data)
+    text, _ = read_parts(config)
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(steps, config.warmup + config.steps)):
         batch = global_batch(text, config, step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from unittest import mock
 
@@ -141,12 +141,13 @@ def _shuffled(windows: int, seed: int) -> list[int]:
 
 def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:
     """Return the `digest` of each row of a global batch."""
-    return [digest(bytes(x.tolist()), bytes(y.tolist())) for x, y in zip(*both, strict=True)]
+    return [digest(x.tolist(), y.tolist()) for x, y in zip(*both, strict=True)]
 
 
-def digest(tokens: bytes, targets: bytes) -> str:
-    """Return twelve hexadecimal digits of the digest of one row."""
-    return hashlib.sha256(tokens + b"\0" + targets).hexdigest()[:12]
+def digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
+    """Return twelve hexadecimal digits of the digest of one row, four bytes per token."""
+    row, following = (np.array(list(part), "<i4").tobytes() for part in (tokens, targets))
+    return hashlib.sha256(row + b"\0" + following).hexdigest()[:12]
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

@@ -7,6 +7,7 @@ a different split point, is detected.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -14,17 +15,44 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.inputs import global_batch
-from llmsys_suite.config import RunConfig
+from llmsys_suite.config import BYTES, RunConfig
 from llmsys_suite.ranks.rank import Run
 
+#: The bytes of a text, or an array of its tokens.
+Tokens = Any
 #: Windows of the held-out text that are searched in the training text, and their length in bytes.
 WINDOWS, WINDOW_BYTES = 64, 256
 
 
+def read_parts(config: RunConfig) -> tuple[Tokens, Tokens]:
+    """Return the training tokens and the held-out tokens of a run."""
+    if config.tokenizer == BYTES:
+        return read_bytes(config.data)
+    assert config.out is not None
+    return _encode(config.data, config.out / "tokenizer.json")
+
+
 @lru_cache(maxsize=1)
-def read_parts(path: Path | None) -> tuple[bytes, bytes]:
+def _encode(path: Path | None, tokenizer_file: Path) -> tuple[Tokens, Tokens]:
+    """Return both parts of the text as tokens, encoded line by line."""
+    tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer_file))
+    parts = []
+    for part in read_bytes(path):
+        *whole, last = part.split(b"\n")
+        lines = [line + b"\n" for line in whole] + [last]
+        text = [line.decode(errors="replace") for line in lines]
+        encoded = tokenizer.encode_batch(text, add_special_tokens=False)
+        parts.append(np.array([token for line in encoded for token in line.ids], "<i4"))
+    train, heldout = parts
+    return train, heldout
+
+
+@lru_cache(maxsize=1)
+def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
     """Return the training bytes and the held-out bytes, which are the last tenth."""
     if path is None:
         folder = sysconfig.get_paths()["stdlib"]
@@ -46,11 +74,11 @@ def split_evidence(run: Run) -> dict[str, Any]:
     """Return the digests of all ranks and of the files, and the repeated held-out windows."""
     tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
     digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
-    train, heldout = read_parts(run.config.data)
+    train, heldout = read_bytes(run.config.data)
     windows = list(held_out_windows(heldout))
     return {
         "ranks": digests,
-        "files": [hashlib.sha256(part).hexdigest() for part in (train, heldout)],
+        "files": [hashlib.sha256(part).hexdigest() for part in read_parts(run.config)],
         "repeated": sum(window in train for window in windows),
         "windows": len(windows),
     }
@@ -65,7 +93,7 @@ def held_out_windows(heldout: bytes) -> Iterator[bytes]:
         yield heldout[start : start + length]
 
 
-def batch_evidence(config: RunConfig, train: bytes) -> dict[str, Any]:
+def batch_evidence(config: RunConfig, train: Tokens) -> dict[str, Any]:
     """Return what the independent sampler expects.
 
     The entries are the row digests of each global batch, whether all batches are distinct, the

@@ -31,7 +31,7 @@ class Shallow:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def seconds(self, tokens: Tensor, targets: Tensor) -> float:
-        """One step on these rows, by the reference matmul's clock."""
+        """Return the time of one training step on these rows, by the reference matmul's clock."""
         begin = reference_matmul.clock(self.device)
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
             with self.autocast():

@@ -56,7 +56,8 @@ class Run:
     @property
     def model(self) -> ModelConfig:
         """The shape of the model that this run trains."""
-        return ModelConfig.named(self.config.size, context=self.config.context)
+        config = self.config
+        return ModelConfig.named(config.size, vocabulary=config.vocabulary, context=config.context)
 
     @property
     def compute_dtype(self) -> torch.dtype:

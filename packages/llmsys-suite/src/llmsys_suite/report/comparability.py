@@ -15,7 +15,17 @@ from llmsys_suite.stages.results import Train
 #: Runs that differ in these are not comparable; a difference in the others is a warning.
 MUST_AGREE = {
     "env.json": ("processor", "cores", "gpus"),
-    "config.json": ("size", "world", "device", "backend", "dtype", "rows", "context"),
+    "config.json": (
+        "size",
+        "world",
+        "device",
+        "backend",
+        "dtype",
+        "rows",
+        "context",
+        "tokenizer",
+        "vocabulary",
+    ),
 }
 SHOULD_AGREE = {
     "env.json": ("cpu_flags", "python", "torch", "platform", "driver", "governor", "text"),

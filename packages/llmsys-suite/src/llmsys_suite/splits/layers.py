@@ -94,7 +94,7 @@ class TensorModel(Split):
         return block_plan(self.between)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of the whole batch on every rank; the loss."""
+        """Run forward and backward of the whole batch on every rank; return the loss."""
         self.model.zero_grad()
         with self.run.autocast():
             loss = self.model.loss(tokens, targets)
@@ -133,7 +133,7 @@ class SequenceModel(TensorModel):
         return super().why_not(run, config)
 
     def block_plan(self) -> dict[str, ParallelStyle]:
-        """With the norms."""
+        """Return the plan of a block whose norms are split over tokens."""
         norms = {name: SequenceParallel() for name in ("attention_norm", "ffn_norm")}
         return super().block_plan() | norms
 
@@ -172,7 +172,7 @@ class DataTensorModel(TensorModel):
         return ""
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of this group's rows, then the mean over the groups."""
+        """Run forward and backward of this group's rows, and average over the groups."""
         groups, mine = self.replicas.size(), self.replicas.get_local_rank()
         loss = super().step(tokens.chunk(groups)[mine], targets.chunk(groups)[mine])
         means = [torch.tensor(loss, device=self.device)]

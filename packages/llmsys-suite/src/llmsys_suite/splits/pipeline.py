@@ -1,4 +1,4 @@
-"""Consecutive layers on each rank and microbatches that flow through them, in three schedules.
+"""Pipeline parallelism: consecutive layers per rank, and microbatches in three schedules.
 
 Implemented with torch.distributed.pipelining, which sends activations and gradients between stages.
 """
@@ -74,7 +74,7 @@ class PipelineModel(Split):
         return waits / (self.microbatches * self.stages_per_rank + waits)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward over all microbatches; the mean loss, on every rank."""
+        """Run forward and backward of all microbatches; return their mean loss on every rank."""
         self.part.zero_grad()
         losses: list[Tensor] = []
         if self.first:
@@ -142,7 +142,10 @@ class LayerRange(nn.Module):
         return [block for block in self.blocks.values() if isinstance(block, Block)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens or the residual stream in; the residual stream or logits out."""
+        """Return the residual stream, or logits in the last stage.
+
+        The input is tokens in the first stage and the residual stream in the others.
+        """
         with self.autocast():
             if self.embedding is not None:
                 x = self.embedding(x)

@@ -26,9 +26,10 @@ from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.measure.training_log import Log, open_log, traced_steps
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.generation import MODEL, generate, text
+from llmsys_suite.report.generation import MODEL, generate
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.stages.training_state import CHECKPOINT, beginning, require_same, resumed
+from llmsys_suite.tokens import codec_of
 from llmsys_suite.variants import VARIANTS, three_dimensional
 from llmsys_suite.variants.single import Variant
 from llmsys_suite.variants.three_dimensional import ThreeDimensional
@@ -111,7 +112,7 @@ def make_variant(run: Run) -> tuple[str, Variant]:
         name = run.gather(name)[0] if run.world > 1 else SINGLE
         variant = VARIANTS[name](run, model)
     if config.compile:
-        for block in variant.decoder.layers():
+        for block in variant.blocks():
             block.compile()
     return name, variant
 
@@ -188,12 +189,12 @@ def schedule(progress: float) -> float:
 
 @torch.no_grad()
 def heldout_loss(run: Run, model: torch.nn.Module) -> float:
-    """Return the held-out loss in nats per byte, computed on equal parts of the rows per rank."""
+    """Return the held-out loss in nats per token, in float32, from equal parts of the rows."""
     rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
     tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
-    loss = torch.nn.functional.cross_entropy(
-        model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum"
-    )
+    with run.in_float32():
+        logits = model(tokens).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
     dist.all_reduce(loss)
     return float(loss) / rows[0].numel()
 
@@ -213,7 +214,9 @@ def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
     if run.rank:
         return {}
     model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
-    return {"prompt": text(prompt), "written": text(generate(model, prompt, SAMPLE_BYTES))}
+    codec = codec_of(run.config, run.out)
+    written = generate(model, prompt, SAMPLE_BYTES)
+    return {"prompt": codec.decode(prompt), "written": codec.decode(written)}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ SIZES = (1 << 10, 64 << 10, 1 << 20)
 
 
 def run(run: Run) -> Links | Skipped:
-    """Run the benchmark of collectives in this process group, beside gloo or NCCL."""
+    """Run the benchmark of collectives in this process group, together with gloo or NCCL."""
     if run.world < 2:
         return Skipped("one rank has no link")
     rows = collectives.bench.bench(device=run.device.type, quick=True, sizes=SIZES)

@@ -32,7 +32,7 @@ STEPS_TIMED = 5
 
 def transformer(config: RunConfig) -> accounting.Transformer:
     """Return the run's model as an `accounting` model description."""
-    return SIZES[config.size].described()
+    return SIZES[config.size].described(vocabulary=config.vocabulary)
 
 
 def predict(config: RunConfig) -> Prediction:

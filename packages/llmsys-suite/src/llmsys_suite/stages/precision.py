@@ -20,7 +20,8 @@ def run(run: Run) -> Precision | None:
     """Return all three tables, on rank 0."""
     if run.rank != 0:
         return None
-    return Precision(accumulation(), autocast_dtypes(run.device.type), *timing(run))
+    with run.in_float32():
+        return Precision(accumulation(), autocast_dtypes(run.device.type), *timing(run))
 
 
 def accumulation(terms: int = 1000, term: float = 0.01) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ def case_of(run: Run) -> Case:
         context=config.context,
         rows=rows,
         dtype=config.dtype,
+        vocabulary=config.vocabulary,
         device=run.device.type,
     )
 

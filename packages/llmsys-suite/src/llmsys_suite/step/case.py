@@ -8,7 +8,7 @@ from typing import Any
 
 import accounting
 
-from llmsys_suite.config import LEAST_CONTEXT, SIZES, UsageError
+from llmsys_suite.config import BYTE_VOCABULARY, LEAST_CONTEXT, SIZES, UsageError
 from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -34,6 +34,7 @@ class Case:
     checkpoint: bool = False
     lr: float = 1e-3
     layers: int | None = None
+    vocabulary: int = BYTE_VOCABULARY
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -54,8 +55,8 @@ class Case:
 
     @property
     def model(self) -> ModelConfig:
-        """The shape of the model, with a vocabulary of bytes."""
-        config = ModelConfig.named(self.size, context=self.context)
+        """The shape of the model."""
+        config = ModelConfig.named(self.size, vocabulary=self.vocabulary, context=self.context)
         return replace(
             config, num_layers=self.layers or config.num_layers, checkpoint=self.checkpoint
         )
@@ -104,7 +105,7 @@ class Case:
         return {key: values[key] for key in LABELS}
 
     def _shape(self) -> accounting.Transformer:
-        return SIZES[self.size].described(layers=self.layers)
+        return SIZES[self.size].described(layers=self.layers, vocabulary=self.vocabulary)
 
 
 LABELS = ("size", "layers", "context", "rows", "dtype", "compile", "checkpoint")

@@ -19,7 +19,7 @@ SHOWN = 10
 def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
     """Return a row per phase of a warmed-up step: its operators and their fractions.
 
-    `timer_ms` spans the profiler too. `trace` is where Chrome's trace of the step goes.
+    `timer_ms` includes the profiler. Chrome's trace of the step is written to `trace`.
     """
     activities = [ProfilerActivity.CPU]
     if step.device.type == "cuda":
@@ -80,9 +80,10 @@ def summarize(events: Any, device_type: str) -> dict[str, Any]:
 
 
 def attention_flops(case: Case) -> dict[str, Any]:
-    """FLOPs of softmax and of attention's two products over all layers, scores held whole.
+    """Return the FLOPs of softmax and of attention's two products in all layers.
 
-    Softmax takes five operations a score: maximum, difference, exponential, sum, quotient.
+    All scores are computed. Softmax takes five operations per score: maximum, difference,
+    exponential, sum, quotient.
     """
     config = case.model
     scores = case.rows * config.num_heads * config.context**2 * config.num_layers

@@ -30,7 +30,7 @@ class Step:
         self.case, self.device = case, torch.device(case.device)
         self.model = Decoder(case.model, plain_attention).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=case.lr)
-        self.tokens = torch.randint(256, (case.rows, case.context), device=self.device)
+        self.tokens = torch.randint(case.vocabulary, (case.rows, case.context), device=self.device)
         self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
         self.scaler = torch.amp.GradScaler(case.device, enabled=case.dtype == "fp16")
         dtype = AUTOCAST[case.dtype]

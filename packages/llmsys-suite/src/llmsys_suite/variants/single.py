@@ -17,7 +17,7 @@ import torch.distributed as dist
 from flashattn2 import flash_attention
 from torch import Tensor, nn
 
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import Block, Decoder, ModelConfig
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -37,7 +37,7 @@ class CountedAllReduce:
 
 
 class Variant:
-    """One way of training; the base is one process on the whole batch."""
+    """A training strategy; the base class is one process on the whole batch."""
 
     #: True if rank 0 trains alone, on all rows.
     alone = True
@@ -126,6 +126,10 @@ class Variant:
     def planned_shared_bytes(self, gradient_bytes: int) -> float:
         """Return the bytes that all ranks should sum in shared memory in a step."""
         return 0.0
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks that this rank trains."""
+        return self.decoder.layers()
 
     def evaluated_model(self) -> nn.Module:
         """Return the model that computes held-out losses."""

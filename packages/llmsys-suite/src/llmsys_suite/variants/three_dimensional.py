@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import Block, Decoder, ModelConfig
 from llmsys_suite.splits.layers import split_blocks
 from llmsys_suite.splits.pipeline import LayerRange, cross_entropy
 from llmsys_suite.variants.single import Variant
@@ -34,6 +34,7 @@ class ThreeDimensional(Variant):
 
     def __init__(self, run: Run, config: ModelConfig) -> None:
         self.run = run
+        self.config = config
         super().__init__(run, config)
 
     def build(self) -> None:
@@ -52,9 +53,13 @@ class ThreeDimensional(Variant):
         if config.tensor > 1:
             split_blocks(self.part.layers(), self.slices)
         self.model = self.part
+        # The layers of the other ranks are freed.
+        del self.decoder
         # Torch's fused loops do not mix split parameters with whole ones.
         rate = config.learning_rate
         self.optimizer = torch.optim.AdamW(self.part.parameters(), lr=rate, foreach=False)
+        #: Created in the first step: it is for one number of rows, which a checkpoint may decide.
+        self.schedule: Any = None
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
         """Run forward and backward of this replica's rows; return their mean loss on each rank."""
@@ -64,8 +69,7 @@ class ThreeDimensional(Variant):
         group = self.stages.get_group()
         stage, count = self.stages.get_local_rank(), self.stages.size()
         with self.phase("backward"):
-            # A schedule is for one number of rows, which a checkpoint may decide after `build`.
-            if not hasattr(self, "schedule"):
+            if self.schedule is None:
                 part = PipelineStage(self.part, stage, count, self.device, group=group)
                 self.schedule = Schedule1F1B(part, len(tokens), loss_fn=cross_entropy)
             if stage == 0:
@@ -93,6 +97,10 @@ class ThreeDimensional(Variant):
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters, not split, on every rank."""
         return self._gathered({name: p.detach() for name, p in self.part.named_parameters()})
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks of this rank."""
+        return self.part.layers()
 
     def evaluated_model(self) -> nn.Module:
         """Return a whole model with the present weights."""
@@ -127,7 +135,7 @@ class ThreeDimensional(Variant):
                 }
 
     def _whole_model(self) -> Decoder:
-        model = Decoder(self.decoder.config).to(self.device)
+        model = Decoder(self.config).to(self.device)
         model.load_state_dict(self.weights())
         return model
 

@@ -75,7 +75,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
 def _exact_loss(run: Run) -> float:
     assert isinstance(run.trained, Decoder)
     config = run.trained.config
-    _, text = read_parts(run.config.data)
+    _, text = read_parts(run.config)
     heldout = reference.spread(text, compress.HELDOUT_ROWS, config.context)
     return reference.mean_loss(in_float64(run.trained), *on_device(run, heldout), config.num_heads)
 

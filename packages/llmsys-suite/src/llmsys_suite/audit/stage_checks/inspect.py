@@ -28,7 +28,7 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     model = run.trained
     heads = model.config.num_heads
     weights = in_float64(model)
-    heldout = reference.spread(read_parts(run.config.data)[1], 4, min(64, model.config.context))
+    heldout = reference.spread(read_parts(run.config)[1], 4, min(64, model.config.context))
     tokens, targets = (t.to(run.device) for t in heldout)
     yield from _patterns(model, weights, tokens, result)
     loss = reference.mean_loss(weights, tokens, targets, heads)

@@ -86,7 +86,7 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     config = run.config
     heads = run.model.num_heads
     allowed = loss_tolerance(config, REPLAYED_LOSS)
-    train, held_out = read_parts(config.data)
+    train, held_out = read_parts(config)
     rows = on_device(run, reference.spread(held_out, learn.HELDOUT_ROWS, config.context))
     stored = load_file(run.folder.path / MODEL)
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
@@ -112,7 +112,7 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
     for s in run.folder.samples():
         if s["stage"] == "learn" and s["phase"] == "step":
             by_step[s["step"]][s["rank"]] = s
-    train, _ = read_parts(config.data)
+    train, _ = read_parts(config)
     rates = []
     losses = []
     missing = []
@@ -167,7 +167,7 @@ def _probed_step(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     after = read_checkpoint(folder / "after")
     shutil.rmtree(folder)
     config = run.config
-    train, _ = read_parts(config.data)
+    train, _ = read_parts(config)
     batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
     weights = {name: w.to(run.device).double() for name, w in before["weight"].items()}
     loss, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)

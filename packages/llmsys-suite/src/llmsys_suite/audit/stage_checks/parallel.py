@@ -56,7 +56,7 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
 
 def _one_process(run: Run) -> Exact:
     config = run.config
-    text, _ = read_parts(config.data)
+    text, _ = read_parts(config)
     start = trained = in_float64(seeded(run, run.model))
     optimizer = reference.AdamW(start, config.learning_rate)
     losses = []

@@ -57,7 +57,7 @@ def _losses_and_times(run: Run, result: results.Precision) -> Iterator[Check]:
     config = run.config
     model = seeded(run, run.model)
     rows = max(1, config.rows // run.world)
-    text, _ = read_parts(config.data)
+    text, _ = read_parts(config)
     batch = on_device(run, reference.batch(text, rows, config.context, config.seed, 0))
     exact = reference.mean_loss(in_float64(model), *batch, run.model.num_heads)
     in_dtype = Sources("reported", "float64")

@@ -112,7 +112,7 @@ def _trained_again(run: Run, row: results.Row) -> float:
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=heads, context=scale.CONTEXT
     )
     weights = in_float64(seeded(run, shape, seed))
-    train, held_out = read_parts(run.config.data)
+    train, held_out = read_parts(run.config)
     peak = 6e-3 * (64 / width) ** 0.5
     optimizer = reference.AdamW(weights, peak, decay=0.0)
     for step in range(steps):
