@@ -91,15 +91,24 @@ def saved_for_backward(size: str, context: int, *, autocast: bool) -> float:
         mock.patch("torch.nn.init.trunc_normal_", lambda weight, **_: weight),
     ):
         model = Decoder(config, plain_attention)
+        tokens = torch.zeros(ROWS, context, dtype=torch.long)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False, capturable=True)
+        make_state(optimizer)
+        memory = LiveMemory()
+        memory.add([*model.parameters(), *model.buffers()], "parameter or buffer")
+        for state in optimizer.state.values():
+            memory.add(state.values(), "optimizer state")
         torch.set_autocast_dtype("cuda", torch.bfloat16)
         torch.set_autocast_enabled("cuda", autocast)
         try:
-            memory = _training_step(model, optimizer, context)
+            with memory:
+                loss = model.loss(tokens, tokens)
+                live_bytes = memory.live_bytes
         finally:
             torch.set_autocast_enabled("cuda", False)
             torch.clear_autocast_cache()
-    return [live for phase, live in memory.timeline if phase == "forward"][-1] / MIB
+        del loss  # frees the graph and its saved tensors
+    return live_bytes / MIB
 
 
 def vocabulary_of(size: str) -> int:
@@ -125,13 +134,9 @@ def training(config: ModelConfig) -> LiveMemory:
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        return _training_step(model, optimizer, config.context)
-
-
-def _training_step(model: Decoder, optimizer: torch.optim.Optimizer, context: int) -> LiveMemory:
-    tokens = torch.zeros(ROWS, context, dtype=torch.long)
-    make_state(optimizer)
-    return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer)
+        tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
+        make_state(optimizer)
+        return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer)
 
 
 def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
