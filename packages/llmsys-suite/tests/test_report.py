@@ -51,7 +51,8 @@ MEASURE_LAYOUT = """
   const paper = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
     if (!/, 0\\)$/.test(c)) return c; } return "rgb(255, 255, 255)"; };
   found.faint = [...d.querySelectorAll("body, body *")].filter(e => [...e.childNodes].some(n =>
-    n.nodeType == 3 && n.textContent.trim()) && !["SCRIPT", "STYLE"].includes(e.tagName)).filter(e => {
+    n.nodeType == 3 && n.textContent.trim()) && !["SCRIPT", "STYLE"].includes(e.tagName)
+    && (!e.closest("svg") || e.tagName == "text")).filter(e => {
     const s = getComputedStyle(e), ink = luminance(e.closest("svg") ? s.fill : s.color),
       ground = luminance(paper(e)); return (Math.max(ink, ground) + .05) / (Math.min(ink, ground) + .05) < 4.5;
     }).map(e => e.tagName + " " + e.textContent.slice(0, 30));
