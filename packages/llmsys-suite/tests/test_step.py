@@ -246,7 +246,7 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
     assert "e+0" not in text
     assert " 0% |" not in text
     assert "running blocks again takes" in text
-    assert text.count("On the way there softmax takes") == 4
+    assert text.count("In the forward pass softmax takes") == 4
     with (out / "steps.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 16
     with (out / "kernels.csv").open() as file:
