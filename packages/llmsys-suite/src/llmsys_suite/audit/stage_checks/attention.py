@@ -37,7 +37,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
     for row in result.rows:
         name = row["kernel"]
         kernel = attention.KERNELS[name]
-        error = float((kernel(*inputs, is_causal=True) - exact).abs().max())
+        error = float((kernel(*inputs, is_causal=True).detach() - exact).abs().max())
         errors.append((error, row["max_error"], name))
         computed = attention.forward_backward(kernel, *(t.requires_grad_() for t in others))
         for what, ours, theirs in zip(("out", "dq", "dk", "dv"), computed, expected, strict=True):
