@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -159,7 +160,8 @@ def rank_main() -> int:
             if faults and not outcomes and not task["figures"]:
                 _require_honest(run, {fault.stage for fault in faults}, task["attempts"])
             if task["figures"] and not task["honest_runs"]:
-                _require_honest(run, set(STAGES), task["attempts"])
+                with mock.patch.object(shutil, "rmtree"):
+                    _require_honest(run, set(STAGES), task["attempts"])
             honest = dict(run.results)
             if task["figures"]:
                 outcomes += inject_figures(run, honest)
@@ -255,19 +257,20 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
     run.results = dict(honest)
     evidence = audit.gather_evidence(run)
     outcomes = []
-    for stage, name in run.gather(names)[0]:
-        start = time.perf_counter()
-        run.results = dict(honest)
-        if run.rank == 0:
-            run.results[stage] = doubled(honest[stage], name)
-        checks = (
-            audit.recorded_checks(run, evidence)
-            if stage in ("plan", "train")
-            else audit.stage_checks(run, stage)
-        )
-        failed = [check.name for check in checks if not check.passed]
-        seconds = time.perf_counter() - start
-        outcomes.append(_reported(run, Outcome(f"{stage}: {name}", tuple(failed), seconds)))
+    # The audit deletes the checkpoints around the probed step when it has read them.
+    with mock.patch.object(shutil, "rmtree"):
+        for stage, name in run.gather(names)[0]:
+            start = time.perf_counter()
+            run.results = dict(honest)
+            if run.rank == 0:
+                run.results[stage] = doubled(honest[stage], name)
+            if stage in audit.STAGES:
+                checks = audit.stage_checks(run, stage)
+            else:
+                checks = audit.recorded_checks(run, evidence)
+            failed = tuple(check.name for check in checks if not check.passed)
+            seconds = time.perf_counter() - start
+            outcomes.append(_reported(run, Outcome(f"{stage}: {name}", failed, seconds)))
     return outcomes
 
 
