@@ -25,6 +25,8 @@ STANDARD_ERRORS = 6.0
 #: Variants whose ranks store one of n parts of the moments of AdamW, and of the parameters.
 SHARDED_MOMENTS = ("zero 1", "zero 2", "fsdp", "torch FSDP2")
 SHARDED_PARAMETERS = ("fsdp", "torch FSDP2")
+#: Variants that store a buffer of all gradients between steps.
+BUFFERED = ("ddp overlapped", "ddp bucketed", "ddp shared memory", "zero 1")
 #: Allowed difference of a shard from one of n equal parts: rows of small matrices split unevenly.
 UNEVEN = 0.2
 
@@ -87,11 +89,11 @@ def stored_tensors(record: Record) -> Iterator[Check]:
         ranks = ranks_of(name, record.config.world)
         parameters = whole / (ranks if name in SHARDED_PARAMETERS else 1)
         moments = 2 * whole / (ranks if name in SHARDED_MOMENTS else 1)
-        room = whole  # a buffer of gradients, or gathered parameters
+        buffers = whole if name in BUFFERED else 0.0
         if name in (SERVER, LOCAL):
             # The server, on the first rank, stores moments and the last pushes of all workers.
             moments = 0.0
-            room = 12 * whole
+            buffers = 12 * whole
         stored = record.train.final_weights[name]["stored"]
         formula = Sources("tensors reachable from the variant", "its formula")
         for kind, expected in (("parameters", parameters), ("moments", moments)):
@@ -106,7 +108,7 @@ def stored_tensors(record: Record) -> Iterator[Check]:
             parameters + moments,
             most,
             parameters + moments,
-            (1 + UNEVEN) * (parameters + moments + room),
+            (1 + UNEVEN) * (parameters + moments + buffers),
             where,
         )
 
