@@ -775,7 +775,7 @@ FAULTS: list[Fault] = [
     Fault("train", "a variant keeps the weights of every step", lambda run:
         then(FLAT, "update", lambda v: vars(v).setdefault("stored", []).append(torch.cat([p.detach().flatten() for p in v.decoder.parameters()])))),
     Fault("train", "torch FSDP2 is slowed", lambda run:
-        instead("torch FSDP2", "update", lambda original, v: [time.sleep(0.02), original(v)]), ("torch FSDP2",)),
+        instead("torch FSDP2", "update", lambda original, v: [time.sleep(0.1), original(v)]), ("torch FSDP2",)),
     Fault("train", "the time on the link is that of bits for bytes", lambda run:
         rows(train, lambda row: {"link_ms": row["link_ms"] / 8} if "link_ms" in row else {})),
     Fault("train", "the weights start at twice their scale", lambda run:
