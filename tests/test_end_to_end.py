@@ -65,7 +65,7 @@ def test_a_whole_run_takes_three_minutes_and_what_was_planned(tmp_path):
     assert ratios.pop("one process's step, ms") == pytest.approx(1, abs=0.25)
     assert ratios.pop("peak of a step, MiB") == pytest.approx(1, abs=0.1)
     # The counted bytes include the headers of messages.
-    assert ratios.pop("DDP's wire, MiB a rank") == pytest.approx(1, abs=0.01)
+    assert ratios.pop("DDP's wire, MiB per rank") == pytest.approx(1, abs=0.01)
     assert set(ratios.values()) == {1}
 
 
@@ -135,15 +135,22 @@ def test_no_process_takes_more_than_one_and_a_half_gibibytes(finished):
 
 def test_a_tampered_record_is_red_and_fails(finished):
     out, _ = finished
-    from llmsys_suite.audit import training
+    from llmsys_suite.audit import training_checks
 
     folder = RunFolder.open(out)
     stages, samples = folder.results, folder.samples()
     victim = next(s for s in samples if s["variant"] == "zero 1" and "loss" in s)
     victim["loss"] *= 1.001
     evidence = folder.read_json("evidence.json")
-    checks = training.checks(folder.config, stages["plan"], stages["train"], samples, evidence)
-    assert [c.name for c in checks if not c.passed] == ["first losses", "all losses"]
+    checks = training_checks.checks(
+        folder.config, stages["plan"], stages["train"], samples, evidence
+    )
+    assert [c.name for c in checks if not c.passed] == [
+        "first losses",
+        "losses, trained again",
+        "all losses",
+        "reported losses",
+    ]
 
 
 def test_an_edited_folder_is_one_line_and_status_2(finished, tmp_path):

@@ -1,7 +1,8 @@
 """The bytes that a variant stores on one rank, counted by following references between objects.
 
-No package is asked: every tensor that the variant's object refers to, directly or through others,
-is counted once by its storage. Tensors that only C++ code refers to are not found.
+Nothing that a package reports is used. Every tensor to which the variant refers, directly or
+through other objects, is counted once by its storage. Tensors that only C++ code refers to are not
+found.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ def reachable(start: Any) -> Iterator[Tensor]:
     seen = {id(start)}
     todo = [start]
     while todo:
-        found = todo.pop()
-        if isinstance(found, Tensor):
-            yield found
-            if found.is_leaf and found.grad is not None:
-                todo.append(found.grad)
-        for inner in _references(found):
+        visited = todo.pop()
+        if isinstance(visited, Tensor):
+            yield visited
+            if visited.is_leaf and visited.grad is not None:
+                todo.append(visited.grad)
+        for inner in _references(visited):
             if id(inner) not in seen and not isinstance(inner, BEYOND):
                 seen.add(id(inner))
                 todo.append(inner)
 
 
-def _references(found: Any) -> list[Any]:
-    if isinstance(found, types.FunctionType):
+def _references(owner: Any) -> list[Any]:
+    if isinstance(owner, types.FunctionType):
         # A function also refers to the globals of its module.
-        return list(found.__closure__ or ())
-    return gc.get_referents(found) if not isinstance(found, torch.dtype) else []
+        return list(owner.__closure__ or ())
+    return gc.get_referents(owner) if not isinstance(owner, torch.dtype) else []

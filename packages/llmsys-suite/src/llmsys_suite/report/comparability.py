@@ -1,4 +1,4 @@
-"""Whether two runs can be compared: refusals, warnings, and losses and counts that differ."""
+"""Comparability of runs: refusals, warnings, and losses and counts that differ."""
 
 from __future__ import annotations
 

@@ -165,19 +165,22 @@ def isoflop(scale: Scale) -> str:
             label = f"best size at {at['compute_flops']:.0e}, 95 %"
             axes.axvspan(at["low"], at["high"], color=COLORS[5], alpha=0.2, label=label)
         axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="held-out nats per byte")
-        _plain_ticks(axes.yaxis)
+        _plain_ticks(axes)
         below(axes, 3)
 
     return figure(draw, "IsoFLOP valleys; stars are fitted optima", height=4.0)
 
 
-def _plain_ticks(axis: Any) -> None:
-    """Label a logarithmic axis of less than a decade with plain numbers."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+def _plain_ticks(axes: Axes) -> None:
+    """Label logarithmic axes of about a decade with plain numbers that do not overlap."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    axis.set_major_locator(MaxNLocator(5))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    axis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
 
 
 def links(rows: Sequence[dict[str, Any]]) -> str:

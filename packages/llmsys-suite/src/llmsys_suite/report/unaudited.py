@@ -38,9 +38,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     "parallel": {"waiting": ("rows.waiting",)},
     "profile": {
         "the number of warm-up steps": ("protocol.warmup",),
-        "percentiles, the first step, its loss and the process": (
-            "protocol.step_p10_ms",
-            "protocol.step_p90_ms",
+        "the first step, its loss and the process": (
             "protocol.first_step_ms",
             "protocol.peak_gib",
             "protocol.loss",

@@ -91,10 +91,10 @@ def _schedule(
 ) -> Iterator[Check]:
     """Compare the passes in flight and the idle slots with the schedule of the same name."""
     stages = len({stage for _, stage, _ in passes})
-    found = run.gather((events.most_in_flight(passes), stages))
+    by_rank = run.gather((events.most_in_flight(passes), stages))
     microbatches = getattr(split, "microbatches", 1)
     in_flight = []
-    for rank, (most, _) in enumerate(found):
+    for rank, (most, _) in enumerate(by_rank):
         expected = events.expected_in_flight(name, rank, run.world, microbatches)
         if expected is not None:
             in_flight.append((expected, most, f"rank {rank}"))
@@ -102,7 +102,7 @@ def _schedule(
         order = Sources("events of a step", f"the schedule {name.partition('(')[2].rstrip(')')}")
         yield order.all_equal(f"{name}: passes in flight", in_flight)
         per_rank = 2 if "interleaved" in name else 1
-        stages_by_rank = [(per_rank, n, f"rank {rank}") for rank, (_, n) in enumerate(found)]
+        stages_by_rank = [(per_rank, n, f"rank {rank}") for rank, (_, n) in enumerate(by_rank)]
         yield order.all_equal(f"{name}: stages per rank", stages_by_rank)
 
 

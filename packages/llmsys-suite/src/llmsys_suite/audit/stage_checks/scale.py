@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -70,13 +71,20 @@ def _fit(what: str, rows: results.Rows, fitted: results.Scale) -> Iterator[Check
     beyond = scale.BEYOND * max(row["compute_flops"] for row in rows)
     budgets = Sources("scaling", "the largest budget")
     yield budgets.equal(f"extrapolated budget of {what}", beyond, at["compute_flops"], 1e-9)
-    by_budget = {v["compute_flops"]: v for v in fitted.valleys}
-    for key, side in (("parameters", 0), ("loss", 1)):
-        pairs = [
-            (minima[budget][side] if budget in minima else math.nan, v[key], f"{budget:.3g} FLOPs")
-            for budget, v in by_budget.items()
-        ]
-        yield numpys.all_equal(f"minima of {what}: {key}", pairs, 1e-5)
+    sizes = []
+    losses = []
+    for valley in fitted.valleys:
+        # The law stores the mean of the budgets of a valley, which is rounded.
+        budget = min(minima, key=partial(_apart, valley["compute_flops"]))
+        size, loss = minima[budget]
+        sizes.append((size, valley["parameters"], f"{budget:.3g} FLOPs"))
+        losses.append((loss, valley["loss"], f"{budget:.3g} FLOPs"))
+    yield numpys.all_equal(f"sizes at the minima of {what}", sizes, 1e-5)
+    yield numpys.all_equal(f"losses at the minima of {what}", losses, 1e-5)
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(a - b)
 
 
 def _valleys() -> list[dict[str, float]]:

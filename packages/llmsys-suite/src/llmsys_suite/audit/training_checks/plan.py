@@ -48,8 +48,8 @@ def communication(record: Record) -> Iterator[Check]:
     """Compare the bytes of gradients and of an all-reduce with their formulas."""
     plan, world = record.plan, record.config.world
     gradients = 4 * record.evidence["counted"]["parameters"]
-    each = Sources("plan", "4 bytes per weight")
-    yield each.equal("gradient bytes", gradients, plan.gradient_bytes)
+    weights = Sources("plan", "4 bytes per weight")
+    yield weights.equal("gradient bytes", gradients, plan.gradient_bytes)
     wire = 2 * (world - 1) / world * gradients
     whole_byte = 1 / max(1.0, wire)
     ring = Sources("plan", "2 (n - 1) / n of the gradients")

@@ -96,8 +96,8 @@ def order(record: Record) -> Iterator[Check]:
 def peers(record: Record) -> Iterator[Check]:
     """Compare the time of torch's DDP and FSDP2 with that of the audit's own."""
     for name, ratio in record.evidence["peer_ratios"].items():
-        own = Sources("the run's variant", f"the audit's own {name}")
-        yield own.within(f"time of {name}", 1.0, ratio, PEER_BAND)
+        peer = Sources("the run's variant", f"the audit's own {name}")
+        yield peer.within(f"time of {name}", 1.0, ratio, PEER_BAND)
 
 
 def phases(record: Record) -> Iterator[Check]:
