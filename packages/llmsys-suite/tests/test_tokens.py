@@ -109,3 +109,8 @@ def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys)
     assert folder.results["learn"].losses[-1] < folder.results["learn"].losses[0]
     cli.app(["sample", str(folder.path), "--max-bytes", "5"], standalone_mode=False)
     assert capsys.readouterr().out.startswith("The ")
+    cli.app(["export", str(folder.path), str(tmp_path / "model")], standalone_mode=False)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    codec = tokens.codec_of(config, folder.path)
+    assert theirs.encode("import os\n", add_special_tokens=False) == codec.encode("import os\n")
