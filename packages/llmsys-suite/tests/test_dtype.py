@@ -42,7 +42,7 @@ def test_products_of_a_run_in_bf16_are_in_bf16_and_all_state_is_float32():
     ):
         assert parameter.dtype == parameter.grad.dtype == torch.float32
         distance = (parameter.grad - theirs.grad).norm() / theirs.grad.norm()
-        assert 0 < distance < 1e-2
+        assert 0 < distance < 5e-2
     variant.update()
     state = [t for s in variant.optimizer.state.values() for t in s.values()]
     assert {tensor.dtype for tensor in state} == {torch.float32}

@@ -29,9 +29,9 @@ def exported(tmp_path):
 def test_an_exported_model_comes_back_as_it_was(exported):
     model, folder = exported
     tokens = torch.randint(50, (3, 12))
-    again = import_model(folder)
-    assert again.config == SHAPE
-    assert torch.equal(again(tokens), model(tokens))
+    imported = import_model(folder)
+    assert imported.config == SHAPE
+    assert torch.equal(imported(tokens), model(tokens))
 
 
 @pytest.mark.exhaustive

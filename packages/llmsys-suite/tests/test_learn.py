@@ -12,12 +12,13 @@ from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.learning import state as training_state
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.generation import MODEL, generate_text, model_of
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.stages import learn, training_state
+from llmsys_suite.stages import learn
 from llmsys_suite.stages.results import Train
 from llmsys_suite.start import execute
 from llmsys_suite.variants import VARIANTS
@@ -120,9 +121,8 @@ def test_a_split_model_learns_and_goes_on_as_one_process_does(tmp_path, world, o
     # On the same grid, and on one process: the checkpoint has the whole model.
     for number, grid in ((world, options), (1, {})):
         (losses, steps), *_ = run_ranks(
-            learned, number, str(tmp_path / f"on{number}"), "fsdp", None, resume, ROWS, grid,
-            timeout=400,
-        )  # fmt: skip
+            learned, number, str(tmp_path / f"on{number}"), "fsdp", None, resume, ROWS, grid
+        )
         assert steps == STEPS - 5
         assert losses == pytest.approx(whole, rel=1e-5)
 

@@ -54,15 +54,15 @@ def test_lines_keep_their_ends_and_long_ones_are_cut(monkeypatch):
 def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
     config, folder = encoded
     (tmp_path / "run").mkdir()
-    given = replace(config, tokenizer=str(folder / tokens.TOKENIZER))
-    tokens.require_tokenizer(given)
-    tokens.write_tokens(given, tmp_path / "run")
+    from_file = replace(config, tokenizer=str(folder / tokens.TOKENIZER))
+    tokens.require_tokenizer(from_file)
+    tokens.write_tokens(from_file, tmp_path / "run")
     both = [tokens.load(config, path).train for path in (folder, tmp_path / "run")]
     assert torch.equal(*both)
     with pytest.raises(UsageError, match=r"has 280 tokens.*pass --vocabulary 280"):
-        tokens.require_tokenizer(replace(given, vocabulary=270))
+        tokens.require_tokenizer(replace(from_file, vocabulary=270))
     with pytest.raises(UsageError, match="is not a file of the package tokenizers"):
-        tokens.require_tokenizer(replace(given, tokenizer=str(folder / "text")))
+        tokens.require_tokenizer(replace(from_file, tokenizer=str(folder / "text")))
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,16 @@ def test_a_text_of_too_few_tokens_is_refused(tmp_path):
 @pytest.mark.exhaustive
 def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys):
     stages = ["train", "learn", "parallel", "compress", "audit"]
-    config = resolve(
-        stages, preset="cpu", size="mini", steps=2, warmup=1, learn=8, tokenizer="bpe",
-        vocabulary=300, context=32, out=tmp_path / "run",
-    )  # fmt: skip
+    options = {"size": "mini", "steps": 2, "warmup": 1, "learn": 8, "context": 32}
+    tokens_options = {"tokenizer": "bpe", "vocabulary": 300}
+    out = tmp_path / "run"
+    config = resolve(stages, preset="cpu", out=out, **options, **tokens_options)
     folder = start(config)
     assert folder.results["learn"].losses[-1] < folder.results["learn"].losses[0]
     cli.app(["sample", str(folder.path), "--max-bytes", "5"], standalone_mode=False)
     assert capsys.readouterr().out.startswith("The ")
+    cli.app(["export", str(folder.path), str(tmp_path / "model")], standalone_mode=False)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    codec = tokens.codec_of(config, folder.path)
+    assert theirs.encode("import os\n", add_special_tokens=False) == codec.encode("import os\n")

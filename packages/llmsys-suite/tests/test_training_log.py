@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from llmsys_suite.config import RunConfig, UsageError, check
-from llmsys_suite.measure.training_log import TRACED, open_log, traced_steps
+from llmsys_suite.learning.log import TRACED, open_log, traced_steps
 
 
 class FakeWriter:

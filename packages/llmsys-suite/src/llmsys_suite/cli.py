@@ -300,7 +300,9 @@ def export(
     from llmsys_suite.hugging_face import export_model
     from llmsys_suite.report.generation import model_of
 
-    export_model(model_of(_run_folder(folder)), out)
+    run_folder = _run_folder(folder)
+    tokenizer = folder / "tokenizer.json"
+    export_model(model_of(run_folder), out, tokenizer if tokenizer.exists() else None)
 
 
 @app.command()

@@ -126,13 +126,13 @@ class RunConfig:
     #: Numbers of ranks that split each block of `learn`, and that have consecutive blocks.
     tensor: int = 1
     pipeline: int = 1
-    #: Whether `learn` runs blocks again in the backward pass instead of saving activations.
+    #: True to recompute blocks of `learn` in the backward pass instead of saving activations.
     recompute: bool = False
-    #: Whether `learn` compiles the blocks.
+    #: True to compile the blocks of `learn`.
     compile: bool = False
-    #: Whether `learn` records three of its steps with torch.profiler.
+    #: True to record three steps of `learn` with torch.profiler.
     trace: bool = False
-    #: Where `learn` logs its losses besides the run folder: one of LOGS, or None.
+    #: The program of LOGS that receives the losses of `learn`, or None.
     log: str | None = None
     #: The checkpoint that the stage `learn` continues from.
     resume: Path | None = None
@@ -387,10 +387,12 @@ def _check_learn(config: RunConfig) -> None:
         raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
     if config.log is not None and importlib.util.find_spec(LOGS[config.log]) is None:
         raise UsageError(f"--log {config.log} needs `pip install {LOGS[config.log]}`")
-    asked = {"tensor": config.tensor > 1, "pipeline": config.pipeline > 1} | {
+    requested = {"tensor": config.tensor > 1, "pipeline": config.pipeline > 1} | {
         name: getattr(config, name) for name in ("recompute", "compile", "trace", "log")
     }
-    if "learn" not in config.stages and (options := [name for name in asked if asked[name]]):
+    if "learn" not in config.stages and (
+        options := [name for name in requested if requested[name]]
+    ):
         raise UsageError(f"--{options[0]} needs the stage learn; add it to the stages")
 
 

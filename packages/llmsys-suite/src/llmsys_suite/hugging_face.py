@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ REQUIRED: dict[str, Any] = {
 LEFT_OUT = {"rms_norm_eps": 1e-6}
 
 
-def export_model(model: Decoder, folder: Path) -> None:
+def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) -> None:
     """Write a model to a new folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+    `tokenizer` is a file of the package tokenizers, which `AutoTokenizer.from_pretrained` loads.
 
     Raises:
         UsageError: the folder has files already, or cannot be written.
@@ -75,6 +78,10 @@ def export_model(model: Decoder, folder: Path) -> None:
         tensors = {their_name(name): p.detach() for name, p in model.named_parameters()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            shutil.copy(tokenizer, folder / "tokenizer.json")
+            kind = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+            (folder / "tokenizer_config.json").write_text(kind + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from None
 

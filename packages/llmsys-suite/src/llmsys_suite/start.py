@@ -43,7 +43,7 @@ def execute(config: RunConfig) -> tuple[int, Path]:
     require_tokenizer(config)
     _require_memory(config)
     if config.resume is not None:
-        from llmsys_suite.stages.training_state import require_resumable
+        from llmsys_suite.learning.state import require_resumable
 
         require_resumable(config, config.resume)
     if "RANK" in os.environ:

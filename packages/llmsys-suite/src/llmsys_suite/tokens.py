@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Files of the run folder.
-TOKENIZER, TRAIN, HELDOUT = "tokenizer.json", "tokens-train.bin", "tokens-heldout.bin"
+TOKENIZER = "tokenizer.json"
+TRAIN = "tokens-train.bin"
+HELDOUT = "tokens-heldout.bin"
 #: Training bytes from which a vocabulary is learned, and bytes that are encoded at once.
-SAMPLE_BYTES, CHUNK_BYTES = 64 * 2**20, 2**20
+SAMPLE_BYTES = 64 * 2**20
+CHUNK_BYTES = 2**20
 #: Type of a stored token.
 INT32 = np.dtype("<i4")
 

@@ -21,7 +21,7 @@ KINDS = ("previous", "duplicate", "induction", "first")
 def run(run: Run) -> Inspect | None:
     """Return logit lens and attribution on held-out text, and the kinds of heads.
 
-    The training is too short for induction heads, so the last rank trains a model of its own on
+    The training is too short for induction heads, so the last rank trains another model on
     repeated tokens.
     """
     mine = induction() if run.rank == run.world - 1 else {}

@@ -44,7 +44,9 @@ class ThreeDimensional(Variant):
         mesh = init_device_mesh(
             self.device.type, shape, mesh_dim_names=("data", "pipeline", "tensor")
         )
-        self.replicas, self.stages, self.slices = mesh["data"], mesh["pipeline"], mesh["tensor"]
+        self.replicas = mesh["data"]
+        self.stages = mesh["pipeline"]
+        self.slices = mesh["tensor"]
         self.data_rank = self.replicas.get_local_rank()
         self.data_world = self.replicas.size()
         self.reports_rows = self.stages.get_local_rank() == self.slices.get_local_rank() == 0

@@ -30,10 +30,10 @@ from llmsys_suite.audit.tolerances import (
     loss_tolerance,
     weight_tolerance,
 )
+from llmsys_suite.learning.state import CHECKPOINT, DEFAULT_STEPS
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.generation import MODEL
 from llmsys_suite.stages import learn, results
-from llmsys_suite.stages.training_state import CHECKPOINT, DEFAULT_STEPS
 
 #: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
 ROUNDING = 2**-23
