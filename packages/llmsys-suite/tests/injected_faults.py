@@ -787,7 +787,7 @@ FAULTS: list[Fault] = [
     Fault("learn", "tokens are those of one rank", lambda run:
         after(learn, "run", lambda result, *_: result and replace(result, tokens=result.tokens // 2))),
     Fault("learn", "the slowest variant is said to be the fastest", lambda run:
-        around(learn, "fastest", lambda _, rows: max((r for r in rows if r["variant"] in learn.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
+        around(learn, "fastest", lambda _, rows, *__: max((r for r in rows if r["variant"] in learn.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
     Fault("learn", "a gradient is clipped from the second step on", lambda run: around(Variant, "update", clips_late(1))),
     Fault("parallel", "1F1B is GPipe", lambda run:
         mock.patch.object(splits.SPLITS["pipeline (1F1B)"], "schedule_class", splits.PipelineModel.schedule_class)),
