@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmsys_suite.stages.results import Audit, Skipped
+from llmsys_suite.results import Audit, Skipped
 
 #: Fields that are not figures of the report: raw timings, and records that only the audit reads.
 RECORDS = ("interleaved", "final_weights")

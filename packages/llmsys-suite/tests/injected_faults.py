@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
 from llmsys_suite import splits
-from llmsys_suite.audit.inputs import initial_weights
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
@@ -32,6 +31,7 @@ from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.results import Skipped
 from llmsys_suite.stages import (
     attention,
     compress,
@@ -46,10 +46,10 @@ from llmsys_suite.stages import (
     scale,
     train,
 )
-from llmsys_suite.stages.results import Skipped
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.variants import VARIANTS, single
+from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.single import Variant
 
 Patch = AbstractContextManager[Any]
@@ -801,8 +801,8 @@ FAULTS: list[Fault] = [
         rows(links, lambda row: {"wire_bytes": row["wire_bytes"] * (3 if row["algorithm"] == "ring" else 1)})),
     Fault("profile", "the share of softmax is that of products", lambda run:
         after(kernels, "summarize", lambda row, *_: row | {"softmax_share": row["product_share"]})),
-    Fault("scale", "every seed draws the same batches", lambda run:
-        around(scale, "train_one", lambda original, run_, budget, width, seed: original(run_, budget, width, 0) | {"seed": seed})),
+    Fault("scale", "runs are trained with another seed than the reported one", lambda run:
+        around(scale, "train_one", lambda original, run_, budget, width, seed: original(run_, budget, width, seed + 1) | {"seed": seed})),
     Fault("compress", "a method is timed on half of the rows", lambda run: edit(compress, quick("linear, 8 bits", "speedup_p50"))),
     # The folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:

@@ -12,7 +12,6 @@ import torch
 from llmsys_suite.audit import events, training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.run import check_again
-from llmsys_suite.audit.stored import stored_bytes
 from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
@@ -28,7 +27,8 @@ from llmsys_suite.measure.samples import (
     summarize,
     utilization,
 )
-from llmsys_suite.stages.results import Audit, Plan, Train
+from llmsys_suite.results import Audit, Plan, Train
+from llmsys_suite.variants.stored_tensors import stored_bytes
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server", LOCAL)

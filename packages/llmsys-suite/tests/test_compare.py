@@ -23,7 +23,7 @@ from llmsys_suite.report.compare import (
     slower_than,
     undecided_at,
 )
-from llmsys_suite.stages.results import Plan, Skipped, Train
+from llmsys_suite.results import Plan, Skipped, Train
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
 DIFFERENT = ("slower", "faster")

@@ -13,6 +13,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from llmsys_suite import results as of
 from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
@@ -21,7 +22,6 @@ from llmsys_suite.report import plots
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.report.sentences import against, fastest, interval
 from llmsys_suite.report.unaudited import UNAUDITED, unaudited
-from llmsys_suite.stages import results as of
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",

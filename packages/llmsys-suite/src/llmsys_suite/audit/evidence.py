@@ -11,12 +11,12 @@ import torch
 from scipy.stats import truncnorm
 
 from llmsys_suite.audit.flops import count_flops
-from llmsys_suite.audit.inputs import initial_weights
 from llmsys_suite.audit.peers import peer_ratios
 from llmsys_suite.audit.probe import probe
 from llmsys_suite.audit.text import batch_evidence, read_parts, split_evidence
 from llmsys_suite.measure import network, reference_matmul
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.variants.initial_weights import initial_weights
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:

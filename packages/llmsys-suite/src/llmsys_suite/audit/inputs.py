@@ -7,24 +7,13 @@ from torch import Tensor
 
 from llmsys_suite.audit import reference
 from llmsys_suite.config import RunConfig
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 
 
 def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return tokens and targets on the device of the run."""
     return batch[0].to(run.device), batch[1].to(run.device)
-
-
-def seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
-    """Return a model with the initial weights of the run."""
-    torch.manual_seed(run.config.seed if seed is None else seed)
-    return Decoder(config).to(run.device)
-
-
-def initial_weights(run: Run) -> dict[str, Tensor]:
-    """Return the initial weights of every variant."""
-    return {name: p.detach() for name, p in seeded(run, run.model).named_parameters()}
 
 
 def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:

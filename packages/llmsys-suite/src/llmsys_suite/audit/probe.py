@@ -8,7 +8,6 @@ bytes that were announced in shared memory.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.inputs import global_batch, initial_weights, on_device
-from llmsys_suite.audit.stored import stored_bytes
+from llmsys_suite.audit.inputs import global_batch, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import LOCAL
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS, variants_here
+from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant
 
@@ -156,43 +155,3 @@ def replay(run: Run, weights: Weights, steps: int) -> list[float]:
         losses.append(value)
         weights = optimizer.step(weights, gradients)
     return losses
-
-
-def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
-    """Return the parameters that differ between ranks, the distance from one process's, and bytes.
-
-    The bytes are those that each rank stores after the training.
-    """
-    run.barrier()
-    alone = variant.alone
-    takes_part = not (alone and run.rank)
-    stored = [b for b in run.gather(stored_bytes(variant) if takes_part else None) if b]
-    after = variant.weights() if takes_part else {}
-    bits = {name: _bits(w) for name, w in after.items()}
-    everyone = [digests for digests in run.gather(bits) if digests]
-    differ = [
-        f"rank {rank} {name}"
-        for rank, digests in enumerate(everyone)
-        for name, value in digests.items()
-        if value != everyone[0].get(name)
-    ]
-    distance = (0.0, "")
-    if run.trained is not None and not alone:
-        distance = reference.furthest(
-            {name: w.double() - start[name].double() for name, w in after.items()},
-            {
-                name: w.detach().double() - start[name].double()
-                for name, w in run.trained.named_parameters()
-            },
-        )
-    return {
-        "ranks": len(everyone),
-        "differ": differ,
-        "from_one_process": distance,
-        "stored": stored,
-    }
-
-
-def _bits(weight: Tensor) -> str:
-    plain = weight.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(plain.tobytes()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from unittest import mock
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from llmsys_suite import plain
+from llmsys_suite.measure.distance import distance, furthest
 from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, norm, softmax
 
-__all__ = ["AdamW", "batch", "logits", "loss", "softmax"]
+__all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss", "softmax"]
 
 #: Largest size of one layer's attention scores; a batch is split into parts below it.
 SCORE_BYTES = 2**24
@@ -148,25 +149,3 @@ def digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
     """Return twelve hexadecimal digits of the digest of one row, four bytes per token."""
     row, following = (np.array(list(part), "<i4").tobytes() for part in (tokens, targets))
     return hashlib.sha256(row + b"\0" + following).hexdigest()[:12]
-
-
-def distance(actual: Tensor, expected: Tensor) -> float:
-    """Return |actual - expected| / |expected| in the 2-norm, or infinity if shapes differ."""
-    if actual.shape != expected.shape:
-        return math.inf
-    expected = expected.double()
-    away = (actual.detach().to(expected) - expected).norm()
-    whole = expected.norm()
-    if whole > 0:
-        return float(away / whole)
-    return 0.0 if away == 0 else math.inf
-
-
-def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest distance over all names, and where: "name: |actual| beside |expected|"."""
-    if missing := expected.keys() ^ actual.keys():
-        return math.inf, f"{min(missing)}: on one side only"
-    distances = {name: distance(actual[name], expected[name]) for name in expected}
-    name = max(distances, key=lambda n: math.inf if math.isnan(distances[n]) else distances[n])
-    norms = (float(side[name].detach().double().norm()) for side in (actual, expected))
-    return distances[name], "{}: norm {:.9g} beside {:.9g}".format(name, *norms)

@@ -13,7 +13,7 @@ from llmsys_suite.audit.stage_checks import COLLECTIVE, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Audit
+from llmsys_suite.results import Audit
 
 
 def run(run: Run) -> Audit | None:

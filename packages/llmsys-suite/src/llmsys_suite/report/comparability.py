@@ -10,7 +10,7 @@ from typing import Any
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import loss_curves
-from llmsys_suite.stages.results import Train
+from llmsys_suite.results import Train
 
 #: Runs that differ in these are not comparable; a difference in the others is a warning.
 MUST_AGREE = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsys_suite import results as of
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import SINGLE
@@ -14,7 +15,6 @@ from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
 from llmsys_suite.report.sentences import fastest
 from llmsys_suite.report.tables import Row, evidence_of, planned
-from llmsys_suite.stages import results as of
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmsys_suite.stages.results import Learn, Scale
+from llmsys_suite.results import Learn, Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from llmsys_suite import results as of
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import fastest, interleaved_against
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
 from llmsys_suite.report.unaudited import unaudited
-from llmsys_suite.stages import results as of
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llmsys_suite import results as of
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import PEER, SINGLE
-from llmsys_suite.stages import results as of
 
 MIB = 2**20
 Row = dict[str, Any]

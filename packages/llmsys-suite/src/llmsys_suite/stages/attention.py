@@ -14,7 +14,7 @@ from torch import Tensor
 from llmsys_suite.measure.interleaved import time_interleaved
 from llmsys_suite.model import plain_attention
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Attention
+from llmsys_suite.results import Attention
 
 ROUNDS = 7
 PEER = "SDPA"

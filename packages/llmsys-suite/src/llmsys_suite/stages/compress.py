@@ -13,7 +13,7 @@ from torch import nn
 from llmsys_suite.measure.interleaved import time_interleaved
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Compress
+from llmsys_suite.results import Compress
 
 HELDOUT_ROWS = 16
 ROUNDS = 7

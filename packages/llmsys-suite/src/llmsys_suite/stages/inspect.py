@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Inspect
+from llmsys_suite.results import Inspect
 
 INDUCTION_STEPS = 500
 DRAWN = 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collectives.bench
 
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Links, Skipped
+from llmsys_suite.results import Links, Skipped
 
 #: Bytes: where latency decides, where both do, where bandwidth does.
 SIZES = (1 << 10, 64 << 10, 1 << 20)

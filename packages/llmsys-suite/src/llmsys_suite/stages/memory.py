@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Memory
+from llmsys_suite.results import Memory
 
 ROWS = 4
 #: Sizes besides that of the run, and the contexts of the coursework.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.results import Parallel, Skipped
 from llmsys_suite.splits import SPLITS, PipelineModel, Split
 from llmsys_suite.splits.split import whole_model
-from llmsys_suite.stages.results import Parallel, Skipped
 
 ITERATIONS = 10
 

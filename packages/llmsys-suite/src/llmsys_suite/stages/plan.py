@@ -16,7 +16,7 @@ import accounting
 from llmsys_suite.config import SIZES, RunConfig
 from llmsys_suite.environment import available_memory_bytes
 from llmsys_suite.measure.samples import VARIANT_NAMES
-from llmsys_suite.stages.results import Plan, Prediction
+from llmsys_suite.results import Plan, Prediction
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -102,7 +102,7 @@ def layer_matmuls(run: Run) -> list[float]:
     Both are medians; the time of a further layer is half of what two more layers add.
     """
     from llmsys_suite.measure import reference_matmul
-    from llmsys_suite.measure.shallow import Shallow
+    from llmsys_suite.variants.shallow import Shallow
 
     tokens, targets = run.batch(0)
     models = Shallow(run, 1), Shallow(run, 3)

@@ -11,7 +11,7 @@ from torch import nn
 from llmsys_suite.measure.interleaved import Interleaved, time_interleaved
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Precision, Rows
+from llmsys_suite.results import Precision, Rows
 
 ROUNDS = 7
 

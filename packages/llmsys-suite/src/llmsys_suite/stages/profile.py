@@ -14,7 +14,7 @@ import torch
 
 from llmsys_suite.config import SIZES
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Profile, Rows
+from llmsys_suite.results import Profile, Rows
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step

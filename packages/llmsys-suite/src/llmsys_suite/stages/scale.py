@@ -13,7 +13,7 @@ import torch
 from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Scale
+from llmsys_suite.results import Scale
 
 # FLOPs per measured step of the variants, and widths on both sides of the best one: a valley whose
 # minimum is at an edge cannot be fitted.

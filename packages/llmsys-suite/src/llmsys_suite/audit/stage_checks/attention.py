@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmsys_suite import results
 from llmsys_suite.audit import peers, reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.tolerances import BAND, PEER_BAND
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import attention, results
+from llmsys_suite.stages import attention
 
 #: Largest honest error of attention by dtype: in float32 1e-6 for its gradients, in bfloat16 5e-3,
 #: each times about five.

@@ -12,6 +12,7 @@ import tinyml
 import torch
 from torch import Tensor, nn
 
+from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import cross_entropy, in_float64, on_device
@@ -20,7 +21,7 @@ from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import compress, results
+from llmsys_suite.stages import compress
 
 #: The methods that round to a linear grid, and the bits of the grid.
 BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}

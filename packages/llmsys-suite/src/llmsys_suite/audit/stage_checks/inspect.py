@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import in_float64
@@ -15,7 +16,7 @@ from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import GRADIENT, REPLAYED_LOSS, SUMS
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import inspect, results
+from llmsys_suite.stages import inspect
 
 #: Largest difference of a drawn pattern, which is rounded down to hundredths.
 HUNDREDTHS = 1.001

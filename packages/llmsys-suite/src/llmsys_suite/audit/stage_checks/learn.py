@@ -19,9 +19,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
+from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import in_float64, on_device, seeded
+from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import (
     GRADIENT,
@@ -30,10 +31,12 @@ from llmsys_suite.audit.tolerances import (
     loss_tolerance,
     weight_tolerance,
 )
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.generation import MODEL
 from llmsys_suite.learning.state import CHECKPOINT, DEFAULT_STEPS
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.generation import MODEL
-from llmsys_suite.stages import learn, results
+from llmsys_suite.stages import learn
+from llmsys_suite.variants.initial_weights import seeded
 
 #: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
 ROUNDING = 2**-23
@@ -46,7 +49,7 @@ def checks(run: Run, result: results.Learn) -> Iterator[Check]:
     yield from _configuration(run, result)
     yield from _losses(run, result)
     yield from _samples(run, result)
-    yield from _last_checkpoint(run, len(result.losses))
+    yield from _last_checkpoint(run, run.folder, len(result.losses))
     if result.probed_step is not None:
         yield from _probed_step(run, result, result.probed_step)
 
@@ -149,12 +152,12 @@ def rate(base: float, step: int, total: int) -> float:
     return peak * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
 
 
-def _last_checkpoint(run: Run, total: int) -> Iterator[Check]:
+def _last_checkpoint(run: Run, folder: RunFolder, total: int) -> Iterator[Check]:
     last = read_checkpoint(run.out / CHECKPOINT)
     steps = {int(step) for step in last["step"].values()}
     counts = Sources("step counts in the checkpoint", f"{total} losses")
     yield counts.none("steps of the optimizer", [f"{n} steps" for n in steps if n != total])
-    stored = load_file(run.out / MODEL)
+    stored = load_file(folder.path / MODEL)
     different = [n for n, w in last["weight"].items() if not torch.equal(stored[n].cpu(), w)]
     weights = Sources("each weight", "the checkpoint")
     yield weights.none("weights of the model file", different)

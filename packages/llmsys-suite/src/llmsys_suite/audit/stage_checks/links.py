@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.tolerances import SUMS
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import results
 
 
 def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import accounting
 
+from llmsys_suite import results
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.config import SIZES
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import memory, results
+from llmsys_suite.stages import memory
 
 MIB = 2**20
 #: Allowed difference between two methods of counting live bytes.

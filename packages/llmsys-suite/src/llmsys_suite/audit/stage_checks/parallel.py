@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from llmsys_suite import splits
+from llmsys_suite import results, splits
 from llmsys_suite.audit import events, reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import in_float64, on_device, seeded
+from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import (
     GRADIENT,
@@ -22,7 +22,7 @@ from llmsys_suite.audit.tolerances import (
 )
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import TRAINED
-from llmsys_suite.stages import results
+from llmsys_suite.variants.initial_weights import seeded
 
 
 @dataclass(frozen=True)

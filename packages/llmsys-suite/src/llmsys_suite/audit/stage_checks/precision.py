@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from llmsys_suite import results
 from llmsys_suite.audit import peers, reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import in_float64, on_device, seeded
+from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import BAND, REPLAYED_LOSS
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import results
+from llmsys_suite.variants.initial_weights import seeded
 
 #: Honest error of a forward pass with bfloat16 products, 1e-3, times ten.
 BFLOAT16_LOSS = 1e-2

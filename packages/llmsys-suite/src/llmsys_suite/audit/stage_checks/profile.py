@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from llmsys_suite import results
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.flops import Flops, count_flops
-from llmsys_suite.audit.inputs import initial_weights
 from llmsys_suite.config import SIZES
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import results
 from llmsys_suite.step.case import PHASES
+from llmsys_suite.variants.initial_weights import initial_weights
 
 #: Allowed factor between the rates of a product in two processes.
 RATE_BAND = 2.5

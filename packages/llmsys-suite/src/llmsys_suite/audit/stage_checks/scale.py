@@ -9,14 +9,16 @@ from functools import partial
 
 import numpy as np
 
+from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import in_float64, on_device, seeded
+from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import results, scale
+from llmsys_suite.stages import scale
+from llmsys_suite.variants.initial_weights import seeded
 
 
 def checks(run: Run, result: results.Scale) -> Iterator[Check]:

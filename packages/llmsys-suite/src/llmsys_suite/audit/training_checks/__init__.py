@@ -10,7 +10,7 @@ from llmsys_suite.audit.training_checks import data, plan, times, weights, wire
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
-from llmsys_suite.stages.results import Plan, Train
+from llmsys_suite.results import Plan, Train
 
 #: The groups of checks in the order of the report.
 GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (

@@ -10,7 +10,7 @@ from typing import Any
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import WHOLE_STEP, loss_curves
-from llmsys_suite.stages.results import Plan, Train
+from llmsys_suite.results import Plan, Train
 
 
 @dataclass(frozen=True)
