@@ -35,7 +35,7 @@ class Run:
     recorder: Recorder
     progress: Progress
     folder: RunFolder | None = None
-    #: Results of each stage, see `stages.results`; None on ranks without a result.
+    #: Results of each stage, see `results`; None on ranks without a result.
     results: dict[str, Any] = field(default_factory=dict)
     #: Seconds of each stage on this rank.
     seconds: dict[str, float] = field(default_factory=dict)
