@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import mmap
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TRAIN = "tokens-train.bin"
 HELDOUT = "tokens-heldout.bin"
-#: Training bytes from which a vocabulary is learned, and bytes that are encoded at once.
+#: Lines that are encoded at once.
+LINES = 10_000
+#: Training bytes from which a vocabulary is learned, and the largest length of a line.
 SAMPLE_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 #: Type of a stored token.
@@ -63,6 +66,12 @@ class PairCodec:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_lines(self, lines: list[bytes]) -> list[int]:
+        """Return the tokens of several lines, which are encoded in parallel."""
+        texts = [line.decode(errors="replace") for line in lines]
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [token for line in encoded for token in line.ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens."""
@@ -101,8 +110,9 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
     for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
         count = 0
         with (folder / name).open("wb") as file:
-            for line in lines(part):
-                tokens = np.array(codec.encode(line.decode(errors="replace")), INT32)
+            remaining = lines(part)
+            while batch := [*islice(remaining, LINES)]:
+                tokens = np.array(codec.encode_lines(batch), INT32)
                 file.write(tokens.tobytes())
                 count += len(tokens)
         if count < 8 * (config.context + 1):
