@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TRAIN = "tokens-train.bin"
 HELDOUT = "tokens-heldout.bin"
-#: Lines that are encoded at once.
-LINES = 10_000
-#: Training bytes from which a vocabulary is learned, and the largest length of a line.
+#: Lines that are encoded at once, and the longest piece of a line.
+LINES = 1000
+PIECE_BYTES = 2**16
+#: Training bytes from which a vocabulary is learned.
 SAMPLE_BYTES = 64 * 2**20
-CHUNK_BYTES = 2**20
 #: Type of a stored token.
 INT32 = np.dtype("<i4")
 
@@ -138,17 +138,21 @@ def load(config: RunConfig, folder: Path) -> Corpus:
 
 
 def lines(part: bytes | memoryview) -> Iterator[bytes]:
-    """Yield the lines of a text with their ends; longer ones than a chunk are cut."""
+    """Yield the lines of a text with their ends; a long line in pieces of PIECE_BYTES."""
     pending = b""
-    for start in range(0, len(part), CHUNK_BYTES):
-        pending += bytes(part[start : start + CHUNK_BYTES])
-        *whole, pending = pending.split(b"\n")
-        yield from (line + b"\n" for line in whole)
-        if len(pending) >= CHUNK_BYTES:
-            yield pending
-            pending = b""
-    if pending:
-        yield pending
+    for start in range(0, len(part), PIECE_BYTES):
+        *whole, pending = (pending + bytes(part[start : start + PIECE_BYTES])).split(b"\n")
+        for line in whole:
+            yield from _pieces(line + b"\n")
+        while len(pending) > PIECE_BYTES:
+            yield pending[:PIECE_BYTES]
+            pending = pending[PIECE_BYTES:]
+    yield from _pieces(pending)
+
+
+def _pieces(line: bytes) -> Iterator[bytes]:
+    for start in range(0, len(line), PIECE_BYTES):
+        yield line[start : start + PIECE_BYTES]
 
 
 def _train(text: Text, vocabulary: int) -> Any:
