@@ -44,11 +44,11 @@ def test_the_vocabulary_is_trained_on_the_training_text_only(tmp_path):
 
 
 def test_lines_keep_their_ends_and_long_ones_are_cut(monkeypatch):
-    monkeypatch.setattr(tokens, "CHUNK_BYTES", 4)
-    text = b"ab\ncdef\n\nghijklmnop\r\nq"
-    assert b"".join(tokens.lines(text)) == text
-    assert [*tokens.lines(text)][:3] == [b"ab\n", b"cdef\n", b"\n"]
-    assert max(map(len, tokens.lines(text))) <= 8
+    monkeypatch.setattr(tokens, "PIECE_BYTES", 4)
+    expected = [b"ab\n", b"cdef", b"\n", b"\n", b"ghij", b"klmn", b"op\r\n", b"q"]
+    assert [*tokens.lines(b"ab\ncdef\n\nghijklmnop\r\nq")] == expected
+    assert [*tokens.lines(b"abcd\nefgh")] == [b"abcd", b"\n", b"efgh"]
+    assert [*tokens.lines(b"")] == []
 
 
 def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):

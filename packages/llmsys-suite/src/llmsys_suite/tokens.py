@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import mmap
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TRAIN = "tokens-train.bin"
 HELDOUT = "tokens-heldout.bin"
-#: Training bytes from which a vocabulary is learned, and bytes that are encoded at once.
+#: Lines that are encoded at once, and the longest piece of a line.
+LINES = 1000
+PIECE_BYTES = 2**16
+#: Training bytes from which a vocabulary is learned.
 SAMPLE_BYTES = 64 * 2**20
-CHUNK_BYTES = 2**20
 #: Type of a stored token.
 INT32 = np.dtype("<i4")
 
@@ -63,6 +66,12 @@ class PairCodec:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_lines(self, lines: list[bytes]) -> list[int]:
+        """Return the tokens of several lines, which are encoded in parallel."""
+        texts = [line.decode(errors="replace") for line in lines]
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [token for line in encoded for token in line.ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens."""
@@ -101,8 +110,9 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
     for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
         count = 0
         with (folder / name).open("wb") as file:
-            for line in lines(part):
-                tokens = np.array(codec.encode(line.decode(errors="replace")), INT32)
+            remaining = lines(part)
+            while batch := [*islice(remaining, LINES)]:
+                tokens = np.array(codec.encode_lines(batch), INT32)
                 file.write(tokens.tobytes())
                 count += len(tokens)
         if count < 8 * (config.context + 1):
@@ -128,17 +138,21 @@ def load(config: RunConfig, folder: Path) -> Corpus:
 
 
 def lines(part: bytes | memoryview) -> Iterator[bytes]:
-    """Yield the lines of a text with their ends; longer ones than a chunk are cut."""
+    """Yield the lines of a text with their ends; a long line in pieces of PIECE_BYTES."""
     pending = b""
-    for start in range(0, len(part), CHUNK_BYTES):
-        pending += bytes(part[start : start + CHUNK_BYTES])
-        *whole, pending = pending.split(b"\n")
-        yield from (line + b"\n" for line in whole)
-        if len(pending) >= CHUNK_BYTES:
-            yield pending
-            pending = b""
-    if pending:
-        yield pending
+    for start in range(0, len(part), PIECE_BYTES):
+        *whole, pending = (pending + bytes(part[start : start + PIECE_BYTES])).split(b"\n")
+        for line in whole:
+            yield from _pieces(line + b"\n")
+        while len(pending) > PIECE_BYTES:
+            yield pending[:PIECE_BYTES]
+            pending = pending[PIECE_BYTES:]
+    yield from _pieces(pending)
+
+
+def _pieces(line: bytes) -> Iterator[bytes]:
+    for start in range(0, len(line), PIECE_BYTES):
+        yield line[start : start + PIECE_BYTES]
 
 
 def _train(text: Text, vocabulary: int) -> Any:

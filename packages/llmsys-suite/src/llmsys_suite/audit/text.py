@@ -24,6 +24,8 @@ from llmsys_suite.ranks.rank import Run
 
 #: The bytes of a text, or an array of its tokens.
 Tokens = Any
+#: Longest piece of a line that is encoded at once.
+PIECE_BYTES = 2**16
 #: Windows of the held-out text that are searched in the training text, and their length in bytes.
 WINDOWS, WINDOW_BYTES = 64, 256
 
@@ -38,13 +40,17 @@ def read_parts(config: RunConfig) -> tuple[Tokens, Tokens]:
 
 @lru_cache(maxsize=1)
 def _encode(path: Path | None, tokenizer_file: Path) -> tuple[Tokens, Tokens]:
-    """Return both parts of the text as tokens, encoded line by line."""
+    """Return both parts of the text as tokens, encoded line by line, long ones in pieces."""
     tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer_file))
     parts = []
     for part in read_bytes(path):
         *whole, last = part.split(b"\n")
         lines = [line + b"\n" for line in whole] + [last]
-        text = [line.decode(errors="replace") for line in lines]
+        text = [
+            line[start : start + PIECE_BYTES].decode(errors="replace")
+            for line in lines
+            for start in range(0, len(line), PIECE_BYTES)
+        ]
         encoded = tokenizer.encode_batch(text, add_special_tokens=False)
         parts.append(np.array([token for line in encoded for token in line.ids], "<i4"))
     train, heldout = parts
