@@ -525,17 +525,16 @@ def swapped_components(result: Any) -> None:
     first["mean_logit"], second["mean_logit"] = second["mean_logit"], first["mean_logit"]
 
 
-def quick(name: str, column: str) -> Callable[[Any], None]:
-    """Return a change that multiplies the times of one contender by 0.7."""
+def faster(name: str, column: str) -> Callable[[Any], None]:
+    """Return a change that divides the times of one contender by three."""
 
     def change(result: Any) -> None:
         seconds = result.interleaved.seconds[name]
-        seconds[:] = [0.7 * s for s in seconds]
-        table = getattr(result, "timing", None) or result.rows
-        for row in table:
+        seconds[:] = [s / 3 for s in seconds]
+        for row in getattr(result, "timing", None) or result.rows:
             if name in row.values():
-                row[column] /= 0.7
-                row.update({k: 0.7 * v for k, v in row.items() if k.endswith("_ms")})
+                row[column] *= 3
+                row.update({key: s / 3 for key, s in row.items() if key.endswith("_ms")})
 
     return change
 
@@ -792,18 +791,15 @@ FAULTS: list[Fault] = [
     Fault("parallel", "1F1B is GPipe", lambda run:
         mock.patch.object(splits.SPLITS["pipeline (1F1B)"], "schedule_class", splits.PipelineModel.schedule_class)),
     Fault("attention", "a kernel returns its last result", lambda run: kernel(remembers())),
-    Fault("precision", "bfloat16 is timed without its backward pass", lambda run: edit(precision, quick("bfloat16", "speedup_p50"))),
+    Fault("precision", "bfloat16 is timed without its backward pass", lambda run: edit(precision, faster("bfloat16", "speedup_p50"))),
     Fault("inspect", "the drawn patterns are of other heads", lambda run:
         edit(inspect, lambda result: result.patterns.update(zip(list(result.patterns), list(result.patterns.values())[::-1], strict=True)))),
     Fault("inspect", "two components are swapped in the attributions", lambda run: edit(inspect, swapped_components)),
-    Fault("links", "ratios to the peer are doubled", lambda run: rows(links, lambda row: {"ratio_p50": 2 * row["ratio_p50"]})),
     Fault("links", "wire bytes of one algorithm are trebled", lambda run:
         rows(links, lambda row: {"wire_bytes": row["wire_bytes"] * (3 if row["algorithm"] == "ring" else 1)})),
-    Fault("profile", "the share of softmax is that of products", lambda run:
-        after(kernels, "summarize", lambda row, *_: row | {"softmax_share": row["product_share"]})),
     Fault("scale", "runs are trained with another seed than the reported one", lambda run:
         around(scale, "train_one", lambda original, run_, budget, width, seed: original(run_, budget, width, seed + 1) | {"seed": seed})),
-    Fault("compress", "a method is timed on half of the rows", lambda run: edit(compress, quick("linear, 8 bits", "speedup_p50"))),
+    Fault("compress", "a method is timed on a third of the rows", lambda run: edit(compress, faster("linear, 8 bits", "speedup_p50"))),
     # The folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

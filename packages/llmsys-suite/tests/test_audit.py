@@ -12,12 +12,14 @@ import torch
 from llmsys_suite.audit import events, training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.run import check_again
+from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import (
     LOCAL,
     PEER,
@@ -596,6 +598,21 @@ def test_schedules_are_told_apart_by_their_events():
     assert events.expected_in_flight(name("1F1B"), 1, 2, 4) == 1
     assert events.expected_in_flight(name("1F1B"), 0, 2, 4) == 2
     assert events.expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("stage_rounds", "passed"),
+    [
+        ([2.0, 2.1, 1.9], True),
+        ([0.6, 0.7, 0.65], False),
+        ([1.0, 2.0, 6.0], True),  # another program had the cores
+    ],
+)
+def test_a_contender_that_is_faster_in_the_stage_than_in_the_audit_fails(stage_rounds, passed):
+    stage = Interleaved({"SDPA": [1.0] * 3, "ours": stage_rounds}, 9.0)
+    audits = {"SDPA": [0.5] * 5, "ours": [1.0] * 5}
+    (check,) = timing.timed_again(stage, "SDPA", audits)
+    assert check.passed is passed
 
 
 def test_every_tensor_that_a_variant_refers_to_is_counted_once():

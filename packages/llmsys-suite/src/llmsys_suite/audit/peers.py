@@ -22,7 +22,7 @@ from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS, variants_here
 
-ROUNDS = 11
+ROUNDS = 15
 
 
 def peer_ratios(run: Run) -> dict[str, float]:

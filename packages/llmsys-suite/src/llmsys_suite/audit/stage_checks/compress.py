@@ -6,6 +6,7 @@ import json
 import struct
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import tinyml
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmsys_suite import results
-from llmsys_suite.audit import reference
+from llmsys_suite.audit import peers, reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import cross_entropy, in_float64, on_device
 from llmsys_suite.audit.stage_checks import timing
@@ -25,6 +26,8 @@ from llmsys_suite.stages import compress
 
 #: The methods that round to a linear grid, and the bits of the grid.
 BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
+#: Rounds of the audit's own timing.
+ROUNDS = 5
 #: Largest number of distinct values per row of a weight, by method.
 CODEBOOKS = {"k-means, 4 bits": 16, "k-means, 2 bits": 4}
 
@@ -44,8 +47,9 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     losses = []
     errors = []
     structure: list[str] = []
+    models = compress.compressed(run)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        for method, model in compress.compressed(run).items():
+        for method, model in models.items():
             path = Path(folder, "model")
             tinyml.save(model, path)
             sizes.append((_data_bytes(path), rows[method]["size_bytes"], method))
@@ -71,6 +75,10 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     yield from timing.totals(result.interleaved, {})
     speedups = {method: row["speedup_p50"] for method, row in rows.items()}
     yield timing.speedups(result.interleaved, compress.BASELINE, speedups)
+    calls = {method: partial(model, tokens) for method, model in models.items()}
+    with torch.no_grad():
+        seconds = peers.timed_in_turns(run, calls, ROUNDS)
+    yield from timing.timed_again(result.interleaved, compress.BASELINE, seconds)
 
 
 def _exact_loss(run: Run) -> float:

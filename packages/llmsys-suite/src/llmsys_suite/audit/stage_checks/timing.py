@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.peers import median_ratio
+from llmsys_suite.audit.tolerances import BAND
 from llmsys_suite.measure.interleaved import Interleaved
 
 
@@ -33,3 +35,25 @@ def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) ->
     ]
     rounds = Sources("pairs of one round", "numpy's medians")
     return rounds.all_equal("reported ratios", triples, 1e-9)
+
+
+def timed_again(
+    interleaved: Interleaved, peer: str, seconds: dict[str, list[float]]
+) -> Iterator[Check]:
+    """Compare the ratios to `peer` with those of the audit's own rounds.
+
+    On a busy machine the ratio of one round differs from that of the next. The audit's median must
+    lie between the smallest and the largest ratio of the stage, with a factor on either side.
+    """
+    peers = np.array(interleaved.seconds[peer])
+    timed = Sources("the audit's own timing", "rounds of the stage")
+    for name, rounds in interleaved.seconds.items():
+        if name != peer:
+            ratios = np.array(rounds) / peers
+            yield timed.between(
+                f"{name}: time over that of {peer}",
+                float(np.median(ratios)),
+                median_ratio(seconds[name], seconds[peer]),
+                float(ratios.min()) / BAND,
+                float(ratios.max()) * BAND,
+            )
