@@ -30,7 +30,7 @@ from figures import doubled, figures
 from injected_faults import FAULTS, Fault
 from llmsys_suite.audit import probe
 from llmsys_suite.audit import run as audit
-from llmsys_suite.audit.stage_checks import learn as learn_checks
+from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.progress import Progress
@@ -160,7 +160,7 @@ def rank_main() -> int:
             if faults and not outcomes and not task["figures"]:
                 _require_honest(run, {fault.stage for fault in faults}, task["attempts"])
             if task["figures"] and not task["honest_runs"]:
-                with mock.patch.object(learn_checks, "shutil"):
+                with mock.patch.object(probed_step, "shutil"):
                     _require_honest(run, set(STAGES), task["attempts"])
             honest = dict(run.results)
             if task["figures"]:
@@ -258,7 +258,7 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
     evidence = audit.gather_evidence(run)
     outcomes = []
     # The audit deletes the checkpoints around the probed step when it has read them.
-    with mock.patch.object(learn_checks, "shutil"):
+    with mock.patch.object(probed_step, "shutil"):
         for stage, name in run.gather(names)[0]:
             start = time.perf_counter()
             run.results = dict(honest)
