@@ -50,12 +50,12 @@ def _below(name: str, key: str) -> str:
 
 
 def _changer(name: str) -> Callable[[Any, str], Any]:
-    def change(value: Any, here: str) -> Any:
+    def change(value: Any, path: str) -> Any:
         if isinstance(value, dict):
-            return {key: change(inner, _below(here, key)) for key, inner in value.items()}
+            return {key: change(inner, _below(path, key)) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(change(inner, here) for inner in value)
-        if here == name and isinstance(value, int | float) and not isinstance(value, bool):
+            return type(value)(change(inner, path) for inner in value)
+        if path == name and isinstance(value, int | float) and not isinstance(value, bool):
             return 2 * value if value else 1
         return value
 

@@ -34,6 +34,6 @@ def imported_parts(tree):
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_module_imports_one_of_a_higher_floor(path):
-    own = path.relative_to(ROOT).with_suffix("").parts[0]
+    top = path.relative_to(ROOT).with_suffix("").parts[0]
     parts = imported_parts(ast.parse(path.read_text()))
-    assert [part for part in parts if floor_of(part) > floor_of(own)] == []
+    assert [part for part in parts if floor_of(part) > floor_of(top)] == []
