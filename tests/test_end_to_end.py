@@ -16,7 +16,7 @@ from figures import assert_at_most
 from llmsys_suite import cli
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
-from llmsys_suite.report.findings import evidence_of, planned
+from llmsys_suite.report.tables import evidence_of, planned
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -67,7 +67,7 @@ def test_a_whole_run_takes_three_minutes_and_what_was_planned(tmp_path):
     assert ratios.pop("one process's step, ms") == pytest.approx(1, abs=0.25)
     assert ratios.pop("peak of a step, MiB") == pytest.approx(1, abs=0.1)
     # The counted bytes include the headers of messages.
-    assert ratios.pop("DDP's wire, MiB a rank") == pytest.approx(1, abs=0.01)
+    assert ratios.pop("DDP's wire, MiB per rank") == pytest.approx(1, abs=0.01)
     assert set(ratios.values()) == {1}
 
 
@@ -137,15 +137,22 @@ def test_no_process_takes_more_than_one_and_a_half_gibibytes(finished):
 
 def test_a_tampered_record_is_red_and_fails(finished):
     out, _ = finished
-    from llmsys_suite.audit import training
+    from llmsys_suite.audit import training_checks
 
     folder = RunFolder.open(out)
     stages, samples = folder.results, folder.samples()
     victim = next(s for s in samples if s["variant"] == "zero 1" and "loss" in s)
     victim["loss"] *= 1.001
     evidence = folder.read_json("evidence.json")
-    checks = training.checks(folder.config, stages["plan"], stages["train"], samples, evidence)
-    assert [c.name for c in checks if not c.passed] == ["first losses", "all losses"]
+    checks = training_checks.checks(
+        folder.config, stages["plan"], stages["train"], samples, evidence
+    )
+    assert [c.name for c in checks if not c.passed] == [
+        "first losses",
+        "losses, trained again",
+        "all losses",
+        "reported losses",
+    ]
 
 
 def test_an_edited_folder_is_one_line_and_status_2(finished, tmp_path):

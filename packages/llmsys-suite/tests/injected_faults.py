@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
 from llmsys_suite import splits
-from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
@@ -32,6 +31,7 @@ from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.results import Skipped
 from llmsys_suite.stages import (
     attention,
     compress,
@@ -46,10 +46,10 @@ from llmsys_suite.stages import (
     scale,
     train,
 )
-from llmsys_suite.stages.results import Skipped
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.variants import VARIANTS, single
+from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.single import Variant
 
 Patch = AbstractContextManager[Any]
@@ -463,6 +463,82 @@ def edited(name: str, change: Callable[[str], str]) -> Patch:
     return after(RunFolder, "seal", after_sealing)
 
 
+def faster_late(honest_steps: int) -> Callable[..., None]:
+    counts: dict[int, int] = {}
+
+    def update(original: Any, v: Any) -> None:
+        counts[id(v)] = counts.get(id(v), 0) + 1
+        if counts[id(v)] == honest_steps + 1:
+            for group in v.optimizer.param_groups:
+                group["lr"] *= 1.1
+        original(v)
+
+    return update
+
+
+def clips_late(honest_steps: int) -> Callable[..., None]:
+    counts: dict[int, int] = {}
+
+    def update(original: Any, v: Any) -> None:
+        counts[id(v)] = counts.get(id(v), 0) + 1
+        if counts[id(v)] > honest_steps:
+            gradients(v.decoder, lambda g: g.clamp_(-1e-3, 1e-3))
+        original(v)
+
+    return update
+
+
+def whole_moments(run: Run) -> Patch:
+    def build(original: Any, v: Any, *args: Any) -> None:
+        original(v, *args)
+        for p in v.decoder.parameters():
+            v.optimizer.state[p]["of all ranks"] = torch.zeros(2, *p.shape)
+
+    return around(VARIANTS["zero 1"], "build", build)
+
+
+def remembers() -> Callable[..., Any]:
+    results: list[Any] = []
+
+    def kernel(f: Any, q: Any, k: Any, v: Any) -> Any:
+        if not results:
+            results.append(f(q, k, v))
+            results.append(torch.autograd.grad(results[0].sum(), (q, k, v)))
+        return _Remembered.apply(q, k, v, results[0].detach(), *results[1])
+
+    return kernel
+
+
+class _Remembered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, out: Any, *slopes: Any) -> Any:
+        ctx.slopes = slopes
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Any) -> Any:
+        return (*ctx.slopes, None, None, None, None)
+
+
+def swapped_components(result: Any) -> None:
+    first, second = result.attribution[:2]
+    first["mean_logit"], second["mean_logit"] = second["mean_logit"], first["mean_logit"]
+
+
+def faster(name: str, column: str) -> Callable[[Any], None]:
+    """Return a change that divides the times of one contender by three."""
+
+    def change(result: Any) -> None:
+        seconds = result.interleaved.seconds[name]
+        seconds[:] = [s / 3 for s in seconds]
+        for row in getattr(result, "timing", None) or result.rows:
+            if name in row.values():
+                row[column] *= 3
+                row.update({key: s / 3 for key, s in row.items() if key.endswith("_ms")})
+
+    return change
+
+
 # ---- the table -------------------------------------------------------------------------------
 
 FAULTS: list[Fault] = [
@@ -649,8 +725,6 @@ FAULTS: list[Fault] = [
         around(memory, "training", lambda original, config: original(replace(config, checkpoint=False)))),
     Fault("memory", "nothing is ever freed", lambda run:
         mock.patch.object(LiveMemory, "_free", return_value=None)),
-    Fault("memory", "a line holds what one of its blocks does", lambda run:
-        after(memory, "saved_by_line", lambda rows, *_: [r | {"total_mib": r["total_mib"] / r["blocks"]} for r in rows])),
     # Scale.
     Fault("scale", "parameters include the embedding", lambda run:
         scaled("parameters", lambda row: row["parameters"] + 256 * row["width"])),
@@ -691,6 +765,41 @@ FAULTS: list[Fault] = [
         around(tinyml, "quantize", rounded_down)),
     Fault("compress", "times smaller are differences", lambda run:
         methods(lambda by_method: [row.update(smaller=by_method[compress.BASELINE]["size_bytes"] - row["size_bytes"]) for row in by_method.values()])),
+    # Faults that an outsider planted.
+    Fault("train", "every variant trains at a higher rate from the fourth step on", lambda run:
+        around(Variant, "update", faster_late(3))),
+    Fault("train", "ZeRO stores the moments of all parameters on each rank", whole_moments, ("zero 1",)),
+    Fault("train", "FSDP stores all parameters on each rank", lambda run:
+        around(VARIANTS["fsdp"], "build", lambda original, v: [vars(v).update(copy=[p.clone() for p in v.model.parameters()]), original(v)]), ("fsdp",)),
+    Fault("train", "a variant keeps the weights of every step", lambda run:
+        then(FLAT, "update", lambda v: vars(v).setdefault("stored", []).append(torch.cat([p.detach().flatten() for p in v.decoder.parameters()])))),
+    Fault("train", "torch FSDP2 is slowed", lambda run:
+        instead("torch FSDP2", "update", lambda original, v: [time.sleep(0.1), original(v)]), ("torch FSDP2",)),
+    Fault("train", "the time on the link is that of bits for bytes", lambda run:
+        rows(train, lambda row: {"link_ms": row["link_ms"] / 8} if "link_ms" in row else {})),
+    Fault("train", "the weights start at twice their scale", lambda run:
+        around(torch.nn.init, "trunc_normal_", lambda original, w, std=1.0, **more: original(w, std=2 * std, **more))),
+    Fault("plan", "the time of a step is in seconds, labeled milliseconds", lambda run:
+        after(plan, "run", lambda result, *_: replace(result, step_ms=result.step_ms / 1e3))),
+    Fault("plan", "activations are of one layer", lambda run:
+        predicts("training_bytes_by_part", lambda parts: parts | {"activations": parts["activations"] // 2})),
+    Fault("learn", "tokens are those of one rank", lambda run:
+        after(learn, "run", lambda result, *_: result and replace(result, tokens=result.tokens // 2))),
+    Fault("learn", "the slowest variant is said to be the fastest", lambda run:
+        around(learn, "fastest", lambda _, rows, *__: max((r for r in rows if r["variant"] in learn.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
+    Fault("learn", "a gradient is clipped from the second step on", lambda run: around(Variant, "update", clips_late(1))),
+    Fault("parallel", "1F1B is GPipe", lambda run:
+        mock.patch.object(splits.SPLITS["pipeline (1F1B)"], "schedule_class", splits.PipelineModel.schedule_class)),
+    Fault("attention", "a kernel returns its last result", lambda run: kernel(remembers())),
+    Fault("precision", "bfloat16 is timed without its backward pass", lambda run: edit(precision, faster("bfloat16", "speedup_p50"))),
+    Fault("inspect", "the drawn patterns are of other heads", lambda run:
+        edit(inspect, lambda result: result.patterns.update(zip(list(result.patterns), list(result.patterns.values())[::-1], strict=True)))),
+    Fault("inspect", "two components are swapped in the attributions", lambda run: edit(inspect, swapped_components)),
+    Fault("links", "wire bytes of one algorithm are trebled", lambda run:
+        rows(links, lambda row: {"wire_bytes": row["wire_bytes"] * (3 if row["algorithm"] == "ring" else 1)})),
+    Fault("scale", "runs are trained with another seed than the reported one", lambda run:
+        around(scale, "train_one", lambda original, run_, budget, width, seed: original(run_, budget, width, seed + 1) | {"seed": seed})),
+    Fault("compress", "a method is timed on a third of the rows", lambda run: edit(compress, faster("linear, 8 bits", "speedup_p50"))),
     # The folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

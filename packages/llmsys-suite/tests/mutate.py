@@ -29,16 +29,18 @@ import torch.distributed as dist
 from injected_faults import FAULTS, Fault
 from llmsys_suite.audit import probe
 from llmsys_suite.audit import run as audit
+from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import KEY, report_failure
 from llmsys_suite.ranks.launch import launch
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.progress import Progress
 from llmsys_suite.stages import inspect, learn, links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.step import process, sweep
 from llmsys_suite.variants import variants_here
+from reported_figures import doubled, figures
 
 #: Quick faults, one or two of each family, for the fast tests.
 QUICK = (
@@ -72,7 +74,12 @@ class Outcome:
 
 
 def inject(
-    names: list[str] | None = None, *, honest_runs: int = 0, attempts: int = 3, world: int = 2
+    names: list[str] | None = None,
+    *,
+    honest_runs: int = 0,
+    attempts: int = 3,
+    world: int = 2,
+    figures: bool = False,
 ) -> list[Outcome]:
     """Return the outcomes of honest runs of every stage, then those of the named faults, or all.
 
@@ -91,6 +98,7 @@ def inject(
             "faults": labels if names is None else names,
             "honest_runs": honest_runs,
             "attempts": attempts,
+            "figures": figures,
             "out": str(out),
         }
         path = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -149,9 +157,14 @@ def rank_main() -> int:
         try:
             for seed in range(task["honest_runs"]):
                 outcomes.append(_honest_outcome(run, seed, task["attempts"]))
-            if faults and not outcomes:
+            if faults and not outcomes and not task["figures"]:
                 _require_honest(run, {fault.stage for fault in faults}, task["attempts"])
+            if task["figures"] and not task["honest_runs"]:
+                with mock.patch.object(probed_step, "shutil"):
+                    _require_honest(run, set(STAGES), task["attempts"])
             honest = dict(run.results)
+            if task["figures"]:
+                outcomes += inject_figures(run, honest)
             for number, fault in enumerate(faults):
                 outcomes.append(_inject(run, fault, honest, folder / str(number)))
         except Exception as error:
@@ -219,7 +232,7 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
     start = time.perf_counter()
     if run.rank == 0:
         run.folder = RunFolder.create(replace(run.config, out=out), {})
-    run.results = {"plan": honest["plan"]}
+    run.results = {stage: honest[stage] for stage in ("plan", "train") if stage in honest}
     trained = run.trained
     run.recorder._samples = []
     with ExitStack() as stack:
@@ -236,6 +249,29 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
             failed = [f"an error, {_recover(run, error)}"]
     run.trained = trained
     return _reported(run, Outcome(fault.label, tuple(failed), time.perf_counter() - start))
+
+
+def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
+    """Double each reported figure of the honest run, one after the other, and audit again."""
+    names = figures(honest) if run.rank == 0 else []
+    run.results = dict(honest)
+    evidence = audit.gather_evidence(run)
+    outcomes = []
+    # The audit deletes the checkpoints around the probed step when it has read them.
+    with mock.patch.object(probed_step, "shutil"):
+        for stage, name in run.gather(names)[0]:
+            start = time.perf_counter()
+            run.results = dict(honest)
+            if run.rank == 0:
+                run.results[stage] = doubled(honest[stage], name)
+            if stage in audit.STAGES:
+                checks = audit.stage_checks(run, stage)
+            else:
+                checks = audit.recorded_checks(run, evidence)
+            failed = tuple(check.name for check in checks if not check.passed)
+            seconds = time.perf_counter() - start
+            outcomes.append(_reported(run, Outcome(f"{stage}: {name}", failed, seconds)))
+    return outcomes
 
 
 class _OtherRankFailed(RuntimeError):
@@ -282,7 +318,10 @@ def _failed_checks(run: Run, stage: str) -> list[str]:
     if stage == "plan":
         worker.run_stage(run, "plan")
     worker.run_stage(run, "train" if stage in ("plan", "folder") else stage)
-    _, checks = audit.audit_run(run)
+    if stage in audit.STAGES:
+        checks = audit.stage_checks(run, stage)
+    else:
+        checks = audit.recorded_checks(run, audit.gather_evidence(run))
     failed = [check.name for check in checks if not check.passed]
     if run.folder is not None:
         run.folder.write_json("checks.json", [])
@@ -299,6 +338,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Inject faults into short runs.")
     parser.add_argument("--only", nargs="*", help="inject the faults whose names contain a word")
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
+    parser.add_argument("--figures", action="store_true", help="also double each reported figure")
     parser.add_argument("--write", type=Path, help="write the table between this page's markers")
     arguments = parser.parse_args()
     labels = [fault.label for fault in FAULTS]
@@ -307,7 +347,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(labels))
         return 0
-    outcomes = inject(labels)
+    outcomes = inject(labels, figures=arguments.figures)
     print(table(outcomes))
     if arguments.write:
         before, _, rest = arguments.write.read_text().partition("<!-- injected -->\n")

@@ -4,15 +4,22 @@ import copy
 import hashlib
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from llmsys_suite.audit import training
-from llmsys_suite.audit.check import Check, none, within, worst_distance, worst_equal
+import torch
+from llmsys_suite.audit import events, training_checks
+from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.run import check_again
-from llmsys_suite.audit.text import held_out_windows, read_parts
+from llmsys_suite.audit.stage_checks import timing
+from llmsys_suite.audit.text import held_out_windows, read_bytes
+from llmsys_suite.audit.training_checks import plan as plan_checks
+from llmsys_suite.audit.training_checks import wire as wire_checks
+from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import (
     LOCAL,
     PEER,
@@ -22,7 +29,8 @@ from llmsys_suite.measure.samples import (
     summarize,
     utilization,
 )
-from llmsys_suite.stages.results import Audit, Plan, Train
+from llmsys_suite.results import Audit, Plan, Train
+from llmsys_suite.variants.stored_tensors import stored_bytes
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server", LOCAL)
@@ -35,12 +43,13 @@ PLAN = Plan(
         "gradient_bytes": 400,
         "ddp_wire_bytes_per_rank": 400,
         "training_peak_bytes": 1000,
-        "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": 1},
+        "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": -200},
         "measured_peak_bytes": 1040,
         "peak": 1e6,
         "reference_flops_per_second": 8e5,
         "layer_matmuls": 50.0,
         "step_matmuls": 95.0,
+        "step_ms": 1e3 * 95 * 1000 / 8e5,
     }
 )
 BATCHES = [
@@ -98,10 +107,19 @@ def probed(ranks, wire=400):
     }
 
 
+def final(name):
+    """Return what the ranks store after the training, and the distance of their weights."""
+    server = name in ("parameter server", LOCAL)
+    stored = {"parameters": 400, "moments": 0 if server else 800, "all": 1300}
+    ranks = 1 if name == SINGLE else 2
+    weights = {"ranks": ranks, "differ": [], "from_one_process": [1e-5, "q"]}
+    return weights | {"stored": [stored] * ranks}
+
+
 def honest():
     """(plan, train, samples, evidence) of a run with nothing wrong."""
     samples = honest_samples()
-    ends = {n: {"ranks": 2, "differ": [], "from_one_process": [1e-5, "q"]} for n in NAMES}
+    ends = {n: final(n) for n in NAMES}
     train = Train(summarize(samples), loss_curves(samples), {"ddp flat": 400.0, LOCAL: 1.0}, ends)
     for row in train.rows:
         ranks = 1 if row["variant"] == SINGLE else 2
@@ -111,6 +129,7 @@ def honest():
         "probe": {
             "exact_loss": 5.5,
             "replayed_losses": [5.0, 4.0, 3.0],
+            "trajectory": [5.0, 4.0, 3.0, 2.0],
             "rounds": [[1e-5, "q"]] * 2,
             "variants": {
                 n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
@@ -118,10 +137,11 @@ def honest():
         },
         "text": {"row_digests": BATCHES, "distinct": True, "epoch_steps": 70, "windows": []},
         "split": {"ranks": [["a", "b"]] * 2, "files": ["a", "b"], "repeated": 1, "windows": 64},
-        "peer_ratio": 1.02,
+        "peer_ratios": {PEER: 1.02, "torch FSDP2": 0.98},
+        "initial_scales": [[1.5, "q"]],
+        "reference_matmul_flops": 1000,
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "product_over_reference": 1.35,
-        "kept_bytes": 1200,
         "one_host": True,
         "stage_clocks": [["train", 0, 5.0, 5.01], ["train", 1, 5.0, 5.01]],
         "sockets_count": True,
@@ -144,27 +164,32 @@ def test_held_out_text_in_the_training_text_fails(change, name):
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_a_peer_that_is_slowed_or_skips_work_fails(ratio):
+@pytest.mark.parametrize("peer", [PEER, "torch FSDP2"])
+def test_a_peer_that_is_slowed_or_skips_work_fails(peer, ratio):
     plan, train, samples, evidence = honest()
-    evidence["peer_ratio"] = ratio
-    assert red(plan, train, samples, evidence) == ["time of torch DDP"]
+    evidence["peer_ratios"][peer] = ratio
+    assert red(plan, train, samples, evidence) == [f"time of {peer}"]
 
 
 def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(tmp_path):
     random = np.random.default_rng(0)
     text = random.integers(97, 123, 20_000, dtype=np.uint8).tobytes()
     (tmp_path / "a").write_bytes(text)
-    train, heldout = read_parts(tmp_path)
+    train, heldout = read_bytes(tmp_path)
     assert train + heldout == text
     assert not any(window in train for window in held_out_windows(heldout))
     (tmp_path / "b").write_bytes(text)
-    read_parts.cache_clear()
-    train, heldout = read_parts(tmp_path)
+    read_bytes.cache_clear()
+    train, heldout = read_bytes(tmp_path)
     assert all(window in train for window in held_out_windows(heldout))
 
 
 def red(plan, train, samples, evidence):
-    return [c.name for c in training.checks(CONFIG, plan, train, samples, evidence) if not c.passed]
+    return [
+        c.name
+        for c in training_checks.checks(CONFIG, plan, train, samples, evidence)
+        if not c.passed
+    ]
 
 
 def steps(samples, variant, *, rank=None):
@@ -188,9 +213,10 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
 
     def passed(planned):
         changed = replace(plan, ddp_wire_bytes_per_rank=planned)
+        record = Record(config, changed, train, samples, evidence)
         checks = (
-            *training._plan(config, changed, evidence),
-            *training.wire.checks(config, changed, train, samples, evidence),
+            *plan_checks.communication(record),
+            *wire_checks.sockets(record),
         )
         return {check.name: check.passed for check in checks}
 
@@ -200,7 +226,7 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
 
 
 def test_an_honest_record_passes_every_check_and_each_names_two_sources():
-    checks = list(training.checks(CONFIG, *honest()))
+    checks = list(training_checks.checks(CONFIG, *honest()))
     assert [str(check) for check in checks if not check.passed] == []
     assert len({check.name for check in checks}) == len(checks) > 40
     assert all(check.source and check.against and check.source != check.against for check in checks)
@@ -214,6 +240,8 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
         ("step_flops_causal", 501, "FLOPs per step, causal"),
         ("training_peak_bytes", 900, "peak memory of a step"),
         ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "weights and moments"),
+        ("training_bytes_by_part", {"weights": 400, "optimizer": 801}, "parts of the peak"),
+        ("step_ms", 119.0, "predicted time of a step"),
         ("gradient_bytes", 1200, "gradient bytes"),
         ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes per rank"),
         ("peak", 2.2e6, "matrix-product rate over the reference matmul's rate"),
@@ -234,7 +262,9 @@ def test_a_gradient_that_is_off_names_variant_rank_parameter_and_both_numbers():
     plan, train, samples, evidence = honest()
     where = "blocks.0.attention.q.weight: norm 0.25 beside 0.125"
     evidence["probe"]["variants"]["ddp flat"]["gradients"][1] = [1.0, where]
-    (check,) = (c for c in training.checks(CONFIG, plan, train, samples, evidence) if not c.passed)
+    (check,) = (
+        c for c in training_checks.checks(CONFIG, plan, train, samples, evidence) if not c.passed
+    )
     assert "ddp flat: averaged gradients" in str(check)
     assert f"rank 1 {where}" in str(check)
 
@@ -294,7 +324,7 @@ def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
         for row in train.rows:
             every = step_seconds(samples, warmup=True)[row["variant"]]
             row["epoch_s"] = sum(every.values())
-        checks = training.checks(config, plan, train, samples, evidence)
+        checks = training_checks.checks(config, plan, train, samples, evidence)
         return [check for check in checks if not check.passed]
 
     def twice(samples):
@@ -312,7 +342,7 @@ def test_a_time_of_an_epoch_that_is_not_its_steps_fails(epochs):
     plan, train, samples, evidence = honest()
     train.rows[2]["epoch_s"] *= 1.1
     config = replace(CONFIG, epochs=epochs)
-    checks = training.checks(config, plan, train, samples, evidence)
+    checks = training_checks.checks(config, plan, train, samples, evidence)
     assert "reported time of an epoch" in [check.name for check in checks if not check.passed]
 
 
@@ -342,7 +372,7 @@ def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
         train.rows[2]["step_ms"] *= 0.9
 
-    names = {"reported step time", "utilization", "computing over a slow link"}
+    names = {"reported step time", "reported utilization", "computing over a slow link"}
     assert names >= set(tampered(change)) >= {"reported step time"}
 
 
@@ -370,7 +400,7 @@ def test_a_phase_that_is_not_recorded_fails():
     def change(train, samples, evidence):
         samples[:] = [s for s in samples if s["phase"] != "optimizer"]
 
-    assert tampered(change) == ["work in the phases of a step"]
+    assert tampered(change) == ["work in the phases of a step", "reported shares of phases"]
 
 
 def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
@@ -382,8 +412,8 @@ def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
     def longer(train, samples, evidence):
         next(s for s in samples if s["phase"] == "forward" and not s["warmup"])["seconds"] *= 3
 
-    assert tampered(longer) == ["time in the phases of a step"]
-    assert not any("phases" in name for name in tampered(change))
+    assert "time in the phases of a step" in tampered(longer)
+    assert not any("phases of a step" in name for name in tampered(change))
 
 
 def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
@@ -416,7 +446,7 @@ def test_steps_that_take_longer_than_their_stage_fail():
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
     plan, *rest = honest()
-    wrong = replace(plan, step_matmuls=factor * plan.step_matmuls)
+    wrong = replace(plan, step_matmuls=factor * plan.step_matmuls, step_ms=factor * plan.step_ms)
     assert red(wrong, *rest) == ["time of one process's step, over one layer's"]
 
 
@@ -424,7 +454,7 @@ def test_a_doubled_utilization_fails():
     def change(train, samples, evidence):
         train.rows[1]["mfu"] *= 2
 
-    assert tampered(change) == ["utilization"]
+    assert tampered(change) == ["reported utilization"]
 
 
 def test_a_thread_busier_than_the_step_is_long_fails():
@@ -448,7 +478,7 @@ def test_bytes_that_the_kernel_did_not_count_fail(nbytes):
     def change(train, samples, evidence):
         evidence["probe"]["variants"]["ddp flat"]["received"][1] = nbytes
 
-    assert tampered(change)[-1] == "ddp flat: bytes received, rank 1"
+    assert "ddp flat: bytes received, rank 1" in tampered(change)
 
 
 @pytest.mark.parametrize("nbytes", [0, 200, 1800])
@@ -472,6 +502,7 @@ def test_local_steps_may_drift_apart_but_not_far():
         def change(train, samples, evidence):
             for s in steps(samples, LOCAL)[2:]:
                 s["loss"] = loss
+            train.losses[LOCAL][1:] = [loss] * 3
             train.rows[-1]["final_loss"] = loss
 
         return change
@@ -491,8 +522,13 @@ def test_bytes_over_a_slow_link_that_nobody_counted_fail():
         train.rows[2]["link_computing_share"] = 0.99
 
     assert tampered(pushed) == [f"{LOCAL}: bytes pushed per step"]
-    assert "ddp flat: bytes received a step of training" in tampered(received)
+    assert "ddp flat: bytes received per step of training" in tampered(received)
+
+    def in_bits(train, samples, evidence):
+        train.rows[2]["link_ms"] /= 8
+
     assert tampered(computed) == ["computing over a slow link"]
+    assert tampered(in_bits) == ["time on a slow link"]
 
 
 @pytest.mark.parametrize("loss", [5.01, float("nan")])
@@ -501,6 +537,45 @@ def test_a_loss_that_departs_fails(loss):
         steps(samples, "ddp flat", rank=0)[1]["loss"] = loss
 
     assert {"first losses", "all losses"} <= set(tampered(change))
+
+
+def test_a_rate_that_rises_in_every_variant_after_the_first_steps_fails():
+    def change(train, samples, evidence):
+        for sample in samples:
+            if sample.get("step") == 3 and "loss" in sample:
+                sample["loss"] *= 0.99
+
+    assert "losses, trained again" in tampered(change)
+
+
+def test_a_reported_loss_that_no_sample_has_fails():
+    def change(train, samples, evidence):
+        train.losses["ddp flat"][1] += 0.1
+
+    assert tampered(change) == ["reported losses"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "name"),
+    [
+        ("moments", 1600, "ddp flat: stored moments"),
+        ("parameters", 800, "ddp flat: stored parameters"),
+        ("all", 1700, "ddp flat: all that is stored"),
+    ],
+)
+def test_tensors_that_a_variant_should_not_store_fail(kind, nbytes, name):
+    def change(train, samples, evidence):
+        stored = train.final_weights["ddp flat"]["stored"]
+        stored[1] = stored[1] | {kind: nbytes}
+
+    assert tampered(change) == [name]
+
+
+def test_initial_weights_of_another_scale_fail():
+    def change(train, samples, evidence):
+        evidence["initial_scales"][0][0] = 40.0
+
+    assert tampered(change) == ["scale of the initial weights"]
 
 
 def test_a_loss_that_does_not_fall_fails():
@@ -512,11 +587,57 @@ def test_a_loss_that_does_not_fall_fails():
     assert "the loss falls" in tampered(change)
 
 
+def test_schedules_are_told_apart_by_their_events():
+    gpipe = [("forward", 0, i) for i in range(4)] + [("backward", 0, i) for i in range(4)]
+    pairs = [[("forward", 0, i), ("backward", 0, i)] for i in range(4)]
+    last_of_1f1b = [event for pair in pairs for event in pair]
+    name = "pipeline ({})".format
+    assert events.most_in_flight(gpipe) == 4
+    assert events.most_in_flight(last_of_1f1b) == 1
+    assert events.expected_in_flight(name("GPipe"), 1, 2, 4) == 4
+    assert events.expected_in_flight(name("1F1B"), 1, 2, 4) == 1
+    assert events.expected_in_flight(name("1F1B"), 0, 2, 4) == 2
+    assert events.expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("stage_rounds", "passed"),
+    [
+        ([2.0, 2.1, 1.9], True),
+        ([0.6, 0.7, 0.65], False),
+        ([1.0, 2.0, 6.0], True),  # another program had the cores
+    ],
+)
+def test_a_contender_that_is_faster_in_the_stage_than_in_the_audit_fails(stage_rounds, passed):
+    stage = Interleaved({"SDPA": [1.0] * 3, "ours": stage_rounds}, 9.0)
+    audits = {"SDPA": [0.5] * 5, "ours": [1.0] * 5}
+    (check,) = timing.timed_again(stage, "SDPA", audits)
+    assert check.passed is passed
+
+
+def test_every_tensor_that_a_variant_refers_to_is_counted_once():
+    model = torch.nn.Linear(10, 10, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    variant = SimpleNamespace(model=model, optimizer=optimizer)
+    view = model.weight.detach()[:5]
+    variant.stored = {"in": [(view, torch.zeros(25))], "closure": lambda: hidden}
+    hidden = torch.zeros(50)
+    assert stored_bytes(variant) == {
+        "parameters": 400,
+        "moments": 800,
+        # Weights, gradients, two moments, the step count, and two tensors.
+        "all": 400 + 400 + 800 + 4 + 100 + 200,
+    }
+
+
 def test_a_check_with_nothing_recorded_is_red():
-    assert not worst_distance("a", "b", "c", [], 1.0).passed
-    assert not worst_equal("a", "b", "c", [], 1.0).passed
-    assert not within("a", "b", "c", 1.0, float("nan"), 2.0).passed
-    assert not none("a", "b", "c", ["x"]).passed
+    sources = Sources("b", "c")
+    assert not sources.all_near("a", [], 1.0).passed
+    assert not sources.all_equal("a", [], 1.0).passed
+    assert not sources.within("a", 1.0, float("nan"), 2.0).passed
+    assert not sources.none("a", ["x"]).passed
     assert not Check("a", "b", "c", 0, float("inf"), 0, float("inf")).passed
 
 
@@ -528,7 +649,7 @@ def finished(path, change=lambda samples: None):
     folder.add_stage("plan", plan)
     folder.add_stage("train", train)
     folder.write_json("evidence.json", evidence)
-    checks = training.checks(CONFIG, *honest())
+    checks = training_checks.checks(CONFIG, *honest())
     folder.write_json("checks.json", [check.to_json() for check in checks])
     folder.add_stage("audit", Audit(0, []))
     folder.finish()
@@ -557,6 +678,6 @@ def test_a_check_of_numpys_numbers_can_be_kept():
     for actual in (1.0, 2.0):
         expected = np.float64(1.0)
         stored = json.loads(
-            json.dumps(worst_equal("n", "s", "a", [(expected, actual, "")], 1e-9).to_json())
+            json.dumps(Sources("s", "a").all_equal("n", [(expected, actual, "")], 1e-9).to_json())
         )
         assert stored["passed"] is (actual == 1.0)

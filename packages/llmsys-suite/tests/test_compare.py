@@ -15,16 +15,15 @@ from llmsys_suite.folder import FORMAT, RunFolder
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.report import compare
+from llmsys_suite.report.comparability import differences, warnings
 from llmsys_suite.report.compare import (
     compare_ratios,
     compare_runs,
-    differences,
     round_ratios,
     slower_than,
     undecided_at,
-    warnings,
 )
-from llmsys_suite.stages.results import Plan, Skipped, Train
+from llmsys_suite.results import Plan, Skipped, Train
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
 DIFFERENT = ("slower", "faster")
@@ -131,6 +130,20 @@ def test_fail_above_succeeds_only_if_every_variant_is_shown_to_be_fast_enough(
     with pytest.raises(SystemExit) as exit:
         cli.main()
     assert exit.value.code == status
+
+
+@pytest.mark.parametrize("percent", [5.0, 8.0])
+def test_a_variant_that_is_the_same_within_the_margin_passes_any_limit_above_it(percent):
+    row = compare.Comparison("a", 1.01, 0.97, 1.049, 30, 0, margin=0.05)
+    assert row.verdict == "same"
+    assert slower_than([row], percent) == undecided_at([row], percent) == []
+
+
+def test_a_limit_below_half_of_the_margin_never_fails_for_a_small_difference():
+    row = compare.Comparison("a", 1.02, 1.015, 1.025, 30, 0, margin=0.05, differs=True)
+    assert row.verdict == "same"
+    assert slower_than([row], 1.0) == []
+    assert undecided_at([row], 1.0) == ["a"]
 
 
 #: Noise of real runs of the same code, and worse: correlated rounds, heavy tails, slow seconds, and

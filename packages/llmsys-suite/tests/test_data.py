@@ -1,11 +1,14 @@
 """Batches are real text, the same at every world size, and never the held-out text."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 from llmsys_suite.config import RunConfig, UsageError, resolve
 from llmsys_suite.data import Text, epoch_steps, in_epochs, load_corpus, read_text, require_text
+from llmsys_suite.environment import forget_peak_memory, peak_memory_bytes
+from llmsys_suite.start import run as start
 
 
 def test_the_standard_library_is_text_of_this_interpreter():
@@ -106,3 +109,49 @@ def test_too_little_text_is_said_with_both_numbers(tmp_path):
     text = read_text(tmp_path / "short")
     with pytest.raises(UsageError, match=r"900 training bytes.*10320"):
         require_text(text, context=128)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of a process")
+def test_reading_a_large_file_takes_no_memory_of_its_size(tmp_path):
+    size = 200 * 2**20
+    with (tmp_path / "text").open("wb") as file:
+        file.truncate(size)
+        file.seek(1000)
+        file.write(b"some text")
+    load_corpus(Path(__file__)).batch(rows=4, context=64, seed=0, step=0)  # imports torch
+    forget_peak_memory()
+    before = peak_memory_bytes()
+    text = read_text(tmp_path / "text")
+    text.digest(text.train, text.heldout)
+    corpus = load_corpus(tmp_path / "text")
+    assert bytes(corpus.train[1000:1009].tolist()) == b"some text"
+    for step in range(20):
+        corpus.batch(rows=4, context=64, seed=0, step=step)
+    assert len(corpus.train) + len(corpus.heldout) == size
+    assert peak_memory_bytes() - before < 50 * 2**20
+
+
+@pytest.mark.exhaustive
+def test_plan_of_a_text_of_one_and_a_half_gigabytes_stays_below_one_gibibyte(tmp_path):
+    with (tmp_path / "text").open("wb") as file:
+        file.truncate(1_500_000_000)
+    config = resolve(
+        ["plan"], preset="cpu", size="mini", data=tmp_path / "text", out=tmp_path / "r"
+    )
+    folder = start(config)
+    assert folder.summary["stages"]["plan"]["peak_process_mib"] < 1024
+
+
+def test_a_folder_that_is_too_large_to_join_is_refused_with_the_remedy(tmp_path):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(300 * 2**20)
+    with pytest.raises(UsageError, match=r"has 300 MiB in 1 files.*join the files into one"):
+        read_text(tmp_path)
+
+
+def test_the_digest_of_a_mapped_file_is_that_of_its_bytes(tmp_path):
+    content = bytes(range(256)) * 100
+    (tmp_path / "text").write_bytes(content)
+    text = read_text(tmp_path / "text")
+    expected = hashlib.sha256(content[:23040] + b"|" + content[23040:]).hexdigest()
+    assert text.digest(text.train, text.heldout, separator=b"|") == expected

@@ -7,13 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import FailureWatch, report_failure
 from worker_pool import try_ranks
 
@@ -83,6 +86,75 @@ def test_exception_on_one_rank_ends_every_rank(tmp_path, rank, others):
     assert folder.failure == ("links", f"rank {rank}: ValueError: no")
 
 
+#: Runs as each rank. All stages return at once, except the one in which rank 1 fails.
+FAILS_IN_STAGE = """
+import os, sys, types
+import torch.distributed as dist
+from llmsys_suite.ranks import worker
+
+def run(run):
+    if run.stage == os.environ["FAILING_STAGE"]:
+        if run.rank == 1:
+            exec(os.environ["FAILING_ACTION"])
+        dist.barrier()
+
+worker.importlib = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(run=run))
+if __name__ == "__main__":
+    sys.exit(worker.main())
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("action", ["raise ValueError('no')", "os.kill(os.getpid(), 9)"])
+def test_failure_in_any_stage_ends_the_run(tmp_path, monkeypatch, capfd, stage, action):
+    from llmsys_suite.ranks import launch
+
+    (tmp_path / "fails_in_stage.py").write_text(FAILS_IN_STAGE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("FAILING_STAGE", stage)
+    monkeypatch.setenv("FAILING_ACTION", f"open('{tmp_path}/failed', 'w').close(); {action}")
+    config = claim(RunConfig(stages=tuple(STAGES), size="mini", out=tmp_path / "run"))
+    assert launch.launch(config, "fails_in_stage") == 1
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < SECONDS_TO_END
+    messages = capfd.readouterr().err
+    assert "rank 1: ValueError: no" in messages or "rank 1 was killed by SIGKILL" in messages
+    folder = RunFolder(tmp_path / "run")
+    assert folder.summary["status"] == "incomplete"
+    assert [*folder.summary["stages"]] == [*STAGES][: [*STAGES].index(stage)]
+
+
+#: Starts a child that ends with its parent, prints its process and ends.
+LEAVES_A_CHILD = """
+import subprocess, sys
+code = "import os, time; from llmsys_suite.ranks.failure import end_with_parent;"
+code += "end_with_parent(os.getppid()); print('ready', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid)
+"""
+
+
+def test_child_of_a_process_that_has_ended_ends_too():
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES_A_CHILD], capture_output=True, text=True, check=True
+    )
+    child = Path("/proc", done.stdout.strip())
+    limit = time.monotonic() + 30
+    with suppress(FileNotFoundError):
+        while "Z" not in (child / "stat").read_text().split()[2]:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+
+def test_learn_on_hosts_without_a_shared_file_system_is_refused(tmp_path):
+    config = RunConfig(stages=("plan", "train", "learn", "report"), out=tmp_path / "run")
+    with pytest.raises(UsageError, match=r"rank 5 on .* does not see the run folder"):
+        worker.require_shared_folder(config, 5)
+    worker.require_shared_folder(replace(config, stages=("plan", "report")), 5)
+    worker.require_shared_folder(claim(config), 5)
+
+
 #: Runs as each rank, with a stage `links` in which rank 1 is killed while rank 0 waits for it.
 KILLED_RANK = """
 import os, sys
@@ -138,8 +210,17 @@ def test_deleted_folder_ends_every_rank(tmp_path):
     times = when_measured(out, lambda: shutil.rmtree(out))
     statuses, messages = launch_ranks(tmp_path, long_training(out))
     assert statuses == [1, 1]
-    assert "FileNotFoundError" in messages
+    assert "FileNotFoundError" in messages or "was deleted" in messages
     assert len(times) == 1
+
+
+def test_deleted_folder_ends_a_stage_that_writes_nothing(tmp_path):
+    config = RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run")
+    delete = "import shutil; shutil.rmtree(run.out)"
+    statuses, messages = launch_ranks(tmp_path, config, (1, delete, "time.sleep(600)"))
+    assert statuses == [1, 1]
+    assert time.time() - (tmp_path / "messages.failed").stat().st_mtime < 60
+    assert f"the run folder {tmp_path / 'run'} was deleted" in messages
 
 
 @pytest.mark.exhaustive
@@ -157,7 +238,7 @@ def test_deleted_folder_ends_the_launcher_with_status_1(tmp_path, launcher):
     _, messages = process.communicate(timeout=180)
     assert time.monotonic() - times[0] < SECONDS_TO_END
     assert process.returncode == 1
-    assert "FileNotFoundError" in messages
+    assert "FileNotFoundError" in messages or "was deleted" in messages
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")

@@ -6,7 +6,7 @@ import pytest
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import FORMAT, RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
-from llmsys_suite.stages.results import Compress, Skipped
+from llmsys_suite.results import Compress, Skipped
 
 
 @pytest.fixture

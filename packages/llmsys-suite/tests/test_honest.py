@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from llmsys_suite.audit import probe, reference, training
+from llmsys_suite.audit import probe, reference, tolerances
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.progress import Progress
 from llmsys_suite.variants import VARIANTS
 from worker_pool import run_ranks
 
@@ -68,9 +68,9 @@ def moved(run):
 
 def assert_between(seeds):
     for largest in run_ranks(distances, 2, seeds, backend="", timeout=60 + 20 * len(seeds)):
-        assert training.GRADIENT / 50 < largest["gradient"] < training.GRADIENT / 2
-        assert training.REPLAYED_LOSS / 100 < largest["loss"] < training.REPLAYED_LOSS / 2
-        assert largest["moved"] < training.WEIGHT_CHANGE * STEPS**0.5 / 2
+        assert tolerances.GRADIENT / 50 < largest["gradient"] < tolerances.GRADIENT / 2
+        assert tolerances.REPLAYED_LOSS / 100 < largest["loss"] < tolerances.REPLAYED_LOSS / 2
+        assert largest["moved"] < tolerances.WEIGHT_CHANGE * STEPS**0.5 / 2
 
 
 @pytest.mark.fixed_seed("the independent sampler has its own generator")
@@ -115,4 +115,4 @@ def drifted(size, context, steps, seeds):
 @pytest.mark.parametrize(("size", "fraction"), [("mini", 0.1), ("tiny", 0.4)])
 def test_diloco_drifts_less_than_the_band_and_not_far_less(size, fraction):
     for ratio in run_ranks(drifted, 2, size, 128, 50, range(6), timeout=1800):
-        assert fraction < ratio / math.log(training.DILOCO_LOSS_RATIO) < 0.7
+        assert fraction < ratio / math.log(tolerances.DILOCO_LOSS_RATIO) < 0.7

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from injected_faults import FAULTS
 from llmsys_suite.config import UsageError
+from llmsys_suite.report.unaudited import UNAUDITED
 from mutate import QUICK, inject, table
 
 
@@ -53,6 +54,19 @@ def test_nineteen_of_twenty_injected_faults_are_found():
     outcomes = inject()
     detected = sum(bool(outcome.failed_checks) for outcome in outcomes)
     assert detected >= 0.95 * len(outcomes), table(outcomes)
+
+
+@pytest.mark.exhaustive
+def test_each_doubled_figure_is_found_or_labeled():
+    labeled = {
+        f"{stage}: {name}"
+        for stage, figures in UNAUDITED.items()
+        for names in figures.values()
+        for name in names
+    }
+    outcomes = inject([], figures=True)
+    assert len(outcomes) > 100
+    assert [o.fault for o in outcomes if not o.failed_checks and o.fault not in labeled] == []
 
 
 @pytest.mark.exhaustive

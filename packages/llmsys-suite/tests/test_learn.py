@@ -12,22 +12,24 @@ from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.generation import MODEL, generate_text, model_of
+from llmsys_suite.learning import state as training_state
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.generation import MODEL, generate_text, model_of
-from llmsys_suite.report.progress import Progress
+from llmsys_suite.results import Train
 from llmsys_suite.stages import learn
-from llmsys_suite.stages.results import Train
 from llmsys_suite.start import execute
 from llmsys_suite.variants import VARIANTS
+from llmsys_suite.variants.three_dimensional import ThreeDimensional
 from safetensors.torch import save_file
 from worker_pool import run_ranks
 
 STEPS, ROWS = 12, 4
 
 
-def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS):
+def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=None):
     """All losses, before and after a checkpoint; SIGTERM reaches the last rank in one step."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = RunConfig(
@@ -38,6 +40,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS):
         learn=STEPS,
         out=Path(out),
         resume=resume and Path(resume),
+        **(options or {}),
     )
     cpu = torch.device("cpu")
     run = Run(
@@ -52,6 +55,8 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS):
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
     run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {}, {})
     cls, steps = VARIANTS[variant if world > 1 else learn.SINGLE], []
+    if config.tensor * config.pipeline > 1:
+        cls = ThreeDimensional
 
     def step(self, tokens, targets, original=cls.step):
         steps.append(tokens.tolist())
@@ -81,7 +86,7 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
     assert len(whole) == STEPS
     stopped = run_ranks(learned, 2, str(tmp_path / "part"), variant, 5)
     assert stopped == [("stopped", 5)] * 2
-    resume = str(tmp_path / "part" / learn.CHECKPOINT)
+    resume = str(tmp_path / "part" / training_state.CHECKPOINT)
     for world in (1, 2, 4):
         (losses, steps), *_ = run_ranks(
             learned, world, str(tmp_path / f"on{world}"), variant, None, resume
@@ -89,6 +94,37 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
         assert steps == STEPS - 5
         # On as many ranks the very numbers; else sums in another order.
         assert losses == (whole if world == 2 else pytest.approx(whole, rel=1e-5))
+
+
+GRIDS = [
+    pytest.param(2, {"tensor": 2}, id="tensor", marks=pytest.mark.exhaustive),
+    pytest.param(
+        2,
+        {"pipeline": 2, "recompute": True},
+        id="pipeline, recomputed",
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(4, {"pipeline": 2}, id="data x pipeline", marks=pytest.mark.exhaustive),
+    pytest.param(8, {"tensor": 2, "pipeline": 2}, id="all three", marks=pytest.mark.exhaustive),
+    pytest.param(2, {"tensor": 2, "compile": True}, id="compiled", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("world", "options"), GRIDS)
+def test_a_split_model_learns_and_goes_on_as_one_process_does(tmp_path, world, options):
+    (whole, _), *_ = run_ranks(learned, 1, str(tmp_path / "whole"), "fsdp")
+    stopped = run_ranks(
+        learned, world, str(tmp_path / "part"), "fsdp", 5, None, ROWS, options, timeout=400
+    )
+    assert stopped == [("stopped", 5)] * world
+    resume = str(tmp_path / "part" / training_state.CHECKPOINT)
+    # On the same grid, and on one process: the checkpoint has the whole model.
+    for number, grid in ((world, options), (1, {})):
+        (losses, steps), *_ = run_ranks(
+            learned, number, str(tmp_path / f"on{number}"), "fsdp", None, resume, ROWS, grid
+        )
+        assert steps == STEPS - 5
+        assert losses == pytest.approx(whole, rel=1e-5)
 
 
 def refused(resume):
@@ -99,7 +135,7 @@ def refused(resume):
 
 def test_rows_that_do_not_split_are_refused(tmp_path):
     run_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
-    run_ranks(refused, 3, str(tmp_path / "part" / learn.CHECKPOINT))
+    run_ranks(refused, 3, str(tmp_path / "part" / training_state.CHECKPOINT))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +144,7 @@ def test_rows_that_do_not_split_are_refused(tmp_path):
 )
 def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path, world, data, complaint):
     run_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
-    checkpoint, out = tmp_path / "part" / learn.CHECKPOINT, tmp_path / "new"
+    checkpoint, out = tmp_path / "part" / training_state.CHECKPOINT, tmp_path / "new"
     config = RunConfig(
         stages=("plan", "train", "learn", "report"),
         size="mini",
@@ -139,24 +175,24 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path, world, da
 def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
     text = torch.zeros(9, dtype=torch.uint8)
     config = RunConfig(size="mini", learn=700)
-    state = learn.beginning(config, text)
-    learn.require_same(dict(state), config, text, Path("c"))
+    state = training_state.beginning(config, text)
+    training_state.require_same(dict(state), config, text, Path("c"))
     with pytest.raises(UsageError, match=complaint):
-        learn.require_same(state | saved, config, text, Path("c"))
+        training_state.require_same(state | saved, config, text, Path("c"))
 
 
 def test_checkpoint_without_the_state_of_a_training_is_refused():
     config = RunConfig(size="mini")
     with pytest.raises(UsageError, match="written by no stage `learn`: it lacks context"):
-        learn.require_same({}, config, torch.zeros(9, dtype=torch.uint8), Path("c"))
+        training_state.require_same({}, config, torch.zeros(9, dtype=torch.uint8), Path("c"))
 
 
 def test_checkpoint_decides_the_number_of_steps_if_no_option_does():
     text = torch.zeros(9, dtype=torch.uint8)
-    state = learn.beginning(RunConfig(size="mini", learn=900), text)
-    learn.require_same(state, RunConfig(size="mini"), text, Path("c"))
+    state = training_state.beginning(RunConfig(size="mini", learn=900), text)
+    training_state.require_same(state, RunConfig(size="mini"), text, Path("c"))
     with pytest.raises(UsageError, match="leave out --learn 500"):
-        learn.require_same(state, RunConfig(size="mini", learn=500), text, Path("c"))
+        training_state.require_same(state, RunConfig(size="mini", learn=500), text, Path("c"))
 
 
 def test_the_fastest_that_can_learn_is_chosen():

@@ -14,13 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 from figures import assert_at_most
+from llmsys_suite import results as of
 from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
-from llmsys_suite.report.findings import UNAUDITED, against, fastest, interval
+from llmsys_suite.report import plots
 from llmsys_suite.report.page import headline, write_report
-from llmsys_suite.stages import results as of
+from llmsys_suite.report.sentences import against, fastest, interval
+from llmsys_suite.report.unaudited import UNAUDITED, unaudited
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
@@ -43,6 +45,18 @@ MEASURE_LAYOUT = """
       const x = Math.min(p.right, q.right) - Math.max(p.left, q.left),
         y = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
       if (x > 2 && y > 3) found.overlaps.push(a + " / " + b); })); }
+  found.cut = [...d.querySelectorAll(".scroll")].filter(e => !e.closest("details")
+    && e.scrollWidth > e.clientWidth + 1).map(e => e.closest("section").id);
+  const luminance = c => { const f = x => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4,
+    [r, g, b] = c.match(/[\\d.]+/g).map(n => f(n / 255)); return .2126 * r + .7152 * g + .0722 * b; };
+  const paper = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+    if (!/, 0\\)$/.test(c)) return c; } return "rgb(255, 255, 255)"; };
+  found.faint = [...d.querySelectorAll("body, body *")].filter(e => [...e.childNodes].some(n =>
+    n.nodeType == 3 && n.textContent.trim()) && !["SCRIPT", "STYLE"].includes(e.tagName)
+    && (!e.closest("svg") || e.tagName == "text")).filter(e => {
+    const s = getComputedStyle(e), ink = luminance(e.closest("svg") ? s.fill : s.color),
+      ground = luminance(paper(e)); return (Math.max(ink, ground) + .05) / (Math.min(ink, ground) + .05) < 4.5;
+    }).map(e => e.tagName + " " + e.textContent.slice(0, 30));
   const light = c => c.match(/\\d+/g).slice(0, 3).reduce((s, n) => s + +n, 0), s = getComputedStyle(d.body);
   found.contrast = light(s.color) - light(s.backgroundColor);
   const pre = d.createElement("pre"); pre.id = "found"; pre.textContent = JSON.stringify(found);
@@ -99,7 +113,8 @@ def a_run(path):
             [1], [{"kernel": k, "forward_backward_ms": 2.0, "ratio_to_sdpa_p50": 1.0,
                    "max_error": 1e-7} for k in ("plain", "SDPA")], "because", interleaved),
         "train": of.Train([row | {"variant": name} for name in ways],
-                          {"single process": [5.0, 3.0]}, {}, {}),
+                          {"single process": [5.0, 3.0]}, {},
+                          {"ddp flat": {"stored": [{"parameters": 9, "moments": 9, "all": 9}]}}),
         "learn": of.Learn(variant="zero 1", begun_at=0, rows=8, learning_rate=2e-3,
                           probed_step=None,
                           losses=[5.0, 3.0, 2.0], heldout=[(1, 4.0), (3, 1.7)], tokens=3072,
@@ -114,8 +129,8 @@ def a_run(path):
         "precision": of.Precision([{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
                                         "relative_error": 0.1}],
                                   {"logits": "bfloat16"}, [], interleaved),
-        "memory": of.Memory({s: {"peaks": [peaks], "training_timeline": line, "largest": [],
-                                  "saved": []} for s in sizes}, []),
+        "memory": of.Memory({s: {"peaks": [peaks], "training_timeline": line, "largest": ""}
+                             for s in sizes}, []),
         "scale": of.Scale(
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
@@ -171,6 +186,8 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(tmp_path):
         assert layout["over"] == []
         assert layout["overlaps"] == []
         assert layout["empty"] == 0
+        assert layout["faint"] == []
+        assert width == 390 or layout["cut"] == []
         assert layout["pictures"] == len(STAGES) - 1  # all but audit and report, learn's twice
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
@@ -258,11 +275,13 @@ def test_every_stage_has_a_sentence_a_small_table_and_a_file_of_it(tmp_path):
 
 def test_what_a_sentence_says_follows_from_its_own_numbers(tmp_path):
     folder = a_run(tmp_path / "run")
-    assert "took the held-out loss from 4.00 to 1.70 nats a byte in 3 steps" in write_report(folder)
+    assert "took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps" in write_report(
+        folder
+    )
     (row, _) = folder.results["parallel"].rows
     folder.add_stage("parallel", of.Parallel([row | {"loss": 6.0}]))
     text = write_report(folder)
-    assert "pipeline (GPipe) takes 9 ms an iteration; the loss furthest from one process's" in text
+    assert "pipeline (GPipe) takes 9 ms per iteration; the loss furthest from one process's" in text
     assert "is off by 2.0e-01 of it (pipeline (GPipe))." in text
 
 
@@ -341,8 +360,35 @@ def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(tmp_path)
     folder = a_run(tmp_path)
     markdown = write_report(folder)
     page = (folder.path / "report.html").read_text()
-    for figures in UNAUDITED.values():
-        sentence = f"Reported, not audited: {figures}."
-        assert sentence in markdown
-        assert sentence in page
-    assert {*UNAUDITED} == {*STAGES} - {"plan", "audit", "report"}
+    for stage, figures in UNAUDITED.items():
+        assert unaudited(stage) in markdown
+        assert unaudited(stage) in page
+        assert all(words in unaudited(stage) for words in figures)
+    assert {*UNAUDITED} == {*STAGES} - {"audit", "report"}
+
+
+def test_the_report_has_one_generated_text_and_one_induction_score(tmp_path):
+    folder = a_run(tmp_path)
+    write_report(folder)
+    page = (folder.path / "report.html").read_text()
+    assert page.count("<figcaption>written after training") == 1
+    top = page[page.index('<section id="inspect">') :]
+    finding = top[: top.index('<div class="')]
+    assert finding.count("%") == 2  # one score, and the score without the head it depends on
+
+
+def test_communication_that_computing_hides_is_drawn_inside_backward():
+    row = {"variant": "ddp", "step_ms": 100.0, "forward_share": 0.3, "backward_share": 0.5,
+           "communication_share": 0.1, "optimizer_share": 0.1, "hidden_ms": 20.0}  # fmt: skip
+    assert "communication inside backward" in plots.phases([row])
+
+
+def test_many_budgets_have_distinct_lines():
+    runs = [
+        {"compute_flops": float(c), "parameters": w, "loss": 3 - 0.1 * c + 0.01 * w}
+        for c in range(1, 10)
+        for w in (8, 12)
+    ]
+    svg = plots.isoflop(of.Scale(runs, []))
+    lines = re.findall(r'<path d="M [^"]*" clip-path[^>]*style="([^"]*)"', svg)
+    assert len(set(lines)) >= 9

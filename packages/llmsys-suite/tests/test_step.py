@@ -12,12 +12,13 @@ import pytest
 import torch
 from accounting.memory.live import make_state, training_step_memory
 from llmsys_suite import cli
-from llmsys_suite.audit.stages import ten_steps
+from llmsys_suite.audit.stage_checks.profile import ten_steps
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step import kernels, process, report, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step
+from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 MINI = Case(size="mini", context=16, rows=2)
@@ -165,7 +166,13 @@ def test_precision_and_checkpointing_are_what_the_case_asks_for():
 
 def test_kinds_of_operators_are_told_apart():
     def event(key, us, count=1):
-        return SimpleNamespace(key=key, count=count, self_cpu_time_total=us)
+        return SimpleNamespace(
+            key=key,
+            count=count,
+            self_cpu_time_total=us,
+            device_type=DeviceType.CPU,
+            is_user_annotation=False,
+        )
 
     there = [event("aten::mm", 60, 3), event("aten::bmm", 30, 2), event("aten::_softmax", 10),
              event("Optimizer.step", 99)]  # fmt: skip
@@ -239,7 +246,7 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
     assert "e+0" not in text
     assert " 0% |" not in text
     assert "running blocks again takes" in text
-    assert text.count("On the way there softmax takes") == 4
+    assert text.count("In the forward pass softmax takes") == 4
     with (out / "steps.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 16
     with (out / "kernels.csv").open() as file:
@@ -263,10 +270,15 @@ def test_a_program_that_holds_the_core_between_two_steps_is_no_alarm_and_a_wrong
     assert all(check.passed for check in ten_steps(sweep.row(MINI, interrupted, 1)))
     slow = process_output(seconds)
     slow["clock"] = (1.2 * np.asarray(slow["clock"])).tolist()
-    assert [check.passed for check in ten_steps(sweep.row(MINI, slow, 1))] == [True, False]
+    assert [check.passed for check in ten_steps(sweep.row(MINI, slow, 1))] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     json.dumps(
         [check.to_json() for check in ten_steps(sweep.row(MINI, process_output(seconds), 1))]
     )
     wrong = sweep.row(MINI, process_output(seconds), 1)
     wrong["backward_mean_ms"] *= 1.01
-    assert [check.passed for check in ten_steps(wrong)] == [False, True]
+    assert [check.passed for check in ten_steps(wrong)] == [False, True, True, True]

@@ -46,6 +46,9 @@ def run(
     size: Annotated[str | None, typer.Option(help="A size of `llmsys list`.")] = None,
     world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, gloo or nccl; default: auto.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, tf32 or bf16 (autocast); default: bf16 on a GPU.")
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(help="Measured steps per variant; the budgets of scale are proportional."),
@@ -55,11 +58,25 @@ def run(
         int | None, typer.Option(help="Epochs over the whole text, instead of --steps.")
     ] = None,
     learn: Annotated[int | None, typer.Option(help="Steps of the stage learn.")] = None,
+    tensor: Annotated[int | None, typer.Option(help="Ranks per block, in learn.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Stages of blocks, in learn.")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Run blocks of learn again in backward.")
+    ] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the blocks of learn.")
+    ] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace three steps of learn.")] = False,
+    log: Annotated[str | None, typer.Option(help="Log learn to tensorboard or wandb.")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Continue the training of RUN/checkpoint.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
     data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes, bpe, or a tokenizer.json; default: bytes.")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens of bpe; default: 4096.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
@@ -76,13 +93,22 @@ def run(
         "size": size,
         "world": world,
         "backend": backend,
+        "dtype": dtype,
         "steps": steps,
         "warmup": warmup,
         "epochs": epochs,
         "learn": learn,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "recompute": recompute or None,
+        "compile": compile_ or None,
+        "trace": trace or None,
+        "log": log,
         "resume": resume,
         "seed": seed,
         "data": data,
+        "tokenizer": tokenizer,
+        "vocabulary": vocabulary,
         "out": out,
     }
     options = {name: value for name, value in options.items() if value is not None}
@@ -113,7 +139,7 @@ def config(
 @app.command()
 def step(
     sizes: Annotated[str, typer.Option(help="Sizes of `llmsys list`: A,B or all.")] = "tiny",
-    contexts: Annotated[str, typer.Option(help="Tokens a row: 128,512.")] = "128",
+    contexts: Annotated[str, typer.Option(help="Tokens per row: 128,512.")] = "128",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or several.")] = "fp32",
     compile_: Annotated[bool, typer.Option("--compile", help="Measure torch.compile too.")] = False,
     checkpoint: Annotated[
@@ -157,14 +183,17 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
     run_folder = _run_folder(folder)
     print(write_report(run_folder))
     if not run_folder.complete:
-        print(f"llmsys: {folder} is an incomplete run; this is of what it has", file=sys.stderr)
+        print(
+            f"llmsys: {folder} is an incomplete run; the report has its finished stages only",
+            file=sys.stderr,
+        )
 
 
 @app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
-    """Repeat the checks of a run from its records; exit status 1 if one fails."""
+    """Check `plan` and `train` again from the records of a run; exit status 1 if a check fails."""
     from llmsys_suite.audit.run import check_again
 
     checks = check_again(_run_folder(folder))
@@ -187,7 +216,10 @@ def compare(
         ),
     ] = None,
     margin: Annotated[
-        str, typer.Option(help="Differences below this fraction count as none.")
+        str,
+        typer.Option(
+            help="A variant whose interval lies within this percentage is called the same."
+        ),
     ] = "5%",
     assert_equal: Annotated[
         bool, typer.Option("--assert-equal", help="Exit 1 if losses or counts differ.")
@@ -195,10 +227,11 @@ def compare(
 ) -> None:
     """Print which variants became faster or slower, and whether the samples suffice to decide."""
     from llmsys_suite.config import percentage
-    from llmsys_suite.report.compare import compare_runs, differences, warnings
+    from llmsys_suite.report.comparability import differences, warnings
+    from llmsys_suite.report.compare import compare_runs
 
     if fail_above is not None and not fail_above >= 0:
-        raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
+        raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")
     old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
     rows = [] if assert_equal else compare_runs(old, new, margin=percentage(margin, "--margin"))
     unequal = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]
@@ -247,10 +280,29 @@ def sample(
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
 ) -> None:
     """Generate text with the model that a run has trained."""
-    from llmsys_suite.report.generation import generate_text, model_of
+    from llmsys_suite.generation import generate_text, model_of
+    from llmsys_suite.tokens import codec_of
 
-    model = model_of(_run_folder(folder))
-    print(prompt + generate_text(model, prompt, max_bytes, temperature=temperature, seed=seed))
+    run_folder = _run_folder(folder)
+    codec, model = codec_of(run_folder.config, folder), model_of(run_folder)
+    written = generate_text(
+        model, prompt, max_bytes, temperature=temperature, seed=seed, codec=codec
+    )
+    print(prompt + written)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A run folder, of a run with the stage learn.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the model.")],
+) -> None:
+    """Write the trained model as a Hugging Face folder, which AutoModelForCausalLM loads."""
+    from llmsys_suite.generation import model_of
+    from llmsys_suite.hugging_face import export_model
+
+    run_folder = _run_folder(folder)
+    tokenizer = folder / "tokenizer.json"
+    export_model(model_of(run_folder), out, tokenizer if tokenizer.exists() else None)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +49,9 @@ SIZES = {
 }
 #: `memory` also draws half of the context, and a head needs two positions to look back.
 LEAST_CONTEXT = 8
+#: The tokenizer of which every byte is a token, and the size of its vocabulary.
+BYTES = "bytes"
+BYTE_VOCABULARY = 256
 #: Smallest value of each number of a configuration.
 LEAST = {
     "world": 1,
@@ -55,10 +59,22 @@ LEAST = {
     "warmup": 0,
     "epochs": 0,
     "learn": 1,
+    "tensor": 1,
+    "pipeline": 1,
     "seed": 0,
     "rows": 1,
+    "vocabulary": BYTE_VOCABULARY,
     "context": LEAST_CONTEXT,
 }
+#: Arithmetic of the forward pass. Weights, gradients, moments and messages are float32 in each of
+#: them: tf32 rounds the inputs of float32 products, bf16 is autocast to bfloat16.
+DTYPES = ("fp32", "tf32", "bf16")
+#: Size of a vocabulary that is trained on the text, unless another one is named.
+TRAINED_VOCABULARY = 4096
+#: Stages that read bytes: the budgets of `scale` and the labels of `inspect` are for bytes.
+BYTE_STAGES = ("scale", "inspect")
+#: Programs that show the losses of `learn`, and the module that each needs.
+LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 #: Largest seed: a batch is drawn with a million times the seed, which must fit 64 bits.
 MOST_SEED = 10**12
 # In the order of a run.  Each stage names the stages whose results it reads.
@@ -98,6 +114,7 @@ class RunConfig:
     world: int = 2
     backend: str = "gloo"
     device: str = "cpu"
+    dtype: str = "fp32"
     rows: int = 8
     context: int = 128
     steps: int = 20
@@ -106,11 +123,25 @@ class RunConfig:
     epochs: int = 0
     #: Steps of the stage `learn`; None takes those of the checkpoint, or 500.
     learn: int | None = None
+    #: Numbers of ranks that split each block of `learn`, and that have consecutive blocks.
+    tensor: int = 1
+    pipeline: int = 1
+    #: True to recompute blocks of `learn` in the backward pass instead of saving activations.
+    recompute: bool = False
+    #: True to compile the blocks of `learn`.
+    compile: bool = False
+    #: True to record three steps of `learn` with torch.profiler.
+    trace: bool = False
+    #: The program of LOGS that receives the losses of `learn`, or None.
+    log: str | None = None
     #: The checkpoint that the stage `learn` continues from.
     resume: Path | None = None
     seed: int = 0
     learning_rate: float = 2e-3
     data: Path | None = None
+    #: BYTES; "bpe", which trains a vocabulary on the text; or a file of the package tokenizers.
+    tokenizer: str = BYTES
+    vocabulary: int = BYTE_VOCABULARY
     #: The run folder; None chooses `runs/DATE-TIME` when the run starts.
     out: Path | None = None
 
@@ -121,6 +152,11 @@ class RunConfig:
         On a GPU it equals the world size, so that one process needs the memory of one rank.
         """
         return self.world if self.device == "cuda" else 1
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of parts of the rows in `learn`; each is trained by pipeline x tensor ranks."""
+        return self.world // (self.pipeline * self.tensor)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for config.json."""
@@ -177,9 +213,13 @@ def resolve(
         out=out,
     )
     if preset == "gpu":
-        config = replace(config, size="small", rows=16 * world, context=1024, learning_rate=3e-4)
+        config = replace(
+            config, size="small", dtype="bf16", rows=16 * world, context=1024, learning_rate=3e-4
+        )
     else:
         config = replace(config, rows=4 * world)
+    if options.get("tokenizer") == "bpe":
+        config = replace(config, vocabulary=TRAINED_VOCABULARY)
     config = replace(config, **options)
     check(config)
     return config
@@ -203,12 +243,12 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
 
 
 def restarts() -> int:
-    """Return how often torchrun has started this run anew."""
+    """Return how often torchrun has restarted this run."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def count_gpus() -> int:
-    """CUDA devices that torch can use here."""
+    """Return the number of CUDA devices that torch can use."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -234,13 +274,16 @@ def _backend(backend: str, preset: str, gpus: int, world: int, launched: bool) -
     if backend not in ("auto", "gloo", "nccl"):
         raise UsageError(f"backend {backend!r} is unknown; choose auto, gloo or nccl")
     if backend == "auto":
-        return "nccl" if preset == "gpu" else "gloo"
+        backend = "nccl" if preset == "gpu" else "gloo"
     if backend == "nccl" and not gpus:
         raise UsageError("backend nccl needs a CUDA device and this machine shows none; use gloo")
     if backend == "nccl" and preset == "cpu":
         raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu")
     if backend == "nccl" and world > gpus and not launched:
-        raise UsageError(f"backend nccl needs a GPU a rank: {world} ranks, {gpus} GPUs")
+        raise UsageError(
+            f"backend nccl needs one GPU per rank, got {world} ranks and {gpus} GPUs; "
+            "use --backend gloo"
+        )
     return backend
 
 
@@ -248,6 +291,8 @@ def check(config: RunConfig) -> None:
     """Raise UsageError if the names, the numbers or the paths do not allow the run."""
     _check_names(config)
     _check_numbers(config)
+    _check_learn(config)
+    _check_tokens(config)
     if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
     if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
@@ -263,6 +308,10 @@ def _check_names(config: RunConfig) -> None:
         raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
     if config.size not in SIZES:
         raise UsageError(f"size {config.size!r} is unknown; choose from {', '.join(SIZES)}")
+    if config.dtype not in DTYPES:
+        raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
+    if config.dtype == "tf32" and config.device != "cuda":
+        raise UsageError(f"dtype tf32 needs a CUDA device, got device {config.device}; use fp32")
     if config.device not in ("cpu", "cuda"):
         raise UsageError(f"device {config.device!r} is unknown; choose cpu or cuda")
     if config.device == "cuda" and not count_gpus():
@@ -289,6 +338,62 @@ def _check_numbers(config: RunConfig) -> None:
         )
     if not 0 < config.learning_rate < math.inf:
         raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
+
+
+def _check_tokens(config: RunConfig) -> None:
+    """Raise UsageError unless the stages can read the tokens."""
+    if config.tokenizer == BYTES:
+        if config.vocabulary != BYTE_VOCABULARY:
+            raise UsageError(
+                f"--vocabulary {config.vocabulary} needs --tokenizer bpe or a file: bytes have a "
+                f"vocabulary of {BYTE_VOCABULARY}"
+            )
+        return
+    if config.tokenizer != "bpe" and not os.path.isfile(config.tokenizer):
+        raise UsageError(f"no tokenizer at {config.tokenizer}; give bytes, bpe or a file")
+    if config.tokenizer == "bpe" and config.vocabulary == BYTE_VOCABULARY:
+        raise UsageError(
+            f"--tokenizer bpe with --vocabulary {BYTE_VOCABULARY} merges no bytes; pass a larger "
+            f"vocabulary, such as {TRAINED_VOCABULARY}"
+        )
+    if config.epochs:
+        raise UsageError(f"--epochs {config.epochs} counts bytes; use --steps with a tokenizer")
+    if reading := [stage for stage in BYTE_STAGES if stage in config.stages]:
+        others = [stage for stage in config.stages if stage not in BYTE_STAGES]
+        raise UsageError(
+            f"the stages {', '.join(reading)} read bytes, not --tokenizer {config.tokenizer}; name "
+            f"the others: llmsys run {' '.join(others)}"
+        )
+
+
+def _check_learn(config: RunConfig) -> None:
+    """Raise UsageError unless the options of the stage learn fit the model and this machine."""
+    size, grid = SIZES[config.size], config.pipeline * config.tensor
+    for name, count in (("num_heads", size.num_heads), ("d_ff", size.d_ff)):
+        if count % config.tensor:
+            raise UsageError(
+                f"--tensor {config.tensor} does not divide {name} {count} of size {config.size}"
+            )
+    if size.num_layers < config.pipeline:
+        raise UsageError(
+            f"--pipeline {config.pipeline} is above the {size.num_layers} layers of {config.size}"
+        )
+    if config.world % grid:
+        raise UsageError(
+            f"--tensor {config.tensor} times --pipeline {config.pipeline} does not divide "
+            f"{config.world} ranks"
+        )
+    if config.log is not None and config.log not in LOGS:
+        raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
+    if config.log is not None and importlib.util.find_spec(LOGS[config.log]) is None:
+        raise UsageError(f"--log {config.log} needs `pip install {LOGS[config.log]}`")
+    requested = {"tensor": config.tensor > 1, "pipeline": config.pipeline > 1} | {
+        name: getattr(config, name) for name in ("recompute", "compile", "trace", "log")
+    }
+    if "learn" not in config.stages and (
+        options := [name for name in requested if requested[name]]
+    ):
+        raise UsageError(f"--{options[0]} needs the stage learn; add it to the stages")
 
 
 def _check_out(out: Path | None) -> None:

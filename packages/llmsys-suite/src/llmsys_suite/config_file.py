@@ -13,26 +13,36 @@ from llmsys_suite.config import RunConfig, UsageError
 #: Meaning of each field. `device` is missing because the preset decides it.
 MEANING = {
     "stages": "Stages to run, with their dependencies, in the order of `llmsys list`.",
-    "preset": "cpu or gpu; decides the device and the defaults of size, rows, context and rate.",
+    "preset": "cpu or gpu; decides the device and the defaults of size, dtype, rows and context.",
     "size": "A size of `llmsys list`.",
     "world": "Number of ranks.",
     "backend": "gloo or nccl.",
+    "dtype": "fp32, tf32 or bf16: arithmetic of products; the weights are float32 in all three.",
     "rows": "Global batch in sequences; a multiple of the number of ranks.",
     "context": "Tokens per sequence.",
     "steps": "Measured steps per variant; the budgets of the stage scale are proportional.",
     "warmup": "Steps before the measured ones.",
     "epochs": "Epochs over the whole text, instead of steps.",
     "learn": "Steps of the stage learn; by default 500, or those of the checkpoint.",
+    "tensor": "Ranks that split each block in the stage learn.",
+    "pipeline": "Ranks that have consecutive blocks in the stage learn.",
+    "recompute": "Run blocks of learn again in the backward pass to save memory.",
+    "compile": "Compile the blocks of learn with torch.compile.",
+    "trace": "Write Chrome traces of three steps of learn: RUN/trace-RANK.json.",
+    "log": "tensorboard or wandb: losses of learn, besides the run folder.",
     "resume": "Checkpoint from which the stage learn continues: RUN/checkpoint.",
     "seed": "Seed of weights and batches.",
     "learning_rate": "Learning rate of AdamW in the stage train; learn peaks at twice this rate.",
     "data": "Text to train on: a file or a folder; by default the standard library of Python.",
+    "tokenizer": "bytes; bpe, trained on the text; or a tokenizer.json of the package tokenizers.",
+    "vocabulary": "Number of tokens: 256 bytes; 4096 by default for bpe.",
     "out": "A new folder for the results; by default runs/DATE-TIME.",
 }
 #: Examples of the fields that have no value by default.
 EXAMPLES = {
     "epochs": 1,
     "learn": 500,
+    "log": "tensorboard",
     "resume": "runs/NAME/checkpoint",
     "data": "text",
     "out": "run",
@@ -74,6 +84,8 @@ def _has_kind(value: Any, kind: str) -> bool:
     """Return True if a TOML value fits the annotation of a field."""
     if kind.startswith("tuple"):
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if kind == "bool":
+        return type(value) is bool
     if kind.startswith("int"):
         return type(value) is int
     if kind == "float":

@@ -4,17 +4,22 @@ The text is the standard library of this interpreter, a file or a folder. A batc
 (seed, step), and each rank takes its rows of it: every variant reads the same tokens in the same
 order, at any world size.
 
-Reading needs no torch, so that a run with too little text is refused at once.
+A file is mapped into memory, so that a process reads only the windows that it needs. The files of a
+folder are joined in memory. Reading needs no torch, so that a run with too little text is refused
+at once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import sysconfig
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from llmsys_suite.config import RunConfig, UsageError
 
@@ -22,21 +27,46 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: Largest folder that is joined in memory, in bytes.
+LARGEST_FOLDER = 256 * 2**20
+#: Bytes that are read at once to compute a digest.
+CHUNK_BYTES = 2**24
+
+
 @dataclass(frozen=True)
 class Text:
-    """The training bytes and the held-out bytes, which are the last tenth."""
+    """The training bytes and the held-out bytes, which are the last tenth.
 
-    train: bytes
-    heldout: bytes
+    Both are `bytes`, or views of a file that is mapped into memory.
+    """
+
+    train: bytes | memoryview
+    heldout: bytes | memoryview
     source: str
+    mapped: mmap.mmap | None = None
+
+    def digest(self, *parts: bytes | memoryview, separator: bytes = b"") -> str:
+        """Return the hexadecimal SHA-256 digest of some parts of this text.
+
+        A mapped file takes as much memory as one chunk.
+        """
+        digest = hashlib.sha256()
+        for number, part in enumerate(parts):
+            if number:
+                digest.update(separator)
+            for start in range(0, len(part), CHUNK_BYTES):
+                digest.update(part[start : start + CHUNK_BYTES])
+                _release(self.mapped)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The training tokens and the held-out tokens."""
+    """The training tokens and the held-out tokens, which may be views of a mapped file."""
 
     train: Tensor
     heldout: Tensor
+    mapped: mmap.mmap | None = None
 
     def batch(
         self,
@@ -60,12 +90,17 @@ class Corpus:
         draw = _starts_in_epochs if epochs else _starts
         starts = draw(len(self.train), rows, context, seed, step)
         mine = starts[rank * rows // world : (rank + 1) * rows // world]
-        return _shifted(self.train, mine, context)
+        return self._windows(self.train, mine, context)
 
     def heldout_batch(self, *, rows: int, context: int) -> tuple[Tensor, Tensor]:
         """Return `rows` rows spread evenly over the held-out text, the same in each call."""
         stride = (len(self.heldout) - context - 1) // rows
-        return _shifted(self.heldout, [i * stride for i in range(rows)], context)
+        return self._windows(self.heldout, [i * stride for i in range(rows)], context)
+
+    def _windows(self, text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
+        pair = _shifted(text, starts, context)
+        _release(self.mapped)
+        return pair
 
 
 def read_text(path: Path | None = None) -> Text:
@@ -77,19 +112,44 @@ def read_text(path: Path | None = None) -> Text:
         folder = Path(sysconfig.get_paths()["stdlib"])
         files, source = sorted(folder.glob("*.py")), "the standard library of this interpreter"
     elif path.is_file():
-        files, source = [path], path.name
+        return _read_file(path)
     elif path.is_dir():
         files, source = sorted(p for p in path.rglob("*") if p.is_file()), path.name
     else:
         raise UsageError(f"no data at {path}; give a file or a folder, or leave --data out")
     try:
+        size = sum(file.stat().st_size for file in files)
+        if size > LARGEST_FOLDER:
+            raise UsageError(
+                f"{path} has {size / 2**20:.0f} MiB in {len(files)} files, and at most "
+                f"{LARGEST_FOLDER / 2**20:.0f} MiB are joined in memory; join the files into one, "
+                "which is read from disk, and pass that file with --data"
+            )
         content = b"\n".join(file.read_bytes() for file in files)
     except OSError as error:
         raise UsageError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+    return _split(content, str(path or source))
+
+
+def _read_file(path: Path) -> Text:
+    try:
+        with path.open("rb") as file:
+            if not path.stat().st_size:
+                # An empty file, or a file of the kernel, which cannot be mapped.
+                return _split(file.read(), str(path))
+            # A private copy is writable, as torch expects of the memory of a tensor.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    return _split(memoryview(mapped), str(path), mapped)
+
+
+def _split(content: bytes | memoryview, source: str, mapped: mmap.mmap | None = None) -> Text:
     if len(content) < 2:
-        raise UsageError(f"no text in {path or source}; give a file or a folder that holds some")
+        raise UsageError(f"no text in {source}; give a file or a folder that holds some")
+    content = memoryview(content)
     cut = len(content) * 9 // 10
-    return Text(content[:cut], content[cut:], source)
+    return Text(content[:cut], content[cut:], Path(source).name, mapped)
 
 
 def require_text(text: Text, *, context: int) -> None:
@@ -126,19 +186,32 @@ def load_corpus(path: Path | None = None) -> Corpus:
     import torch
 
     text = read_text(path)
-    return Corpus(
-        *(torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (text.train, text.heldout))
+    parts = (
+        # Joined bytes are copied once, because a tensor may be written to and `bytes` may not.
+        np.frombuffer(part if text.mapped else bytearray(part), np.uint8)
+        for part in (text.train, text.heldout)
     )
+    train, heldout = (torch.from_numpy(part) for part in parts)
+    return Corpus(train, heldout, text.mapped)
 
 
 def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
-    """Return twelve hexadecimal digits of the digest of each row."""
+    """Return twelve hexadecimal digits of the digest of each row, four bytes per token."""
     import torch
 
-    rows = (part.to(torch.uint8).cpu().numpy().tobytes() for part in (*tokens, *targets))
+    rows = (part.to(torch.int32).cpu().numpy().tobytes() for part in (*tokens, *targets))
     parts = list(rows)
     pairs = zip(parts[: len(tokens)], parts[len(tokens) :], strict=True)
     return [hashlib.sha256(x + b"\0" + y).hexdigest()[:12] for x, y in pairs]
+
+
+def _release(mapped: mmap.mmap | None) -> None:
+    """Release the pages of a mapped file, which the kernel reads again when they are needed.
+
+    Otherwise they count as memory of the process, up to two MiB for each window that was read.
+    """
+    if mapped is not None:
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _shifted(text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
@@ -161,14 +234,14 @@ def _starts_in_epochs(length: int, rows: int, context: int, seed: int, step: int
     steps = epoch_steps(length, rows, context)
     epoch, at = divmod(step, steps)
     order = _order(steps * rows, seed * 1_000_003 + epoch)
-    return [context * window for window in order[at * rows : (at + 1) * rows]]
+    starts: list[int] = (context * order[at * rows : (at + 1) * rows]).tolist()
+    return starts
 
 
 @lru_cache(maxsize=2)
-def _order(windows: int, seed: int) -> list[int]:
+def _order(windows: int, seed: int) -> Tensor:
     """Return the order of the windows in an epoch, sorted by a random number per window."""
     import torch
 
     drawn = torch.randint(2**24, (windows,), generator=torch.Generator().manual_seed(seed))
-    order: list[int] = drawn.argsort(stable=True).tolist()
-    return order
+    return drawn.argsort(stable=True)

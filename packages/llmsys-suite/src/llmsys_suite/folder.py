@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.stages.results import from_json, to_json
+from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Increased whenever the content of the files changes.

@@ -2,8 +2,8 @@
 
 Notable:
 - attention is an argument, so that the same weights run through any kernel;
-- the shape is all there is to configure, and the sizes that benchmarks speak of have names;
-- `checkpoint=True` keeps only each block's input and runs the block again in the backward pass.
+- only the shape is configured, and the sizes that benchmarks use have names;
+- `checkpoint=True` saves only the input of each block, which is run again in the backward pass.
 
 Shape suffixes: B batch, T tokens, D d_model, F d_ff, H heads, K head_dim, V vocabulary.
 """
@@ -22,6 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from llmsys_suite.config import SIZES
 
 Attention = Callable[..., Any]
+#: Added to the mean square in RMSNorm.
+NORM_EPSILON = 1e-5
+#: Base of the rotation angles; Su et al. 2021, section 3.2.
+ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,7 @@ class ModelConfig:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        """ValueError for a shape that no model can have."""
+        """Raise `ValueError` for a shape that no model can have."""
         for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocabulary", "context"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -56,7 +60,7 @@ class ModelConfig:
 
 
 def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:
-    """Attention by its formula, softmax(q k^T / sqrt(K)) v, the scores held whole."""
+    """Return softmax(q k^T / sqrt(K)) v, computed with whole matrices of scores."""
     scores_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / q_BHTK.shape[-1] ** 0.5
     if is_causal:
         future = torch.ones_like(scores_BHTT[0, 0], dtype=torch.bool).triu(1)
@@ -66,7 +70,7 @@ def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal
 
 
 class Decoder(nn.Module):
-    """Tokens (B, T) to logits (B, T, V)."""
+    """A model that maps tokens (B, T) to logits (B, T, V)."""
 
     rope: Tensor
 
@@ -76,14 +80,17 @@ class Decoder(nn.Module):
         attention = attention or F.scaled_dot_product_attention
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.norm = nn.RMSNorm(config.d_model, eps=NORM_EPSILON)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
         rope = rotary_table(config.d_model // config.num_heads, config.context)
         self.register_buffer("rope", rope, persistent=False)
         self.apply(self._initialize)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits for the token after each position; ValueError for more than the context."""
+        """Return logits for the token after each position.
+
+        Raises ValueError if there are more tokens than the context.
+        """
         if tokens_BT.shape[1] > self.config.context:
             raise ValueError(
                 f"{tokens_BT.shape[1]} tokens are more than the context of {self.config.context}"
@@ -91,10 +98,7 @@ class Decoder(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         rope = self.rope[:, : tokens_BT.shape[1]].to(x_BTD.dtype)
         for block in self.blocks:
-            if self.config.checkpoint and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, rope, use_reentrant=False)
-            else:
-                x_BTD = block(x_BTD, rope)
+            x_BTD = run_block(block, x_BTD, rope, checkpointed=self.config.checkpoint)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 
@@ -103,7 +107,7 @@ class Decoder(nn.Module):
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token."""
+        """Return the mean cross-entropy in nats per token."""
         return F.cross_entropy(self(tokens_BT).flatten(0, 1).float(), targets_BT.flatten())
 
     def _initialize(self, module: nn.Module) -> None:
@@ -114,14 +118,23 @@ class Decoder(nn.Module):
             nn.init.trunc_normal_(module.weight, std=1.0, a=-3.0, b=3.0)
 
 
+def run_block(block: nn.Module, x_BTD: Tensor, rope: Tensor, *, checkpointed: bool) -> Tensor:
+    """Return the output of a block, which backward may run again instead of saving activations."""
+    if checkpointed and torch.is_grad_enabled():
+        out_BTD: Tensor = checkpoint(block, x_BTD, rope, use_reentrant=False)
+    else:
+        out_BTD = block(x_BTD, rope)
+    return out_BTD
+
+
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, attention: Attention) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=NORM_EPSILON)
         self.attention = MultiHeadAttention(config, attention)
-        self.ffn_norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.ffn_norm = nn.RMSNorm(config.d_model, eps=NORM_EPSILON)
         self.ffn = SwiGLU(config.d_model, config.d_ff)
 
     def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
@@ -164,12 +177,12 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Each position by itself."""
+        """Return the output of the feed-forward network at each position."""
         out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD
 
 
-def rotary_frequencies(head_dim: int, base: float = 10_000.0) -> Tensor:
+def rotary_frequencies(head_dim: int, base: float = ROPE_BASE) -> Tensor:
     """Return the rotation angle per position of each pair of dims, shape (head_dim / 2,).
 
     Su et al. 2021, section 3.2.
@@ -183,14 +196,14 @@ def rotary_frequencies(head_dim: int, base: float = 10_000.0) -> Tensor:
 
 
 def rotary_table(head_dim: int, context: int) -> Tensor:
-    """Cosines and sines (2, context, head_dim / 2)."""
+    """Return cosines and sines, of shape (2, context, head_dim / 2)."""
     position = torch.arange(context, dtype=torch.float64)
     angle = position[:, None] * rotary_frequencies(head_dim).to(position.device)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
 def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (first half, second half) of dims by its position's angle."""
+    """Rotate each pair of dims (first half, second half) by the angle of its position."""
     if rope.shape[1:] != (x_BHTK.shape[-2], x_BHTK.shape[-1] // 2) or x_BHTK.shape[-1] % 2:
         raise ValueError(
             f"a table of {tuple(rope.shape[1:])} positions and pairs does not turn "
@@ -198,4 +211,5 @@ def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
         )
     a, b = x_BHTK.chunk(2, dim=-1)
     cos, sin = rope
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    # Under autocast the table may be more precise than the queries and keys.
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTK.dtype)

@@ -9,6 +9,7 @@ from llmsys_suite.config import RunConfig, UsageError, check
 from llmsys_suite.data import in_epochs, read_text, require_text
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.tokens import require_tokenizer
 
 
 def run(config: RunConfig) -> RunFolder:
@@ -34,9 +35,15 @@ def execute(config: RunConfig) -> tuple[int, Path]:
     text = read_text(config.data)
     require_text(text, context=config.context)
     config = in_epochs(config, text)
+    if config.device == "cuda" and "RANK" in os.environ:
+        from llmsys_suite.ranks.worker import select_device
+
+        # Before the first question about memory, so that each rank uses its own GPU.
+        select_device(config)
+    require_tokenizer(config)
     _require_memory(config)
     if config.resume is not None:
-        from llmsys_suite.stages.learn import require_resumable
+        from llmsys_suite.learning.state import require_resumable
 
         require_resumable(config, config.resume)
     if "RANK" in os.environ:

@@ -42,78 +42,66 @@ class Check:
         )
 
 
-def equal(
-    name: str,
-    source: str,
-    against: str,
-    expected: float,
-    actual: float,
-    tolerance: float = 0.0,
-    where: str = "",
-) -> Check:
-    """Return a check that `actual` equals `expected` within a relative tolerance."""
-    room = tolerance * abs(expected)
-    return Check(name, source, against, expected, actual, expected - room, expected + room, where)
+@dataclass(frozen=True)
+class Sources:
+    """The names of two independent sources, and the kinds of checks that compare them."""
 
+    source: str
+    against: str
 
-def within(
-    name: str,
-    source: str,
-    against: str,
-    expected: float,
-    actual: float,
-    band: float,
-    where: str = "",
-) -> Check:
-    """Return a check that `actual` differs from `expected` by at most the factor `band`."""
-    low, high = expected / band, expected * band
-    return Check(name, source, against, expected, actual, low, high, where)
+    def between(
+        self, name: str, expected: float, actual: float, low: float, high: float, where: str = ""
+    ) -> Check:
+        """Return a check that `actual` lies within [low, high]."""
+        return Check(name, self.source, self.against, expected, actual, low, high, where)
 
+    def equal(
+        self, name: str, expected: float, actual: float, tolerance: float = 0.0, where: str = ""
+    ) -> Check:
+        """Return a check that `actual` equals `expected` within a relative tolerance."""
+        room = tolerance * abs(expected)
+        return self.between(name, expected, actual, expected - room, expected + room, where)
 
-def near(
-    name: str, source: str, against: str, distance: float, tolerance: float, where: str = ""
-) -> Check:
-    """Return a check that a relative distance between two arrays is at most `tolerance`."""
-    return Check(name, source, against, 0.0, distance, 0.0, tolerance, where)
+    def within(self, name: str, expected: float, actual: float, factor: float) -> Check:
+        """Return a check that `actual` differs from `expected` by at most a factor."""
+        return self.between(name, expected, actual, expected / factor, expected * factor)
 
+    def near(self, name: str, distance: float, tolerance: float, where: str = "") -> Check:
+        """Return a check that a relative distance between two arrays is at most `tolerance`."""
+        return self.between(name, 0.0, distance, 0.0, tolerance, where)
 
-def none(name: str, source: str, against: str, wrong: Iterable[str]) -> Check:
-    """Return a check that `wrong` is empty; its message names the first three entries."""
-    names = list(wrong)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return Check(name, source, against, 0, len(names), 0, 0, ", ".join(names[:3]) + more)
+    def none(self, name: str, wrong: Iterable[str]) -> Check:
+        """Return a check that `wrong` is empty; its message names the first three entries."""
+        names = list(wrong)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return self.between(name, 0, len(names), 0, 0, ", ".join(names[:3]) + more)
 
+    def all_near(
+        self, name: str, distances: Iterable[tuple[float, str]], tolerance: float
+    ) -> Check:
+        """Return `near` for the largest of many pairs (distance, where); none at all fails."""
 
-def worst_distance(
-    name: str, source: str, against: str, distances: Iterable[tuple[float, str]], tolerance: float
-) -> Check:
-    """Return `near` for the largest of many distances; an empty list fails."""
+        def order(pair: tuple[float, str]) -> float:
+            return math.inf if math.isnan(pair[0]) else pair[0]
 
-    def order(pair: tuple[float, str]) -> float:
-        return math.inf if math.isnan(pair[0]) else pair[0]
+        distance, where = max(distances, key=order, default=(math.nan, "nothing recorded"))
+        return self.near(name, distance, tolerance, where)
 
-    distance, where = max(distances, key=order, default=(math.nan, "nothing recorded"))
-    return near(name, source, against, distance, tolerance, where)
+    def all_equal(
+        self, name: str, triples: Iterable[tuple[float, float, str]], tolerance: float = 0.0
+    ) -> Check:
+        """Return `equal` for the triple (expected, actual, where) with the largest difference.
 
+        An empty list fails.
+        """
 
-def worst_equal(
-    name: str,
-    source: str,
-    against: str,
-    pairs: Iterable[tuple[float, float, str]],
-    tolerance: float,
-) -> Check:
-    """Return `equal` for the triple (expected, actual, where) with the largest relative difference.
+        def order(triple: tuple[float, float, str]) -> float:
+            expected, actual, _ = triple
+            if expected == actual:
+                return 0.0
+            away = abs(actual - expected) / abs(expected) if expected else math.inf
+            return math.inf if math.isnan(away) else away
 
-    An empty list fails.
-    """
-
-    def order(pair: tuple[float, float, str]) -> float:
-        expected, actual, _ = pair
-        if expected == actual:
-            return 0.0
-        away = abs(actual - expected) / abs(expected) if expected else math.inf
-        return math.inf if math.isnan(away) else away
-
-    expected, actual, where = max(pairs, key=order, default=(1.0, math.nan, "nothing recorded"))
-    return equal(name, source, against, expected, actual, tolerance, where)
+        nothing = (1.0, math.nan, "nothing recorded")
+        expected, actual, where = max(triples, key=order, default=nothing)
+        return self.equal(name, expected, actual, tolerance, where)

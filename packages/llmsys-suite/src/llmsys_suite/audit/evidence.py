@@ -8,30 +8,30 @@ import statistics
 from typing import Any
 
 import torch
-from accounting.memory.live import make_state
-from torch.utils.flop_counter import FlopCounterMode
+from scipy.stats import truncnorm
 
-from llmsys_suite.audit import reference
-from llmsys_suite.audit.again import initial_weights
-from llmsys_suite.audit.peers import data_parallel_ratio
+from llmsys_suite.audit.flops import count_flops
+from llmsys_suite.audit.peers import peer_ratios
 from llmsys_suite.audit.probe import probe
-from llmsys_suite.audit.text import read_parts, split_evidence
-from llmsys_suite.audit.training import text_evidence
+from llmsys_suite.audit.text import batch_evidence, read_parts, split_evidence
 from llmsys_suite.measure import network, reference_matmul
-from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.variants.initial_weights import initial_weights
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:
     """Collect probes, counts, clocks and digests on all ranks."""
+    with run.in_float32():
+        probed = probe(run)
     return {
-        "probe": probe(run),
-        "text": text_evidence(run.config, read_parts(run.config.data)[0]),
+        "probe": probed,
+        "text": batch_evidence(run.config, read_parts(run.config)[0]),
         "split": split_evidence(run),
-        "peer_ratio": data_parallel_ratio(run) if run.world > 1 else 1.0,
+        "initial_scales": initial_scales(run),
+        "peer_ratios": peer_ratios(run),
         "counted": counted(run),
         "product_over_reference": _product_over_reference(run),
-        "kept_bytes": _kept_bytes(run) if run.rank == 0 else 0,
+        "reference_matmul_flops": reference_matmul.flops(run.device),
         "one_host": len(set(run.gather(platform.node()))) == 1,
         "stage_clocks": stage_clocks(run),
         "sockets_count": network.available() and run.config.backend == "gloo",
@@ -39,27 +39,33 @@ def gather_evidence(run: Run) -> dict[str, Any]:
 
 
 def counted(run: Run) -> dict[str, int]:
-    """Count the parameters and FLOPs of the reference with torch on the meta device.
-
-    A causal mask leaves T (T + 1) / 2 of T^2 pairs to attention's products, the batched ones.
-    """
-    config = run.model
-    weights = {name: w.to("meta") for name, w in initial_weights(run).items()}
-    for weight in weights.values():
-        weight.requires_grad_()
-    tokens = torch.zeros(run.config.rows, config.context, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        reference.loss(weights, tokens, tokens, config.num_heads).backward()
-    by_operator = counter.get_flop_counts()["Global"]
-    total = sum(by_operator.values())
-    batched = sum(n for operator, n in by_operator.items() if "bmm" in str(operator))
-    left_out = batched * (config.context - 1) // (2 * config.context)
+    """Count the parameters and FLOPs of a step of the reference with torch on the meta device."""
+    weights = initial_weights(run)
+    flops = count_flops(weights, run.config.rows, run.config.context, run.model.num_heads)
     return {
         "parameters": sum(w.numel() for w in weights.values()),
         "tensors": len(weights),
-        "flops_full": total,
-        "flops_causal": total - left_out,
+        "flops_full": flops.executed,
+        "flops_causal": flops.useful,
     }
+
+
+def initial_scales(run: Run) -> list[tuple[float, str]]:
+    """Return how far the standard deviation of each initial matrix is from Glorot's.
+
+    The unit is the standard error of a standard deviation. Weights beyond three standard deviations
+    are drawn again, which narrows the distribution. Embeddings have a standard deviation of 1.
+    """
+    narrowed = truncnorm.std(-3, 3)
+    scales = []
+    for name, weight in initial_weights(run).items():
+        if weight.ndim == 2:
+            scale = 1.0 if "embedding" in name else math.sqrt(2 / sum(weight.shape))
+            away = float(weight.double().std()) / (narrowed * scale) - 1
+            scales.append((abs(away) * math.sqrt(2 * weight.numel()), name))
+        else:
+            scales.append((math.inf if (weight != 1).any() else 0.0, name))
+    return scales
 
 
 def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
@@ -78,7 +84,7 @@ def _product_over_reference(run: Run) -> float:
     """Return the ranks' median of a product's rate over the reference matmul's rate."""
     run.barrier()
     n = 512 if run.device.type == "cpu" else 8192
-    a, b = (torch.randn(n, n, device=run.device) for _ in range(2))
+    a, b = (torch.randn(n, n, device=run.device).to(run.compute_dtype) for _ in range(2))
     product = beside = math.inf
     for _ in range(20):
         begin = reference_matmul.clock(run.device)
@@ -87,13 +93,3 @@ def _product_over_reference(run: Run) -> float:
         beside = min(beside, reference_matmul.core_seconds(run.device))
     mine = 2 * n**3 / product / (reference_matmul.flops(run.device) / beside)
     return float(statistics.median(run.gather(mine)))
-
-
-def _kept_bytes(run: Run) -> int:
-    """Return the bytes of weights and AdamW moments, measured on the meta device."""
-    with torch.device("meta"):
-        model = Decoder(run.model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    make_state(optimizer)
-    moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
-    return sum(t.nbytes for t in [*model.parameters(), *moments])

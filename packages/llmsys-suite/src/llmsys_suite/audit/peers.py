@@ -1,79 +1,97 @@
-"""Peers that the audit builds and times itself, so that a slowed peer is detected.
+"""Peers that the audit builds and times itself, so that a slowed or shortened one is detected.
 
-Every ratio of a run divides by torch's DDP or SDPA. If the run slowed its peer, every other variant
-would look fast. The audit's peer is written out here and timed in the same rounds as the run's.
+Every ratio of a run divides by torch's DDP, SDPA or float32. If the run slowed its peer, all others
+would look fast. The audit's peers are written out here and timed in the same rounds as the run's.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from flashattn2 import flash_attention
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from llmsys_suite.audit.check import Check, within
-from llmsys_suite.audit.training import PEER_BAND
 from llmsys_suite.measure.samples import PEER
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import attention as attention_stage
-from llmsys_suite.variants import VARIANTS
+from llmsys_suite.variants import VARIANTS, variants_here
 
 ROUNDS = 15
 
 
-def data_parallel_ratio(run: Run) -> float:
-    """Return the time of the run's torch DDP over that of the audit's, on all ranks."""
+def peer_ratios(run: Run) -> dict[str, float]:
+    """Return the time of each of the run's peers over that of the audit's, the median of ranks."""
+    wrappers = {PEER: _replicated, "torch FSDP2": _sharded} if run.world > 1 else {}
+    trained = variants_here(run.device, run.config.epochs)
+    ratios = {}
+    for name, wrap in wrappers.items():
+        if name in trained:
+            ratio = _peer_ratio(run, name, wrap)
+            ratios[name] = float(statistics.median(run.gather(ratio)))
+    return ratios
+
+
+def _peer_ratio(run: Run, name: str, wrap: Callable[[Decoder], nn.Module]) -> float:
     tokens, targets = run.batch(0, shared=True)
     torch.manual_seed(run.config.seed)
-    decoder = Decoder(run.model, attention=flash_attention).to(run.device)
-    model = nn.parallel.DistributedDataParallel(decoder, gradient_as_bucket_view=True)
+    model = wrap(Decoder(run.model, attention=flash_attention).to(run.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate)
 
     def step() -> None:
-        logits = model(tokens)
+        with run.autocast():
+            logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         loss.backward()
         float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
 
-    variant = VARIANTS[PEER](run, run.model)
-    ratio = _ratio(run, lambda: variant.step(tokens, targets), step)
+    variant = VARIANTS[name](run, run.model)
+    run.barrier()
+    seconds = timed_in_turns(run, {"run": lambda: variant.step(tokens, targets), "audit": step})
     variant.close()
     # Discard the phases that the recorder timed outside of any step.
     run.recorder.take()
-    return float(statistics.median(run.gather(ratio)))
+    return median_ratio(seconds["run"], seconds["audit"])
 
 
-def attention_check(run: Run) -> Check:
-    """Check the time of the run's SDPA with a direct call."""
-    q, k, v = attention_stage.inputs(run)
-
-    def direct() -> list[Tensor]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
-
-    kernel = attention_stage.KERNELS[attention_stage.PEER]
-    ratio = _ratio(run, lambda: attention_stage.forward_backward(kernel, q, k, v), direct)
-    return within("time of SDPA", "the stage's kernel", "a direct call", 1.0, ratio, PEER_BAND)
+def _replicated(decoder: Decoder) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(decoder, gradient_as_bucket_view=True)
 
 
-def _ratio(run: Run, ours: Callable[[], object], audits: Callable[[], object]) -> float:
-    """Return the median ratio of the times of two calls in the same round."""
-    ratios = []
-    for number in range(ROUNDS + 1):
-        clock = [_monotonic(run)]
-        for call in (ours, audits):
+def _sharded(decoder: Decoder) -> nn.Module:
+    mesh = init_device_mesh(
+        next(decoder.parameters()).device.type, (torch.distributed.get_world_size(),)
+    )
+    for block in decoder.layers():
+        fully_shard(block, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
+    return decoder
+
+
+def timed_in_turns(
+    run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Return the seconds of each call, round by round, after one round without timing."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            begin = _monotonic(run)
             call()
-            clock.append(_monotonic(run))
-        if number:  # The first round is a warm-up.
-            ratios.append((clock[1] - clock[0]) / (clock[2] - clock[1]))
-    return statistics.median(ratios)
+            if number:
+                seconds[name].append(_monotonic(run) - begin)
+    return seconds
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median ratio of the times of one round."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def _monotonic(run: Run) -> float:

@@ -8,7 +8,6 @@ bytes that were announced in shared memory.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,19 +16,20 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.again import global_batch, initial_weights, on_device
+from llmsys_suite.audit.inputs import global_batch, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import LOCAL
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS, variants_here
+from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant
 
 #: Learning rate of the probe, large enough that rounding of the weights hides no gradient.
 RATE = 16.0
-#: Number of steps of the run that are repeated in float64.
-REPLAYED = 3
+#: Number of steps of the run that are repeated in float64, and in float32.
+REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
 #: Rounds of the DiLoCo probe, and local steps per round.
 ROUNDS, LOCAL_STEPS = 2, 2
 
@@ -41,7 +41,7 @@ def probe(run: Run) -> dict[str, Any]:
     start = {name: w.double() for name, w in initial_weights(run).items()}
     # One row per rank is enough, because a wrong sum is wrong for any number of rows.
     batch = reference.batch(
-        read_parts(run.config.data)[0], run.world, run.config.context, run.config.seed, 0
+        read_parts(run.config)[0], run.world, run.config.context, run.config.seed, 0
     )
     exact_loss, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
     variants = {}
@@ -55,11 +55,18 @@ def probe(run: Run) -> dict[str, Any]:
             if taken[0][key] is not None
         }
     rounds = probe_rounds(run, start) if LOCAL in variants else []
-    losses = replay(run, start) if run.rank == 0 else []
-    run.wait_for_ranks()
+    # Two ranks share the work.
+    losses = replay(run, start, REPLAYED) if run.rank == 0 else []
+    trajectory = []
+    if run.rank == run.world - 1:
+        trajectory = replay(run, initial_weights(run), REPLAYED_IN_FLOAT32)
     return {
-        "exact_loss": exact_loss, "variants": variants, "rounds": rounds, "replayed_losses": losses,
-    }  # fmt: skip
+        "exact_loss": exact_loss,
+        "variants": variants,
+        "rounds": rounds,
+        "replayed_losses": losses,
+        "trajectory": run.gather(trajectory)[-1],
+    }
 
 
 def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str, Any] | None:
@@ -120,7 +127,7 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
     after = {name: w.double() - start[name] for name, w in variant.weights().items()}
     variant.close()
     run.recorder.take()
-    text, _ = read_parts(config.data)
+    text, _ = read_parts(config)
     batches = [
         on_device(run, reference.batch(text, run.world, config.context, config.seed, step))
         for step in range(ROUNDS * LOCAL_STEPS)
@@ -136,45 +143,15 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
     return run.gather(reference.furthest(after, moved))
 
 
-def replay(run: Run, weights: Weights) -> list[float]:
-    """Return the losses of the first steps, trained in float64 with an explicit AdamW."""
+def replay(run: Run, weights: Weights, steps: int) -> list[float]:
+    """Return the losses of at most `steps` steps, trained with an explicit AdamW."""
     config = run.config
     losses = []
-    text, _ = read_parts(config.data)
+    text, _ = read_parts(config)
     optimizer = reference.AdamW(weights, config.learning_rate)
-    for step in range(min(REPLAYED, config.warmup + config.steps)):
+    for step in range(min(steps, config.warmup + config.steps)):
         batch = global_batch(text, config, step)
         value, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
         losses.append(value)
         weights = optimizer.step(weights, gradients)
     return losses
-
-
-def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
-    """Return the parameters that differ between ranks, and the distance from one process's."""
-    run.barrier()
-    alone = variant.alone
-    after = variant.weights() if not (alone and run.rank) else {}
-    bits = {name: _bits(w) for name, w in after.items()}
-    everyone = [digests for digests in run.gather(bits) if digests]
-    differ = [
-        f"rank {rank} {name}"
-        for rank, digests in enumerate(everyone)
-        for name, value in digests.items()
-        if value != everyone[0].get(name)
-    ]
-    if run.trained is None and not alone:
-        return {}
-    beside = after if alone else {n: p.detach() for n, p in run.trained.named_parameters()}  # type: ignore[union-attr]
-    distance = (0.0, "")
-    if after and beside:
-        distance = reference.furthest(
-            {name: w.double() - start[name].double() for name, w in after.items()},
-            {name: w.double() - start[name].double() for name, w in beside.items()},
-        )
-    return {"ranks": len(everyone), "differ": differ, "from_one_process": distance}
-
-
-def _bits(weight: Tensor) -> str:
-    plain = weight.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(plain.tobytes()).hexdigest()[:16]

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmsys_suite import plain
-from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, softmax
+from llmsys_suite.measure.distance import distance, furthest
+from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, norm, softmax
 
-__all__ = ["AdamW", "batch", "logits", "loss", "softmax"]
+__all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss", "softmax"]
 
 #: Largest size of one layer's attention scores; a batch is split into parts below it.
 SCORE_BYTES = 2**24
@@ -98,6 +100,19 @@ def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
     return attention
 
 
+def streams(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
+    """Return the residual stream before each normalization, from the embedding to the last."""
+    inputs: list[Tensor] = []
+
+    def record(x_BTD: Tensor, gain: Tensor) -> Tensor:
+        inputs.append(x_BTD)
+        return norm(x_BTD, gain)
+
+    with mock.patch.object(plain, "norm", record):
+        logits(weights, tokens_BT, heads)
+    return inputs
+
+
 def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets of rows at equal distances in a text."""
     stride = (len(text) - context - 1) // rows
@@ -127,31 +142,10 @@ def _shuffled(windows: int, seed: int) -> list[int]:
 
 def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:
     """Return the `digest` of each row of a global batch."""
-    return [digest(bytes(x.tolist()), bytes(y.tolist())) for x, y in zip(*both, strict=True)]
+    return [digest(x.tolist(), y.tolist()) for x, y in zip(*both, strict=True)]
 
 
-def digest(tokens: bytes, targets: bytes) -> str:
-    """Return twelve hexadecimal digits of the digest of one row."""
-    return hashlib.sha256(tokens + b"\0" + targets).hexdigest()[:12]
-
-
-def distance(actual: Tensor, expected: Tensor) -> float:
-    """Return |actual - expected| / |expected| in the 2-norm, or infinity if shapes differ."""
-    if actual.shape != expected.shape:
-        return math.inf
-    expected = expected.double()
-    away = (actual.detach().to(expected) - expected).norm()
-    whole = expected.norm()
-    if whole > 0:
-        return float(away / whole)
-    return 0.0 if away == 0 else math.inf
-
-
-def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest distance over all names, and where: "name: |actual| beside |expected|"."""
-    if missing := expected.keys() ^ actual.keys():
-        return math.inf, f"{min(missing)}: on one side only"
-    distances = {name: distance(actual[name], expected[name]) for name in expected}
-    name = max(distances, key=lambda n: math.inf if math.isnan(distances[n]) else distances[n])
-    norms = (float(side[name].detach().double().norm()) for side in (actual, expected))
-    return distances[name], "{}: norm {:.9g} beside {:.9g}".format(name, *norms)
+def digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
+    """Return twelve hexadecimal digits of the digest of one row, four bytes per token."""
+    row, following = (np.array(list(part), "<i4").tobytes() for part in (tokens, targets))
+    return hashlib.sha256(row + b"\0" + following).hexdigest()[:12]

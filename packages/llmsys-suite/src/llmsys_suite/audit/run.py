@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from llmsys_suite.audit import training
-from llmsys_suite.audit.check import Check, none
+from llmsys_suite.audit import training_checks
+from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.evidence import gather_evidence
-from llmsys_suite.audit.stages import COLLECTIVE, STAGES
+from llmsys_suite.audit.stage_checks import COLLECTIVE, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Audit
+from llmsys_suite.results import Audit
 
 
 def run(run: Run) -> Audit | None:
@@ -33,16 +33,26 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     ran = set(run.results)
     if {"plan", "train"} <= ran:
         evidence = gather_evidence(run)
-        if run.folder is not None:
-            plan, train = run.results["plan"], run.results["train"]
-            samples = run.folder.samples()
-            checks += training.checks(run.config, plan, train, samples, evidence)
-    for stage, check in STAGES.items():
+        checks += recorded_checks(run, evidence)
+    for stage in STAGES:
         run.wait_for_ranks()
         if stage in ran:
-            stage_checks = list(_guarded(stage, check(run, run.results[stage])))
-            checks += [replace(c, name=f"{stage}: {c.name}") for c in stage_checks]
+            checks += stage_checks(run, stage)
     return evidence, checks if run.rank == 0 else []
+
+
+def recorded_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
+    """Return the checks of `plan` and `train`, on rank 0."""
+    if run.folder is None:
+        return []
+    plan, train = run.results["plan"], run.results["train"]
+    return list(training_checks.checks(run.config, plan, train, run.folder.samples(), evidence))
+
+
+def stage_checks(run: Run, stage: str) -> list[Check]:
+    """Return the checks of one of the other stages; every rank takes part."""
+    checks = _guarded(stage, STAGES[stage](run, run.results[stage]))
+    return [replace(check, name=f"{stage}: {check.name}") for check in checks]
 
 
 def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
@@ -52,11 +62,14 @@ def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
     except Exception as error:
         if stage in COLLECTIVE:
             raise
-        yield none("what the audit reads", stage, "no error", [f"{type(error).__name__}: {error}"])
+        message = f"{type(error).__name__}: {error}"
+        yield Sources(stage, "no error").none("what the audit reads", [message])
 
 
 def check_again(folder: RunFolder) -> list[Check]:
     """Return the checks of a folder; those of `plan` and `train` are recomputed from its records.
+
+    The other checks are those that the run stored.
 
     Raises:
         UsageError: the run is incomplete or was not audited.
@@ -73,7 +86,7 @@ def check_again(folder: RunFolder) -> list[Check]:
     ]
     recomputed: dict[str, Check] = {}
     if evidence := folder.read_json("evidence.json"):
-        checks = training.checks(
+        checks = training_checks.checks(
             folder.config, results["plan"], results["train"], folder.samples(), evidence
         )
         recomputed = {check.name: check for check in checks}

@@ -7,6 +7,7 @@ a different split point, is detected.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -14,17 +15,50 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmsys_suite.audit.check import Check, none
+import numpy as np
+
+from llmsys_suite.audit import reference
+from llmsys_suite.audit.inputs import global_batch
+from llmsys_suite.config import BYTES, RunConfig
 from llmsys_suite.ranks.rank import Run
 
+#: The bytes of a text, or an array of its tokens.
+Tokens = Any
+#: Longest piece of a line that is encoded at once.
+PIECE_BYTES = 2**16
 #: Windows of the held-out text that are searched in the training text, and their length in bytes.
 WINDOWS, WINDOW_BYTES = 64, 256
-#: Allowed fraction of such windows. In the standard library one in 64 is boilerplate.
-REPEATED = 0.1
+
+
+def read_parts(config: RunConfig) -> tuple[Tokens, Tokens]:
+    """Return the training tokens and the held-out tokens of a run."""
+    if config.tokenizer == BYTES:
+        return read_bytes(config.data)
+    assert config.out is not None
+    return _encode(config.data, config.out / "tokenizer.json")
 
 
 @lru_cache(maxsize=1)
-def read_parts(path: Path | None) -> tuple[bytes, bytes]:
+def _encode(path: Path | None, tokenizer_file: Path) -> tuple[Tokens, Tokens]:
+    """Return both parts of the text as tokens, encoded line by line, long ones in pieces."""
+    tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer_file))
+    parts = []
+    for part in read_bytes(path):
+        *whole, last = part.split(b"\n")
+        lines = [line + b"\n" for line in whole] + [last]
+        text = [
+            line[start : start + PIECE_BYTES].decode(errors="replace")
+            for line in lines
+            for start in range(0, len(line), PIECE_BYTES)
+        ]
+        encoded = tokenizer.encode_batch(text, add_special_tokens=False)
+        parts.append(np.array([token for line in encoded for token in line.ids], "<i4"))
+    train, heldout = parts
+    return train, heldout
+
+
+@lru_cache(maxsize=1)
+def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
     """Return the training bytes and the held-out bytes, which are the last tenth."""
     if path is None:
         folder = sysconfig.get_paths()["stdlib"]
@@ -42,23 +76,17 @@ def read_parts(path: Path | None) -> tuple[bytes, bytes]:
     return text[:start], text[start:]
 
 
-def text_digests(run: Run) -> list[tuple[str, str]]:
-    """Return the digests of the training and held-out tokens of every rank."""
-    corpus = run.corpus
-    parts = (corpus.train.cpu().numpy(), corpus.heldout.cpu().numpy())
-    mine = tuple(hashlib.sha256(part.tobytes()).hexdigest() for part in parts)
-    return run.gather(mine)
-
-
 def split_evidence(run: Run) -> dict[str, Any]:
     """Return the digests of all ranks and of the files, and the repeated held-out windows."""
-    digests = text_digests(run)
-    train, heldout = read_parts(run.config.data)
+    tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
+    digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
+    train, heldout = read_bytes(run.config.data)
+    windows = list(held_out_windows(heldout))
     return {
         "ranks": digests,
-        "files": [hashlib.sha256(part).hexdigest() for part in (train, heldout)],
-        "repeated": sum(window in train for window in held_out_windows(heldout)),
-        "windows": sum(1 for _ in held_out_windows(heldout)),
+        "files": [hashlib.sha256(part).hexdigest() for part in read_parts(run.config)],
+        "repeated": sum(window in train for window in windows),
+        "windows": len(windows),
     }
 
 
@@ -71,24 +99,23 @@ def held_out_windows(heldout: bytes) -> Iterator[bytes]:
         yield heldout[start : start + length]
 
 
-def checks(evidence: dict[str, Any]) -> Iterator[Check]:
-    """Check that every rank has the text of the files, and that the parts are disjoint."""
-    different = [
-        f"{part} text of rank {rank}"
-        for rank, digests in enumerate(evidence["ranks"])
-        for part, ours, theirs in zip(
-            ("training", "held-out"), digests, evidence["files"], strict=True
-        )
-        if ours != theirs
+def batch_evidence(config: RunConfig, train: Tokens) -> dict[str, Any]:
+    """Return what the independent sampler expects.
+
+    The entries are the row digests of each global batch, whether all batches are distinct, the
+    number of steps per epoch, and the digests of an epoch's windows.
+    """
+    batches = [
+        reference.row_digests(global_batch(train, config, step))
+        for step in range(config.warmup + config.steps)
     ]
-    yield none("text of every rank", "digests of its tokens", "the files, read again", different)
-    fraction = evidence["repeated"] / evidence["windows"]
-    yield Check(
-        "held-out text is not training text",
-        f"windows of {WINDOW_BYTES} bytes",
-        "those found in the training text",
-        0.0,
-        fraction,
-        0.0,
-        REPEATED,
-    )
+    # Windows in the order of the text; an incomplete last step is left out.
+    steps = (len(train) - 1) // (config.rows * config.context)
+    ends = range(config.context, 1 + config.context * config.rows * steps, config.context)
+    windows = (train[end - config.context : end + 1] for end in ends if config.epochs)
+    return {
+        "row_digests": batches,
+        "distinct": len({"".join(batch) for batch in batches}) == len(batches),
+        "epoch_steps": steps,
+        "windows": [reference.digest(window[:-1], window[1:]) for window in windows],
+    }

@@ -65,7 +65,8 @@ def _by_connection() -> dict[int, int]:
             there = os.fstat(fd)
             if not stat.S_ISSOCK(there.st_mode):
                 continue
-            # Said to be TCP, lest Python asks the kernel; one that is not has no TCP_INFO.
+            # Declared as TCP, because Python would ask the kernel otherwise. Sockets of other
+            # protocols have no TCP_INFO.
             connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
         except OSError:  # closed by now
             continue

@@ -1,8 +1,9 @@
 """Where a step's time goes: forward, backward, communication, optimizer.
 
-One context manager times a phase, and names it for NVTX and for torch.profiler; on a GPU it waits
-for the device at both ends, since a kernel's launch is not its run. Beside the wall's clock stands
-this thread's, which does not run while another program has the core.
+One context manager times a phase, and names it for NVTX and for torch.profiler. On a CPU the clock
+of this thread, which does not run while another program has the core, is read besides the wall
+clock. On a GPU a phase lies between two events of the current stream: waiting for the device inside
+a step would prevent communication and computation from overlapping.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure import reference_matmul
+from llmsys_suite.measure.interleaved import now, synchronize
 from llmsys_suite.measure.samples import WHOLE_STEP
 
 
@@ -26,28 +29,42 @@ class Recorder:
         self.device = device
         self._samples: list[Sample] = []
         self._labels: Sample = {}
+        #: Phases on a GPU: name, and the events at their start and end.
+        self._events: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def step(self, *, stage: str, variant: str, step: int, warmup: bool) -> Iterator[Sample]:
-        """Time one whole step; what is put into the yielded dict, later too, is kept with it."""
+        """Time one whole step; the sample contains what is put into the yielded dict."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
-        begin, core = self._now(), reference_matmul.clock(self.device)
+        begin, core = now(self.device), reference_matmul.clock(self.device)
         yield extra
         extra["core_s"] = reference_matmul.clock(self.device) - core
-        self._keep(WHOLE_STEP, self._now() - begin, extra)
+        self._keep(WHOLE_STEP, now(self.device) - begin, extra)
+        self._read_events()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time one part of the step that is under way."""
         with named_range(name, self.device):
-            begin, core = self._now(), reference_matmul.clock(self.device)
+            if self.device.type == "cuda":
+                begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin_event.record()
+                yield
+                end_event.record()
+                self._events.append((name, begin_event, end_event))
+                return
+            begin, core = time.perf_counter(), time.thread_time()
             yield
-            core_s = reference_matmul.clock(self.device) - core
-            self._keep(name, self._now() - begin, {"core_s": core_s})
+            core_s = time.thread_time() - core
+            self._keep(name, time.perf_counter() - begin, {"core_s": core_s})
 
     def take(self) -> list[Sample]:
         """Return the samples since the last call."""
+        if self._events:
+            # Phases outside of any step: the device may not have reached their events.
+            synchronize(self.device)
+            self._read_events()
         taken, self._samples = self._samples, []
         return taken
 
@@ -55,10 +72,12 @@ class Recorder:
         extra.update(self._labels, rank=self.rank, phase=phase, seconds=seconds)
         self._samples.append(extra)
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+    def _read_events(self) -> None:
+        """Store the phases whose events the device has passed."""
+        for name, begin, end in self._events:
+            seconds = begin.elapsed_time(end) / 1e3
+            self._keep(name, seconds, {"core_s": seconds})
+        self._events.clear()
 
 
 @contextmanager

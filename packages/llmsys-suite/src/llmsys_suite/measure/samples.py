@@ -18,7 +18,7 @@ SERVER = "parameter server"
 SHARED = "ddp shared memory"
 # The variant whose ranks train separately and synchronize every few steps.
 LOCAL = "DiLoCo"
-# In the order in which they run; `variants.VARIANTS` describes each.
+# Variants in the order in which they run; `variants.VARIANTS` describes them.
 VARIANT_NAMES = (
     SINGLE,
     PEER,

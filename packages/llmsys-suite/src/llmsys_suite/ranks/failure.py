@@ -12,12 +12,16 @@ watch of every other rank reads the message and ends that process too, with exit
 that is lost counts as a failure, because the process that served it has ended.
 
 A process that is killed reports nothing. The launcher, ours or torchrun, notices its exit status.
+Processes that a rank or the launcher has started end with it (`end_with_parent`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -30,6 +34,17 @@ def report_failure(store: dist.Store, message: str) -> str:
     return store.compare_set(KEY, "", message).decode()
 
 
+def end_with_parent(parent: int) -> None:
+    """End this process when its parent process has ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class FailureWatch:
     """A thread that calls `on_failure(message)` once another rank has reported a failure.
 
@@ -37,11 +52,16 @@ class FailureWatch:
         store: the store that all ranks share. The watch polls a clone, because a client of a
             `TCPStore` serves one call at a time and the main thread may wait in one.
         on_failure: called in the thread of the watch, at most once.
+        folder: the run folder of this rank, whose removal is a failure too. A stage that writes
+            nothing for minutes would not notice it.
     """
 
-    def __init__(self, store: dist.Store, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: dist.Store, on_failure: Callable[[str], None], folder: Path | None = None
+    ) -> None:
         self._store = store.clone()
         self._on_failure = on_failure
+        self._folder = folder
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="failure watch", daemon=True)
         self._thread.start()
@@ -54,6 +74,8 @@ class FailureWatch:
     def _poll(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
             message = self._failure()
+            if not message and self._folder is not None and not os.path.exists(self._folder):
+                message = report_failure(self._store, f"the run folder {self._folder} was deleted")
             if message:
                 self._on_failure(message)
                 return

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import ModelConfig
+from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.launch import EVENTS, STAMPS
-from llmsys_suite.report.progress import Progress
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Run:
     recorder: Recorder
     progress: Progress
     folder: RunFolder | None = None
-    #: Results of each stage, see `stages.results`; None on ranks without a result.
+    #: Results of each stage, see `results`; None on ranks without a result.
     results: dict[str, Any] = field(default_factory=dict)
     #: Seconds of each stage on this rank.
     seconds: dict[str, float] = field(default_factory=dict)
@@ -54,7 +56,31 @@ class Run:
     @property
     def model(self) -> ModelConfig:
         """The shape of the model that this run trains."""
-        return ModelConfig.named(self.config.size, context=self.config.context)
+        config = self.config
+        return ModelConfig.named(config.size, vocabulary=config.vocabulary, context=config.context)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        return torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of a forward pass, which changes nothing unless the dtype is bf16."""
+        enabled = self.config.dtype == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Compute in float32 in the block, for checks of quantities that no dtype may change."""
+        config = self.config
+        precision = torch.get_float32_matmul_precision()
+        self.config = replace(config, dtype="fp32")
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            self.config = config
+            torch.set_float32_matmul_precision(precision)
 
     def batch(
         self, step: int, *, rows: int | None = None, shared: bool = False, epochs: bool = False

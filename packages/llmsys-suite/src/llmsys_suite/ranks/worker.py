@@ -6,12 +6,11 @@ than most of the measurements.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
+import platform
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -25,15 +24,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from llmsys_suite.config import RunConfig, UsageError, restarts
+from llmsys_suite.config import BYTES, RunConfig, UsageError, restarts
 from llmsys_suite.data import load_corpus, read_text
 from llmsys_suite.environment import environment, forget_peak_memory, peak_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.ranks.failure import FailureWatch, report_failure
+from llmsys_suite.progress import Progress
+from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_failure
 from llmsys_suite.ranks.launch import STORE
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.progress import Progress
+from llmsys_suite.tokens import load, write_tokens
 
 #: The modules of stages that are implemented outside of `stages`.
 MODULE_OF_STAGE = {"audit": "llmsys_suite.audit.run", "report": "llmsys_suite.report.page"}
@@ -62,7 +62,7 @@ def work(config: RunConfig) -> tuple[int, Path]:
     run: Run | None = None
     try:
         run = begin(config, rank, world, progress)
-        watch = FailureWatch(run.store, partial(_end_after_other, run)) if run.store else None
+        watch = start_watch(run)
         for stage in run.config.stages:
             run.stage = stage
             with progress.stage(stage):
@@ -124,6 +124,14 @@ def end_process() -> NoReturn:
     os._exit(1)
 
 
+def start_watch(run: Run) -> FailureWatch | None:
+    """Start to watch the other ranks, and on rank 0 the run folder."""
+    if run.store is None:
+        return None
+    folder = run.out if run.folder is not None else None
+    return FailureWatch(run.store, partial(_end_after_other, run), folder)
+
+
 def leave(run: Run, watch: FailureWatch | None) -> None:
     """Leave the process group after the last stage; rank 0 waits until all ranks have left.
 
@@ -142,15 +150,12 @@ def leave(run: Run, watch: FailureWatch | None) -> None:
 
 def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     """Join the process group and return the state that every stage works with."""
+    device = select_device(config)
     create_autograd_threads()
-    device = torch.device(config.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
     store = _store(rank, world)
     config = agree_on_folder(config, rank, store)
+    require_shared_folder(config, rank)
     folder = None
     if rank == 0:
         assert config.out is not None
@@ -170,7 +175,25 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         store=dist.PrefixStore(f"llmsys {restarts()}", store),
     )
     make_group(run)
+    if config.tokenizer != BYTES:
+        if rank == 0:
+            write_tokens(config, run.out)
+        run.wait_for_ranks()
+        run.corpus = load(config, run.out)
     return run
+
+
+def select_device(config: RunConfig) -> torch.device:
+    """Return the device of this rank, and make it the current one.
+
+    This must be the first use of CUDA: a call before it would allocate memory on the first GPU.
+    """
+    if config.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return torch.device(config.device)
 
 
 def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfig:
@@ -189,6 +212,21 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
         store.set(key, str(claim(config).out))
     store.wait([key], TIMEOUT)
     return replace(config, out=Path(store.get(key).decode()))
+
+
+def _writes_on_one_host(config: RunConfig) -> bool:
+    """Return True if only rank 0 uses the run folder."""
+    return "learn" not in config.stages and config.tokenizer == BYTES
+
+
+def require_shared_folder(config: RunConfig, rank: int) -> None:
+    """Raise UsageError if this rank needs files of the run folder and does not see it."""
+    if not _writes_on_one_host(config) and not os.path.exists(f"{config.out}/config.json"):
+        raise UsageError(
+            f"rank {rank} on {platform.node()} does not see the run folder {config.out} of rank 0: "
+            "the stage learn and tokenizers need a file system that all hosts share; name a folder "
+            "on one with --out"
+        )
 
 
 def create_autograd_threads() -> None:
@@ -217,7 +255,7 @@ def make_group(run: Run) -> None:
 def _facts(config: RunConfig) -> dict[str, Any]:
     """Return the facts about the machine, and the digest of the text."""
     text = read_text(config.data)
-    digest = hashlib.sha256(text.train + b"\0" + text.heldout).hexdigest()
+    digest = text.digest(text.train, text.heldout, separator=b"\0")
     return environment() | {"text": digest, "text_source": text.source}
 
 
@@ -253,17 +291,6 @@ def _peak_process_mib(run: Run) -> float:
     peak = torch.tensor(peak_memory_bytes() / 2**20, device=run.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return float(peak)
-
-
-def end_with_parent(parent: int) -> None:
-    """End this process when its parent process has ended."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsys_suite import results as of
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
-from llmsys_suite.report.findings import Row, Section, evidence_of, fastest, planned, sections
-from llmsys_suite.stages import results as of
+from llmsys_suite.report.sections import Section, sections
+from llmsys_suite.report.sentences import fastest
+from llmsys_suite.report.tables import Row, evidence_of, planned
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -23,15 +25,16 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7ee; --soft: #a3adbf; --line: #343b48;
   --paper: #14171d; --card: #1c2129; --red: #ff8a8a; --green: #7ddc98; --link: #86b8f2; } }
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1rem;
   color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; } h2 { font-size: 1.15rem;
   margin: 2.2rem 0 .4rem; text-transform: capitalize; } a { color: var(--link); }
 nav { display: flex; flex-wrap: wrap; gap: .2rem .9rem; border-block: 1px solid var(--line);
   padding: .4rem 0; } .soft { color: var(--soft); } .finding { font-weight: 600; }
 .good { color: var(--green); } .bad { color: var(--red); }
-.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
-  gap: 0 1.5rem; align-items: start; } .scroll { overflow-x: auto; }
+.two { display: flex; flex-wrap: wrap; gap: 0 2rem; align-items: start; }
+.two > figure { flex: 0 1 29rem; } .two > div { max-width: 100%; } .top > div { flex: 1 1 24rem; }
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums;
   font-size: .87rem; } th, td { padding: .12rem .45rem; text-align: right;
   border-bottom: 1px solid var(--line); overflow-wrap: normal; }
@@ -108,7 +111,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
         yield fastest(folder) or "Only one variant was trained."
     if isinstance(learn := results.get("learn"), of.Learn):
         steps, loss = learn.heldout[-1]
-        yield f"held out: {loss:.3f} nats a byte after {_steps(steps)} of {learn.variant}"
+        yield f"held out: {loss:.3f} nats per byte after {_steps(steps)} of {learn.variant}"
 
 
 def _steps(count: int) -> str:
@@ -128,11 +131,10 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
     curve = samples = ""
     if isinstance(learn := results.get("learn"), of.Learn):
         curve = f"<figure>{plots.learning(learn)}</figure>"
-        samples = "".join(
-            f"<figure><figcaption>{when} training, from held-out text</figcaption><pre><span "
-            f'class="soft">{html.escape(text_sample["prompt"])}</span>{html.escape(text_sample["written"])}'
-            "</pre></figure>"
-            for when, text_sample in (("before", learn.before), ("after", learn.after))
+        samples = (
+            "<figure><figcaption>written after training, from held-out text</figcaption><pre>"
+            f'<span class="soft">{html.escape(learn.after["prompt"])}</span>'
+            f"{html.escape(learn.after['written'])}</pre></figure>"
         )
     contents = "".join(f'<a href="#{s.title}">{s.title}</a>' for s in stage_sections)
     files = "".join(f'<a href="{f}">{f}</a>' for f in FILES if (folder.path / f).exists())
@@ -145,9 +147,9 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>{heading}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{heading}</h1>"
-        f'<p class="soft">{html.escape(lines[0])}</p><div class="two"><div>{first}</div>'
+        f'<p class="soft">{html.escape(lines[0])}</p><div class="two top"><div>{first}</div>'
         f"{curve}</div>"
-        f'<div class="two">{samples}</div><nav>{contents}</nav>\n{body}\n'
+        f"{samples}<nav>{contents}</nav>\n{body}\n"
         f"<details><summary>seconds of each stage</summary>{_table(seconds)}</details>"
         f"<nav>{files}</nav></body></html>\n"
     )

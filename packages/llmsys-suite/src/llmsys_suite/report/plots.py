@@ -1,19 +1,18 @@
-"""The report's pictures, each one inline SVG that takes the page's own color of text."""
+"""The pictures of the report: inline SVGs that take the text color of the page."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from llmsys_suite.stages.results import Learn, Scale
+from llmsys_suite.results import Learn, Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#4a86c8", "#e07b28", "#4e9a56", "#c0507a", "#8a6cc0", "#8c8c8c", "#b59b1d")
-#: Stands for the page's color while matplotlib draws, which knows none such.
+#: Placeholder of the page's text color, which matplotlib cannot name.
 INK = "#010203"
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -31,14 +30,16 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def figure(draw: Callable[[Axes], Any], alt: str, width: float = 4.8, height: float = 3.0) -> str:
-    """Return the SVG of the plot that `draw` draws."""
+def figure(
+    draw: Callable[..., Any], alt: str, width: float = 4.8, height: float = 3.0, rows: int = 1
+) -> str:
+    """Return the SVG of the plot that `draw` draws on the axes of one or several rows."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE | {"svg.hashsalt": alt}):
         drawn = Figure(figsize=(width, height), layout="constrained")
-        draw(drawn.subplots())
+        draw(drawn.subplots(rows))
         text = io.StringIO()
         drawn.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue().replace(INK, "currentColor")
@@ -47,25 +48,25 @@ def figure(draw: Callable[[Axes], Any], alt: str, width: float = 4.8, height: fl
 
 
 def below(axes: Axes, columns: int = 3) -> None:
-    """Put the legend under the plot, where it covers nothing."""
+    """Place the legend under the plot, where it covers nothing."""
     axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def learning(learn: Learn) -> str:
-    """Loss of each step, and the held-out loss."""
+    """Draw the loss of each step, and the held-out loss."""
 
     def draw(axes: Axes) -> None:
         axes.plot(learn.losses, color=COLORS[0], linewidth=0.7, label="training")
         steps, heldout = zip(*learn.heldout, strict=True)
         axes.plot(steps, heldout, "o-", color=COLORS[1], markersize=3, label="held out")
-        axes.set(xlabel="step", ylabel="nats a byte")
+        axes.set(xlabel="step", ylabel="nats per byte")
         axes.legend()
 
     return figure(draw, "Loss against steps, held-out loss beside it", height=2.6)
 
 
 def phases(rows: Sequence[dict[str, Any]]) -> str:
-    """Each variant's step, cut into its phases; the sending that computing hid is a line."""
+    """Draw the step of each variant, split into phases; hidden communication is hatched."""
     names = [row["variant"] for row in rows]
 
     def draw(axes: Axes) -> None:
@@ -77,19 +78,113 @@ def phases(rows: Sequence[dict[str, Any]]) -> str:
             axes.barh(names, widths, left=left, color=color, label=part)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         ends = [row["step_ms"] * (row["forward_share"] + row["backward_share"]) for row in rows]
-        for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            hidden = row.get("hidden_ms", 0.0)
-            axes.plot([end - hidden, end], [i + 0.3] * 2, color=COLORS[3], lw=2.5)
-        axes.plot([], [], color=COLORS[3], lw=2.5, label="sending that computing hid")
+        hidden = [
+            min(row.get("hidden_ms", 0.0), row["step_ms"] * row["backward_share"]) for row in rows
+        ]
+        starts = [end - width for end, width in zip(ends, hidden, strict=True)]
+        some = [i for i, width in enumerate(hidden) if width > 0]
+        axes.barh(
+            [names[i] for i in some],
+            [hidden[i] for i in some],
+            left=[starts[i] for i in some],
+            height=0.4,
+            facecolor=COLORS[2],
+            edgecolor=INK,
+            hatch="////",
+            linewidth=0.5,
+            label="communication inside backward",
+        )
         axes.invert_yaxis()
         axes.set(xlabel="ms, median step of the slowest rank")
         below(axes, 2)
 
-    return figure(draw, "Phases of a step of every way of training", height=1.2 + 0.26 * len(rows))
+    return figure(draw, "Phases of a step of every variant", height=1.4 + 0.26 * len(rows))
+
+
+def timeline(models: dict[str, Any]) -> str:
+    """Draw live memory over a training step, one plot per model with its own scale from zero."""
+
+    def draw(every: Any) -> None:
+        for axes, (size, model) in zip(
+            [every] if len(models) == 1 else every, models.items(), strict=True
+        ):
+            context = model["peaks"][len(model["peaks"]) // 2]["context"]
+            _draw_timeline(axes, f"{size}, {context} tokens", model["training_timeline"])
+
+    alt = "Live memory over a training step of each model, with phases and peak"
+    return figure(draw, alt, height=2.2 * len(models), rows=len(models))
+
+
+def _draw_timeline(axes: Axes, name: str, points: list[tuple[str, float]]) -> None:
+    peak = max(mib for _, mib in points)
+    unit, scale = ("GiB", 1024) if peak >= 1024 else ("MiB", 1)
+    live = [mib / scale for _, mib in points]
+    axes.fill_between(range(len(live)), live, color=COLORS[0], alpha=0.25)
+    axes.plot(live, color=COLORS[0])
+    phases_in_order = [phase for phase, _ in points]
+    for phase in ("forward", "backward", "optimizer"):
+        if phase in phases_in_order:
+            start = phases_in_order.index(phase)
+            axes.axvline(start, color=INK, linewidth=0.6, alpha=0.5)
+            axes.annotate(
+                phase,
+                (start, 1.0),
+                (3, -2),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                va="top",
+                fontsize=8,
+            )
+    axes.plot(live.index(max(live)), max(live), "v", color=COLORS[1])
+    axes.set(ylabel=f"live, {unit}", ylim=(0, 1.25 * max(live)), xticks=[])
+    axes.set_title(f"{name}: peak {max(live):,.3g} {unit}", fontsize=9, loc="left")
+    axes.set_xlabel("operators of a training step")
+
+
+def isoflop(scale: Scale) -> str:
+    """Draw loss against size per budget, the minimum of each valley, and the interval beyond."""
+
+    def draw(axes: Axes) -> None:
+        budgets = list(dict.fromkeys(run["compute_flops"] for run in scale.runs))
+        for number, budget in enumerate(budgets):
+            runs = [run for run in scale.runs if run["compute_flops"] == budget]
+            x, y = [run["parameters"] for run in runs], [run["loss"] for run in runs]
+            axes.plot(
+                x,
+                y,
+                color=COLORS[number % len(COLORS)],
+                linestyle=("-", "--")[number // len(COLORS) % 2],
+                marker="os^Dv"[number % 5],
+                markersize=3.5,
+                linewidth=1,
+                label=f"{budget:.2g} FLOPs",
+            )
+        for valley in scale.valleys:
+            axes.plot(valley["parameters"], valley["loss"], "*", color=INK, markersize=9)
+        if at := scale.extrapolated:
+            label = f"best size at {at['compute_flops']:.0e}, 95 %"
+            axes.axvspan(at["low"], at["high"], color=COLORS[5], alpha=0.2, label=label)
+        axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="held-out nats per byte")
+        _plain_ticks(axes)
+        below(axes, 3)
+
+    return figure(draw, "IsoFLOP valleys; stars are fitted optima", height=4.0)
+
+
+def _plain_ticks(axes: Axes) -> None:
+    """Label logarithmic axes of about a decade with plain numbers that do not overlap."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
 
 
 def links(rows: Sequence[dict[str, Any]]) -> str:
-    """Bus bandwidth against size for each algorithm."""
+    """Draw bus bandwidth against size for each algorithm."""
     series = [r for r in rows if r["case"] == "all_reduce"]
 
     def draw(axes: Axes) -> None:
@@ -103,67 +198,34 @@ def links(rows: Sequence[dict[str, Any]]) -> str:
     return figure(draw, "Bus bandwidth of an all-reduce against its size")
 
 
-def timeline(models: dict[str, Any]) -> str:
-    """Live memory over a training step of each model, as shares of its named peak."""
-
-    def draw(axes: Axes) -> None:
-        for color, (size, model) in zip(COLORS, models.items(), strict=False):
-            live = [mib for _, mib in model["training_timeline"]]
-            peak, at = max(live), live.index(max(live)) / len(live)
-            phase = model["training_timeline"][live.index(peak)][0]
-            x, y = [i / len(live) for i in range(len(live))], [mib / peak for mib in live]
-            what = f"{size}: peak {peak:,.3g} MiB, in {phase or 'the start'}"
-            axes.plot(x, y, color=color, label=what)
-            axes.plot(at, 1, "v", color=color)
-        axes.set(xlabel="a training step, operator by operator", ylabel="alive, of the peak")
-        axes.set_ylim(0, 1.1)
-        below(axes, 1)
-
-    return figure(draw, "Live memory over a training step, its peak marked")
-
-
-def isoflop(scale: Scale) -> str:
-    """Loss against size for each budget, the bottom of each valley, and the interval beyond."""
-
-    def draw(axes: Axes) -> None:
-        budgets = dict.fromkeys(run["compute_flops"] for run in scale.runs)
-        for color, budget in zip(cycle(COLORS), budgets, strict=False):
-            mine = [run for run in scale.runs if run["compute_flops"] == budget]
-            x, y = [run["parameters"] for run in mine], [run["loss"] for run in mine]
-            axes.plot(x, y, "o-", color=color, markersize=3, label=f"{budget:.3g} FLOPs")
-        for valley in scale.valleys:
-            axes.plot(valley["parameters"], valley["loss"], "*", color=INK, markersize=9)
-        if at := scale.extrapolated:
-            label = f"best size at {at['compute_flops']:.0e}, 95 %"
-            axes.axvspan(at["low"], at["high"], color=COLORS[5], alpha=0.2, label=label)
-        axes.set(xscale="log", xlabel="parameters", ylabel="held-out nats a byte")
-        below(axes, 2)
-
-    return figure(draw, "IsoFLOP valleys; stars are fitted optima", height=3.4)
-
-
 def compression(rows: Sequence[dict[str, Any]]) -> str:
-    """Held-out loss against bytes."""
+    """Draw held-out loss against bytes."""
 
     def draw(axes: Axes) -> None:
         for color, row in zip(COLORS, rows, strict=False):
             at = row["size_bytes"] / 2**20, row["heldout_loss"]
             axes.plot(*at, "o", color=color, markersize=7, label=row["method"])
-        axes.set(xlabel="MiB", ylabel="held-out nats a byte")
+        axes.set(xlabel="MiB", ylabel="held-out nats per byte")
         below(axes)
 
     return figure(draw, "Held-out loss against bytes", height=3.4)
 
 
-def bars(names: Sequence[str], values: Sequence[float], unit: str) -> str:
-    """One bar a row."""
+def bars(names: Sequence[str], values: Sequence[float], unit: str, *, log: bool = False) -> str:
+    """Draw one labeled bar per row; with `log` on a logarithmic axis."""
 
     def draw(axes: Axes) -> None:
-        axes.barh(names, values, color=COLORS[0])
+        drawn = axes.barh(names, values, color=COLORS[0], log=log)
+        axes.bar_label(drawn, [_short(value) for value in values], padding=3, fontsize=8)
         axes.invert_yaxis()
+        axes.margins(x=0.18)
         axes.set(xlabel=unit)
 
     return figure(draw, f"{unit}: {', '.join(names)}", height=0.9 + 0.28 * len(names))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def patterns(patterns_by_head: dict[str, list[list[float]]]) -> str:

@@ -6,7 +6,7 @@ from llmsys_suite.splits.layers import DataTensorModel, SequenceModel, TensorMod
 from llmsys_suite.splits.pipeline import Interleaved, OneForwardOneBackward, PipelineModel
 from llmsys_suite.splits.split import Split
 
-__all__ = ["SPLITS", "PipelineModel", "Split", "TensorModel"]
+__all__ = ["SPLITS", "DataTensorModel", "PipelineModel", "Split", "TensorModel"]
 
 SPLITS: dict[str, type[Split]] = {
     "pipeline (GPipe)": PipelineModel,

@@ -6,6 +6,7 @@ parallelism, and from four ranks on a split over two of them within data paralle
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,9 +23,42 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from llmsys_suite.model import ModelConfig
+from llmsys_suite.model import Block, ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import Split, whole_model
+
+
+def block_plan(between: Any) -> dict[str, ParallelStyle]:
+    """Return the plan of a block: matrices split by columns, by rows, and their layouts.
+
+    `between` is the placement of activations between blocks.
+    """
+    whole = Replicate()
+    return {
+        # One input for q, k and v (gate and up): their gradients are summed here before they
+        # are reduced over the ranks, once for all and not once for each.
+        "attention": PrepareModuleInput(
+            input_layouts=(between, None), desired_input_layouts=(whole, None)
+        ),
+        "ffn": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(whole,)),
+        "attention.q": ColwiseParallel(),
+        "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=between),
+        "ffn.gate": ColwiseParallel(),
+        "ffn.up": ColwiseParallel(),
+        "ffn.down": RowwiseParallel(output_layouts=between),
+    }
+
+
+def split_blocks(
+    blocks: list[Block], mesh: DeviceMesh, plan: dict[str, ParallelStyle] | None = None
+) -> None:
+    """Split the matrices and the heads of each block over the ranks of a mesh."""
+    for block in blocks:
+        parallelize_module(block, mesh, plan or block_plan(Replicate()))
+        # Each rank has a part of the heads.
+        block.attention.num_heads //= mesh.size()
 
 
 class TensorModel(Split):
@@ -38,12 +72,10 @@ class TensorModel(Split):
 
     def __init__(self, run: Run, config: ModelConfig) -> None:
         super().__init__(run, config)
+        self.model_config = config
         self.mesh = self.ranks()
         self.model = self.part = whole_model(run, config)
-        for block in self.model.layers():
-            parallelize_module(block, self.mesh, self.block_plan())
-            # Each rank has a part of the heads.
-            block.attention.num_heads //= self.mesh.size()
+        split_blocks(self.model.layers(), self.mesh, self.block_plan())
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
@@ -58,28 +90,14 @@ class TensorModel(Split):
         return init_device_mesh(self.run.device.type, (self.run.world,))
 
     def block_plan(self) -> dict[str, ParallelStyle]:
-        """Return the plan of a block: matrices split by columns, by rows, and their layouts."""
-        whole, out = Replicate(), self.between
-        return {
-            # One input for q, k and v (gate and up): their gradients are summed here before they
-            # are reduced over the ranks, once for all and not once for each.
-            "attention": PrepareModuleInput(
-                input_layouts=(out, None), desired_input_layouts=(whole, None)
-            ),
-            "ffn": PrepareModuleInput(input_layouts=(out,), desired_input_layouts=(whole,)),
-            "attention.q": ColwiseParallel(),
-            "attention.k": ColwiseParallel(),
-            "attention.v": ColwiseParallel(),
-            "attention.out": RowwiseParallel(output_layouts=out),
-            "ffn.gate": ColwiseParallel(),
-            "ffn.up": ColwiseParallel(),
-            "ffn.down": RowwiseParallel(output_layouts=out),
-        }
+        """Return the plan of a block."""
+        return block_plan(self.between)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of the whole batch on every rank; the loss."""
+        """Run forward and backward of the whole batch on every rank; return the loss."""
         self.model.zero_grad()
-        loss = self.model.loss(tokens, targets)
+        with self.run.autocast():
+            loss = self.model.loss(tokens, targets)
         loss.backward()
         return float(loss.detach())
 
@@ -115,35 +133,48 @@ class SequenceModel(TensorModel):
         return super().why_not(run, config)
 
     def block_plan(self) -> dict[str, ParallelStyle]:
-        """With the norms."""
+        """Return the plan of a block whose norms are split over tokens."""
         norms = {name: SequenceParallel() for name in ("attention_norm", "ffn_norm")}
         return super().block_plan() | norms
 
 
 class DataTensorModel(TensorModel):
-    """Two dimensions: layers split over pairs of ranks, rows over the pairs."""
+    """Two dimensions: layers split over the ranks of a group, rows over the groups.
+
+    A group is as large as the heads and columns of the model allow, so that twelve heads train on
+    eight ranks in two groups of four.
+    """
 
     def ranks(self) -> DeviceMesh:
-        """Return the pair of groups, and store the group of ranks with the same shard."""
+        """Return this rank's group, and store the group of ranks with the same shard."""
+        size = self.group_size(self.run, self.model_config)
         mesh = init_device_mesh(
-            self.run.device.type, (self.run.world // 2, 2), mesh_dim_names=("data", "tensor")
+            self.run.device.type, (self.run.world // size, size), mesh_dim_names=("data", "tensor")
         )
         self.replicas = mesh["data"]
         return mesh["tensor"]
 
+    @staticmethod
+    def group_size(run: Run, config: ModelConfig) -> int:
+        """Return the largest proper divisor of the ranks that divides heads and columns."""
+        divisors = [size for size in range(1, run.world) if run.world % size == 0]
+        fits = math.gcd(config.num_heads, config.d_ff)
+        return max(size for size in (1, *divisors) if fits % size == 0)
+
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """Return an error message unless there are two or more pairs with equal rows."""
-        if run.world < 4 or run.world % 2:
-            return f"{run.world} ranks make no two pairs"
-        if run.config.rows % (run.world // 2):
-            return f"{run.config.rows} rows do not split over {run.world // 2} pairs"
-        return super().why_not(run, config)
+        """Return an error message unless there are two or more groups with equal rows."""
+        size = cls.group_size(run, config)
+        if size < 2:
+            return f"{run.world} ranks do not make groups that split {config.num_heads} heads"
+        if run.config.rows % (run.world // size):
+            return f"{run.config.rows} rows do not split over {run.world // size} groups"
+        return ""
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of this pair's rows, then the mean over the pairs."""
-        pairs, mine = self.replicas.size(), self.replicas.get_local_rank()
-        loss = super().step(tokens.chunk(pairs)[mine], targets.chunk(pairs)[mine])
+        """Run forward and backward of this group's rows, and average over the groups."""
+        groups, mine = self.replicas.size(), self.replicas.get_local_rank()
+        loss = super().step(tokens.chunk(groups)[mine], targets.chunk(groups)[mine])
         means = [torch.tensor(loss, device=self.device)]
         for parameter in self.part.parameters():
             assert parameter.grad is not None
@@ -151,5 +182,5 @@ class DataTensorModel(TensorModel):
             means.append(grad.to_local() if isinstance(grad, DTensor) else grad)
         for tensor in means:
             dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.replicas.get_group())
-            tensor /= pairs
+            tensor /= groups
         return float(means[0])

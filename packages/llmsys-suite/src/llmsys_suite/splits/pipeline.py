@@ -1,10 +1,12 @@
-"""Consecutive layers on each rank and microbatches that flow through them, in three schedules.
+"""Pipeline parallelism: consecutive layers per rank, and microbatches in three schedules.
 
 Implemented with torch.distributed.pipelining, which sends activations and gradients between stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from llmsys_suite.config import UsageError
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import Block, Decoder, ModelConfig, run_block
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import Split, whole_model
 
@@ -43,7 +45,7 @@ class PipelineModel(Split):
         self.first = run.rank == 0
         count = run.world * self.stages_per_rank
         model, mine = whole_model(run, config), range(run.rank, count, run.world)
-        parts = [LayerRange(model, stage, count) for stage in mine]
+        parts = [LayerRange(model, stage, count, run.autocast) for stage in mine]
         self.stages = [
             PipelineStage(part, stage, count, run.device)
             for part, stage in zip(parts, mine, strict=True)
@@ -52,7 +54,7 @@ class PipelineModel(Split):
         self.schedule = self.schedule_class(
             self.stages if self.stages_per_rank > 1 else self.stages[0],
             self.microbatches,
-            loss_fn=_cross_entropy,
+            loss_fn=cross_entropy,
         )
 
     @classmethod
@@ -72,7 +74,7 @@ class PipelineModel(Split):
         return waits / (self.microbatches * self.stages_per_rank + waits)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward over all microbatches; the mean loss, on every rank."""
+        """Run forward and backward of all microbatches; return their mean loss on every rank."""
         self.part.zero_grad()
         losses: list[Tensor] = []
         if self.first:
@@ -115,8 +117,18 @@ class LayerRange(nn.Module):
 
     rope: Tensor
 
-    def __init__(self, model: Decoder, stage: int, stages: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        stage: int,
+        stages: int,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         super().__init__()
+        # Entered in each forward pass, because schedules run forward and backward passes together
+        # and a backward pass must not run under autocast.
+        self.autocast = autocast
+        self.checkpoint = model.config.checkpoint
         first, last = (len(model.blocks) * s // stages for s in (stage, stage + 1))
         self.embedding = model.embedding if stage == 0 else None
         # Named by their index in the whole model.
@@ -125,16 +137,26 @@ class LayerRange(nn.Module):
         self.head = model.head if stage == stages - 1 else None
         self.register_buffer("rope", model.rope, persistent=False)
 
+    def layers(self) -> list[Block]:
+        """Return the blocks in their order."""
+        return [block for block in self.blocks.values() if isinstance(block, Block)]
+
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens or the residual stream in; the residual stream or logits out."""
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for block in self.blocks.values():
-            x = block(x, self.rope[:, : x.shape[1]])
-        if self.head is not None and self.norm is not None:
-            x = self.head(self.norm(x))
+        """Return the residual stream, or logits in the last stage.
+
+        The input is tokens in the first stage and the residual stream in the others.
+        """
+        with self.autocast():
+            if self.embedding is not None:
+                x = self.embedding(x)
+            rope = self.rope[:, : x.shape[1]]
+            for block in self.blocks.values():
+                x = run_block(block, x, rope, checkpointed=self.checkpoint)
+            if self.head is not None and self.norm is not None:
+                x = self.head(self.norm(x))
         return x
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return nats per token, in float32."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

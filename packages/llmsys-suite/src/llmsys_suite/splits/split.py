@@ -24,7 +24,8 @@ class Split:
     def __init__(self, run: Run, config: ModelConfig) -> None:
         if reason := self.why_not(run, config):
             raise UsageError(reason)
-        self.run, self.device = run, run.device
+        self.run = run
+        self.device = run.device
 
     @classmethod
     def why_not(cls, run: Run, config: ModelConfig) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmsys_suite.measure.interleaved import time_interleaved
 from llmsys_suite.model import plain_attention
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Attention
+from llmsys_suite.results import Attention
 
 ROUNDS = 7
 PEER = "SDPA"
@@ -56,7 +56,10 @@ def inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
     rows = max(1, run.config.rows // run.world)
     shape = (rows, config.num_heads, config.context, config.d_model // config.num_heads)
     torch.manual_seed(run.config.seed)
-    q, k, v = (torch.randn(shape, device=run.device, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(shape, device=run.device).to(run.compute_dtype).requires_grad_()
+        for _ in range(3)
+    )
     return q, k, v
 
 

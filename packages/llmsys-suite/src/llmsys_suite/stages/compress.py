@@ -13,7 +13,7 @@ from torch import nn
 from llmsys_suite.measure.interleaved import time_interleaved
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Compress
+from llmsys_suite.results import Compress
 
 HELDOUT_ROWS = 16
 ROUNDS = 7
@@ -34,7 +34,7 @@ def run(run: Run) -> Compress | None:
     if run.trained is None:
         return None
     tokens, targets = heldout(run)
-    with torch.no_grad():
+    with torch.no_grad(), run.in_float32():
         models = compressed(run)
         calls = {name: partial(model, tokens) for name, model in models.items()}
         interleaved = time_interleaved(calls, ROUNDS, run.device)
@@ -67,7 +67,7 @@ def _row(
     sizes, state = tinyml.size_of(model).sparse_by_name, model.state_dict()
     return {
         "method": name,
-        # Bytes of a file of it: zeros are left out if that is smaller, and buffers are not stored.
+        # Bytes of the model's file, which leaves out zeros if that is smaller, and buffers.
         "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in state),
         "heldout_loss": float(
             nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

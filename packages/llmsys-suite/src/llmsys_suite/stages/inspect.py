@@ -1,4 +1,4 @@
-"""Look inside the trained model: what each layer would say, what each head does, who feeds whom."""
+"""The trained model inside: predictions after each layer, kinds of heads, and attribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Inspect
+from llmsys_suite.results import Inspect
 
 INDUCTION_STEPS = 500
 DRAWN = 24
@@ -19,20 +19,24 @@ KINDS = ("previous", "duplicate", "induction", "first")
 
 @torch.no_grad()
 def run(run: Run) -> Inspect | None:
-    """Logit lens and attribution on held-out text, head kinds on repeated text; inspect.html.
+    """Return logit lens and attribution on held-out text, and the kinds of heads.
 
-    Text this short grows no induction: beside it another rank grows one on repeated tokens.
+    The training is too short for induction heads, so the last rank trains another model on
+    repeated tokens.
     """
     mine = induction() if run.rank == run.world - 1 else {}
     grown = run.gather(mine)[-1]
-    return examine(run, grown) if run.trained is not None and run.folder is not None else None
+    if run.trained is None or run.folder is None:
+        return None
+    with run.in_float32():
+        return examine(run, grown)
 
 
 def induction() -> dict[str, float]:
     """Train an induction circuit, ablate it, and restore its parts alone.
 
-    Accuracy on later copies; without the head for the token before; without any head of the first
-    layer; and with that one put back.
+    Return the accuracy on later copies of the whole model, without its previous-token head, without
+    any head of the first layer, and with that head alone in the first layer.
     """
     with torch.enable_grad():
         model, losses = circuits.train_induction(circuits.InductionTask(steps=INDUCTION_STEPS))
@@ -151,7 +155,7 @@ def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets:
 
 
 def attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:
-    """Each layer's pattern (batch, heads, seq, seq), from what enters its queries and keys."""
+    """Return each layer's pattern (batch, heads, seq, seq), from the inputs of queries and keys."""
     inputs = [f"blocks.{i}.attention:input" for i in range(len(model.blocks))]
     with interp.record(model, *inputs) as seen:
         model(tokens)
@@ -174,7 +178,7 @@ def _pattern(attention: MultiHeadAttention, x_BTD: Tensor, rope: Tensor) -> Tens
 
 
 def repeated(context: int, vocabulary: int) -> Tensor:
-    """Random tokens, twice: only a head that copies from context knows the second half."""
+    """Return random tokens twice: only a head that copies from context predicts the second half."""
     generator = torch.Generator().manual_seed(0)
     half = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(4)])
     return half[:, : context // 2].repeat(1, 2)

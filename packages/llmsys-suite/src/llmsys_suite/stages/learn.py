@@ -8,14 +8,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import signal
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +21,18 @@ import torch.distributed as dist
 import zero
 from torch import Tensor
 
-from llmsys_suite.config import RunConfig, UsageError, restarts
-from llmsys_suite.data import load_corpus, row_digests
+from llmsys_suite.data import row_digests
+from llmsys_suite.generation import MODEL, generate
+from llmsys_suite.learning.log import Log, open_log, traced_steps
+from llmsys_suite.learning.state import CHECKPOINT, beginning, require_same, resumed
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.report.generation import MODEL, generate, text
-from llmsys_suite.stages.results import Learn
-from llmsys_suite.variants import VARIANTS
+from llmsys_suite.results import Learn
+from llmsys_suite.tokens import codec_of
+from llmsys_suite.variants import VARIANTS, three_dimensional
 from llmsys_suite.variants.single import Variant
+from llmsys_suite.variants.three_dimensional import ThreeDimensional
 
 #: Peak learning rate relative to that of `train`, and the fraction of steps of its warm-up.
 RATE, WARM = 2.0, 0.05
@@ -40,32 +41,37 @@ EVALUATIONS, SAVES = 8, 4
 HELDOUT_ROWS = 128
 #: Variants whose optimizer state is on the ranks and fits a checkpoint of zero.
 LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
-CHECKPOINT = "checkpoint"
+#: Variants whose blocks can be compiled: FSDP frees and refills their parameters by hooks.
+COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 #: Checkpoints before and after the step that the audit repeats.
 PROBE = "probe"
-#: Number of steps if neither --learn nor a checkpoint decides.
-DEFAULT_STEPS = 500
 PROMPT, SAMPLE_BYTES = 64, 240
 
 
 def run(run: Run) -> Learn | None:
     """Train, from a checkpoint if there is one; return losses, held-out losses and two samples."""
-    compared = run.results.get("train")
-    name = fastest(compared.rows if compared else []) if run.rank == 0 else ""
-    name = run.gather(name)[0] if run.world > 1 else SINGLE
-    variant, config = VARIANTS[name](run, run.model), run.config
+    config = run.config
+    name, variant = make_variant(run)
     before = sample(run, variant.weights())
     state = beginning(config, run.corpus.train)
     if (source := resumed(run)) is not None:
-        state = zero.load_checkpoint(source, variant.model, variant.optimizer)
+        pair = variant.checkpointed()
+        state = zero.load_checkpoint(source, *pair)
         require_same(state, config, run.corpus.train, source)
+        variant.restore(*pair)
     begun_at = state["step"]
     probed_step = draw_probed_step(run, begun_at, state["total"])
     if not state["heldout"]:
-        state["heldout"].append((0, heldout_loss(run, variant.model)))
-    with collect_stop_requests() as stop_requests:
+        state["heldout"].append((0, heldout_loss(run, variant.evaluated_model())))
+    with (
+        collect_stop_requests() as stop_requests,
+        traced_steps(run) as recording,
+        open_log(run) as log,
+    ):
         while state["step"] < state["total"]:
-            train_step(run, name, variant, state, probed_step, stop_requests)
+            train_step(run, name, variant, state, probed_step, stop_requests, log)
+            if recording is not None:
+                recording.step()
     weights = variant.weights()
     after = sample(run, weights)
     variant.close()
@@ -89,6 +95,28 @@ def run(run: Run) -> Learn | None:
     )
 
 
+def make_variant(run: Run) -> tuple[str, Variant]:
+    """Return the variant that trains and its name.
+
+    It is the fastest one of `train`, or the split that the configuration asks for.
+    """
+    config = run.config
+    model = replace(run.model, checkpoint=config.recompute)
+    if config.tensor * config.pipeline > 1:
+        variant: Variant = ThreeDimensional(run, model)
+        name = three_dimensional.NAME
+    else:
+        compared = run.results.get("train")
+        rows = compared.rows if compared else []
+        name = fastest(rows, COMPILED if config.compile else LEARNERS) if run.rank == 0 else ""
+        name = run.gather(name)[0] if run.world > 1 else SINGLE
+        variant = VARIANTS[name](run, model)
+    if config.compile:
+        for block in variant.blocks():
+            block.compile()
+    return name, variant
+
+
 def train_step(
     run: Run,
     name: str,
@@ -96,6 +124,7 @@ def train_step(
     state: dict[str, Any],
     probed_step: int | None,
     stop_requests: list[int],
+    log: Log,
 ) -> None:
     """Take one step; evaluate and save a checkpoint at intervals, and save one to stop."""
     step, total = state["step"], state["total"]
@@ -106,10 +135,10 @@ def train_step(
         context=run.config.context,
         seed=state["seed"] + 1,
         step=step,
-        rank=run.rank,
-        world=run.world,
+        rank=variant.data_rank,
+        world=variant.data_world,
     )
-    digests = row_digests(tokens, targets)
+    digests = row_digests(tokens, targets) if variant.reports_rows else []
     tokens, targets = tokens.to(run.device), targets.to(run.device)
     if step == probed_step:
         save(run, variant, state, f"{PROBE}/before")
@@ -122,9 +151,11 @@ def train_step(
     both = torch.tensor([record["loss"], float(bool(stop_requests))], device=run.device)
     dist.all_reduce(both)
     state["losses"].append(float(both[0]) / run.world)
+    log(step, {"loss": state["losses"][-1], "learning_rate": record["learning_rate"]})
     state["step"] = step = step + 1
     if step == total or step % max(1, total // EVALUATIONS) == 0:
-        state["heldout"].append((step, heldout_loss(run, variant.model)))
+        state["heldout"].append((step, heldout_loss(run, variant.evaluated_model())))
+        log(step - 1, {"heldout_loss": state["heldout"][-1][1]})
         run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
     if both[1] or step == total or step % max(1, total // SAVES) == 0:
         save(run, variant, state, CHECKPOINT)
@@ -134,7 +165,7 @@ def train_step(
 
 def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
     """Save a checkpoint of the training in the run folder."""
-    zero.save_checkpoint(run.out / name, variant.model, variant.optimizer, extra=dict(state))
+    zero.save_checkpoint(run.out / name, *variant.checkpointed(), extra=dict(state))
 
 
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
@@ -145,74 +176,10 @@ def draw_probed_step(run: Run, first: int, total: int) -> int | None:
     return step
 
 
-def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
-    """Return the state of a training run before its first step, as checkpoints store it."""
-    return {
-        "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
-        "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
-        "learning_rate": config.learning_rate,
-        "text": hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12],
-    }  # fmt: skip
-
-
-def require_resumable(config: RunConfig, source: Path) -> None:
-    """Raise UsageError if this run cannot continue from a checkpoint, before anything starts."""
-    # The state of the training needs no model, but zero loads it in a process group.
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # that the weights are not used
-            state = zero.load_checkpoint(source, torch.nn.Module(), strict=False)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    finally:
-        dist.destroy_process_group()
-    require_same(state, config, load_corpus(config.data).train, source)
-
-
-def require_same(state: dict[str, Any], config: RunConfig, text: Tensor, source: Path) -> None:
-    """Raise `UsageError` if the run would not continue the training that `source` was saved in.
-
-    The checkpoint decides the number of steps, the rows and the seed, so that the learning rate
-    and the batches continue as planned; an option that contradicts it is refused, not ignored.
-    """
-    expected = beginning(config, text)
-    if lacks := expected.keys() - state.keys():
-        raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
-    if state["text"] != expected["text"]:
-        raise UsageError(f"{source} was begun on another text; give that one with --data")
-    if state["context"] != expected["context"]:
-        raise UsageError(
-            f"{source} was begun with rows of {state['context']} tokens, not {expected['context']}"
-        )
-    if state["size"] != expected["size"]:
-        raise UsageError(
-            f"{source} holds a model of size {state['size']}, not {expected['size']}; "
-            f"pass --size {state['size']}"
-        )
-    if config.learn not in (None, state["total"]):
-        raise UsageError(
-            f"{source} was begun for {state['total']} steps, over which its learning rate falls; "
-            f"leave out --learn {config.learn}"
-        )
-    if config.seed != state["seed"]:
-        raise UsageError(
-            f"{source} was begun with seed {state['seed']}, not {config.seed}; "
-            f"pass --seed {state['seed']}"
-        )
-    if state["rows"] % config.world:
-        raise UsageError(f"{state['rows']} rows do not split over {config.world} ranks")
-
-
-def fastest(rows: list[dict[str, Any]]) -> str:
-    """Return the variant with the smallest median ratio to torch DDP."""
+def fastest(rows: list[dict[str, Any]], allowed: tuple[str, ...] = LEARNERS) -> str:
+    """Return the allowed variant with the smallest median ratio to torch DDP."""
     ratios = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
-    return min((name for name in LEARNERS if name in ratios), key=ratios.__getitem__, default=PEER)
-
-
-def resumed(run: Run) -> Path | None:
-    """Return the checkpoint to continue from: that of --resume, or this run's after a restart."""
-    restarted_from = run.out / CHECKPOINT
-    return restarted_from if restarts() and restarted_from.exists() else run.config.resume
+    return min((name for name in allowed if name in ratios), key=ratios.__getitem__, default=PEER)
 
 
 def schedule(progress: float) -> float:
@@ -222,12 +189,12 @@ def schedule(progress: float) -> float:
 
 @torch.no_grad()
 def heldout_loss(run: Run, model: torch.nn.Module) -> float:
-    """Return the held-out loss in nats per byte, computed on equal parts of the rows per rank."""
+    """Return the held-out loss in nats per token, in float32, from equal parts of the rows."""
     rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
     tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
-    loss = torch.nn.functional.cross_entropy(
-        model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum"
-    )
+    with run.in_float32():
+        logits = model(tokens).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
     dist.all_reduce(loss)
     return float(loss) / rows[0].numel()
 
@@ -247,7 +214,9 @@ def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
     if run.rank:
         return {}
     model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
-    return {"prompt": text(prompt), "written": text(generate(model, prompt, SAMPLE_BYTES))}
+    codec = codec_of(run.config, run.out)
+    written = generate(model, prompt, SAMPLE_BYTES)
+    return {"prompt": codec.decode(prompt), "written": codec.decode(written)}
 
 
 @contextmanager

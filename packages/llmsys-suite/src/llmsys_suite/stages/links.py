@@ -5,14 +5,14 @@ from __future__ import annotations
 import collectives.bench
 
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Links, Skipped
+from llmsys_suite.results import Links, Skipped
 
 #: Bytes: where latency decides, where both do, where bandwidth does.
 SIZES = (1 << 10, 64 << 10, 1 << 20)
 
 
 def run(run: Run) -> Links | Skipped:
-    """Run the benchmark of collectives in this process group, beside gloo or NCCL."""
+    """Run the benchmark of collectives in this process group, together with gloo or NCCL."""
     if run.world < 2:
         return Skipped("one rank has no link")
     rows = collectives.bench.bench(device=run.device.type, quick=True, sizes=SIZES)

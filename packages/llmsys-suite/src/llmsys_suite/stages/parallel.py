@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.results import Parallel, Skipped
 from llmsys_suite.splits import SPLITS, PipelineModel, Split
 from llmsys_suite.splits.split import whole_model
-from llmsys_suite.stages.results import Parallel, Skipped
 
 ITERATIONS = 10
 
@@ -29,13 +29,25 @@ def run(run: Run) -> Parallel | Skipped:
     if not possible:
         return Skipped(PipelineModel.why_not(run, run.model))
     tokens, targets = run.batch(0)
-    reference = float(whole_model(run, run.model).loss(tokens, targets).detach())
+    reference = single_loss(run, tokens, targets)
     rows = []
     for name, make in possible.items():
         split = make(run, run.model)
         row = _timed(name, split, tokens, targets) | {"single_loss": reference}
         rows.append(row | {"trained_loss": split.train(run)[-1]})
     return Parallel(rows)
+
+
+@torch.no_grad()
+def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
+    """Return the loss of one process, computed on as many rows at once as one rank trains on."""
+    model = whole_model(run, run.model)
+    rows = max(1, len(tokens) // run.world)
+    total = 0.0
+    for some, theirs in zip(tokens.split(rows), targets.split(rows), strict=True):
+        with run.autocast():
+            total += float(model.loss(some, theirs)) * len(some)
+    return total / len(tokens)
 
 
 def _timed(name: str, model: Split, tokens: Tensor, targets: Tensor) -> dict[str, Any]:

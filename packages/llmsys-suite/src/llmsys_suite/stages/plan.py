@@ -16,7 +16,7 @@ import accounting
 from llmsys_suite.config import SIZES, RunConfig
 from llmsys_suite.environment import available_memory_bytes
 from llmsys_suite.measure.samples import VARIANT_NAMES
-from llmsys_suite.stages.results import Plan, Prediction
+from llmsys_suite.results import Plan, Prediction
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -32,7 +32,7 @@ STEPS_TIMED = 5
 
 def transformer(config: RunConfig) -> accounting.Transformer:
     """Return the run's model as an `accounting` model description."""
-    return SIZES[config.size].described()
+    return SIZES[config.size].described(vocabulary=config.vocabulary)
 
 
 def predict(config: RunConfig) -> Prediction:
@@ -48,7 +48,7 @@ def predict(config: RunConfig) -> Prediction:
         model,
         batch=config.rows // config.parts,
         seq=config.context,
-        precision="fp32",
+        precision="amp_bf16" if config.dtype == "bf16" else "fp32",
         fused_norm=on_gpu,
         foreach=on_gpu,
     )
@@ -102,7 +102,7 @@ def layer_matmuls(run: Run) -> list[float]:
     Both are medians; the time of a further layer is half of what two more layers add.
     """
     from llmsys_suite.measure import reference_matmul
-    from llmsys_suite.measure.shallow import Shallow
+    from llmsys_suite.variants.shallow import Shallow
 
     tokens, targets = run.batch(0)
     models = Shallow(run, 1), Shallow(run, 3)
@@ -142,8 +142,12 @@ def measured_peak_bytes(run: Run) -> int:
     tokens, targets = run.batch(0, rows=config.rows // config.parts)
     optimizer = torch.optim.AdamW(model.parameters())
 
+    def loss() -> torch.Tensor:
+        with run.autocast():
+            return model.loss(tokens, targets)
+
     def step() -> None:
-        model.loss(tokens, targets).backward()
+        loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -152,18 +156,17 @@ def measured_peak_bytes(run: Run) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before
-    return training_step_memory(model, lambda: model.loss(tokens, targets), optimizer).peak_bytes
+    return training_step_memory(model, loss, optimizer).peak_bytes
 
 
 def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
-    """Return the best rate of a float32 matrix product on this rank, with all ranks busy."""
+    """Return the best rate of a matrix product on this rank, with all ranks busy."""
     import torch
 
     from llmsys_suite.measure import reference_matmul
 
     n = 512 if run.device.type == "cpu" else 8192
-    a = torch.randn(n, n, device=run.device)
-    b = torch.randn(n, n, device=run.device)
+    a, b = (torch.randn(n, n, device=run.device).to(run.compute_dtype) for _ in range(2))
     best, end = 0.0, time.perf_counter() + (seconds or PRODUCTS_SECONDS)
     while time.perf_counter() < end:
         begin = reference_matmul.clock(run.device)

@@ -11,7 +11,7 @@ from torch import nn
 from llmsys_suite.measure.interleaved import Interleaved, time_interleaved
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Precision, Rows
+from llmsys_suite.results import Precision, Rows
 
 ROUNDS = 7
 
@@ -20,7 +20,8 @@ def run(run: Run) -> Precision | None:
     """Return all three tables, on rank 0."""
     if run.rank != 0:
         return None
-    return Precision(accumulation(), autocast_dtypes(run.device.type), *timing(run))
+    with run.in_float32():
+        return Precision(accumulation(), autocast_dtypes(run.device.type), *timing(run))
 
 
 def accumulation(terms: int = 1000, term: float = 0.01) -> list[dict[str, Any]]:

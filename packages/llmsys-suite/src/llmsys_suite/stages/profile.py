@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from llmsys_suite.config import SIZES
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Profile, Rows
+from llmsys_suite.results import Profile, Rows
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step
@@ -28,14 +30,26 @@ def run(run: Run) -> Profile | None:
         return None
     step = Step(case_of(run))
     step.timed()
-    return Profile(protocol(run), kernels.by_phase(step))
+    operators = kernels.by_phase(step)
+    del step
+    if run.device.type == "cuda":
+        # The protocol runs in other processes, which cannot use memory that this one caches.
+        torch.cuda.empty_cache()
+    return Profile(protocol(run), operators)
 
 
 def case_of(run: Run) -> Case:
     """Return the case of one rank's rows."""
     config = run.config
     rows = config.rows // run.world
-    return Case(size=config.size, context=config.context, rows=rows, device=run.device.type)
+    return Case(
+        size=config.size,
+        context=config.context,
+        rows=rows,
+        dtype=config.dtype,
+        vocabulary=config.vocabulary,
+        device=run.device.type,
+    )
 
 
 def protocol(run: Run) -> Rows:

@@ -13,7 +13,7 @@ import torch
 from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages.results import Scale
+from llmsys_suite.results import Scale
 
 # FLOPs per measured step of the variants, and widths on both sides of the best one: a valley whose
 # minimum is at an edge cannot be fitted.
@@ -68,7 +68,9 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
         batch = run.corpus.batch(rows=ROWS, context=CONTEXT, seed=seed, step=step)
         tokens, targets = (t.to(run.device) for t in batch)
         optimizer.zero_grad()
-        model.loss(tokens, targets).backward()
+        with run.autocast():
+            loss_in_training = model.loss(tokens, targets)
+        loss_in_training.backward()
         optimizer.step()
     tokens, targets = (
         t.to(run.device) for t in run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)

@@ -8,10 +8,10 @@ from typing import Any
 
 import accounting
 
-from llmsys_suite.config import LEAST_CONTEXT, SIZES, UsageError
+from llmsys_suite.config import BYTE_VOCABULARY, LEAST_CONTEXT, SIZES, UsageError
 from llmsys_suite.model import ModelConfig
 
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = ("fp32", "tf32", "bf16", "fp16")
 PHASES = ("forward", "backward", "optimizer")
 #: Numbers of warm-up steps, and the number of measured steps after them.
 WARMUPS, STEPS = (0, 1, 2, 5), 10
@@ -21,7 +21,8 @@ WARMUPS, STEPS = (0, 1, 2, 5), 10
 class Case:
     """One benchmark case: AdamW steps on one device, on `rows` sequences of `context` tokens.
 
-    Attention runs without a fused kernel. `dtype` is the autocast dtype; the weights are float32.
+    Attention runs without a fused kernel. `dtype` is the arithmetic of products: fp32, tf32 (CUDA
+    only), or the autocast dtype; the weights are float32.
     `layers` overrides the number of layers of `size`. Raises UsageError for invalid values.
     """
 
@@ -33,6 +34,7 @@ class Case:
     checkpoint: bool = False
     lr: float = 1e-3
     layers: int | None = None
+    vocabulary: int = BYTE_VOCABULARY
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -41,6 +43,8 @@ class Case:
                 raise UsageError(
                     f"{name} {getattr(self, name)!r} is unknown; choose from {', '.join(known)}"
                 )
+        if self.dtype == "tf32" and self.device != "cuda":
+            raise UsageError("dtype tf32 needs device cuda, got cpu; use fp32")
         least = {"context": LEAST_CONTEXT, "rows": 1, "layers": 1}
         for name, low in least.items():
             value = getattr(self, name)
@@ -51,8 +55,8 @@ class Case:
 
     @property
     def model(self) -> ModelConfig:
-        """The shape of the model, with a vocabulary of bytes."""
-        config = ModelConfig.named(self.size, context=self.context)
+        """The shape of the model."""
+        config = ModelConfig.named(self.size, vocabulary=self.vocabulary, context=self.context)
         return replace(
             config, num_layers=self.layers or config.num_layers, checkpoint=self.checkpoint
         )
@@ -101,7 +105,7 @@ class Case:
         return {key: values[key] for key in LABELS}
 
     def _shape(self) -> accounting.Transformer:
-        return SIZES[self.size].described(layers=self.layers)
+        return SIZES[self.size].described(layers=self.layers, vocabulary=self.vocabulary)
 
 
 LABELS = ("size", "layers", "context", "rows", "dtype", "compile", "checkpoint")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.measure.interleaved import now
@@ -18,7 +19,7 @@ SHOWN = 10
 def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
     """Return a row per phase of a warmed-up step: its operators and their fractions.
 
-    `timer_ms` spans the profiler too. `trace` is where Chrome's trace of the step goes.
+    `timer_ms` includes the profiler. Chrome's trace of the step is written to `trace`.
     """
     activities = [ProfilerActivity.CPU]
     if step.device.type == "cuda":
@@ -44,7 +45,10 @@ def summarize(events: Any, device_type: str) -> dict[str, Any]:
 
     The products of attention are batched products, which no other part of the model uses.
     """
-    by_key = {event.key: event for event in events}
+    # On a GPU the kernels are events too. Their time is that of the operators that launched them,
+    # and would be counted twice.
+    operators = [event for event in events if event.device_type == DeviceType.CPU]
+    by_key = {event.key: event for event in operators if not event.is_user_annotation}
     if device_type == "cuda":
         self_us = {key: event.self_device_time_total for key, event in by_key.items()}
     else:
@@ -76,9 +80,10 @@ def summarize(events: Any, device_type: str) -> dict[str, Any]:
 
 
 def attention_flops(case: Case) -> dict[str, Any]:
-    """FLOPs of softmax and of attention's two products over all layers, scores held whole.
+    """Return the FLOPs of softmax and of attention's two products in all layers.
 
-    Softmax takes five operations a score: maximum, difference, exponential, sum, quotient.
+    All scores are computed. Softmax takes five operations per score: maximum, difference,
+    exponential, sum, quotient.
     """
     config = case.model
     scores = case.rows * config.num_heads * config.context**2 * config.num_layers

@@ -8,6 +8,7 @@ prints the seconds of every step as JSON. This is the command to run under `nsys
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from llmsys_suite.environment import peak_memory_bytes
+from llmsys_suite.ranks.failure import end_with_parent
 from llmsys_suite.step.case import STEPS, WARMUPS, Case
 from llmsys_suite.step.kernels import by_phase
 from llmsys_suite.step.training import AUTOCAST, Step, product_rate
@@ -43,6 +45,7 @@ def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> 
 
 def main() -> None:
     """Measure the case of the first argument, which also contains `profile` and `trace`."""
+    end_with_parent(os.getppid())
     options = json.loads(sys.argv[1])
     trace = options.pop("trace", None)
     profile = options.pop("profile", False)

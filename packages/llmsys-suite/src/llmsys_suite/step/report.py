@@ -156,7 +156,7 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
         first = row["operators"][0]
         if first["softmax_share"] and first["attention_product_share"]:  # compiled, they are one
             yield (
-                f"\nOn the way there softmax takes "
+                f"\nIn the forward pass softmax takes "
                 f"{first['softmax_share'] / first['attention_product_share']:.2f} of the time of "
                 f"attention's products, for "
                 f"{first['softmax_flops'] / first['attention_product_flops']:.3f} of their FLOPs."

@@ -12,7 +12,13 @@ from llmsys_suite.measure.phases import named_range
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step.case import PHASES, Case
 
-AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Dtype in which a large product is computed.
+AUTOCAST = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class Step:
@@ -20,15 +26,15 @@ class Step:
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         torch.manual_seed(seed)
+        torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
         self.case, self.device = case, torch.device(case.device)
         self.model = Decoder(case.model, plain_attention).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=case.lr)
-        self.tokens = torch.randint(256, (case.rows, case.context), device=self.device)
+        self.tokens = torch.randint(case.vocabulary, (case.rows, case.context), device=self.device)
         self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
         self.scaler = torch.amp.GradScaler(case.device, enabled=case.dtype == "fp16")
-        self.autocast = torch.autocast(
-            case.device, dtype=AUTOCAST[case.dtype], enabled=case.dtype != "fp32"
-        )
+        dtype = AUTOCAST[case.dtype]
+        self.autocast = torch.autocast(case.device, dtype=dtype, enabled=dtype != torch.float32)
         self.parts = dict(zip(PHASES, (self.forward, self.backward, self.optimize), strict=True))
 
     def forward(self) -> None:

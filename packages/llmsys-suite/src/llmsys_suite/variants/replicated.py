@@ -10,8 +10,8 @@ from torch import nn
 from llmsys_suite.variants.single import CountedAllReduce, Variant
 
 
-def share_of(gradient_bytes: int) -> float:
-    """(n - 1) / n: what a rank receives in a reduce-scatter, and again in an all-gather."""
+def received_bytes(gradient_bytes: int) -> float:
+    """Return the bytes that a rank receives in a reduce-scatter or an all-gather: (n - 1) / n."""
     world = dist.get_world_size()
     return gradient_bytes * (world - 1) / world
 
@@ -23,7 +23,7 @@ class Parallel(Variant):
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
         """Average by a reduce-scatter and an all-gather."""
-        return 2 * share_of(gradient_bytes), 2 * share_of(gradient_bytes)
+        return 2 * received_bytes(gradient_bytes), 2 * received_bytes(gradient_bytes)
 
 
 class Naive(Parallel):
@@ -54,7 +54,7 @@ class Bucketed(Parallel):
     bucket_size_mb: float | None = 1.0
 
     def build(self) -> None:
-        """Wrap in our DDP."""
+        """Wrap the model in ddp.DDP."""
         super().build()
         self.wrapped = ddp.DDP(self.model, self.bucket_size_mb, all_reduce=self.reduced)
         self.model, self.meter = self.wrapped, self.wrapped.meter
@@ -76,10 +76,10 @@ class Overlapped(Bucketed):
 
 
 class SharedMemory(Bucketed):
-    """Buckets that lie in shared memory, where the ranks of one host reduce them in place."""
+    """Buckets in shared memory, where the ranks of one host reduce them in place."""
 
     def build(self) -> None:
-        """Wrap in our DDP, on our collectives."""
+        """Wrap the model in ddp.DDP, with the collectives and the buffers of `collectives`."""
         Variant.build(self)
         self.reduced = CountedAllReduce(collectives.all_reduce)
         self.wrapped = ddp.DDP(
@@ -89,7 +89,7 @@ class SharedMemory(Bucketed):
             allocate=collectives.shared_empty,
         )
         self.model, self.meter = self.wrapped, self.wrapped.meter
-        #: Ranks of several hosts, or of one that cannot share, send messages instead.
+        #: False if the ranks are on several hosts or cannot share memory; they send messages then.
         self.shares = collectives.describe().shared_memory
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
@@ -105,6 +105,6 @@ class TorchDDP(Parallel):
     """torch's own DistributedDataParallel, the peer."""
 
     def build(self) -> None:
-        """Wrap in torch's DDP, tuned as its documentation advises."""
+        """Wrap the model in torch's DDP, tuned as its documentation advises."""
         super().build()
         self.model = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)

@@ -1,4 +1,4 @@
-"""Parameter servers: gradients in lock step, or what local steps have changed, for slow links."""
+"""Parameter servers: synchronous gradients, or the changes of local steps for slow links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ParameterServer(Variant):
     policy: Any = paramserver.BulkSynchronous()
 
     def build(self) -> None:
-        """Join as a worker; rank 0 serves too."""
+        """Join the job as a worker; rank 0 runs the server too."""
         self.joined = paramserver.join(self.model, self.make, self.policy)
         self.worker = self.joined.__enter__()
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmsys_suite.model import Block, Decoder
-from llmsys_suite.variants.replicated import Parallel, share_of
+from llmsys_suite.variants.replicated import Parallel, received_bytes
 
 
 class ShardedState(Parallel):
@@ -45,7 +45,7 @@ class FullySharded(Parallel):
     """ZeRO stage 3: parameters are sharded as well."""
 
     def build(self) -> None:
-        """Wrap in our FSDP: each block a unit, and the rest."""
+        """Wrap the model in zero.FSDP; each block is a unit, and so are all other parameters."""
         self.wrapped = zero.FSDP(self.model, shard=(Block, Decoder))
         self.model = self.wrapped
         self.optimizer = self.make(self.model.parameters())
@@ -73,7 +73,7 @@ class FullySharded(Parallel):
         A rank receives the parameters in forward, those of freed units again in backward, and the
         reduced gradients.
         """
-        return 2 * share_of(gradient_bytes), 3 * share_of(gradient_bytes)
+        return 2 * received_bytes(gradient_bytes), 3 * received_bytes(gradient_bytes)
 
 
 class TorchFSDP(Parallel):
@@ -102,5 +102,5 @@ class TorchFSDP(Parallel):
         which gloo may all-reduce.
         """
         blocks = 4 * sum(p.numel() for p in self.decoder.blocks.parameters())
-        once, blocks_again = share_of(gradient_bytes), share_of(blocks)
+        once, blocks_again = received_bytes(gradient_bytes), received_bytes(blocks)
         return 2 * once + blocks_again, 3 * once + blocks_again

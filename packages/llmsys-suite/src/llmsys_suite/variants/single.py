@@ -17,7 +17,7 @@ import torch.distributed as dist
 from flashattn2 import flash_attention
 from torch import Tensor, nn
 
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import Block, Decoder, ModelConfig
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -37,7 +37,7 @@ class CountedAllReduce:
 
 
 class Variant:
-    """One way of training; the base is one process on the whole batch."""
+    """A training strategy; the base class is one process on the whole batch."""
 
     #: True if rank 0 trains alone, on all rows.
     alone = True
@@ -48,6 +48,12 @@ class Variant:
         torch.manual_seed(run.config.seed)
         self.device = run.device
         self.phase = run.recorder.phase
+        self.autocast = run.autocast
+        #: This rank's part of the rows, and the number of parts.
+        self.data_rank = run.rank
+        self.data_world = run.world
+        #: True if the digests of this rank's rows are recorded: once per part.
+        self.reports_rows = True
         self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate)
         #: Number of parts in which a rank handles its rows.
         self.parts = run.config.parts if self.alone else 1
@@ -76,7 +82,7 @@ class Variant:
         """Run forward and backward as labeled phases and return the mean loss."""
         mean = 0.0
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
-            with self.phase("forward"):
+            with self.phase("forward"), self.autocast():
                 logits = self.model(some)
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), theirs.flatten())
                 loss = loss * (len(some) / len(tokens))
@@ -120,6 +126,21 @@ class Variant:
     def planned_shared_bytes(self, gradient_bytes: int) -> float:
         """Return the bytes that all ranks should sum in shared memory in a step."""
         return 0.0
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks that this rank trains."""
+        return self.decoder.layers()
+
+    def evaluated_model(self) -> nn.Module:
+        """Return the model that computes held-out losses."""
+        return self.model
+
+    def checkpointed(self) -> tuple[nn.Module, Any]:
+        """Return the model and the optimizer that a checkpoint stores and loads."""
+        return self.model, self.optimizer
+
+    def restore(self, model: nn.Module, optimizer: Any) -> None:
+        """Take over the loaded state of the pair that `checkpointed` returned."""
 
     def close(self) -> None:
         """Release resources that outlive the last step."""

@@ -24,15 +24,19 @@ class Shallow:
     """The model of the run with `layers` layers, and its optimizer."""
 
     def __init__(self, run: Run, layers: int) -> None:
-        self.device, self.parts = run.device, run.config.parts
+        self.device = run.device
+        self.autocast = run.autocast
+        self.parts = run.config.parts
         self.model = Decoder(replace(run.model, num_layers=layers), flash_attention).to(run.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def seconds(self, tokens: Tensor, targets: Tensor) -> float:
-        """One step on these rows, by the reference matmul's clock."""
+        """Return the time of one training step on these rows, by the reference matmul's clock."""
         begin = reference_matmul.clock(self.device)
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
-            self.model.loss(some, theirs).backward()
+            with self.autocast():
+                loss = self.model.loss(some, theirs)
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return reference_matmul.clock(self.device) - begin

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere; always on stderr."""
+"""Progress of a run on stderr: a bar on a terminal, and lines otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 
 class Progress:
-    """Says which stage runs; silent on every rank but the first."""
+    """Prints the stage that runs, if enabled, which it is on the first rank only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -30,7 +30,7 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Announce a stage, and how long it took."""
+        """Print the name of a stage, and its duration at the end of the block."""
         begin = time.perf_counter()
         if self._bar is not None:
             self._task = self._bar.add_task(name, total=None)
@@ -44,13 +44,13 @@ class Progress:
             print(f"{name} done in {seconds:.1f} s", file=sys.stderr, flush=True)
 
     def update(self, done: int, total: int, note: str = "") -> None:
-        """Within the stage that is under way."""
+        """Print the progress within the current stage."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total)
         elif self._enabled and (done == 1 or 10 * done // total > 10 * (done - 1) // total):
             print(f"  {done}/{total} {note}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()

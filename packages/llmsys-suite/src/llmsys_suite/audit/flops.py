@@ -1,0 +1,41 @@
+"""FLOPs of a training step of the reference, counted by torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmsys_suite.audit import reference
+from llmsys_suite.plain import Weights
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of forward and backward: executed, without masked products, and attention's forward."""
+
+    executed: int
+    useful: int
+    attention_forward: int
+
+
+def count_flops(weights: Weights, rows: int, context: int, heads: int) -> Flops:
+    """Count on the meta device.
+
+    A causal mask leaves T (T + 1) / 2 of T^2 pairs to attention's products, the batched ones.
+    """
+    leaves = {name: w.detach().to("meta").requires_grad_() for name, w in weights.items()}
+    tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        loss = reference.loss(leaves, tokens, tokens, heads)
+        forward = _batched(counter)
+        loss.backward()
+    total = counter.get_total_flops()
+    masked = _batched(counter) * (context - 1) // (2 * context)
+    return Flops(total, total - masked, forward)
+
+
+def _batched(counter: FlopCounterMode) -> int:
+    by_operator = counter.get_flop_counts()["Global"]
+    return sum(n for operator, n in by_operator.items() if "bmm" in str(operator))

@@ -1,0 +1,35 @@
+"""Inputs of recomputations: batches of the independent sampler, and the run's weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmsys_suite.audit import reference
+from llmsys_suite.config import RunConfig
+from llmsys_suite.model import Decoder
+from llmsys_suite.ranks.rank import Run
+
+
+def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets on the device of the run."""
+    return batch[0].to(run.device), batch[1].to(run.device)
+
+
+def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
+    """Return the rows that all variants read in a step, from the independent sampler."""
+    draw = reference.epoch_batch if config.epochs else reference.batch
+    return draw(text, config.rows, config.context, config.seed, step)
+
+
+def in_float64(model: Decoder) -> dict[str, Tensor]:
+    """Return the parameters by name, in float64."""
+    return {name: p.detach().double() for name, p in model.named_parameters()}
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return nats per token, computed in float64."""
+    z = logits.double()
+    target_logits = z.gather(-1, targets[..., None])[..., 0]
+    mean: Tensor = (torch.logsumexp(z, -1) - target_logits).mean()
+    return mean

@@ -1,0 +1,39 @@
+"""Checks of the stages besides `plan` and `train`, each by a second method.
+
+Every rank calls these functions, because some use collectives; the checks that rank 0 yields count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llmsys_suite.audit.check import Check
+from llmsys_suite.audit.stage_checks import (
+    attention,
+    compress,
+    inspect,
+    learn,
+    links,
+    memory,
+    parallel,
+    precision,
+    profile,
+    scale,
+)
+from llmsys_suite.ranks.rank import Run
+
+STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
+    "links": links.checks,
+    "learn": learn.checks,
+    "attention": attention.checks,
+    "parallel": parallel.checks,
+    "profile": profile.checks,
+    "precision": precision.checks,
+    "memory": memory.checks,
+    "scale": scale.checks,
+    "inspect": inspect.checks,
+    "compress": compress.checks,
+}
+#: Stages whose checks use collectives.
+COLLECTIVE = ("links", "parallel")

@@ -1,0 +1,69 @@
+"""Checks of `attention`: every kernel against the formula in float64, and timed by the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmsys_suite import results
+from llmsys_suite.audit import peers, reference
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.stage_checks import timing
+from llmsys_suite.audit.tolerances import PEER_BAND
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import attention
+
+#: Largest honest error of attention by dtype: in float32 1e-6 for its gradients, in bfloat16 5e-3,
+#: each times about five.
+ATTENTION = {torch.float32: 5e-6, torch.bfloat16: 2.5e-2}
+
+
+def checks(run: Run, result: results.Attention) -> Iterator[Check]:
+    """Compare outputs, gradients and times of all kernels, on rank 0."""
+    if run.rank:
+        return
+    inputs = attention.inputs(run)
+    exact = reference.attention(*(t.detach().double() for t in inputs))
+    # A kernel that returned a stored result would be right for the inputs of the stage only.
+    others = [(t + 0.1).detach() for t in inputs]
+    leaves = [t.double().requires_grad_() for t in others]
+    out = reference.attention(*leaves)
+    expected = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+    off = []
+    errors = []
+    for row in result.rows:
+        name = row["kernel"]
+        kernel = attention.KERNELS[name]
+        error = float((kernel(*inputs, is_causal=True).detach() - exact).abs().max())
+        errors.append((error, row["max_error"], name))
+        computed = attention.forward_backward(kernel, *(t.requires_grad_() for t in others))
+        for what, ours, theirs in zip(("out", "dq", "dk", "dv"), computed, expected, strict=True):
+            off.append((reference.distance(ours, theirs), f"{name} {what}"))
+    kernels = Sources("every kernel", "float64")
+    yield kernels.all_near("outputs and gradients", off, ATTENTION[inputs[0].dtype])
+    yield Sources("reported", "the audit's own").all_equal("largest error", errors, 0.5)
+    medians = {row["kernel"]: row["forward_backward_ms"] for row in result.rows}
+    yield from timing.totals(result.interleaved, medians)
+    yield from _times(run, result, inputs)
+
+
+def _times(
+    run: Run, result: results.Attention, inputs: tuple[Tensor, Tensor, Tensor]
+) -> Iterator[Check]:
+    """Time every kernel again, in turns with a direct call of SDPA."""
+    kernels = {**attention.KERNELS, "direct": F.scaled_dot_product_attention}
+    calls = {
+        name: partial(attention.forward_backward, kernel, *inputs)
+        for name, kernel in kernels.items()
+    }
+    seconds = peers.timed_in_turns(run, calls)
+    ratio = peers.median_ratio(seconds[attention.PEER], seconds["direct"])
+    direct = Sources("the stage's kernel", "a direct call")
+    yield direct.within("time of SDPA", 1.0, ratio, PEER_BAND)
+    yield from timing.timed_again(result.interleaved, attention.PEER, seconds)
+    ratios = {row["kernel"]: 1 / row["ratio_to_sdpa_p50"] for row in result.rows}
+    yield timing.speedups(result.interleaved, attention.PEER, ratios)

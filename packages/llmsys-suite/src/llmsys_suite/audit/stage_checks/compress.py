@@ -1,0 +1,129 @@
+"""Checks of `compress`: bytes in the file, and the loss and structure of the model read back."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import tinyml
+import torch
+from torch import Tensor, nn
+
+from llmsys_suite import results
+from llmsys_suite.audit import peers, reference
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.inputs import cross_entropy, in_float64, on_device
+from llmsys_suite.audit.stage_checks import timing
+from llmsys_suite.audit.text import read_parts
+from llmsys_suite.audit.tolerances import REPLAYED_LOSS
+from llmsys_suite.model import Decoder
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import compress
+
+#: The methods that round to a linear grid, and the bits of the grid.
+BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
+#: Rounds of the audit's own timing.
+ROUNDS = 5
+#: Largest number of distinct values per row of a weight, by method.
+CODEBOOKS = {"k-means, 4 bits": 16, "k-means, 2 bits": 4}
+
+
+def checks(run: Run, result: results.Compress) -> Iterator[Check]:
+    """Compress again, write and read a file, and compare it with each method's row, on rank 0."""
+    if run.rank or not isinstance(run.trained, Decoder):
+        return
+    tokens, targets = compress.heldout(run)
+    rows = {row["method"]: row for row in result.rows}
+    whole = rows[compress.BASELINE]
+    float64 = Sources("reported", "float64")
+    yield float64.equal(
+        "held-out loss, uncompressed", _exact_loss(run), whole["heldout_loss"], REPLAYED_LOSS
+    )
+    sizes = []
+    losses = []
+    errors = []
+    structure: list[str] = []
+    models = compress.compressed(run)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        for method, model in models.items():
+            path = Path(folder, "model")
+            tinyml.save(model, path)
+            sizes.append((_data_bytes(path), rows[method]["size_bytes"], method))
+            loaded = tinyml.load(run.trained, path)
+            loss = float(cross_entropy(loaded(tokens), targets))
+            losses.append((loss, rows[method]["heldout_loss"], method))
+            structure += _structure(method, loaded)
+            if method in BITS:
+                errors.append((_grid_error(run.trained, loaded, BITS[method]), method))
+    yield Sources("size_of", "tensors in the file").all_equal("bytes", sizes)
+    from_file = Sources("reported", "read back from the file")
+    yield from_file.all_equal("held-out loss", losses, REPLAYED_LOSS)
+    weights = Sources("weights in the file", "the method")
+    yield weights.none("sparsity and codebooks", structure)
+    grids = Sources("every weight, in steps", "half a step")
+    yield grids.all_near("rounding of linear grids", errors, 0.51)
+    smaller = [
+        (whole["size_bytes"] / row["size_bytes"], row["smaller"], method)
+        for method, row in rows.items()
+    ]
+    quotient = Sources("reported", "the quotient of the bytes")
+    yield quotient.all_equal("times smaller", smaller, 1e-9)
+    yield from timing.totals(result.interleaved, {})
+    speedups = {method: row["speedup_p50"] for method, row in rows.items()}
+    yield timing.speedups(result.interleaved, compress.BASELINE, speedups)
+    calls = {method: partial(model, tokens) for method, model in models.items()}
+    with torch.no_grad():
+        seconds = peers.timed_in_turns(run, calls, ROUNDS)
+    yield from timing.timed_again(result.interleaved, compress.BASELINE, seconds)
+
+
+def _exact_loss(run: Run) -> float:
+    assert isinstance(run.trained, Decoder)
+    config = run.trained.config
+    _, text = read_parts(run.config)
+    heldout = reference.spread(text, compress.HELDOUT_ROWS, config.context)
+    return reference.mean_loss(in_float64(run.trained), *on_device(run, heldout), config.num_heads)
+
+
+def _structure(method: str, model: nn.Module) -> list[str]:
+    """Return the linear weights that are not as sparse or as coarse as their method requires."""
+    wrong = []
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or "embedding" in name:
+            continue
+        if method in CODEBOOKS:
+            values = max(len(row.unique()) for row in weight.detach())
+            if values > CODEBOOKS[method]:
+                wrong.append(f"{method}, {name}: {values} values")
+        if method == "half pruned" and float((weight == 0).float().mean()) < 0.45:
+            wrong.append(f"{method}, {name}: {float((weight == 0).float().mean()):.0%} zeros")
+    return wrong
+
+
+def _grid_error(model: Decoder, small: nn.Module, bits: int) -> float:
+    """Return the largest error of a weight, in steps of a grid over the range of its row."""
+    worst = 0.0
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            rounded = small.get_submodule(name).weight
+            assert isinstance(rounded, Tensor)
+            span = 2 * layer.weight.abs().amax(1, keepdim=True)
+            step = span / (2**bits - 2)
+            worst = max(worst, float(((layer.weight - rounded).abs() / step).max()))
+    return worst
+
+
+def _data_bytes(path: Path) -> int:
+    """Return the number of bytes of a safetensors file after its header."""
+    with path.open("rb") as file:
+        (header,) = struct.unpack("<Q", file.read(8))
+        described = json.loads(file.read(header))
+    ends = [d["data_offsets"][1] for name, d in described.items() if name != "__metadata__"]
+    if path.stat().st_size != 8 + header + max(ends):
+        return -1
+    return int(max(ends))

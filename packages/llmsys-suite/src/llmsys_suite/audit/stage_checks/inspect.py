@@ -1,0 +1,121 @@
+"""Checks of `inspect`: patterns, lens, attribution and ablation by the weights in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmsys_suite import results
+from llmsys_suite.audit import reference
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.inputs import in_float64
+from llmsys_suite.audit.text import read_parts
+from llmsys_suite.audit.tolerances import GRADIENT, REPLAYED_LOSS, SUMS
+from llmsys_suite.model import Decoder
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import inspect
+
+#: Largest difference of a drawn pattern, which is rounded down to hundredths.
+HUNDREDTHS = 1.001
+
+
+def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
+    """Recompute all that the stage says of the trained model, on rank 0."""
+    if run.rank or not isinstance(run.trained, Decoder):
+        return
+    model = run.trained
+    heads = model.config.num_heads
+    weights = in_float64(model)
+    heldout = reference.spread(read_parts(run.config)[1], 4, min(64, model.config.context))
+    tokens, targets = (t.to(run.device) for t in heldout)
+    yield from _patterns(model, weights, tokens, result)
+    loss = reference.mean_loss(weights, tokens, targets, heads)
+    lens = result.lens[-1]["target_loss"]
+    interps = Sources("interp", "the loss in float64")
+    yield interps.equal("lens after the last layer", loss, lens, REPLAYED_LOSS)
+    yield from _attribution(weights, tokens, targets, heads, result.attribution)
+    yield _scores(run, weights, heads, result.heads)
+    ablation = result.ablation
+    without = reference.mean_loss(_cut(weights, ablation, heads), tokens, targets, heads)
+    zeroed = Sources("interp", "its values set to zero in float64")
+    yield zeroed.equal("loss without a head", without, ablation["loss"], REPLAYED_LOSS)
+    moved = abs(ablation["loss"] / loss - 1)
+    whole = Sources("interp", "the loss with the head")
+    yield whole.between("the ablation moves the loss", loss, moved, 1e-6, math.inf)
+
+
+def _patterns(
+    model: Decoder, weights: dict[str, Tensor], tokens: Tensor, result: results.Inspect
+) -> Iterator[Check]:
+    exact = reference.patterns(weights, tokens, model.config.num_heads)
+    with torch.no_grad():
+        patterns = inspect.attention_patterns(model, tokens)
+    sums = max(float((p.double().sum(-1) - 1).abs().max()) for p in patterns)
+    yield Sources("their sums", "one").near("rows of the patterns", sums, SUMS)
+    off = [
+        (reference.distance(ours, theirs), f"layer {i}")
+        for i, (ours, theirs) in enumerate(zip(patterns, exact, strict=True))
+    ]
+    yield Sources("inspect", "float64").all_near("patterns", off, GRADIENT)
+    drawn = []
+    for name, hundredths in result.patterns.items():
+        layer, head = map(int, name.partition(": ")[2].split("."))
+        side = len(hundredths)
+        expected = 100 * exact[layer][0, head, :side, :side]
+        away = (expected - torch.tensor(hundredths).to(expected)).abs().max()
+        drawn.append((float(away), name))
+    yield Sources("inspect", "float64").all_near("drawn patterns", drawn, HUNDREDTHS)
+
+
+def _attribution(
+    weights: dict[str, Tensor], tokens: Tensor, targets: Tensor, heads: int, rows: results.Rows
+) -> Iterator[Check]:
+    """Compare the credit of every component with the residual streams in float64."""
+    before, *streams = reference.streams(weights, tokens, heads)
+    final = streams[-1]
+    rms = (final.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    directions = weights["head.weight"][targets] * weights["norm.weight"] / rms
+    layers = range(len(streams) // 2)
+    names = [f"blocks.{i}.{part}" for i in layers for part in ("attention", "ffn")]
+    written = {"embedding": before}
+    for name, after in zip(names, streams, strict=True):
+        written[name] = after - before
+        before = after
+    exact = {name: float((x * directions).sum(-1).mean()) for name, x in written.items()}
+    credits = {row["component"]: row["mean_logit"] for row in rows}
+    spread = sum(map(abs, exact.values()))
+    off = [
+        (abs(credits.get(name, math.nan) - credit) / spread, name) for name, credit in exact.items()
+    ]
+    interps = Sources("interp", "differences of streams in float64")
+    yield interps.all_near("attributions", off, 10 * SUMS)
+    total = abs(sum(credits.values()) - sum(exact.values())) / spread
+    yield Sources("their sum", "the logit in float64").near("all attributions", total, 10 * SUMS)
+
+
+def _scores(run: Run, weights: dict[str, Tensor], heads: int, rows: results.Rows) -> Check:
+    """Compare the scores of heads on repeated tokens with their patterns in float64."""
+    assert isinstance(run.trained, Decoder)
+    config = run.trained.config
+    repeated = inspect.repeated(min(64, config.context), config.vocabulary).to(run.device)
+    patterns = reference.patterns(weights, repeated, heads)
+    triples = []
+    for row in rows:
+        if row["kind"] == "previous":
+            pattern = patterns[row["layer"]][:, row["head"]]
+            by_hand = float(pattern.diagonal(-1, 1, 2).mean())
+            triples.append((by_hand, row["score"], row["kind"]))
+    diagonal = Sources("interp", "its pattern's diagonal")
+    return diagonal.all_equal("score of the head for the token before", triples, 1e-4)
+
+
+def _cut(weights: dict[str, Tensor], ablation: results.Row, heads: int) -> dict[str, Tensor]:
+    """Return the weights with the values of one head set to zero."""
+    name = f"blocks.{ablation['layer']}.attention.v.weight"
+    values = weights[name].clone()
+    width = len(values) // heads
+    values[ablation["head"] * width : (ablation["head"] + 1) * width] = 0
+    return weights | {name: values}

@@ -1,0 +1,136 @@
+"""Checks of `learn`: its configuration, losses, schedule, batches and last checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from llmsys_suite import results
+from llmsys_suite.audit import reference
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.inputs import in_float64, on_device
+from llmsys_suite.audit.stage_checks import probed_step
+from llmsys_suite.audit.stage_checks.probed_step import rate, read_checkpoint
+from llmsys_suite.audit.text import read_parts
+from llmsys_suite.audit.tolerances import REPLAYED_LOSS, loss_tolerance
+from llmsys_suite.config import restarts
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.generation import MODEL
+from llmsys_suite.learning.state import CHECKPOINT, DEFAULT_STEPS
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import learn
+from llmsys_suite.variants.initial_weights import seeded
+
+
+def checks(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Check the configuration, losses, steps and rows of the training, and one random step."""
+    if run.folder is None:
+        return
+    yield from _configuration(run, result)
+    yield from _losses(run, result)
+    yield from _samples(run, result)
+    yield from _last_checkpoint(run, run.folder, len(result.losses))
+    if result.probed_step is not None:
+        yield from probed_step.checks(run, result, result.probed_step)
+
+
+def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Compare the steps, rows, rate and variant with the configuration and the stage `train`."""
+    config = run.config
+    total = len(result.losses)
+    shape = Sources("reported", "steps x rows x context")
+    yield shape.equal("tokens", total * result.rows * config.context, result.tokens)
+    if config.resume is None and not restarts():
+        wanted = Sources("reported", "the configuration")
+        yield wanted.equal("first step", 0, result.begun_at)
+        yield wanted.equal("rows", config.rows, result.rows)
+        yield wanted.equal("base learning rate", config.learning_rate, result.learning_rate)
+        steps = config.learn or DEFAULT_STEPS
+        yield Sources("losses", "the configuration").equal("steps", steps, total)
+    evaluated = [step for step, _ in result.heldout]
+    order = Sources("evaluations", "first, last and in order")
+    in_order = evaluated == sorted(set(evaluated)) and evaluated[-1] == total
+    yield order.none("steps of held-out losses", [] if in_order else [str(evaluated)])
+    chosen = config.tensor * config.pipeline == 1 and run.world > 1
+    if chosen and (train := run.results.get("train")):
+        allowed = learn.COMPILED if config.compile else learn.LEARNERS
+        ratios = {
+            row["variant"]: row["ratio_p50"]
+            for row in train.rows
+            if row["variant"] in allowed and "ratio_p50" in row
+        }
+        ratio = ratios.get(result.variant, math.nan)
+        smallest = Sources("ratio to the peer", "the smallest of those that can learn")
+        yield smallest.equal("fastest variant", min(ratios.values()), ratio, where=result.variant)
+
+
+def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
+    assert run.folder is not None
+    config = run.config
+    heads = run.model.num_heads
+    allowed = loss_tolerance(config, REPLAYED_LOSS)
+    train, held_out = read_parts(config)
+    rows = on_device(run, reference.spread(held_out, learn.HELDOUT_ROWS, config.context))
+    stored = load_file(run.folder.path / MODEL)
+    weights = {name: w.to(run.device).double() for name, w in stored.items()}
+    exact = reference.mean_loss(weights, *rows, heads)
+    file = Sources("reported", "the file's weights in float64")
+    yield file.equal("held-out loss", exact, result.heldout[-1][1], allowed)
+    if result.begun_at == 0:
+        start = in_float64(seeded(run, run.model))
+        float64 = Sources("reported", "float64")
+        batch = reference.batch(train, config.rows, config.context, config.seed + 1, 0)
+        exact = reference.mean_loss(start, *on_device(run, batch), heads)
+        yield float64.equal("first loss", exact, result.losses[0], allowed)
+        exact = reference.mean_loss(start, *rows, heads)
+        yield float64.equal("first held-out loss", exact, result.heldout[0][1], allowed)
+
+
+def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Compare losses, rates and rows of every step and rank with mean, formula and sampler."""
+    assert run.folder is not None
+    config = run.config
+    total = len(result.losses)
+    by_step: dict[int, dict[int, Any]] = {step: {} for step in range(result.begun_at, total)}
+    for s in run.folder.samples():
+        if s["stage"] == "learn" and s["phase"] == "step":
+            by_step[s["step"]][s["rank"]] = s
+    train, _ = read_parts(config)
+    rates = []
+    losses = []
+    missing = []
+    foreign = []
+    for step, ranks in by_step.items():
+        expected = rate(result.learning_rate, step, total)
+        rates += [(expected, s["learning_rate"], f"step {step}") for s in ranks.values()]
+        if set(ranks) != set(range(run.world)):
+            missing.append(f"step {step}")
+            continue
+        mean = sum(s["loss"] for s in ranks.values()) / run.world
+        losses.append((mean, result.losses[step], f"step {step}"))
+        batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
+        rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
+        if rows != reference.row_digests(batch):
+            foreign.append(f"step {step}")
+    yield Sources("samples", "the number of losses").none("every step of every rank", missing)
+    optimizer = Sources("read from the optimizer", "the schedule")
+    yield optimizer.all_equal("learning rates", rates, 1e-9)
+    ranks_mean = Sources("reported", "the ranks' mean")
+    yield ranks_mean.all_equal("losses", losses, 1e-6)
+    sampler = Sources("digests of their batches", "the audit's independent sampler")
+    yield sampler.none("ranks' rows", foreign)
+
+
+def _last_checkpoint(run: Run, folder: RunFolder, total: int) -> Iterator[Check]:
+    last = read_checkpoint(run.out / CHECKPOINT)
+    steps = {int(step) for step in last["step"].values()}
+    counts = Sources("step counts in the checkpoint", f"{total} losses")
+    yield counts.none("steps of the optimizer", [f"{n} steps" for n in steps if n != total])
+    stored = load_file(folder.path / MODEL)
+    different = [n for n, w in last["weight"].items() if not torch.equal(stored[n].cpu(), w)]
+    weights = Sources("each weight", "the checkpoint")
+    yield weights.none("weights of the model file", different)

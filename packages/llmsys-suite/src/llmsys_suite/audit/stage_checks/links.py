@@ -1,0 +1,82 @@
+"""Checks of `links`: sums in float64, columns by their formulas, bytes by the kernel's count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import collectives
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from llmsys_suite import results
+from llmsys_suite.audit import reference
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.tolerances import SUMS
+from llmsys_suite.ranks.rank import Run
+
+
+def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
+    """Sum with every algorithm on every rank, and recompute the columns on rank 0."""
+    rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
+    if rows is None:
+        return
+    off = []
+    for algorithm in dict.fromkeys(r["algorithm"] for r in rows if r["case"] == "all_reduce"):
+        for size in dict.fromkeys(r["size_bytes"] for r in rows):
+            where = f"{algorithm}, {size} bytes"
+            off.append((_all_reduce_error(run, algorithm, size // 4), where))
+    off = [pair for pairs in run.gather(off) for pair in pairs]
+    if run.rank:
+        return
+    algorithms = Sources("every algorithm, every rank", "float64")
+    yield algorithms.all_near("all-reduce", off, SUMS)
+    wrong = [f"{r['case']} {r['algorithm']}" for r in rows if r["wrong"]]
+    yield Sources("the bench's own count", "none").none("elements in error", wrong)
+    yield from _columns(run, rows)
+
+
+def _columns(run: Run, rows: results.Rows) -> Iterator[Check]:
+    ring = (run.world - 1) / run.world
+    bandwidths = []
+    wire = []
+    shapes = []
+    for r in rows:
+        factor = ring * (2 if r["case"] == "all_reduce" else 1)
+        moved = factor * r["size_bytes"]
+        where = f"{r['case']} {r['algorithm']}, {r['size_bytes']}"
+        bandwidths.append((moved / (r["time_us"] * 1e3), r["busbw_gbps"], where))
+        plain = r["size_bytes"] / (r["time_us"] * 1e3)
+        bandwidths.append((plain, r["algbw_gbps"], f"{where}, algorithm"))
+        shapes.append((run.world, r["world"], f"{where}, ranks"))
+        shapes.append((r["size_bytes"] / 4, r["count"], f"{where}, elements"))
+        if r["case"] == "all_reduce" and r["size_bytes"] >= 2**20:
+            if r["algorithm"] in ("gloo", "ring"):
+                wire.append((moved, r["wire_bytes"], where))
+            elif r["algorithm"] in ("shared_memory", "shared_empty") and r["hosts"] == 1:
+                wire.append((0, r["wire_bytes"], where))
+    yield Sources("bench", "bytes over time").all_equal("bandwidths", bandwidths, 1e-6)
+    yield Sources("bench", "the run's ranks and sizes").all_equal("shapes", shapes)
+    if run.config.backend == "gloo":
+        sockets = Sources("the kernel's sockets", "2 (n-1)/n, or 0 in shared memory")
+        yield sockets.all_equal("wire bytes of an all-reduce", wire, 0.02)
+
+
+def _all_reduce_error(run: Run, algorithm: str, count: int) -> float:
+    def contribution(rank: int) -> np.ndarray:
+        return np.random.default_rng(1000 + rank).standard_normal(count)
+
+    if algorithm == "shared_empty":
+        tensor = collectives.shared_empty(count)
+    else:
+        tensor = torch.empty(count, device=run.device)
+    tensor.copy_(torch.from_numpy(contribution(run.rank)))
+    if algorithm in ("gloo", "nccl"):
+        dist.all_reduce(tensor)
+    elif algorithm == "shared_empty":
+        collectives.all_reduce(tensor)
+    else:
+        collectives.all_reduce(tensor, algorithm=algorithm)
+    terms = (contribution(rank).astype(np.float32) for rank in range(run.world))
+    exact = sum(term.astype(np.float64) for term in terms)
+    return reference.distance(tensor.cpu(), torch.from_numpy(np.asarray(exact)))

@@ -1,0 +1,65 @@
+"""Checks of `memory`: counted peaks against the peaks that accounting predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import accounting
+
+from llmsys_suite import results
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.config import SIZES
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import memory
+
+MIB = 2**20
+#: Allowed difference between two methods of counting live bytes.
+PEAK_BYTES = 0.10
+
+
+def checks(run: Run, result: results.Memory) -> Iterator[Check]:
+    """Compare peaks, the residual stream and the timeline of every size, on rank 0."""
+    if run.rank:
+        return
+    off: list[tuple[float, float, str]] = []
+    for size, model in result.models.items():
+        off += _predicted(size, model["peaks"])
+        yield from _bounds(size, model)
+    yield Sources("counted", "accounting").all_equal("peaks of training", off, PEAK_BYTES)
+
+
+def _predicted(size: str, peaks: results.Rows) -> Iterator[tuple[float, float, str]]:
+    """Yield the predicted and the counted peak of each context, plain and checkpointed."""
+    described = SIZES[size].described(vocabulary=memory.vocabulary_of(size))
+    for row in peaks:
+        for key, checkpointed in (("training", False), ("checkpointed", True)):
+            predicted = accounting.peak_memory(
+                described,
+                batch=memory.ROWS,
+                seq=row["context"],
+                flash=False,
+                fused_norm=False,
+                foreach=False,
+                checkpointed=checkpointed,
+            ).total
+            where = f"{size}, {row['context']} tokens, {key}"
+            yield predicted / MIB, row[f"{key}_peak_mib"], where
+
+
+def _bounds(size: str, model: results.Row) -> Iterator[Check]:
+    peaks = model["peaks"]
+    described = SIZES[size].described(vocabulary=memory.vocabulary_of(size))
+    parameters = 4 * accounting.parameters(described).total / MIB
+    inference = min(row["inference_peak_mib"] for row in peaks)
+    trained = min(row["training_peak_mib"] for row in peaks)
+    yield Sources("counted", "parameters to training's peak").between(
+        f"{size}: peak of inference", parameters, inference, parameters, trained
+    )
+    number_mib = 4 * memory.ROWS * SIZES[size].d_model / MIB
+    stream = [(row["context"] * number_mib, row["residual_stream_mib"], "") for row in peaks]
+    numbers = Sources("reported", "4 bytes per number")
+    yield numbers.all_equal(f"{size}: residual stream", stream, 1e-9)
+    drawn = max(mib for _, mib in model["training_timeline"])
+    # The page draws the second of three contexts.
+    peak = peaks[1]["training_peak_mib"]
+    yield Sources("drawn", "the peak").equal(f"{size}: height of the timeline", peak, drawn, 1e-9)

@@ -1,0 +1,116 @@
+"""Checks of one random step of `learn`.
+
+The stage saves a checkpoint before and after a step that is drawn at run time. This module reads
+both, repeats the step in float64 and compares weights and moments. The checkpoints are read with
+torch.distributed.checkpoint, not with the package that wrote them.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from llmsys_suite import results
+from llmsys_suite.audit import reference
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.inputs import on_device
+from llmsys_suite.audit.text import read_parts
+from llmsys_suite.audit.tolerances import (
+    GRADIENT,
+    REPLAYED_LOSS,
+    WEIGHT_CHANGE,
+    loss_tolerance,
+    weight_tolerance,
+)
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import learn
+
+#: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
+ROUNDING = 2**-23
+
+
+def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
+    """Repeat one step in float64 from the checkpoint before it."""
+    folder = run.out / learn.PROBE
+    before = read_checkpoint(folder / "before")
+    after = read_checkpoint(folder / "after")
+    shutil.rmtree(folder)
+    config = run.config
+    train, _ = read_parts(config)
+    batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
+    weights = {name: w.to(run.device).double() for name, w in before["weight"].items()}
+    loss, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
+    optimizer = reference.AdamW(weights, rate(result.learning_rate, step, len(result.losses)))
+    optimizer.t = step
+    if step:
+        optimizer.m = {name: m.to(run.device).double() for name, m in before["exp_avg"].items()}
+        optimizer.v = {name: v.to(run.device).double() for name, v in before["exp_avg_sq"].items()}
+    expected = optimizer.step(weights, gradients)
+    where = f"step {step}"
+    allowed = loss_tolerance(config, REPLAYED_LOSS)
+    yield Sources("reported", "float64").equal(
+        "loss of a random step", loss, result.losses[step], allowed, where
+    )
+    stored = Sources("checkpoint", "float64")
+    for key, moments in (("exp_avg", optimizer.m), ("exp_avg_sq", optimizer.v)):
+        distances = [
+            (reference.distance(after[key][name].to(run.device), moment), f"{where} {name}")
+            for name, moment in moments.items()
+        ]
+        yield stored.all_near(
+            f"{key} after a random step", distances, weight_tolerance(config, GRADIENT)
+        )
+    off = []
+    for name, w in expected.items():
+        moved = w - weights[name]
+        change = weight_tolerance(config, WEIGHT_CHANGE)
+        room = change * moved.norm() + ROUNDING * weights[name].norm()
+        distance = (after["weight"][name].to(run.device).double() - w).norm()
+        off.append((float(distance / room), f"{where} {name}"))
+    rounding = Sources("change, over the rounding", "float64")
+    yield rounding.all_near("weights after a random step", off, 1.0)
+
+
+def rate(base: float, step: int, total: int) -> float:
+    """Return the learning rate of a step.
+
+    The rate is a half-cosine decay from `2 * base` to 5 % of it, multiplied by a linear warm-up
+    over about the first 5 % of the steps.
+    """
+    peak = 2 * base
+    warm = min(1.0, 0.01 + 20 * step / total)
+    return peak * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
+
+
+def read_checkpoint(path: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the weights and the state of AdamW in a checkpoint by kind and parameter."""
+    reader = dcp.FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.zeros(entry.size) for name, entry in stored.items() if hasattr(entry, "size")
+    }
+    with warnings.catch_warnings():
+        # torch warns that this process loads alone, which is intended.
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    kinds: dict[str, dict[str, Tensor]] = {
+        "weight": {},
+        "step": {},
+        "exp_avg": {},
+        "exp_avg_sq": {},
+    }
+    for name, tensor in state.items():
+        if name.startswith("model."):
+            kinds["weight"][name.removeprefix("model.")] = tensor
+        elif name.startswith("optimizer.state."):
+            parameter, _, kind = name.removeprefix("optimizer.state.").rpartition(".")
+            kinds[kind][parameter] = tensor
+    return kinds

@@ -1,0 +1,151 @@
+"""Checks of `scale`: sizes and FLOPs by hand, a run trained again in float64, the fit by numpy."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from llmsys_suite import results
+from llmsys_suite.audit import reference
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.inputs import in_float64, on_device
+from llmsys_suite.audit.text import read_parts
+from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
+from llmsys_suite.model import ModelConfig
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import scale
+from llmsys_suite.variants.initial_weights import seeded
+
+
+def checks(run: Run, result: results.Scale) -> Iterator[Check]:
+    """Recompute the columns, train one run again and repeat the fit, on rank 0."""
+    if run.rank:
+        return
+    yield from _columns(result.runs)
+    # The shortest run of a seed that the stage could not foresee.
+    seed = random.SystemRandom().choice([row["seed"] for row in result.runs])
+    runs_of_seed = [row for row in result.runs if row["seed"] == seed]
+    row = min(runs_of_seed, key=lambda row: row["steps"])
+    loss = _trained_again(run, row)
+    float64 = Sources("reported", "float64, trained again")
+    name = f"held-out loss of {row['steps']} steps"
+    tolerance = loss_tolerance(run.config, LOSS * row["steps"])
+    yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
+    yield from _fit("the runs", result.runs, result)
+    # A short run may have no valley to fit, so known valleys are fitted as well.
+    yield from _fit("known valleys", KNOWN_VALLEYS, scale.fit(KNOWN_VALLEYS))
+
+
+def _columns(rows: results.Rows) -> Iterator[Check]:
+    batch = scale.ROWS * scale.CONTEXT
+    sizes = []
+    tokens = []
+    flops = []
+    for row in rows:
+        width = row["width"]
+        by_hand = 2 * (4 * width**2 + 3 * width * 3 * width + 2 * width) + width + 256 * width
+        where = f"width {width}, {row['compute_flops']:.2g} FLOPs"
+        sizes.append((by_hand, row["parameters"], where))
+        tokens.append((batch * row["steps"], row["tokens"], where))
+        spent = 6 * row["parameters"] * row["tokens"] / row["compute_flops"]
+        # The number of steps is rounded, so the budget may be missed by half a step.
+        room = 0.5 / row["steps"] * spent + 1e-9
+        flops.append((max(0.0, abs(spent - 1) - room), where))
+    yield Sources("reported", "by hand").all_equal("parameters of every run", sizes)
+    yield Sources("reported", "steps x rows x context").all_equal("tokens of every run", tokens)
+    yield Sources("6 N D", "its budget").all_near("FLOPs of every run", flops, 0.0)
+
+
+def _fit(what: str, rows: results.Rows, fitted: results.Scale) -> Iterator[Check]:
+    if not fitted.law:
+        return
+    factor, exponent, minima = _parabolas(rows)
+    at = fitted.extrapolated
+    numpys = Sources("scaling", "polynomials by numpy")
+    yield numpys.equal(f"exponent of {what}", exponent, fitted.law["exponent"], 1e-6)
+    yield numpys.equal(f"factor of {what}", factor, fitted.law["scale"], 1e-5)
+    size = factor * at["compute_flops"] ** exponent
+    yield numpys.equal(f"extrapolated size of {what}", size, at["parameters"], 1e-5)
+    beyond = scale.BEYOND * max(row["compute_flops"] for row in rows)
+    budgets = Sources("scaling", "the largest budget")
+    yield budgets.equal(f"extrapolated budget of {what}", beyond, at["compute_flops"], 1e-9)
+    sizes = []
+    losses = []
+    for valley in fitted.valleys:
+        # The law stores the mean of the budgets of a valley, which is rounded.
+        budget = min(minima, key=partial(_apart, valley["compute_flops"]))
+        size, loss = minima[budget]
+        sizes.append((size, valley["parameters"], f"{budget:.3g} FLOPs"))
+        losses.append((loss, valley["loss"], f"{budget:.3g} FLOPs"))
+    yield numpys.all_equal(f"sizes at the minima of {what}", sizes, 1e-5)
+    yield numpys.all_equal(f"losses at the minima of {what}", losses, 1e-5)
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(a - b)
+
+
+def _valleys() -> list[dict[str, float]]:
+    """Return runs of four budgets with parabolas in log N and best sizes near C^0.4."""
+    rows = []
+    for i, compute in enumerate((1e10, 3e10, 1e11, 3e11)):
+        best = 0.4 * math.log(compute) + 0.1 * (i % 2)
+        for step in range(-2, 3):
+            n = math.exp(best + 0.5 * step + 0.1)
+            loss = 3 - 0.1 * i + 0.05 * (math.log(n) - best) ** 2
+            row = {"parameters": n, "tokens": compute / (6 * n), "loss": loss}
+            rows.append(row | {"compute_flops": compute})
+    return rows
+
+
+KNOWN_VALLEYS = _valleys()
+
+
+def _trained_again(run: Run, row: results.Row) -> float:
+    width = int(row["width"])
+    steps = int(row["steps"])
+    seed = int(row["seed"])
+    heads = scale.HEADS
+    shape = ModelConfig(
+        d_model=width, d_ff=3 * width, num_layers=2, num_heads=heads, context=scale.CONTEXT
+    )
+    weights = in_float64(seeded(run, shape, seed))
+    train, held_out = read_parts(run.config)
+    peak = 6e-3 * (64 / width) ** 0.5
+    optimizer = reference.AdamW(weights, peak, decay=0.0)
+    for step in range(steps):
+        cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
+        optimizer.rate = peak * min(1.0, (step + 1) / 10) * cosine
+        batch = reference.batch(train, scale.ROWS, scale.CONTEXT, seed, step)
+        _, gradients = reference.gradients(weights, *on_device(run, batch), heads)
+        weights = optimizer.step(weights, gradients)
+    heldout = reference.spread(held_out, scale.HELDOUT_ROWS, scale.CONTEXT)
+    return reference.mean_loss(weights, *on_device(run, heldout), heads)
+
+
+def _parabolas(
+    rows: results.Rows,
+) -> tuple[float, float, dict[float, tuple[float, float]]]:
+    """Fit a parabola in log N around the best run of each budget, and a line through the minima.
+
+    Return the factor and the exponent of the line, and size and loss of each minimum by budget.
+    """
+    budgets: dict[float, list[tuple[float, float]]] = {}
+    for row in rows:
+        pair = (math.log(row["parameters"]), row["loss"])
+        budgets.setdefault(row["compute_flops"], []).append(pair)
+    minima = {}
+    for budget, runs in budgets.items():
+        best = min(runs, key=lambda pair: pair[1])[0]
+        close = sorted(runs, key=lambda pair: abs(pair[0] - best))[:4]
+        sizes = [x for x, _ in close]
+        a, b, c = np.polyfit(sizes, [y for _, y in close], 2)
+        if a > 0 and min(sizes) <= -b / (2 * a) <= max(sizes):
+            minima[budget] = (math.exp(-b / (2 * a)), float(c - b * b / (4 * a)))
+    logs = [math.log(size) for size, _ in minima.values()]
+    exponent, height = np.polyfit([math.log(budget) for budget in minima], logs, 1)
+    return math.exp(height), float(exponent), minima

@@ -1,0 +1,49 @@
+"""Checks of `plan` and `train`: pure functions of a `Record`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llmsys_suite.audit.check import Check
+from llmsys_suite.audit.training_checks import data, plan, times, weights, wire
+from llmsys_suite.audit.training_checks.record import Record
+from llmsys_suite.config import RunConfig
+from llmsys_suite.folder import Sample
+from llmsys_suite.results import Plan, Train
+
+#: The groups of checks in the order of the report.
+GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
+    plan.counts,
+    plan.memory,
+    plan.communication,
+    plan.rates,
+    data.text,
+    data.rows,
+    weights.initial_weights,
+    weights.probed_step,
+    weights.final_weights,
+    weights.stored_tensors,
+    weights.losses,
+    weights.local_steps,
+    times.steps,
+    times.reported_times,
+    times.order,
+    times.peers,
+    times.phases,
+    times.launcher,
+    wire.gradients,
+    wire.shared_memory,
+    wire.sockets,
+    wire.slow_link,
+)
+
+
+def checks(
+    config: RunConfig, plan: Plan, train: Train, samples: list[Sample], evidence: dict[str, Any]
+) -> Iterator[Check]:
+    """Yield all checks of a record."""
+    samples = [s for s in samples if s["stage"] == "train"]
+    record = Record(config, plan, train, samples, evidence)
+    for group in GROUPS:
+        yield from group(record)

@@ -1,0 +1,101 @@
+"""Checks of the text, and of the rows that every rank reads in every step."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.training_checks.record import Record
+from llmsys_suite.folder import Sample
+from llmsys_suite.measure.samples import ranks_of
+
+#: Allowed fraction of held-out windows that occur in the training text. In the standard library one
+#: in 64 is boilerplate.
+REPEATED = 0.1
+
+
+def text(record: Record) -> Iterator[Check]:
+    """Check that every rank has the text of the files, and that the parts are disjoint."""
+    split = record.evidence["split"]
+    different = [
+        f"{part} text of rank {rank}"
+        for rank, digests in enumerate(split["ranks"])
+        for part, ours, file in zip(("training", "held-out"), digests, split["files"], strict=True)
+        if ours != file
+    ]
+    tokens = Sources("digests of its tokens", "the files, read again")
+    yield tokens.none("text of every rank", different)
+    fraction = split["repeated"] / split["windows"]
+    windows = Sources("windows of it", "those found in the training text")
+    yield windows.near("held-out text is not training text", fraction, REPEATED)
+
+
+def rows(record: Record) -> Iterator[Check]:
+    """Compare the rows of every step and rank with those of the independent sampler."""
+    config, expected = record.config, record.evidence["text"]
+    missing: list[str] = []
+    foreign: list[str] = []
+    repeated: list[str] = []
+    unread: list[str] = []
+    tokens = 0
+    for row in record.train.rows:
+        name = row["variant"]
+        rows_by_step = []
+        for step, by_rank in enumerate(_samples_by_step(record, name)):
+            missing += [
+                f"{name} step {step} rank {rank}"
+                for rank, recorded in enumerate(by_rank)
+                if len(recorded) != 1 or recorded[0]["warmup"] != (step < config.warmup)
+            ]
+            first = [recorded[0] for recorded in by_rank if recorded]
+            rows_by_step.append([digest for s in first for digest in s["row_digests"]])
+            tokens += sum(s["tokens"] for s in first)
+            if rows_by_step[-1] != expected["row_digests"][step]:
+                foreign.append(f"{name} step {step}")
+        repeated += [f"{name} {pair}" for pair in _repeated_steps(rows_by_step)]
+        unread += [
+            f"{name} {epoch}" for epoch in _unread(config.epochs, rows_by_step, expected["windows"])
+        ]
+    samples = Sources("samples", "the configuration's ranks and steps")
+    yield samples.none("every step of every rank", missing)
+    sampler = Sources("digests of each rank's batches", "the audit's independent sampler")
+    yield sampler.none("ranks' rows are the global batch", foreign)
+    if expected["distinct"]:
+        batches = Sources("digests of each variant's batches", "each other")
+        yield batches.none("no batch twice", repeated)
+    if config.epochs:
+        windows = Sources("digests of the ranks' rows", "the text, cut in order")
+        yield windows.none("each window of the text once per epoch", unread)
+    total = config.rows * config.context * record.num_steps * len(record.train.rows)
+    counted = Sources("samples", "rows x context of every step and variant")
+    yield counted.equal("tokens", total, tokens)
+
+
+def _samples_by_step(record: Record, name: str) -> list[list[list[Sample]]]:
+    """Return the samples of a variant by step and rank."""
+    ranks = range(ranks_of(name, record.config.world))
+    by_rank_and_step: dict[tuple[int, int], list[Sample]] = defaultdict(list)
+    for rank in ranks:
+        for s in record.steps[name, rank]:
+            by_rank_and_step[rank, s["step"]].append(s)
+    steps = range(record.num_steps)
+    return [[by_rank_and_step[rank, step] for rank in ranks] for step in steps]
+
+
+def _repeated_steps(rows_by_step: list[list[str]]) -> Iterator[str]:
+    """Yield the pairs of steps that read the same batch."""
+    first: dict[str, int] = {}
+    for step, rows in enumerate(rows_by_step):
+        before = first.setdefault("".join(rows), step)
+        if before != step:
+            yield f"steps {before} and {step}"
+
+
+def _unread(epochs: int, rows_by_step: list[list[str]], windows: list[str]) -> Iterator[str]:
+    """Yield the epochs that did not read every window of the text once."""
+    read = [digest for rows in rows_by_step for digest in rows]
+    for epoch in range(epochs):
+        rows = read[epoch * len(windows) : (epoch + 1) * len(windows)]
+        if unread := (Counter(windows) - Counter(rows)).total():
+            yield f"epoch {epoch}: {unread} of {len(windows)} unread"

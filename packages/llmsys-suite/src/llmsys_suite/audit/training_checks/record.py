@@ -1,0 +1,65 @@
+"""All that the checks of `plan` and `train` read, so that a run folder can be audited again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from llmsys_suite.config import RunConfig
+from llmsys_suite.folder import Sample
+from llmsys_suite.measure.samples import WHOLE_STEP, loss_curves
+from llmsys_suite.results import Plan, Train
+
+
+@dataclass(frozen=True)
+class Record:
+    """Results, samples and evidence of a run."""
+
+    config: RunConfig
+    plan: Plan
+    train: Train
+    #: Samples of the stage `train`.
+    samples: list[Sample]
+    evidence: dict[str, Any]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of each variant, warm-up included."""
+        return self.config.warmup + self.config.steps
+
+    @property
+    def probes(self) -> dict[str, dict[str, Any]]:
+        """The evidence of `probe` by variant."""
+        variants: dict[str, dict[str, Any]] = self.evidence["probe"]["variants"]
+        return variants
+
+    @cached_property
+    def steps(self) -> dict[tuple[str, int], list[Sample]]:
+        """The samples of whole steps by variant and rank."""
+        steps = defaultdict(list)
+        for s in self.samples:
+            if s["phase"] == WHOLE_STEP:
+                steps[s["variant"], s["rank"]].append(s)
+        return steps
+
+    @cached_property
+    def losses(self) -> dict[str, list[float]]:
+        """The losses over the global batch by variant."""
+        return loss_curves(self.samples)
+
+    def slowest_seconds(self, *, warmup: bool = False) -> dict[str, dict[int, float]]:
+        """Return {variant: {step: seconds of the slowest rank}}, measured by the outer clock.
+
+        Time that the rank waited for a core, as counted by the kernel, is subtracted, up to the
+        difference between the two clocks.
+        """
+        slowest: dict[str, dict[int, float]] = defaultdict(dict)
+        for (name, _), rank_samples in self.steps.items():
+            for s in rank_samples:
+                if warmup >= s["warmup"]:
+                    seconds = s["ended"] - s["began"]
+                    seconds -= min(max(0.0, seconds - s["seconds"]), s["queued_s"])
+                    slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
+        return slowest

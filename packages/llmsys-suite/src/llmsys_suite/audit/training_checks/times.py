@@ -1,0 +1,160 @@
+"""Checks of times: every reported figure by a second clock, and the peers by the audit's own."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.tolerances import CLOCK, PEER_BAND
+from llmsys_suite.audit.training_checks.record import Record
+from llmsys_suite.folder import Sample
+from llmsys_suite.measure.samples import LOCAL, PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
+
+#: Allowed thread time per step of Python code outside the phases, in seconds.
+BETWEEN_S = 2e-3
+#: Allowed difference of a single round's ratio by two clocks.
+EXTREMES = 0.15
+
+
+def steps(record: Record) -> Iterator[Check]:
+    """Compare the time of each step with another clock, and with the thread's."""
+    pairs = []
+    busy = []
+    for (name, rank), rank_samples in record.steps.items():
+        where = f"{name} rank {rank}"
+        ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in rank_samples]
+        # In some steps another program takes the core between the two readings.
+        ratios.sort(key=lambda ratio: abs(ratio - 1))
+        pairs.append((1.0, ratios[len(ratios) // 4], where))
+        fractions = [s["core_s"] / s["seconds"] for s in rank_samples]
+        busy.append((statistics.median(fractions), where))
+    recorder = Sources("the recorder", "another clock around it")
+    yield recorder.all_equal("time of a step", pairs, CLOCK)
+    thread = Sources("the thread's clock over the recorder's", "one")
+    yield thread.all_near("a thread's time is within the step's", busy, 1 + CLOCK)
+
+
+def reported_times(record: Record) -> Iterator[Check]:
+    """Recompute step times, epochs, ratios and utilization from the other clock."""
+    slowest = record.slowest_seconds()
+    every = record.slowest_seconds(warmup=True)
+    epochs = record.config.epochs
+    flops = record.evidence["counted"]["flops_causal"]
+    step_ms = []
+    epoch_s = []
+    ratios = []
+    spread = []
+    utilization = []
+    for row in record.train.rows:
+        name = row["variant"]
+        seconds = statistics.median(slowest[name].values())
+        step_ms.append((1e3 * seconds, row["step_ms"], name))
+        epoch = seconds * record.evidence["text"]["epoch_steps"]
+        if epochs:
+            epoch = sum(every[name].values()) / epochs
+        epoch_s.append((epoch, row["epoch_s"], name))
+        peak = ranks_of(name, record.config.world) * record.plan.peak
+        utilization.append((flops / (peak * seconds), row["mfu"], name))
+        if "ratio_p50" in row:
+            rounds = slowest[name].keys() & slowest[PEER].keys()
+            by_round = sorted(slowest[name][r] / slowest[PEER][r] for r in rounds)
+            ratios.append((statistics.median(by_round), row["ratio_p50"], name))
+            tenth = len(by_round) // 10
+            spread.append((by_round[tenth], row["ratio_p10"], f"{name}, p10"))
+            spread.append((by_round[-1 - tenth], row["ratio_p90"], f"{name}, p90"))
+    for name, against, pairs, tolerance in (
+        ("step time", "the slowest rank by the other clock", step_ms, CLOCK),
+        ("time of an epoch", "the other clock, over its steps", epoch_s, CLOCK),
+        ("ratio to the peer", "the other clock, round by round", ratios, 2 * CLOCK),
+        ("spread of ratios", "the other clock, round by round", spread, EXTREMES),
+        ("utilization", "counted FLOPs, the other clock, the rate", utilization, CLOCK),
+    ):
+        yield Sources("summary", against).all_equal(f"reported {name}", pairs, tolerance)
+
+
+def order(record: Record) -> Iterator[Check]:
+    """Check that no rank ends a step before all have begun it, if all ranks share a clock."""
+    by_step: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for (name, _), rank_samples in record.steps.items():
+        for s in rank_samples:
+            # A push to the server does not wait for the other workers; the next pull does.
+            if name not in (SERVER, LOCAL):
+                by_step[name, s["step"]].append(s)
+    early = [
+        f"{name} step {step}"
+        for (name, step), at_once in by_step.items()
+        if min(s["ended"] for s in at_once) < max(s["began"] for s in at_once)
+    ]
+    clocks = Sources("each rank's clock", "the others'")
+    one_host = record.evidence["one_host"]
+    yield clocks.none("no rank ends a step before all have begun it", early if one_host else ())
+
+
+def peers(record: Record) -> Iterator[Check]:
+    """Compare the time of torch's DDP and FSDP2 with that of the audit's own."""
+    for name, ratio in record.evidence["peer_ratios"].items():
+        peer = Sources("the run's variant", f"the audit's own {name}")
+        yield peer.within(f"time of {name}", 1.0, ratio, PEER_BAND)
+
+
+def phases(record: Record) -> Iterator[Check]:
+    """Check that the phases of a step contain its thread's work and fit into the step.
+
+    The first check uses thread time, because on a busy machine another program may take the core
+    between two phases. The second check uses wall time.
+    """
+    parts: dict[tuple[str, int, int], list[list[Sample]]] = defaultdict(lambda: [[], []])
+    for s in record.samples:
+        if not s["warmup"]:
+            parts[s["variant"], s["rank"], s["step"]][s["phase"] == WHOLE_STEP].append(s)
+    work = defaultdict(list)
+    wall = []
+    for (name, rank, step), (inside, wholes) in parts.items():
+        for whole in wholes[:1]:
+            core_s = sum(s["core_s"] for s in inside) + BETWEEN_S
+            work[f"{name} rank {rank}"].append(core_s / (whole["core_s"] + 1e-9))
+            length = sum(s["seconds"] for s in inside) / whole["seconds"]
+            wall.append((length, f"{name} rank {rank} step {step}"))
+    least, where = min(((statistics.median(r), name) for name, r in work.items()), default=(0, ""))
+    thread = Sources("their thread's time", "the whole step's")
+    yield thread.between("work in the phases of a step", 1.0, least, 0.95, math.inf, where)
+    total = Sources("their sum over the step", "one")
+    yield total.all_near("time in the phases of a step", wall, 1.001)
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for s in record.samples:
+        if not s["warmup"]:
+            seconds[s["variant"], s["phase"]] += s["seconds"]
+    shares = [
+        (seconds[name, phase] / seconds[name, WHOLE_STEP], row[f"{phase}_share"], f"{name} {phase}")
+        for row in record.train.rows
+        for name in [row["variant"]]
+        for phase in PHASES
+    ]
+    yield Sources("summary", "samples").all_equal("reported shares of phases", shares, 1e-9)
+
+
+def launcher(record: Record) -> Iterator[Check]:
+    """Compare the time of long stages with the launcher's clock, and that of all steps."""
+    clocks = record.evidence["stage_clocks"]
+    spans = [
+        (launcher_s, rank_s, f"{stage} rank {rank}")
+        for stage, rank, rank_s, launcher_s in clocks
+        if launcher_s > 1.0
+    ]
+    if spans:
+        both = Sources("each rank's clock", "the launcher's")
+        yield both.all_equal("time of a stage", spans, 0.1)
+    by_rank: dict[int, float] = defaultdict(float)
+    for (_, rank), rank_samples in record.steps.items():
+        by_rank[rank] += sum(s["seconds"] for s in rank_samples)
+    fractions = [
+        (by_rank[rank] / launcher_s, f"rank {rank}")
+        for stage, rank, _, launcher_s in clocks
+        if stage == "train"
+    ]
+    if fractions:
+        sums = Sources("their sum over the launcher's clock of the stage", "one")
+        yield sums.all_near("time of all steps", fractions, 1.0)

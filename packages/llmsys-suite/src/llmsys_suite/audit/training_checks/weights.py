@@ -1,0 +1,163 @@
+"""Checks of gradients, weights and losses of every variant, and of the tensors that it stores."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.tolerances import (
+    DILOCO_LOSS_RATIO,
+    DILOCO_WEIGHT_CHANGE,
+    GRADIENT,
+    LOSS,
+    REPLAYED_LOSS,
+    WEIGHT_CHANGE,
+    loss_tolerance,
+    weight_tolerance,
+)
+from llmsys_suite.audit.training_checks.record import Record
+from llmsys_suite.measure.samples import LOCAL, SERVER, SINGLE, ranks_of
+
+#: Largest deviation of a standard deviation, in standard errors.
+STANDARD_ERRORS = 6.0
+#: Variants whose ranks store one of n parts of the moments of AdamW, and of the parameters.
+SHARDED_MOMENTS = ("zero 1", "zero 2", "fsdp", "torch FSDP2")
+SHARDED_PARAMETERS = ("fsdp", "torch FSDP2")
+#: Variants that store a buffer of all gradients between steps.
+BUFFERED = ("ddp overlapped", "ddp bucketed", "ddp shared memory", "zero 1")
+#: Allowed difference of a shard from one of n equal parts: rows of small matrices split unevenly.
+UNEVEN = 0.2
+
+
+def initial_weights(record: Record) -> Iterator[Check]:
+    """Compare the scale of the initial weights with the initialization of Glorot and Bengio."""
+    scales = [(away, where) for away, where in record.evidence["initial_scales"]]
+    glorot = Sources("standard deviations, in standard errors", "sqrt(2 / (in + out))")
+    yield glorot.all_near("scale of the initial weights", scales, STANDARD_ERRORS)
+
+
+def probed_step(record: Record) -> Iterator[Check]:
+    """Compare one SGD step of every variant and rank with float64."""
+    every_rank = Sources("every rank", "float64")
+    exact = record.evidence["probe"]["exact_loss"]
+    kinds = {"gradients": "averaged gradients", "weights": "weight change of one SGD step"}
+    for row in record.train.rows:
+        name = row["variant"]
+        probe = record.probes[name]
+        for key in kinds.keys() & probe.keys():
+            ranks = [(away, f"rank {r} {where}") for r, (away, where) in enumerate(probe[key])]
+            yield every_rank.all_near(f"{name}: {kinds[key]}", ranks, GRADIENT)
+        mean = statistics.mean(probe["loss"])
+        yield Sources("the ranks' mean", "float64").equal(
+            f"{name}: loss", exact, mean, REPLAYED_LOSS
+        )
+
+
+def final_weights(record: Record) -> Iterator[Check]:
+    """Compare the trained weights of every rank bit by bit, and with those of one process."""
+    tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
+    for row in record.train.rows:
+        name = row["variant"]
+        if name == SINGLE:
+            continue
+        final = record.train.final_weights[name]
+        missing = ["ranks are missing"] * (final["ranks"] != record.config.world)
+        yield Sources("every rank", "rank 0").none(
+            f"{name}: trained weights, bit by bit", final["differ"] + missing
+        )
+        if name == LOCAL:
+            rounds = enumerate(record.evidence["probe"]["rounds"])
+            yield Sources("every rank", "written out in float64").all_near(
+                f"{LOCAL}: weight change of the first DiLoCo rounds",
+                [(away, f"rank {rank} {where}") for rank, (away, where) in rounds],
+                DILOCO_WEIGHT_CHANGE,
+            )
+        else:
+            distance, where = final["from_one_process"]
+            yield Sources("rank 0", "one process").near(
+                f"{name}: weight change of the training", distance, tolerance, where
+            )
+
+
+def stored_tensors(record: Record) -> Iterator[Check]:
+    """Compare the bytes that every rank stores after the training with the variant's formula."""
+    whole = 4 * record.evidence["counted"]["parameters"]
+    for row in record.train.rows:
+        name = row["variant"]
+        ranks = ranks_of(name, record.config.world)
+        parameters = whole / (ranks if name in SHARDED_PARAMETERS else 1)
+        moments = 2 * whole / (ranks if name in SHARDED_MOMENTS else 1)
+        buffers = whole if name in BUFFERED else 0.0
+        if name in (SERVER, LOCAL):
+            # The server, on the first rank, stores moments and the last pushes of all workers.
+            moments = 0.0
+            buffers = 12 * whole
+        stored = record.train.final_weights[name]["stored"]
+        formula = Sources("tensors reachable from the variant", "its formula")
+        for kind, expected in (("parameters", parameters), ("moments", moments)):
+            yield formula.all_equal(
+                f"{name}: stored {kind}",
+                [(expected, bytes_[kind], f"rank {rank}") for rank, bytes_ in enumerate(stored)],
+                UNEVEN,
+            )
+        most, where = max((bytes_["all"], f"rank {rank}") for rank, bytes_ in enumerate(stored))
+        yield formula.between(
+            f"{name}: all that is stored",
+            parameters + moments,
+            most,
+            parameters + moments,
+            (1 + UNEVEN) * (parameters + moments + buffers),
+            where,
+        )
+
+
+def losses(record: Record) -> Iterator[Check]:
+    """Compare every loss with one process, and one process with the independent reference."""
+    curves = dict(record.losses)
+    alone, local = curves[SINGLE], curves.get(LOCAL)
+    if local is not None:
+        # Until its ranks diverge, DiLoCo computes the losses of one process.
+        curves[LOCAL] = local[:1]
+    probe = record.evidence["probe"]
+    tolerance = loss_tolerance(record.config, LOSS * math.sqrt(len(alone)))
+    first = loss_tolerance(record.config, REPLAYED_LOSS)
+    for name, source, expected, allowed in (
+        ("first losses", "float64 and AdamW written out", probe["replayed_losses"], first),
+        ("losses, trained again", "AdamW written out in float32", probe["trajectory"], tolerance),
+        ("all losses", "one process", alone, tolerance),
+    ):
+        off = [
+            (abs(ours / theirs - 1), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
+            for variant, curve in curves.items()
+            for step, (ours, theirs) in enumerate(zip(curve, expected, strict=False))
+        ]
+        yield Sources("samples", source).all_near(name, off, allowed)
+    one_process = Sources("one process, last over first", "one")
+    yield one_process.near("the loss falls", alone[-1] / alone[0], 1.0)
+    off = [
+        (abs(row["final_loss"] / alone[-1] - 1), f"{row['variant']}: {row['final_loss']:.9g}")
+        for row in record.train.rows
+        if row["variant"] != LOCAL
+    ]
+    summary = Sources("summary", "one process's last")
+    yield summary.all_near("reported final loss", off, tolerance)
+    reported = [
+        (curve[step], value, f"{variant} step {step}")
+        for variant, curve in record.losses.items()
+        for step, value in enumerate(record.train.losses[variant])
+    ]
+    yield Sources("summary", "samples").all_equal("reported losses", reported, 1e-9)
+
+
+def local_steps(record: Record) -> Iterator[Check]:
+    """Compare DiLoCo's last loss with the samples and, within a band, with one process."""
+    local, alone = record.losses.get(LOCAL), record.losses[SINGLE][-1]
+    for row in record.train.rows:
+        if row["variant"] == LOCAL and local:
+            final = row["final_loss"]
+            mean = Sources("summary", "the ranks' mean")
+            yield mean.equal(f"{LOCAL}: reported final loss", local[-1], final, 1e-9)
+            one_process = Sources("summary", "one process's")
+            yield one_process.within(f"{LOCAL}: final loss", alone, final, DILOCO_LOSS_RATIO)

@@ -1,0 +1,150 @@
+"""Export and import of models as Hugging Face folders: config.json and model.safetensors.
+
+The decoder of this package is the Llama architecture with one key-value head per query head, so
+that `transformers.AutoModelForCausalLM.from_pretrained` loads an exported model. Neither direction
+needs transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from llmsys_suite.config import UsageError
+from llmsys_suite.model import NORM_EPSILON, ROPE_BASE, Decoder, ModelConfig
+
+#: Names in this package and in transformers; blocks are `blocks.N` and `model.layers.N`.
+NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+#: Values that a config.json must have for the model to be one of this package's.
+REQUIRED: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": NORM_EPSILON,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+#: Defaults of transformers that differ from REQUIRED; config.json may leave out defaults.
+LEFT_OUT = {"rms_norm_eps": 1e-6}
+
+
+def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) -> None:
+    """Write a model to a new folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+    `tokenizer` is a file of the package tokenizers, which `AutoTokenizer.from_pretrained` loads.
+
+    Raises:
+        UsageError: the folder has files already, or cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    shape = model.config
+    config = REQUIRED | {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.d_model,
+        "intermediate_size": shape.d_ff,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads,
+        "head_dim": shape.d_model // shape.num_heads,
+        "max_position_embeddings": shape.context,
+        "rope_theta": ROPE_BASE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "dtype": "float32",
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty; name another folder")
+        tensors = {their_name(name): p.detach() for name, p in model.named_parameters()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            shutil.copy(tokenizer, folder / "tokenizer.json")
+            kind = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+            (folder / "tokenizer_config.json").write_text(kind + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def import_model(folder: Path) -> Decoder:
+    """Return the model of a Hugging Face folder that has the architecture of this package.
+
+    Raises:
+        UsageError: files are missing, or the model has another architecture.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored = load_file(folder / "model.safetensors")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} cannot be read: {error}") from None
+    shape = _shape(config, folder)
+    model = Decoder(shape)
+    expected = {their_name(name) for name, _ in model.named_parameters()}
+    if different := expected ^ stored.keys():
+        raise UsageError(f"{folder}: expected the tensors of a Llama model, got {min(different)!r}")
+    model.load_state_dict(
+        {name: stored[their_name(name)].float() for name, _ in model.named_parameters()}
+    )
+    return model
+
+
+def their_name(name: str) -> str:
+    """Return the name in transformers of a parameter of this package."""
+    block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", name)
+    if block:
+        return f"model.layers.{block[1]}.{NAMES[block[2]]}.weight"
+    return f"{NAMES[name.removesuffix('.weight')]}.weight"
+
+
+def _shape(config: dict[str, Any], folder: Path) -> ModelConfig:
+    """Return the shape of a model; raise UsageError for an architecture that differs."""
+    for name, value in REQUIRED.items():
+        received = config.get(name, LEFT_OUT.get(name, value))
+        if received != value:
+            raise UsageError(f"{folder}: expected {name} {value!r}, got {received!r}")
+    rope = config.get("rope_parameters") or {"rope_type": "default"}
+    base = rope.get("rope_theta", config.get("rope_theta", ROPE_BASE))
+    if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+        raise UsageError(f"{folder}: expected rotary positions without scaling")
+    heads = config["num_attention_heads"]
+    expected = {
+        "rope_theta": (ROPE_BASE, base),
+        "num_key_value_heads": (heads, config.get("num_key_value_heads", heads)),
+        "head_dim": (
+            config["hidden_size"] // heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
+        ),
+    }
+    for name, (wanted, received) in expected.items():
+        if wanted != received:
+            raise UsageError(f"{folder}: expected {name} {wanted}, got {received}")
+    return ModelConfig(
+        d_model=config["hidden_size"],
+        d_ff=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        vocabulary=config["vocab_size"],
+        context=config["max_position_embeddings"],
+    )

@@ -1,0 +1,1 @@
+"""Parts of the stage `learn`: the state that its checkpoints store, and optional records."""

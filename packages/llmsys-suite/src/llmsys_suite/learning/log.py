@@ -1,0 +1,66 @@
+"""Optional records of the stage `learn`: losses in TensorBoard or wandb, and traces of steps."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import profiler
+
+from llmsys_suite.ranks.rank import Run
+
+#: Records the values of a step: `log(step, {name: value})`.
+Log = Callable[[int, dict[str, float]], None]
+#: Steps of `learn` before the recorded ones, and the number of recorded steps.
+SKIPPED, TRACED = 2, 3
+
+
+@contextmanager
+def open_log(run: Run) -> Iterator[Log]:
+    """Yield the log that the configuration names, on rank 0; all others discard the values."""
+    if run.rank or run.config.log is None:
+        yield lambda step, values: None
+    elif run.config.log == "tensorboard":
+        tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
+        writer = tensorboard.SummaryWriter(str(run.out / "tensorboard"))
+
+        def add_scalars(step: int, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        try:
+            yield add_scalars
+        finally:
+            writer.close()
+    else:
+        # Environment variables decide the project and whether wandb is online.
+        wandb: Any = importlib.import_module("wandb")
+        config = run.config.to_json()
+        job = wandb.init(dir=str(run.out), name=run.out.name, config=config)
+        try:
+            yield lambda step, values: job.log(values, step=step)
+        finally:
+            job.finish()
+
+
+@contextmanager
+def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
+    """Yield a profiler whose `step` ends a step, or None if the run has no traces.
+
+    Chrome's trace of the recorded steps is written to `trace-RANK.json` of the run folder.
+    """
+    if not run.config.trace:
+        yield None
+        return
+    activities = [profiler.ProfilerActivity.CPU]
+    if run.device.type == "cuda":
+        activities.append(profiler.ProfilerActivity.CUDA)
+    path = run.out / f"trace-{run.rank}.json"
+    with profiler.profile(
+        activities=activities,
+        schedule=profiler.schedule(wait=SKIPPED - 1, warmup=1, active=TRACED, repeat=1),
+        on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+    ) as recording:
+        yield recording

@@ -1,0 +1,89 @@
+"""The state of the training of `learn`: what a checkpoint stores, and who may continue from it."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zero
+from torch import Tensor
+
+from llmsys_suite.config import BYTES, RunConfig, UsageError, restarts
+from llmsys_suite.data import load_corpus
+from llmsys_suite.ranks.rank import Run
+
+CHECKPOINT = "checkpoint"
+#: Number of steps if neither --learn nor a checkpoint decides.
+DEFAULT_STEPS = 500
+
+
+def beginning(config: RunConfig, text: Tensor | None) -> dict[str, Any]:
+    """Return the state of a training run before its first step, as checkpoints store it."""
+    return {
+        "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
+        "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
+        "learning_rate": config.learning_rate,
+        "text": None if text is None else hashlib.sha256(text.numpy().data).hexdigest()[:12],
+    }  # fmt: skip
+
+
+def require_resumable(config: RunConfig, source: Path) -> None:
+    """Raise UsageError if this run cannot continue from a checkpoint, before anything starts."""
+    # The state of the training needs no model, but zero loads it in a process group.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that the weights are not used
+            state = zero.load_checkpoint(source, torch.nn.Module(), strict=False)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        dist.destroy_process_group()
+    # Tokens other than bytes do not exist yet; the stage learn compares them.
+    text = load_corpus(config.data).train if config.tokenizer == BYTES else None
+    require_same(state, config, text, source)
+
+
+def require_same(
+    state: dict[str, Any], config: RunConfig, text: Tensor | None, source: Path
+) -> None:
+    """Raise `UsageError` if the run would not continue the training that `source` was saved in.
+
+    The checkpoint decides the number of steps, the rows and the seed, so that the learning rate
+    and the batches continue as planned; an option that contradicts it is refused, not ignored.
+    """
+    expected = beginning(config, text)
+    if lacks := expected.keys() - state.keys():
+        raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
+    if text is not None and state["text"] != expected["text"]:
+        raise UsageError(f"{source} was begun on another text; give that one with --data")
+    if state["context"] != expected["context"]:
+        raise UsageError(
+            f"{source} was begun with rows of {state['context']} tokens, not {expected['context']}"
+        )
+    if state["size"] != expected["size"]:
+        raise UsageError(
+            f"{source} holds a model of size {state['size']}, not {expected['size']}; "
+            f"pass --size {state['size']}"
+        )
+    if config.learn not in (None, state["total"]):
+        raise UsageError(
+            f"{source} was begun for {state['total']} steps, over which its learning rate falls; "
+            f"leave out --learn {config.learn}"
+        )
+    if config.seed != state["seed"]:
+        raise UsageError(
+            f"{source} was begun with seed {state['seed']}, not {config.seed}; "
+            f"pass --seed {state['seed']}"
+        )
+    if state["rows"] % config.world:
+        raise UsageError(f"{state['rows']} rows do not split over {config.world} ranks")
+
+
+def resumed(run: Run) -> Path | None:
+    """Return the checkpoint to continue from: that of --resume, or this run's after a restart."""
+    restarted_from = run.out / CHECKPOINT
+    return restarted_from if restarts() and restarted_from.exists() else run.config.resume

@@ -1,0 +1,263 @@
+"""The section of each stage: one sentence derived from its numbers, one picture, one table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from llmsys_suite import results as of
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER
+from llmsys_suite.report import plots
+from llmsys_suite.report.sentences import fastest, interleaved_against
+from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
+from llmsys_suite.report.unaudited import unaudited
+
+
+@dataclass(frozen=True)
+class Section:
+    """One stage: a sentence, a picture (SVG), a table and collapsed details."""
+
+    title: str
+    finding: str
+    rows: Sequence[Row] = ()
+    picture: str = ""
+    folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
+    #: Rows that are shown in red.
+    failed: frozenset[int] = frozenset()
+
+    @property
+    def unaudited(self) -> str:
+        """Return a sentence on the figures that no check covers, or an empty string."""
+        return unaudited(self.title)
+
+
+def sections(folder: RunFolder) -> Iterator[Section]:
+    """Yield the sections of the finished stages in their order."""
+    results = folder.results
+    for stage, result in results.items():
+        if isinstance(result, of.Skipped):
+            yield Section(stage, f"Skipped: {result.skipped}.")
+        else:
+            yield MAKERS[stage](result, results, folder)
+
+
+def _plan(plan: of.Plan, results: Results, folder: RunFolder) -> Section:
+    rows = planned(results, evidence_of(folder))
+    worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
+    finding = f"Furthest off: {worst['figure']}, measured {worst['ratio']:.3g} of what was planned."
+    parts = plan.training_bytes_by_part
+    picture = plots.bars([*parts], [n / MIB for n in parts.values()], "MiB at a step's peak")
+    return Section("plan", finding, rows, picture, [("derivation", plan.derivation)])
+
+
+def _links(links: of.Links, *_: Any) -> Section:
+    rows = [row for row in links.rows if row["case"] == "all_reduce"]
+    largest = max(row["size_bytes"] for row in rows)
+    best = max((r for r in rows if r["size_bytes"] == largest), key=lambda r: r["busbw_gbps"])
+    finding = (
+        f"Of {largest / MIB:g} MiB {best['algorithm']} sums fastest: {best['busbw_gbps']:.3g} GB/s,"
+        f" {best['ratio_p50']:.3g} times its peer (80 % of rounds: {best['ratio_p10']:.3g} to "
+        f"{best['ratio_p90']:.3g})."
+    )
+    shown = pick(rows, COLUMNS["links"])
+    top = [row for row in shown if row["bytes"] == largest]
+    return Section("links", finding, top, plots.links(rows), [("all sizes", shown)])
+
+
+def _attention(attention: of.Attention, *_: Any) -> Section:
+    rows = attention.rows
+    ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
+    shown = pick(rows, COLUMNS["attention"])
+    picture = plots.bars(
+        [r["kernel"] for r in rows],
+        [r["forward_backward_ms"] for r in rows],
+        "ms, forward and backward",
+    )
+    return Section(
+        "attention",
+        interleaved_against(attention.interleaved, ours["kernel"], "SDPA"),
+        shown,
+        picture,
+        [("why this kernel", attention.explain)],
+    )
+
+
+def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
+    shown = pick(train.rows, COLUMNS["train"])
+    how = "an epoch, s" if folder.config.epochs else "an epoch at the median step, s"
+    epochs = pick(train.rows, {"variant": "variant", "epoch_s": how, "final_loss": "loss"})
+    finding, folded = fastest(folder), [("time of an epoch", epochs)]
+    link = pick([row for row in train.rows if "link_ms" in row], COLUMNS["link"])
+    if link:
+        shares = {row["variant"]: row["computing"] for row in link}
+        name = f"over {LINK_RATE / 1e6:.0f} Mbit/s"
+        if LOCAL in shares and PEER in shares:
+            finding += (
+                f" Between hosts {name}, by the bytes that sockets counted, {LOCAL} would compute "
+                f"{shares[LOCAL]:.1%} of its time, {PEER} {shares[PEER]:.1%}."
+            )
+        folded += [(f"each variant {name}: bytes over the rate, nothing hidden", link)]
+    folded += [("tensors that a rank stores after the training, MiB", _stored(train))]
+    return Section("train", finding, shown, plots.phases(train.rows), folded)
+
+
+def _stored(train: of.Train) -> list[Row]:
+    """Return the largest bytes of any rank, by variant."""
+    return [
+        {"variant": name}
+        | {kind: max(n[kind] for n in final["stored"]) / MIB for kind in final["stored"][0]}
+        for name, final in train.final_weights.items()
+    ]
+
+
+def _learn(learn: of.Learn, *_: Any) -> Section:
+    first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
+    finding = (
+        f"{learn.variant} took the held-out loss from {first:.2f} to {last:.2f} nats per byte in "
+        f"{steps} steps of {learn.tokens:,} tokens in all."
+    )
+    shown = [{"step": step, "held out, nats per byte": loss} for step, loss in learn.heldout]
+    return Section("learn", finding, shown, plots.learning(learn))
+
+
+def _parallel(parallel: of.Parallel, *_: Any) -> Section:
+    rows = parallel.rows
+    best, *others = sorted(rows, key=lambda row: row["iteration_ms"])
+    finding = f"{best['split']} takes {best['iteration_ms']:.3g} ms per iteration"
+    if others:
+        ratio = best["iteration_ms"] / others[0]["iteration_ms"]
+        finding += f", {ratio:.2f} of {others[0]['split']}'s time"
+    off, far = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
+    finding += f"; the loss furthest from one process's is off by {off:.1e} of it ({far})."
+    shown = pick(rows, COLUMNS["parallel"])
+    picture = plots.bars(
+        [r["split"] for r in rows], [r["iteration_ms"] for r in rows], "ms per iteration"
+    )
+    return Section("parallel", finding, shown, picture)
+
+
+def _profile(profile: of.Profile, *_: Any) -> Section:
+    operators = profile.operators
+    worst = max(operators, key=lambda row: row["timer_ms"])
+    finding = (
+        f"{worst['phase'].capitalize()} takes longest, {worst['timer_ms']:.3g} ms under the "
+        f"profiler; products are {worst['product_share']:.0%} of its operators' time, softmax "
+        f"{worst['softmax_share']:.1%}."
+    )
+    shown = pick(operators, COLUMNS["profile"])
+    for row, operator in zip(shown, operators, strict=True):
+        row["top"] = f"{operator['top_operator'].removeprefix('aten::')} x {operator['top_calls']}"
+    protocol = [{k: v for k, v in r.items() if not isinstance(v, list)} for r in profile.protocol]
+    picture = plots.bars(
+        [row["phase"] for row in operators], [row["timer_ms"] for row in operators], "ms per phase"
+    )
+    return Section(
+        "profile", finding, shown, picture, [("steps after warm-ups, by size", protocol)]
+    )
+
+
+def _precision(precision: of.Precision, *_: Any) -> Section:
+    rows = precision.accumulation
+    shown = pick(rows, COLUMNS["precision"])
+    picture = plots.bars(
+        [f"{r['term_in']} in {r['sum_in']}" for r in rows],
+        [r["relative_error"] for r in rows],
+        "relative error of a thousand sums",
+        log=True,
+    )
+    dtypes = [{"part": part, "dtype": x} for part, x in precision.autocast_dtypes.items()]
+    folded = [("dtypes under autocast", dtypes), ("times", precision.timing)]
+    finding = interleaved_against(precision.interleaved, "bfloat16", "float32")
+    return Section("precision", finding, shown, picture, folded)
+
+
+def _memory(memory: of.Memory, *_: Any) -> Section:
+    rows = [{"model": size, **p} for size, m in memory.models.items() for p in m["peaks"]]
+    top = rows[-1]
+    finding = (
+        f"Training {top['model']} at {top['context']} tokens peaks at "
+        f"{top['training_peak_mib'] / 1024:.3g} GiB, {top['checkpointed_peak_mib'] / 1024:.3g} with"
+        f" blocks run twice; inference at {top['inference_peak_mib'] / 1024:.3g}."
+    )
+    shown = pick(rows, COLUMNS["memory"])
+    folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory.models.items()]
+    folded += [("saved for the backward pass in mixed precision", memory.mixed)]
+    return Section("memory", finding, shown, plots.timeline(memory.models), folded)
+
+
+def _scale(scale: of.Scale, *_: Any) -> Section:
+    at, finding = scale.extrapolated, f"No law: {'; '.join(scale.warnings)}."
+    if at:
+        apart = at["high"] / at["low"] if at["low"] else math.inf
+        finding = (
+            f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.0e}"
+            f" FLOPs it is {at['parameters']:,.0f} (95 % interval {at['low']:,.0f} to "
+            f"{at['high']:,.0f}, {apart:.1f}-fold)."
+            + ("" if apart < 2 else " Cannot tell it closely.")
+        )
+    shown = pick(scale.runs, COLUMNS["scale"])
+    folded: list[tuple[str, Any]] = [("every run", shown)]
+    folded += [("warnings", "\n".join(scale.warnings))] if scale.warnings else []
+    best = [min(runs, key=lambda run: run["held out"]) for runs in _by_budget(shown)]
+    return Section("scale", finding, best, plots.isoflop(scale), folded)
+
+
+def _by_budget(runs: list[Row]) -> list[list[Row]]:
+    return [list(group) for _, group in groupby(runs, key=lambda run: run["FLOPs"])]
+
+
+def _inspect(inspect: of.Inspect, *_: Any) -> Section:
+    real = [head["kind"] for head in inspect.heads if not head["by_chance"]]
+    kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance"
+    grown = inspect.induction
+    finding = (
+        f"The trained model has {kinds}. A second model that was trained on repeated tokens copies "
+        f"{grown['whole']:.0%} of them, and {grown['ablated']:.0%} without its previous-token head."
+    )
+    shown = pick(inspect.heads, COLUMNS["inspect"])
+    cuts = {
+        "whole": "all heads",
+        "ablated": "without the previous-token head",
+        "all_cut": "without the heads of the first layer",
+        "restored": "with the previous-token head alone in the first layer",
+    }
+    circuit = [{"second model": text, "copied": grown[key]} for key, text in cuts.items()]
+    folded = [
+        ("logit lens", inspect.lens),
+        ("attribution", inspect.attribution),
+        ("induction circuit of the second model", circuit),
+    ]
+    return Section("inspect", finding, shown, plots.patterns(inspect.patterns), folded)
+
+
+def _compress(compress: of.Compress, *_: Any) -> Section:
+    rows = compress.rows
+    whole = rows[0]["heldout_loss"]
+    near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
+    best = max(near, key=lambda row: row["smaller"])
+    finding = (
+        f"At most 1 % of loss is lost by {best['method']}: {best['smaller']:.2g} times smaller, "
+        f"{best['heldout_loss'] - whole:+.4f} nats per byte."
+    )
+    shown = pick(rows, COLUMNS["compress"])
+    return Section("compress", finding, shown, plots.compression(rows))
+
+
+def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
+    checks = folder.read_json("checks.json")
+    shown = pick(checks, COLUMNS["audit"])
+    failed = frozenset(i for i, check in enumerate(checks) if not check["passed"])
+    finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
+    red = [shown[i] for i in sorted(failed)]
+    return Section("audit", finding, red, "", [("all checks", shown)], frozenset(range(len(red))))
+
+
+MAKERS: dict[str, Callable[..., Section]] = {
+    "plan": _plan, "links": _links, "attention": _attention, "train": _train, "learn": _learn,
+    "parallel": _parallel, "profile": _profile, "precision": _precision, "memory": _memory,
+    "scale": _scale, "inspect": _inspect, "compress": _compress, "audit": _audit,
+}  # fmt: skip

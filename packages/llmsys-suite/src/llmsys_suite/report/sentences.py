@@ -1,0 +1,70 @@
+"""Sentences on the time of one contender over that of its peer, with an interval or a refusal."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.interleaved import Interleaved
+from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
+from llmsys_suite.report.compare import has_enough_rounds, round_ratios
+
+
+def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
+    """Return the median and a 95 % interval from order statistics.
+
+    The number of values below the true median is binomial for any distribution. `among` corrects
+    for the choice of the best among that number of variants.
+    """
+    ordered, n = sorted(values), len(values)
+    total, cut = 0.0, 0
+    while cut < n // 2 and total + math.comb(n, cut) / 2**n <= 0.025 / among:
+        total += math.comb(n, cut) / 2**n
+        cut += 1
+    low, high = (ordered[cut - 1], ordered[n - cut]) if cut else (0.0, math.inf)
+    return statistics.median(ordered), low, high
+
+
+def against(name: str, peer: str, ratios: Sequence[float], among: int = 1) -> str:
+    """Return a sentence on the time of `name` over the time of `peer` in the same rounds."""
+    middle, low, high = interval(ratios, among)
+    if not math.isfinite(high):
+        return f"Cannot tell {name} from {peer} in {len(ratios)} rounds: {middle:.2f} of its time."
+    sentence = f"{name} takes {middle:.2f} of {peer}'s time (95 % interval {low:.2f} to {high:.2f})"
+    if low <= 1 <= high:
+        return f"Cannot tell {name} from {peer}: {sentence}."
+    return f"{sentence}: {'faster' if high < 1 else 'slower'}."
+
+
+def interleaved_against(interleaved: Interleaved, name: str, peer: str) -> str:
+    """Return `against` for two contenders of interleaved timings."""
+    pairs = zip(interleaved.seconds[name], interleaved.seconds[peer], strict=True)
+    return against(name, peer, [a / b for a, b in pairs])
+
+
+def fastest(folder: RunFolder) -> str:
+    """Return a sentence on the fastest variant, or an empty string if only one was trained.
+
+    It uses the rounds that `llmsys compare` uses: those that other programs did not disturb.
+    """
+    rounds = {
+        name: pair
+        for name, pair in round_ratios(folder.samples()).items()
+        if name not in (SINGLE, LOCAL)
+    }
+    if not rounds:
+        return ""
+    decided = {
+        name: pair for name, pair in rounds.items() if has_enough_rounds(len(pair[0]), pair[1])
+    }
+    if not decided:
+        used, disturbed = max(((len(logs), lost) for logs, lost in rounds.values()))
+        return (
+            f"Cannot tell which variant is the fastest: {used} of {used + disturbed} rounds were "
+            "not disturbed by other programs, which is too few."
+        )
+    ratios = {name: [math.exp(log) for log in logs] for name, (logs, _) in decided.items()}
+    best = min(ratios, key=lambda name: statistics.median(ratios[name]))
+    return against(best, PEER, ratios[best], len(ratios))

@@ -1,0 +1,92 @@
+"""Figures that no check of the audit compares with an independent source, by stage.
+
+Each entry describes some figures in words and names them: a field of the stage's results, and a
+column. tests/figures.py doubles every figure of a run and requires a failed check or an entry here.
+"""
+
+from __future__ import annotations
+
+UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
+    "plan": {
+        "the memory of all variants together": ("host_peak_bytes", "all_variants_bytes"),
+    },
+    "links": {
+        "times": ("rows.time_us", "rows.p99_us"),
+        "ratios to the peer": ("rows.ratio_p50", "rows.ratio_p10", "rows.ratio_p90"),
+        "calls in place": (
+            "rows.in_place_time_us",
+            "rows.in_place_p99_us",
+            "rows.in_place_algbw_gbps",
+            "rows.in_place_busbw_gbps",
+            "rows.in_place_wrong",
+        ),
+        "sums of collectives other than all-reduce": (),
+        "wire bytes of other algorithms than gloo and ring": (),
+        "the number of hosts": ("rows.hosts",),
+    },
+    "attention": {},
+    "train": {
+        "hidden and exposed communication": ("rows.hidden_ms", "rows.exposed_ms"),
+        "the boundaries between phases": (),
+        "the peak memory of each variant within a step": (),
+    },
+    "learn": {
+        "losses of single ranks between the first, one random step and the last": (),
+        "held-out losses between the first and the last": (),
+        "the generated text": (),
+    },
+    "parallel": {"waiting": ("rows.waiting",)},
+    "profile": {
+        "the number of warm-up steps": ("protocol.warmup",),
+        "the first step, its loss and the process": (
+            "protocol.first_step_ms",
+            "protocol.peak_gib",
+            "protocol.loss",
+            "protocol.threads",
+        ),
+        "times of phases under the profiler": ("operators.timer_ms",),
+        "operators and their shares": (
+            "operators.top_calls",
+            "operators.top_share",
+            "operators.product_share",
+            "operators.attention_product_share",
+            "operators.softmax_share",
+            "operators.calls",
+            "operators.ms",
+            "operators.share",
+        ),
+    },
+    "precision": {"what autocast does to other operators than those listed": ()},
+    "memory": {
+        "peaks and the timeline of inference": (
+            "models.inference_peak_mib",
+            "models.inference_timeline",
+        ),
+        "the largest allocations": (),
+        "mixed precision": ("mixed.context", "mixed.saved_for_backward_mib"),
+        "the number of rows": ("models.rows",),
+    },
+    "scale": {
+        "losses of all runs but one short run": (),
+        "the interval of the extrapolation": ("extrapolated.low", "extrapolated.high"),
+    },
+    "inspect": {
+        "the lens between layers, and entropies": ("lens.entropy",),
+        "heads of other kinds than previous, and scores by chance": ("heads.chance",),
+        "the induction circuit": (
+            "induction.steps",
+            "induction.whole",
+            "induction.ablated",
+            "induction.all_cut",
+            "induction.restored",
+        ),
+        "the page inspect.html": (),
+    },
+    "compress": {},
+}
+
+
+def unaudited(stage: str) -> str:
+    """Return a sentence on the figures of a stage that no check covers, or an empty string."""
+    figures = ", ".join(UNAUDITED.get(stage, {}))
+    return f"Reported, not audited: {figures}." if figures else ""

@@ -1,0 +1,177 @@
+"""Texts as tokens other than bytes: byte-pair encoding by the package `tokenizers`.
+
+Rank 0 encodes the text once, line by line, and writes the tokens and the tokenizer into the run
+folder; every rank maps these files. The vocabulary is trained on the training text only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import mmap
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmsys_suite.config import BYTES, RunConfig, UsageError
+from llmsys_suite.data import Corpus, Text, load_corpus, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+#: Files of the run folder.
+TOKENIZER = "tokenizer.json"
+TRAIN = "tokens-train.bin"
+HELDOUT = "tokens-heldout.bin"
+#: Lines that are encoded at once, and the longest piece of a line.
+LINES = 1000
+PIECE_BYTES = 2**16
+#: Training bytes from which a vocabulary is learned.
+SAMPLE_BYTES = 64 * 2**20
+#: Type of a stored token.
+INT32 = np.dtype("<i4")
+
+
+class ByteCodec:
+    """Bytes are tokens; bytes that cannot be printed are shown as middle dots."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return list(text.encode(errors="surrogateescape"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of some tokens."""
+        return "".join(chr(t) if t == 10 or 32 <= t < 127 else "·" for t in tokens)
+
+
+class PairCodec:
+    """The tokens of a file of the package `tokenizers`."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer: Any = _library().Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain exceptions
+            raise UsageError(f"{path} is not a file of the package tokenizers: {error}") from None
+
+    @property
+    def size(self) -> int:
+        """The number of tokens of the vocabulary."""
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_lines(self, lines: list[bytes]) -> list[int]:
+        """Return the tokens of several lines, which are encoded in parallel."""
+        texts = [line.decode(errors="replace") for line in lines]
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [token for line in encoded for token in line.ids]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of some tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def codec_of(config: RunConfig, folder: Path) -> ByteCodec | PairCodec:
+    """Return the codec of a run, which reads the tokenizer of its folder."""
+    return ByteCodec() if config.tokenizer == BYTES else PairCodec(folder / TOKENIZER)
+
+
+def require_tokenizer(config: RunConfig) -> None:
+    """Raise UsageError if the tokens of the run cannot be made, before anything starts."""
+    if config.tokenizer == BYTES:
+        return
+    if importlib.util.find_spec("tokenizers") is None:
+        raise UsageError(f"--tokenizer {config.tokenizer} needs `pip install tokenizers`")
+    if config.tokenizer != "bpe" and (size := PairCodec(Path(config.tokenizer)).size) > (
+        config.vocabulary
+    ):
+        raise UsageError(
+            f"{config.tokenizer} has {size} tokens, which are more than --vocabulary "
+            f"{config.vocabulary}; pass --vocabulary {size}"
+        )
+
+
+def write_tokens(config: RunConfig, folder: Path) -> None:
+    """Write the tokenizer of the run and the tokens of both parts of the text into its folder."""
+    text = read_text(config.data)
+    if config.tokenizer == "bpe":
+        _train(text, config.vocabulary).save(str(folder / TOKENIZER))
+    else:
+        content = Path(config.tokenizer).read_text(encoding="utf-8")
+        (folder / TOKENIZER).write_text(content, encoding="utf-8")
+    codec = PairCodec(folder / TOKENIZER)
+    for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
+        count = 0
+        with (folder / name).open("wb") as file:
+            remaining = lines(part)
+            while batch := [*islice(remaining, LINES)]:
+                tokens = np.array(codec.encode_lines(batch), INT32)
+                file.write(tokens.tobytes())
+                count += len(tokens)
+        if count < 8 * (config.context + 1):
+            raise ValueError(
+                f"{text.source} has {count} tokens for {name}; eight rows of {config.context} need "
+                f"{8 * (config.context + 1)}: give more text with --data"
+            )
+
+
+def load(config: RunConfig, folder: Path) -> Corpus:
+    """Return the tokens of a run: its bytes, or the tokens that rank 0 has written."""
+    if config.tokenizer == BYTES:
+        return load_corpus(config.data)
+    import torch
+
+    parts: list[Tensor] = []
+    for name in (TRAIN, HELDOUT):
+        with (folder / name).open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        parts.append(torch.from_numpy(np.frombuffer(mapped, INT32)))
+    train, heldout = parts
+    return Corpus(train, heldout)
+
+
+def lines(part: bytes | memoryview) -> Iterator[bytes]:
+    """Yield the lines of a text with their ends; a long line in pieces of PIECE_BYTES."""
+    pending = b""
+    for start in range(0, len(part), PIECE_BYTES):
+        *whole, pending = (pending + bytes(part[start : start + PIECE_BYTES])).split(b"\n")
+        for line in whole:
+            yield from _pieces(line + b"\n")
+        while len(pending) > PIECE_BYTES:
+            yield pending[:PIECE_BYTES]
+            pending = pending[PIECE_BYTES:]
+    yield from _pieces(pending)
+
+
+def _pieces(line: bytes) -> Iterator[bytes]:
+    for start in range(0, len(line), PIECE_BYTES):
+        yield line[start : start + PIECE_BYTES]
+
+
+def _train(text: Text, vocabulary: int) -> Any:
+    """Return a tokenizer with a vocabulary of all bytes and the most frequent pairs of tokens."""
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sample = (line.decode(errors="replace") for line in lines(text.train[:SAMPLE_BYTES]))
+    tokenizer.train_from_iterator(sample, trainer)
+    return tokenizer
+
+
+def _library() -> Any:
+    for name in ("models", "pre_tokenizers", "decoders", "trainers"):
+        importlib.import_module(f"tokenizers.{name}")
+    return importlib.import_module("tokenizers")

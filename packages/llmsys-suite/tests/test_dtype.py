@@ -1,0 +1,95 @@
+"""The dtype of a run decides the arithmetic of products, and nothing else."""
+
+import types
+
+import pytest
+import torch
+from llmsys_suite.audit.tolerances import loss_tolerance, weight_tolerance
+from llmsys_suite.config import RunConfig, UsageError, check, resolve
+from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.step.case import Case
+from llmsys_suite.variants.single import Variant
+from torch import nn
+
+
+def a_run(dtype):
+    config = RunConfig(size="mini", world=1, context=16, dtype=dtype)
+    phase = types.SimpleNamespace(phase=lambda name: torch.profiler.record_function(name))
+    return Run(config, 0, 1, torch.device("cpu"), None, phase, None)
+
+
+def dtypes_of_products(run):
+    seen = []
+    variant = Variant(run, run.model)
+    for module in variant.decoder.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))
+    tokens = torch.randint(256, (2, 16))
+    loss = variant.forward_backward(tokens, tokens)
+    return variant, loss, set(seen)
+
+
+def test_products_of_a_run_in_bf16_are_in_bf16_and_all_state_is_float32():
+    exact, loss, dtypes = dtypes_of_products(a_run("fp32"))
+    assert dtypes == {torch.float32}
+    variant, rounded, dtypes = dtypes_of_products(a_run("bf16"))
+    assert dtypes == {torch.bfloat16}
+    assert rounded == pytest.approx(loss, rel=1e-3)
+    assert rounded != loss
+    for theirs, parameter in zip(
+        exact.decoder.parameters(), variant.decoder.parameters(), strict=True
+    ):
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        distance = (parameter.grad - theirs.grad).norm() / theirs.grad.norm()
+        assert 0 < distance < 5e-2
+    variant.update()
+    state = [t for s in variant.optimizer.state.values() for t in s.values()]
+    assert {tensor.dtype for tensor in state} == {torch.float32}
+
+
+def test_queries_and_keys_stay_in_bf16_after_their_rotation():
+    seen = []
+
+    def attention(q, k, v, *, is_causal):
+        seen.append({q.dtype, k.dtype, v.dtype})
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    model = Decoder(ModelConfig.named("mini", context=16), attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randint(256, (2, 16)))
+    assert seen == [{torch.bfloat16}] * 2
+
+
+def test_checks_in_float32_restore_the_dtype_also_after_an_exception():
+    run = a_run("bf16")
+
+    def fail():
+        assert run.compute_dtype == torch.float32
+        assert not run.autocast()._enabled
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), run.in_float32():
+        fail()
+    assert run.compute_dtype == torch.bfloat16
+    assert run.autocast()._enabled
+
+
+def test_tf32_is_refused_without_a_gpu_and_unknown_dtypes_everywhere(monkeypatch):
+    with pytest.raises(UsageError, match="dtype tf32 needs a CUDA device, got device cpu"):
+        check(RunConfig(dtype="tf32"))
+    with pytest.raises(UsageError, match="dtype tf32 needs device cuda"):
+        Case(dtype="tf32")
+    with pytest.raises(UsageError, match="dtype 'fp64' is unknown; choose from fp32, tf32, bf16"):
+        resolve([], preset="cpu", dtype="fp64")
+    monkeypatch.setattr("llmsys_suite.config.count_gpus", lambda: 2)
+    assert resolve([], preset="gpu", dtype="tf32").dtype == "tf32"
+
+
+@pytest.mark.parametrize("tolerance", [loss_tolerance, weight_tolerance])
+def test_tolerances_widen_with_the_rounding_of_the_dtype(tolerance):
+    exact, half, third = (
+        tolerance(RunConfig(dtype=dtype), 5e-6) for dtype in ("fp32", "bf16", "tf32")
+    )
+    assert exact == 5e-6
+    assert exact < third < half

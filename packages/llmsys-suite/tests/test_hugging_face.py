@@ -1,0 +1,86 @@
+"""An exported model computes the same logits in transformers, and comes back as it was."""
+
+import json
+
+import pytest
+import torch
+from llmsys_suite import cli
+from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.generation import MODEL
+from llmsys_suite.hugging_face import export_model, import_model
+from llmsys_suite.model import Decoder, ModelConfig
+from safetensors.torch import save_file
+
+SHAPE = ModelConfig(d_model=16, d_ff=24, num_layers=2, num_heads=2, vocabulary=50, context=12)
+
+
+@pytest.fixture
+def exported(tmp_path):
+    torch.manual_seed(0)
+    model = Decoder(SHAPE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    export_model(model, tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+def test_an_exported_model_comes_back_as_it_was(exported):
+    model, folder = exported
+    tokens = torch.randint(50, (3, 12))
+    imported = import_model(folder)
+    assert imported.config == SHAPE
+    assert torch.equal(imported(tokens), model(tokens))
+
+
+@pytest.mark.exhaustive
+def test_transformers_computes_the_same_logits_and_its_folder_is_imported(exported, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, folder = exported
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    tokens = torch.randint(50, (3, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "saved")
+    assert torch.equal(import_model(tmp_path / "saved")(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model_type": "gpt2"}, "expected model_type 'llama', got 'gpt2'"),
+        ({"tie_word_embeddings": True}, "expected tie_word_embeddings False, got True"),
+        ({"rms_norm_eps": 1e-6}, "expected rms_norm_eps 1e-05, got 1e-06"),
+        ({"num_key_value_heads": 1}, "expected num_key_value_heads 2, got 1"),
+        ({"rope_scaling": {"factor": 8.0}}, "expected rotary positions without scaling"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, r"expected rope_theta 10000\.0, got 500000\.0"),
+    ],
+)
+def test_a_model_of_another_architecture_is_refused(exported, change, complaint):
+    _, folder = exported
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UsageError, match=complaint):
+        import_model(folder)
+
+
+def test_missing_files_and_other_tensors_are_refused(exported, tmp_path):
+    _, folder = exported
+    with pytest.raises(UsageError, match="cannot be read"):
+        import_model(tmp_path / "nowhere")
+    save_file({"model.other.weight": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(UsageError, match="expected the tensors of a Llama model"):
+        import_model(folder)
+
+
+def test_the_command_exports_the_trained_model_to_a_new_folder_only(tmp_path):
+    run = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path / "run"), {})
+    trained = Decoder(ModelConfig.named("mini", context=16))
+    save_file(trained.state_dict(), run.path / MODEL)
+    arguments = ["export", str(run.path), str(tmp_path / "model")]
+    cli.app(arguments, standalone_mode=False)
+    tokens = torch.arange(16)[None]
+    assert torch.equal(import_model(tmp_path / "model")(tokens), trained(tokens))
+    with pytest.raises(UsageError, match="is not empty; name another folder"):
+        cli.app(arguments, standalone_mode=False)

@@ -1,0 +1,116 @@
+"""Texts are encoded once, by a tokenizer that is trained on them or by a given one."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from llmsys_suite import cli, tokens
+from llmsys_suite.config import RunConfig, UsageError, check, resolve
+from llmsys_suite.start import run as start
+
+pytest.importorskip("tokenizers")
+SENTENCES = "the cat sat on the mat, and the dog sat on the cat.\n" * 400
+CONFIG = RunConfig(stages=("plan", "report"), size="mini", context=16, tokenizer="bpe")
+CONFIG = replace(CONFIG, vocabulary=280)
+
+
+@pytest.fixture
+def encoded(tmp_path):
+    (tmp_path / "text").write_text(SENTENCES + "zyzzyva " * 400)
+    config = replace(CONFIG, data=tmp_path / "text")
+    tokens.write_tokens(config, tmp_path)
+    return config, tmp_path
+
+
+def test_tokens_of_both_parts_together_are_the_text(encoded):
+    config, folder = encoded
+    codec, corpus = tokens.codec_of(config, folder), tokens.load(config, folder)
+    decoded = [codec.decode(part.tolist()) for part in (corpus.train, corpus.heldout)]
+    assert "".join(decoded) == (folder / "text").read_text()
+    assert 256 < int(corpus.train.max()) < config.vocabulary
+    assert len(corpus.train) < len(decoded[0]) / 2
+    read, targets = corpus.batch(rows=4, context=16, seed=0, step=0)
+    assert torch.equal(read[:, 1:], targets[:, :-1])
+
+
+def test_the_vocabulary_is_trained_on_the_training_text_only(tmp_path):
+    (tmp_path / "text").write_text(SENTENCES + "zyzzyva " * 250)
+    config = replace(CONFIG, data=tmp_path / "text", vocabulary=400)
+    tokens.write_tokens(config, tmp_path)
+    codec = tokens.codec_of(config, tmp_path)
+    assert len(codec.encode("the cat")) == 2
+    assert len(codec.encode("zyzzyva")) == len("zyzzyva")
+
+
+def test_lines_keep_their_ends_and_long_ones_are_cut(monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE_BYTES", 4)
+    expected = [b"ab\n", b"cdef", b"\n", b"\n", b"ghij", b"klmn", b"op\r\n", b"q"]
+    assert [*tokens.lines(b"ab\ncdef\n\nghijklmnop\r\nq")] == expected
+    assert [*tokens.lines(b"abcd\nefgh")] == [b"abcd", b"\n", b"efgh"]
+    assert [*tokens.lines(b"")] == []
+
+
+def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
+    config, folder = encoded
+    (tmp_path / "run").mkdir()
+    from_file = replace(config, tokenizer=str(folder / tokens.TOKENIZER))
+    tokens.require_tokenizer(from_file)
+    tokens.write_tokens(from_file, tmp_path / "run")
+    both = [tokens.load(config, path).train for path in (folder, tmp_path / "run")]
+    assert torch.equal(*both)
+    with pytest.raises(UsageError, match=r"has 280 tokens.*pass --vocabulary 280"):
+        tokens.require_tokenizer(replace(from_file, vocabulary=270))
+    with pytest.raises(UsageError, match="is not a file of the package tokenizers"):
+        tokens.require_tokenizer(replace(from_file, tokenizer=str(folder / "text")))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"tokenizer": "nowhere"}, "no tokenizer at nowhere; give bytes, bpe or a file"),
+        ({"tokenizer": "bytes"}, "--vocabulary 280 needs --tokenizer bpe or a file"),
+        ({"vocabulary": 256}, "merges no bytes; pass a larger vocabulary"),
+        ({"vocabulary": 100}, "--vocabulary 100 is below 256"),
+        ({"epochs": 1}, "--epochs 1 counts bytes"),
+        (
+            {"stages": ("plan", "scale", "report")},
+            "the stages scale read bytes.*name the others: llmsys run plan report",
+        ),
+    ],
+)
+def test_what_tokens_do_not_allow_is_refused(change, complaint):
+    check(CONFIG)
+    with pytest.raises(UsageError, match=complaint):
+        check(replace(CONFIG, **change))
+
+
+def test_a_missing_library_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="--tokenizer bpe needs `pip install tokenizers`"):
+        tokens.require_tokenizer(CONFIG)
+
+
+def test_a_text_of_too_few_tokens_is_refused(tmp_path):
+    (tmp_path / "text").write_text(SENTENCES)
+    config = replace(CONFIG, data=tmp_path / "text", context=500, vocabulary=300)
+    with pytest.raises(ValueError, match=r"tokens for .*; eight rows of 500 need 4008"):
+        tokens.write_tokens(config, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys):
+    stages = ["train", "learn", "parallel", "compress", "audit"]
+    options = {"size": "mini", "steps": 2, "warmup": 1, "learn": 8, "context": 32}
+    tokens_options = {"tokenizer": "bpe", "vocabulary": 300}
+    out = tmp_path / "run"
+    config = resolve(stages, preset="cpu", out=out, **options, **tokens_options)
+    folder = start(config)
+    assert folder.results["learn"].losses[-1] < folder.results["learn"].losses[0]
+    cli.app(["sample", str(folder.path), "--max-bytes", "5"], standalone_mode=False)
+    assert capsys.readouterr().out.startswith("The ")
+    cli.app(["export", str(folder.path), str(tmp_path / "model")], standalone_mode=False)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    codec = tokens.codec_of(config, folder.path)
+    assert theirs.encode("import os\n", add_special_tokens=False) == codec.encode("import os\n")
