@@ -13,7 +13,6 @@ from scaling import (
     IsoflopFit,
     Law,
     backtest,
-    bootstrap,
     fit_isoflop,
     fit_law,
     fit_parametric,
@@ -21,7 +20,7 @@ from scaling import (
     load_runs,
     select_law,
 )
-from scaling.runs import below_cuts
+from scaling.grouping import below_cuts
 from scaling.uncertainty.drift import (
     COVERAGE,
     PRIOR_SIZE_DRIFT,
@@ -48,9 +47,9 @@ def bent_runs(seed, noise=3e-3):
 def test_drift_widens_intervals_continuously_beyond_the_largest_run():
     """Nothing is added at the largest run, and almost nothing just beyond it."""
     fit = fit_parametric(isoflop_runs(LAW, noise=3e-3))
-    top = fit.drift.highest
+    top = fit.drift.start
     for name in ("parameters", "tokens", "loss"):
-        noise = fit.resampled.optimal(top).intervals[name]
+        noise = fit.posterior.optimal(top).intervals[name]
         assert fit.optimal(top).intervals[name] == noise
         beyond = fit.optimal(top * 1.001).intervals[name]
         assert beyond.low == pytest.approx(noise.low, rel=2e-3)
@@ -59,6 +58,34 @@ def test_drift_widens_intervals_continuously_beyond_the_largest_run():
     inside = fit.predict(best.parameters, best.tokens / 1.001).interval
     outside = fit.predict(best.parameters, best.tokens * 1.001).interval
     assert outside.high / outside.low == pytest.approx(inside.high / inside.low, rel=1e-3)
+
+
+def test_models_outside_the_runs_have_drift_in_every_direction():
+    """Also smaller models, fewer tokens and less compute than the runs have are extrapolations."""
+    fit = fit_parametric(isoflop_runs(LAW, noise=3e-3))
+    runs = fit.runs
+    inside = fit.predict(1e9, 1e10)
+    narrow = inside.interval.high / inside.interval.low
+    n, d = float(runs.parameters.max()), float(runs.tokens.max())
+    small_n, small_d = float(runs.parameters.min()), float(runs.tokens.min())
+    compute = float(runs.compute.max()) / 6
+    for models in (
+        [(n * 10**k, compute / 10 / (n * 10**k)) for k in (0, 1, 2)],
+        [(compute / 10 / (d * 10**k), d * 10**k) for k in (0, 1, 2)],
+        [(small_n / 10**k, small_d) for k in (0, 1, 2)],
+    ):
+        widths = []
+        for model in models:
+            interval = fit.predict(*model).interval
+            noise = fit.posterior.predict(*model).interval
+            widths.append(math.log(interval.high / interval.low))
+            assert widths[-1] >= math.log(noise.high / noise.low)
+        assert widths == sorted(widths)
+        assert widths[1] > 2 * math.log(narrow)
+    below = fit.optimal(float(runs.compute.min()) / 100)
+    noise = fit.posterior.optimal(below.compute).intervals["parameters"]
+    interval = below.intervals["parameters"]
+    assert math.log(interval.high / interval.low) > 1.5 * math.log(noise.high / noise.low)
 
 
 def test_runs_that_follow_the_law_have_less_drift_than_published_tables():
@@ -86,12 +113,12 @@ def test_errors_explained_by_noise_leave_the_prior_drift():
 def test_every_interval_beyond_the_runs_is_wider_than_that_of_noise():
     fits = [fit_parametric(runs) for runs in (bent_runs(0), isoflop_runs(LAW, noise=3e-3))]
     for fit in fits:
-        best, noise = fit.optimal(1e24).intervals, fit.resampled.optimal(1e24).intervals
+        best, noise = fit.optimal(1e24).intervals, fit.posterior.optimal(1e24).intervals
         for name in ("parameters", "tokens", "loss"):
             assert best[name].low < noise[name].low
             assert best[name].high > noise[name].high
         within = fit.optimal(1e20).intervals["parameters"]
-        assert within == fit.resampled.optimal(1e20).intervals["parameters"]
+        assert within == fit.posterior.optimal(1e20).intervals["parameters"]
 
 
 def test_interval_of_a_run_covers_new_runs():
@@ -162,7 +189,7 @@ def test_intervals_from_small_chinchilla_runs_cover_the_full_fit(count):
         fit = fit_parametric(runs[runs.compute <= cut])
         interval = fit.optimal(5.76e23).intervals["parameters"]
         assert truth in interval
-        noise = fit.resampled.optimal(5.76e23).intervals["parameters"]
+        noise = fit.posterior.optimal(5.76e23).intervals["parameters"]
         assert truth not in noise
         row = f"| {cut:.2e} | {len(fit.runs)} | {noise.low:.1e} to {noise.high:.1e} |"
         row += f" {interval.low:.1e} to {interval.high:.1e} |"
@@ -247,7 +274,7 @@ def size_coverage(fit, later, top, truth, prior):
         return float(low <= truth <= high)
     errors = [(c.decades, c.size_error, c.size_deviation, c.weight) for c in fit.drift.cuts]
     drift = dataclasses.replace(fit.drift, size=drift_per_decade(errors, prior))
-    return float(truth in drift.widen(fit.resampled.optimal(top)).intervals["parameters"])
+    return float(truth in drift.widen(fit.posterior.optimal(top)).intervals["parameters"])
 
 
 def loss_coverage(fit, later, top, truth, factor):
@@ -281,9 +308,6 @@ def test_intervals_cover_later_runs_of_tables_not_used_for_calibration():
     parametric = [table for runs in sets if (table := list(cuts_of(runs, fit_parametric)))]
     isoflop = [table for runs in sets if (table := list(cuts_of(runs, fit_isoflop)))]
     assert (len(parametric), len(isoflop)) == (19, 17)
-    for table in parametric:
-        for fit, *_ in table:
-            fit.__dict__["resampled"] = bootstrap(fit, resamples=300)
     drifts = np.arange(0.1, 0.8, 0.02)
     sizes, prior = coverage_of_tables_left_out(parametric, size_coverage, drifts)
     valleys, prior_of_valleys = coverage_of_tables_left_out(isoflop, size_coverage, drifts)

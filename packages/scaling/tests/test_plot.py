@@ -38,8 +38,8 @@ def test_drawn_band_is_the_interval():
     frontier = next(x for x in contour.lines if x.get_label() == "efficient frontier")
     np.testing.assert_allclose(frontier.get_ydata()[-1], fit.law.optimal(1e24).parameters)
     np.testing.assert_allclose(residuals.collections[0].get_offsets()[:, 1], -fit.residuals)
-    drawn = {x.get_label(): 10 ** np.array(x.get_xdata()) for x in interval.lines[:3]}
-    noise = ["noise alone, bootstrap, 95 %", "noise alone, profile, 95 %"]
+    drawn = {x.get_label(): 10 ** np.array(x.get_xdata()) for x in interval.lines[:2]}
+    noise = ["noise alone, 95 %"]
     assert [*drawn] == ["answer, 95 %", *noise]
     np.testing.assert_allclose(drawn["answer, 95 %"], [expected.low, expected.high])
     for name in noise:
@@ -65,7 +65,7 @@ def test_sweep_is_drawn_with_its_law():
 def test_fit_prints_laws_and_intervals_and_writes_a_figure(file, tmp_path, capsys):
     target = tmp_path / "fit.png"
     at = ["--at", "1e23", "1e24"]
-    arguments = ["fit", str(file), *at, "--resamples", "200", "--plot", str(target), "--json"]
+    arguments = ["fit", str(file), *at, "--plot", str(target), "--json"]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert [best["compute"] for best in result["at"]] == [1e23, 1e24]
@@ -117,10 +117,10 @@ def test_fit_prints_explanation_takes_units_and_includes_drift(tmp_path, capsys)
     path = tmp_path / "millions.csv"
     path.write_text("\n".join(["set,N,D,loss", *rows, "b,1,1,9"]))
     units = ["--unit", "parameters=1e6", "--unit", "tokens=1e9", "--where", "set=a"]
-    assert main(["fit", str(path), *units, "--at", "1e24", "--resamples", "100", "--json"]) == 0
+    assert main(["fit", str(path), *units, "--at", "1e24", "--json"]) == 0
     interval = json.loads(capsys.readouterr().out)["at"][0]["intervals"]["parameters"]
     fit = fit_parametric(load_runs({"N": runs.parameters, "D": runs.tokens, "loss": bent}))
-    narrow = fit.resampled.optimal(1e24).intervals["parameters"]
+    narrow = fit.posterior.optimal(1e24).intervals["parameters"]
     assert interval["high"] / interval["low"] > 1.2 * narrow.high / narrow.low
     assert main(["fit", str(path), *units, "--method", "parabola"]) == 0
     assert "72 of 73 rows of" in capsys.readouterr().out

@@ -430,6 +430,25 @@ def test_tokens_of_a_data_set_beside_epochs_are_refused():
     assert len(load_runs({**BASE, "epochs": [1, 2, 4]})) == 3
 
 
+def test_counts_that_compute_contradicts_follow_from_it():
+    """C = 6 N D holds for active parameters and for the tokens of all epochs."""
+    n, d = np.array(BASE["N"]), np.array(BASE["D"])
+    experts = {"params": n, "num_experts": [8, 8, 8], "flops": 6 * (n / 4) * d}
+    epochs = {"dataset_tokens": d, "num_epochs": [1, 2, 4], "flops": 6 * n * d * [1, 2, 4]}
+    loss = {"loss": BASE["loss"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        active = load_runs({**experts, "D": d, **loss})
+        trained = load_runs({**epochs, "N": n, **loss})
+    np.testing.assert_allclose(active.parameters, n / 4)
+    np.testing.assert_allclose(trained.tokens, d * [1, 2, 4])
+    assert "by C / 6 of the tokens, not 'params'" in active.explanation
+    # Without the other column, compute and a wrong count would give a wrong other count.
+    for table in ({**experts, **loss}, {**epochs, **loss}):
+        with pytest.raises(ValueError, match="may count"):
+            load_runs(table)
+
+
 def test_total_parameters_of_a_mixture_of_experts_are_refused():
     base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
     table = base | {"num_experts": [8, 8, 8]}

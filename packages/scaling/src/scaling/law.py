@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
 from scaling.equality import ComparesArrays
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 

@@ -11,11 +11,12 @@ from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit
 from scaling.isoflop import IsoflopFit
 from scaling.law import Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, ScalingWarning
+from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep
 from scaling.uncertainty.backtest import BacktestRow
-from scaling.uncertainty.profile import profile
+from scaling.uncertainty.posterior import weighted_quantiles
 from scaling.uncertainty.quantity import optimum
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,28 +158,25 @@ def _plot_residuals(axes: "Axes", fit: ParametricFit) -> None:
 
 
 def _plot_interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
-    """Draw the interval of `optimal`, and the intervals of noise alone."""
-    target = optimum("parameters", compute)
-    values: Array = np.log10(target.evaluate(fit.resampled.constants))
-    values = values[np.isfinite(values)]
-    # Without noise all resamples agree to rounding, and a histogram needs a width.
-    low = values.min()
-    high = max(values.max(), low + 1e-6)
-    axes.hist(values, np.linspace(low, high, 51).tolist(), color="0.8")
+    """Draw the interval of `optimal`, and the posterior and its interval, which omit drift."""
+    posterior = fit.posterior
+    values: Array = np.log10(posterior.sizes(compute))
+    # Without noise all laws agree to rounding, and a histogram needs a width.
+    low, high = weighted_quantiles(values, posterior.weights, [1e-3, 1 - 1e-3])
+    bins = np.linspace(low - 1e-6, high + 1e-6, 51).tolist()
+    axes.hist(values, bins, weights=posterior.weights, color="0.8")
     top = axes.get_ylim()[1]
     answer = fit.optimal(compute).intervals or {}
     intervals = {
         "answer": answer["parameters"],
-        "noise alone, bootstrap": fit.resampled.interval(target),
+        "noise alone": posterior.interval(optimum("parameters", compute)),
     }
-    if len(fit.runs) > 5:
-        intervals["noise alone, profile"] = profile(fit, target).interval
     for i, (name, interval) in enumerate(intervals.items()):
         ends = [math.log10(max(interval.low, 1.0)), math.log10(min(interval.high, 1e30))]
         height = top * (1.06 + 0.06 * i)
         axes.plot(ends, [height, height], f"C{i}|-", ms=10, label=f"{name}, 95 %")
     axes.axvline(math.log10(fit.law.optimal(compute).parameters), color="k", lw=1)
-    axes.set(xlabel=f"log10 best parameters at {compute:.3g} FLOPs", ylabel="resamples")
+    axes.set(xlabel=f"log10 best parameters at {compute:.3g} FLOPs", ylabel="probability")
     axes.set_title("Uncertainty of the best size")
     axes.legend(fontsize=8)
 

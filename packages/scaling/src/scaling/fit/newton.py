@@ -9,15 +9,14 @@ large lambda gives a short step that always descends (Levenberg 1944). Steps tha
 objective are rejected, and lambda grows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.equality import ComparesArrays
 from scaling.fit.varpro import Problem
-from scaling.runs import Array
+from scaling.units import Array
 
 #: A term whose log amplitude is within this distance of its lower bound has vanished: it no longer
 #: contributes, so its exponent is undetermined.
@@ -36,31 +35,6 @@ def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
     return vanished
 
 
-@dataclass(frozen=True, eq=False)
-class Penalty(ComparesArrays):
-    """The term stiffness / 2 * (implied(theta) - target)^2 that is added to each objective."""
-
-    #: A function from (S, P) parameters to (S,) values.
-    implied: Callable[[Array], Array]
-    #: One target per problem of a batch, or a single target for all of them.
-    targets: Array
-    stiffness: float
-
-    def energy(self, theta: Array, rows: NDArray[np.intp]) -> Array:
-        """Return the penalties (S,) of the problems at the indices `rows`."""
-        return 0.5 * self.stiffness * (self.implied(theta) - self._targets_of(rows)) ** 2
-
-    def derivatives(self, theta: Array, rows: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Return the gradient (S, P) and the Gauss-Newton Hessian (S, P, P) of the energy."""
-        gradient = numerical_gradient(self.implied, theta)
-        force = self.stiffness * (self.implied(theta) - self._targets_of(rows))
-        hessian = self.stiffness * gradient[:, :, None] * gradient[:, None, :]
-        return force[:, None] * gradient, hessian
-
-    def _targets_of(self, rows: NDArray[np.intp]) -> Array:
-        return self.targets[rows] if len(self.targets) > 1 else self.targets
-
-
 @dataclass(frozen=True)
 class PolishResult:
     """The end points of a batch of minimizations."""
@@ -76,13 +50,12 @@ def polish(
     *,
     delta: float,
     weights: Array | None = None,
-    penalties: Sequence[Penalty] = (),
     max_steps: int = 200,
 ) -> PolishResult:
     """Minimize the sum of Huber losses from each of (S, P) starts.
 
-    `weights` (S, n) are the weights of the rows, such as the counts of a bootstrap resample.
-    `penalties` are added to the objective. See Note [Damped Newton steps].
+    `weights` (S, n) are the weights of the rows, such as the counts of a bootstrap resample. See
+    Note [Damped Newton steps].
     """
     count = len(starts)
     row_weights = np.ones((count, 1)) if weights is None else weights
@@ -92,7 +65,7 @@ def polish(
     chunk = max(8, 24_000 // len(problem.log_target))
     for low in range(0, count, chunk):
         index = np.arange(low, min(low + chunk, count))
-        _polish_chunk(problem, batch, index, row_weights, delta, penalties, max_steps)
+        _polish_chunk(problem, batch, index, row_weights, delta, max_steps)
     return PolishResult(batch.theta, batch.objective, batch.converged)
 
 
@@ -154,7 +127,6 @@ class _Evaluation:
         errors[negative] = 1e3
         size = np.abs(errors)
         clipped = np.minimum(size, delta)
-        weights = problem.asymmetric_weights(weights, errors)
         values = (weights * clipped * (size - 0.5 * clipped)).sum(1)
         return _Evaluation(slopes, errors, log_sum, values)
 
@@ -188,7 +160,6 @@ def _polish_chunk(
     index: NDArray[np.intp],
     weights: Array,
     delta: float,
-    penalties: Sequence[Penalty],
     max_steps: int,
 ) -> None:
     """Polish the problems at `index` of the batch in place."""
@@ -196,20 +167,12 @@ def _polish_chunk(
     lowest, highest = problem.bounds
     weights = weights[index] if len(weights) > 1 else weights
     point = _Evaluation.at(problem, theta, weights, delta)
-    for penalty in penalties:
-        point.objective += penalty.energy(theta, index)
     damping = np.full(len(index), 0.1)
     for _ in range(max_steps):
         gradient, hessian = _derivatives(problem, theta, point, weights, delta, damping)
-        for penalty in penalties:
-            force, stiffness = penalty.derivatives(theta, index)
-            gradient += force
-            hessian += stiffness
         pinned = ((theta <= lowest) & (gradient > 0)) | ((theta >= highest) & (gradient < 0))
         trial = np.clip(theta + _newton_step(gradient, hessian, pinned), lowest, highest)
         new = _Evaluation.at(problem, trial, weights, delta)
-        for penalty in penalties:
-            new.objective += penalty.energy(trial, index)
         expected = -((trial - theta) * gradient).sum(1)
         accepted = (expected > 0) & (new.objective <= point.objective)
         theta[accepted] = trial[accepted]
@@ -293,7 +256,6 @@ def _derivatives(
     errors = point.residuals
     size = np.abs(errors)
     jacobian, derivatives = _jacobian(problem, theta, point)
-    weights = problem.asymmetric_weights(weights, errors)
     pull = weights * np.clip(errors, -delta, delta)
     reweighted = weights * (delta / np.maximum(size, delta) if np.isfinite(delta) else 1.0)
     # A residual is the logarithm of the law m, so its second derivative is m'' / m - J J'.

@@ -93,7 +93,7 @@ def _constants(fit: Fit) -> str:
         head = ["budget, FLOPs", "runs", "best parameters", "tokens", "loss"]
         return f"<p>{law}</p>" + _table(head, bottoms)
     names = ("E", "A", "B", "alpha", "beta", "exponent")
-    rows = [[k, _format(getattr(fit.law, k), fit.resampled.interval(k))] for k in names]
+    rows = [[k, _format(getattr(fit.law, k), fit.posterior.interval(k))] for k in names]
     law = "<p>L = E + A / N^alpha + B / D^beta. The intervals of the constants include noise"
     law += f" alone; the answers also include drift, {fit.drift.size:.2g} in log N and"
     law += f" {fit.drift.loss:.2g} in log loss per decade beyond the runs.</p>"

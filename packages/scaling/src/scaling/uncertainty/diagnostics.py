@@ -16,12 +16,13 @@ from scipy.special import fdtrc, stdtrit
 
 from scaling.fit import newton
 from scaling.fit.identifiability import design_defect
-from scaling.fit.search import search
+from scaling.fit.search import Estimate, search
 from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS, Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
-from scaling.uncertainty.profile import curvature_deviation, robust_scale
+from scaling.runs import Runs, ScalingWarning
+from scaling.uncertainty.noise import curvature_deviation, fit_noise
 from scaling.uncertainty.quantity import optimum
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: An interval is reported as wide if its ends are further apart than this factor.
 WIDE_INTERVAL = 10.0
@@ -103,9 +104,8 @@ def parametric_size(runs: Runs) -> ParametricSize | None:
     problem = Problem.chinchilla(runs)
     theta, _ = search(problem, "huber", 1e-3, prove=False)
     errors = newton.residuals(problem, theta)[0]
-    _, variance = robust_scale(errors, 1e-3, freedom)
-    student = float(stdtrit(freedom, 0.975))
-    return ParametricSize(problem, theta, student * math.sqrt(variance))
+    fit = Estimate(runs, problem.to_law(theta[0]), "huber", 1e-3, errors)
+    return ParametricSize(problem, theta, float(stdtrit(freedom, 0.975)) * fit_noise(fit))
 
 
 def warn_of_optimum(best: Optimum, runs: Runs, other: SizeEstimate | None = None) -> None:

@@ -31,11 +31,16 @@ from scipy.special import ndtri
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.search import Estimate
-from scaling.law import CONSTANTS, Interval, Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, below_cuts
-from scaling.uncertainty.bootstrap import Prediction
-from scaling.uncertainty.profile import curvature_deviation, robust_scale, smooth_delta
+from scaling.grouping import below_cuts
+from scaling.law import Interval, Optimum
+from scaling.runs import Runs
+from scaling.uncertainty.noise import curvature_deviation, fit_noise
+from scaling.uncertainty.posterior import Prediction
 from scaling.uncertainty.quantity import optimum
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+
+#: Fraction of the runs, the largest ones, about whose mean compute drift starts.
+LARGEST_FRACTION = 0.2
 
 #: Fractions of the runs, ordered by compute, that lie below the cuts.
 CUT_FRACTIONS = (0.25, 0.35, 0.5, 0.65, 0.8)
@@ -78,10 +83,10 @@ FULL_WEIGHT_RUNS = 22
 class Cut:
     """The errors, in logs, of a fit of the runs below a cut."""
 
-    #: Compute of the largest fitted run.
+    #: Compute at which the drift of the fitted runs starts.
     compute: float
     runs: int
-    #: Decades from the cut to the largest run.
+    #: Decades from there to the largest run.
     decades: float
     #: Error of the best size at the largest compute, and its standard deviation by noise.
     size_error: float
@@ -110,8 +115,10 @@ class CutError(NamedTuple):
 class Drift(ComparesArrays):
     """Standard deviations, in logs and per decade beyond the runs, of a law's errors."""
 
-    #: Compute of the largest run. Nothing is extrapolated up to it.
-    highest: float
+    #: Compute from which on drift grows: see `drift_start`.
+    start: float
+    #: Least and largest compute, parameters and tokens of the runs.
+    ranges: tuple[tuple[float, float], ...]
     cuts: tuple[Cut, ...]
     size: float
     loss: float
@@ -126,17 +133,35 @@ class Drift(ComparesArrays):
             intervals[name] = _widen(interval, value, per_decade[name] * decades)
         return replace(best, intervals=intervals, coverage=COVERAGE if decades else "")
 
-    def interval_of_run(self, mean: Prediction, compute: float, residuals: Array) -> Interval:
+    def interval_of_run(
+        self, mean: Prediction, parameters: float, tokens: float, residuals: Array
+    ) -> Interval:
         """Return the interval of a further run: that of the mean, with noise and drift."""
+        compute = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
         decades = self.decades(compute)
+        for value, (low, high) in zip((parameters, tokens), self.ranges[1:], strict=True):
+            # Along the optima, a decade of parameters or of tokens is two decades of compute.
+            decades = max(decades, 2 * math.log10(value / high), 2 * math.log10(low / value))
         ratio = RUN_NOISE_FACTOR ** min(decades / RUN_NOISE_RAMP, 1.0)
         noise = run_noise(residuals, mean.interval.level)
         with_noise = _widen(mean.interval, mean.loss, noise)
         return _widen(with_noise, mean.loss, self.loss * decades, ratio)
 
     def decades(self, compute: float) -> float:
-        """Return by how many decades a compute exceeds the largest run; 0 if it does not."""
-        return max(math.log10(compute / self.highest), 0.0)
+        """Return by how many decades a compute lies beyond the runs, above or below them."""
+        lowest = self.ranges[0][0]
+        return max(math.log10(compute / self.start), math.log10(lowest / compute), 0.0)
+
+
+def drift_start(compute: Array) -> float:
+    """Return the geometric mean compute of the largest fifth of the runs.
+
+    If drift started at the largest run, one run far above the others would change all intervals.
+    The run at the boundary of the fifth counts in part.
+    """
+    logs = np.sort(np.log(compute))[::-1]
+    weights = np.clip(LARGEST_FRACTION * len(logs) - np.arange(len(logs)), 0.0, 1.0)
+    return float(np.exp(weights @ logs / weights.sum()))
 
 
 def run_noise(residuals: Array, level: float = 0.95) -> float:
@@ -159,10 +184,13 @@ def measure_drift(runs: Runs, refit: Callable[[Runs], Estimate]) -> Drift:
     """
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
     highest = float(compute.max())
+    start = drift_start(compute)
+    columns = (compute, runs.parameters, runs.tokens)
+    ranges = tuple((float(column.min()), float(column.max())) for column in columns)
     try:
         whole = refit(runs)
     except ValueError:
-        return Drift(highest, (), PRIOR_SIZE_DRIFT, PRIOR_LOSS_DRIFT)
+        return Drift(start, ranges, (), PRIOR_SIZE_DRIFT, PRIOR_LOSS_DRIFT)
     cuts = []
     for below in below_cuts(compute, CUT_FRACTIONS):
         if below.sum() <= FEWEST_RUNS:
@@ -171,12 +199,13 @@ def measure_drift(runs: Runs, refit: Callable[[Runs], Estimate]) -> Drift:
             part = refit(runs[below])
         except ValueError:
             continue
-        limit = float(compute[below].max())
+        limit = drift_start(compute[below])
         cuts.append(_cut(part, whole, runs[~below], limit, highest))
     sizes = [CutError(c.decades, c.size_error, c.size_deviation, c.weight) for c in cuts]
     losses = [CutError(c.decades, c.loss_error, c.loss_deviation, c.weight) for c in cuts]
     return Drift(
-        highest,
+        start,
+        ranges,
         tuple(cuts),
         drift_per_decade(sizes, PRIOR_SIZE_DRIFT),
         drift_per_decade(losses, PRIOR_LOSS_DRIFT),
@@ -204,12 +233,6 @@ def _cut(part: Estimate, whole: Estimate, beyond: Runs, limit: float, highest: f
     )
 
 
-def _noise(fit: Estimate) -> float:
-    """Return the standard deviation of log loss with which least squares is as precise as a fit."""
-    freedom = max(len(fit.runs) - len(CONSTANTS), 1)
-    return math.sqrt(robust_scale(fit.residuals, smooth_delta(fit.loss, fit.delta), freedom)[1])
-
-
 def _size_deviation(fit: Estimate, compute: float) -> float:
     """Return the standard deviation of the log best size by noise, by linearization."""
     problem = fit.problem
@@ -219,7 +242,7 @@ def _size_deviation(fit: Estimate, compute: float) -> float:
         return np.log(target.evaluate(problem.to_constants(theta)))
 
     theta = problem.from_law(fit.law)[None]
-    return _noise(fit) * curvature_deviation(problem, theta, log_size) + 1e-12
+    return fit_noise(fit) * curvature_deviation(problem, theta, log_size) + 1e-12
 
 
 def _loss_deviations(fit: Estimate, runs: Runs) -> Array:
@@ -230,7 +253,7 @@ def _loss_deviations(fit: Estimate, runs: Runs) -> Array:
     gradient = newton.log_jacobian(fit.problem.with_columns(columns), theta)
     inverse = np.linalg.pinv(jacobian @ jacobian.T, rcond=1e-15)
     variance = np.einsum("in,ij,jn->n", gradient, inverse, gradient)
-    deviations: Array = _noise(fit) * np.sqrt(np.abs(variance))
+    deviations: Array = fit_noise(fit) * np.sqrt(np.abs(variance))
     return deviations
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from scaling.law import CONSTANTS, Law, loss_of, optima_of, require_numbers
-from scaling.runs import Array
+from scaling.units import Array
 
 FIELDS = ("parameters", "tokens", "loss")
 

@@ -1,0 +1,135 @@
+"""Rows that are left out: those without a loss, and all but the best setting of a sweep.
+
+Columns that do not count what C = 6 N D needs are left out too.
+"""
+
+from collections.abc import Container
+
+import numpy as np
+
+from scaling.grouping import SAME_SIZE, SAME_TOKENS, cluster
+from scaling.tables.cells import blank_cells, list_some, parse_numbers
+from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
+from scaling.tables.reading import Reading
+from scaling.tables.scales import FEWEST
+from scaling.units import COLUMNS
+
+#: Columns that show that N or D may be counted in two ways: the quantity, and how to name it.
+COUNTS = {
+    "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
+    "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
+}
+
+
+def require_whole_counts(reading: Reading, named: Container[str]) -> None:
+    """Leave out an N that may count idle experts, or a D that may count the data of one epoch.
+
+    C = 6 N D needs active parameters and all trained tokens, which follow from compute and the
+    other of the two. Raise `ValueError` if the table does not have both.
+    """
+    for name in reading.table.columns:
+        ours, wanted, reason = COUNTS.get("".join(split_words(name)[-1:]), ("", "", ""))
+        column = reading.columns.get(ours)
+        if column is None or ours in named:
+            continue
+        # Trained tokens already count every epoch, unlike the tokens of a data set.
+        is_whole = "active" in column.kinds or (ours == "tokens" and "data" not in column.name)
+        if is_whole or not (parse_numbers(reading.table.cells(name), False) > 1).any():
+            continue
+        other = "tokens" if ours == "parameters" else "parameters"
+        if not {"compute", other} <= {*reading.columns}:
+            raise ValueError(
+                f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r},"
+                f" or confirm with columns={{{ours!r}: {column.name!r}}}"
+            )
+        del reading.columns[ours]
+        reading.choices.append(
+            f"{ours} by C / 6 of the {other}, not {column.name!r}, which {reason}"
+        )
+
+
+def drop_rows_without_loss(reading: Reading) -> None:
+    """Leave out the rows whose loss is blank."""
+    column = reading.columns["loss"].name
+    blank = blank_cells(reading.table.columns[column])
+    if blank.all():
+        raise ValueError(f"{reading.name} holds no runs with a loss in column {column!r}")
+    if blank.any():
+        reading.exclusions.append(
+            f"column {column!r} is blank in {blank.sum()} rows"
+            f" ({list_some(reading.table.rows[blank])}): left out"
+        )
+        reading.table = reading.table.select(~blank)
+
+
+def keep_best_settings(reading: Reading) -> None:
+    """Leave out all but the best setting of each N and D, if the table is a sweep of settings.
+
+    The settings are learning rates, batch sizes and similar. Repetitions of the best setting, such
+    as seeds, are all kept, because the least loss of several repetitions is biased.
+    """
+    # A column `eta` is usually the time that remains, and `b` may be anything.
+    sweeps = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]}
+    used = {column.name for column in reading.columns.values()}
+    names = []
+    sets = []
+    for name in reading.table.columns:
+        words = split_words(name)
+        stems = {"".join(words[i:]) for i in range(len(words))}
+        if name not in used and stems & (sweeps - {"eta", "b"}):
+            names.append(name)
+        elif words and words[-1] in WORDS["sets"]:
+            sets.append(name)
+    if not names:
+        return
+    tolerances = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
+    keys = []
+    for k, tolerance in tolerances.items():
+        if k in reading.values:
+            keys.append(cluster(reading.values[k], tolerance, 1 + tolerance))
+    keys += [reading.table.codes([name]) for name in sets]
+    design = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
+    setting = reading.table.codes(names)
+    pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
+    of_row = of_row.reshape(-1)
+    mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
+    by_mean = np.lexsort((mean, pairs[0]))
+    best = by_mean[np.diff(pairs[0][by_mean], prepend=-1) > 0]
+    keep = np.flatnonzero(np.isin(of_row, best))
+    if len(keep) == len(design):
+        return
+    reading.exclusions.append(
+        f"columns {names} differ between runs of one size and tokens: the setting of least mean"
+        f" loss is read, and {len(design) - len(keep)} runs of other settings are left out"
+    )
+    reading.select(keep)
+
+
+def drop_small_letters(reading: Reading) -> None:
+    """Ignore columns n and d of layers and widths if the other columns are enough."""
+    for k in ("parameters", "tokens"):
+        is_redundant_letter = (
+            k in reading.values
+            and len(reading.values) == len(COLUMNS)
+            and len(reading.columns[k].name) == 1
+        )
+        if is_redundant_letter and reading.values[k].min() < FEWEST:
+            reading.choices.append(
+                f"column {reading.columns[k].name!r} is too small for {k}: they follow from the"
+                " compute"
+            )
+            del reading.values[k]
+            del reading.columns[k]
+
+
+def datasets_message(reading: Reading) -> list[str]:
+    """Return a warning if the rows are of several data sets, whose losses follow different laws."""
+    for name in reading.table.columns:
+        if name.lower().rsplit(".")[-1] in WORDS["sets"]:
+            seen = dict.fromkeys(map(str, reading.table.cells(name)))
+            if 1 < len(seen) <= len(reading.table) / 4:
+                return [
+                    f"column {name!r} names {len(seen)} sets of runs ({list_some(seen)}), which are"
+                    f" read as one: select one with where={{{name!r}: {next(iter(seen))!r}}}"
+                ]
+    return []

@@ -1,0 +1,55 @@
+"""The noise of a fit, and the precision with which the runs determine a quantity."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy.special import erf, ndtr
+
+from scaling.fit import newton
+from scaling.fit.search import Estimate
+from scaling.fit.varpro import Problem
+from scaling.law import CONSTANTS
+from scaling.units import Array
+
+#: Mean of |x| for a normal variable x with standard deviation one.
+MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
+
+
+def fit_noise(fit: Estimate) -> float:
+    """Return the noise of log loss with which least squares is as precise as a fit.
+
+    The standard deviation of the runs is estimated by their mean absolute residual, which depends
+    less on single runs than the residuals near zero or the largest ones do. A Huber loss that is
+    narrower than the noise is less precise than least squares for normal errors (Huber 1964).
+    """
+    freedom = max(len(fit.runs) - len(CONSTANTS), 1)
+    if fit.loss == "squares":
+        return math.sqrt(float((fit.residuals**2).sum()) / freedom)
+    deviation = float(np.abs(fit.residuals).sum()) / freedom / MEAN_ABSOLUTE
+    width = (fit.delta if fit.loss == "huber" else 0.0) / max(deviation, 1e-300)
+    return deviation / math.sqrt(huber_efficiency(width))
+
+
+def huber_efficiency(width: float) -> float:
+    """Return the efficiency of a Huber loss for normal errors of standard deviation one.
+
+    It is E[psi']^2 / E[psi^2], which is 2 / pi at width zero and 1 at width infinity.
+    """
+    if width < 1e-4:
+        return 2 / math.pi
+    inside = float(erf(width / math.sqrt(2)))
+    density = math.exp(-(width**2) / 2) / math.sqrt(2 * math.pi)
+    square = inside - 2 * width * density + 2 * width**2 * float(ndtr(-width))
+    return inside**2 / square
+
+
+def curvature_deviation(problem: Problem, theta: Array, implied: Callable[[Array], Array]) -> float:
+    """Return the standard deviation of an implied quantity at unit noise, by linearization.
+
+    `theta` is one parameter vector, (1, P).
+    """
+    gradient = newton.numerical_gradient(implied, theta)[0]
+    jacobian = newton.log_jacobian(problem, theta[0])
+    variance = gradient @ np.linalg.pinv(jacobian @ jacobian.T, rcond=1e-15) @ gradient
+    return math.sqrt(abs(float(variance)))
