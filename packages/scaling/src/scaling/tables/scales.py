@@ -1,14 +1,11 @@
 """Checks that numbers are on the scale of training runs, and the column that C = 6 N D gives."""
 
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scaling.tables.reading import Reading
 from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
-
-if TYPE_CHECKING:
-    from scaling.tables.reading import Reading
 
 #: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.
 LARGEST_LOSS = 20.0
