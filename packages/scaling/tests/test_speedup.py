@@ -108,4 +108,4 @@ def test_speedup_of_a_law_with_more_inputs_needs_their_values():
     tokens = np.geomspace(1e9, 1e11, 6)
     batches = fit_law("step_batch", {"tokens": tokens, "batch": tokens**0.5})
     with pytest.raises(ValueError, match="expected a law of the loss by parameters and tokens"):
-        effective_speedup(fit, batches, 1e20)
+        effective_speedup(fit, batches, 1e20, inputs={"granularity": 8})

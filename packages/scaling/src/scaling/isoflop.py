@@ -23,8 +23,7 @@ from scaling.runs import Runs, ScalingWarning
 from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import (
     Diagnostics,
-    ParametricSize,
-    parametric_size,
+    parametric_posterior,
     warn_of_optimum,
 )
 from scaling.uncertainty.drift import (
@@ -35,6 +34,7 @@ from scaling.uncertainty.drift import (
     drift_start,
     normal_quantile,
 )
+from scaling.uncertainty.posterior import Posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.valley import Valley, fit_common_shape, polynomial_bottom
 
@@ -83,8 +83,8 @@ class IsoflopFit(ComparesArrays):
         coverage = VALLEY_COVERAGE if is_beyond else ""
         best = Optimum(compute, n, pairs / n, math.nan, intervals, coverage)
         # The parametric law assumes C = 6 N D, so it is evaluated at the same N D.
-        law = self._parametric_size
-        other = law(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None
+        law = self._parametric
+        other = law.optimal(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None
         warn_of_optimum(best, self.runs, other)
         return best
 
@@ -114,9 +114,9 @@ class IsoflopFit(ComparesArrays):
         return n * math.exp(-half), n * math.exp(min(half, 600.0))
 
     @cached_property
-    def _parametric_size(self) -> ParametricSize | None:
-        """The best size by the parametric law of the same runs, if they identify one."""
-        return parametric_size(self.runs)
+    def _parametric(self) -> Posterior | None:
+        """The posterior of the parametric law of the same runs, if they identify one."""
+        return parametric_posterior(self.runs)
 
     def flops_per_parameter_token(self, compute: float) -> float:
         """Return C / (N D) of the best model, interpolated between budgets and constant beyond."""

@@ -9,7 +9,6 @@ large lambda gives a short step that always descends (Levenberg 1944). Steps tha
 objective are rejected, and lambda grows.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,12 +83,6 @@ def log_jacobian(problem: Problem, theta: Array) -> Array:
     point = _Evaluation.at(problem, theta[None], np.ones((1, 1)), np.inf)
     jacobian: Array = _jacobian(problem, theta[None], point)[0][0]
     return jacobian
-
-
-def numerical_gradient(function: Callable[[Array], Array], theta: Array) -> Array:
-    """Return the gradient (S, P) of a function of the parameters, by central differences."""
-    steps = 1e-6 * np.eye(theta.shape[1])
-    return np.stack([(function(theta + h) - function(theta - h)) / 2e-6 for h in steps], axis=-1)
 
 
 @dataclass

@@ -133,7 +133,7 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
 
 
 def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[str]:
-    """Return the values of a column that distinguishes settings; empty if it does not."""
+    """Return the values of a column that distinguishes settings, or an empty list."""
     cells = table.columns[name]
     values = list(dict.fromkeys(map(str, table.cells(name))))
     if len(values) < 2 or _normalize(name) in WORDS["repetitions"]:

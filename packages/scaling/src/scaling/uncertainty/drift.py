@@ -1,7 +1,7 @@
 """Drift: by how much laws fitted to small runs miss larger runs.
 
-Resampling measures the noise of the runs, but not the error of a law that holds only approximately.
-A backtest measures that error: fit the runs below a cut in compute, and compare the prediction at
+A posterior measures the noise of the runs, but not the error of a law that holds only
+approximately. A backtest measures that error: fit the runs below a cut in compute, and compare the prediction at
 the largest compute with a fit of all runs.
 
 Note [Shrunken drift]
@@ -29,14 +29,11 @@ import numpy as np
 from scipy.special import ndtri
 
 from scaling.equality import ComparesArrays
-from scaling.fit import newton
 from scaling.fit.search import Estimate
 from scaling.grouping import below_cuts
 from scaling.law import Interval, Optimum
 from scaling.runs import Runs
-from scaling.uncertainty.noise import curvature_deviation, fit_noise
-from scaling.uncertainty.posterior import Prediction
-from scaling.uncertainty.quantity import optimum
+from scaling.uncertainty.posterior import Prediction, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: Fraction of the runs, the largest ones, about whose mean compute drift starts.
@@ -72,6 +69,9 @@ VALLEY_COVERAGE = (
 #: Number of observations that the typical drift counts as. In the calibration, 1 to 8 give mean
 #: widths within 9 %, and the drift changes least from run to run with a large number.
 PRIOR_WEIGHT = 4.0
+
+#: Number of laws that are sampled to estimate how much of the error of a cut is noise.
+CUT_DRAWS = 300
 
 #: A cut has weight 0 up to `FEWEST_RUNS` runs and weight 1 from `FULL_WEIGHT_RUNS` runs on, so that
 #: no cut enters the mean abruptly. The calibration gives the same numbers without these weights.
@@ -215,11 +215,13 @@ def measure_drift(runs: Runs, refit: Callable[[Runs], Estimate]) -> Drift:
 def _cut(part: Estimate, whole: Estimate, beyond: Runs, limit: float, highest: float) -> Cut:
     """Compare the fit of the runs below a cut with the runs beyond it and with the whole fit."""
     log_sizes = [math.log(fit.law.optimal(highest).parameters) for fit in (part, whole)]
-    size_deviations = [_size_deviation(fit, highest) for fit in (part, whole)]
+    posteriors = [sample_posterior(fit, draws=CUT_DRAWS) for fit in (part, whole)]
+    size_deviations = [p.log_deviation(p.sizes(highest)) for p in posteriors]
     predicted = part.law.predict(beyond.parameters, beyond.tokens)
     errors = np.log(predicted) - np.log(beyond.loss)
-    deviations = _loss_deviations(part, beyond)
     median = int(np.argsort(errors)[len(beyond) // 2])
+    model = (float(beyond.parameters[median]), float(beyond.tokens[median]))
+    loss_deviation = posteriors[0].log_deviation(posteriors[0].losses(*model))
     low, high = np.quantile(errors, [0.16, 0.84])
     median_deviation = float(high - low) / 2 / math.sqrt(len(beyond))
     return Cut(
@@ -227,34 +229,10 @@ def _cut(part: Estimate, whole: Estimate, beyond: Runs, limit: float, highest: f
         runs=len(part.runs),
         decades=math.log10(highest / limit),
         size_error=log_sizes[0] - log_sizes[1],
-        size_deviation=math.hypot(*size_deviations),
+        size_deviation=math.hypot(*size_deviations, 1e-12),
         loss_error=float(np.median(errors)),
-        loss_deviation=math.hypot(deviations[median], median_deviation, 1e-12),
+        loss_deviation=math.hypot(loss_deviation, median_deviation, 1e-12),
     )
-
-
-def _size_deviation(fit: Estimate, compute: float) -> float:
-    """Return the standard deviation of the log best size by noise, by linearization."""
-    problem = fit.problem
-    target = optimum("parameters", compute)
-
-    def log_size(theta: Array) -> Array:
-        return np.log(target.evaluate(problem.to_constants(theta)))
-
-    theta = problem.from_law(fit.law)[None]
-    return fit_noise(fit) * curvature_deviation(problem, theta, log_size) + 1e-12
-
-
-def _loss_deviations(fit: Estimate, runs: Runs) -> Array:
-    """Return the standard deviations of the log losses of runs by noise, by linearization."""
-    theta = fit.problem.from_law(fit.law)
-    jacobian = newton.log_jacobian(fit.problem, theta)
-    columns = {"parameters": runs.parameters, "tokens": runs.tokens}
-    gradient = newton.log_jacobian(fit.problem.with_columns(columns), theta)
-    inverse = np.linalg.pinv(jacobian @ jacobian.T, rcond=1e-15)
-    variance = np.einsum("in,ij,jn->n", gradient, inverse, gradient)
-    deviations: Array = fit_noise(fit) * np.sqrt(np.abs(variance))
-    return deviations
 
 
 def drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:

@@ -1,16 +1,12 @@
-"""The noise of a fit, and the precision with which the runs determine a quantity."""
+"""The noise of log loss about a fitted law."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from scipy.special import erf, ndtr
 
-from scaling.fit import newton
 from scaling.fit.search import Estimate
-from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS
-from scaling.units import Array
 
 #: Mean of |x| for a normal variable x with standard deviation one.
 MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
@@ -42,14 +38,3 @@ def huber_efficiency(width: float) -> float:
     density = math.exp(-(width**2) / 2) / math.sqrt(2 * math.pi)
     square = inside - 2 * width * density + 2 * width**2 * float(ndtr(-width))
     return inside**2 / square
-
-
-def curvature_deviation(problem: Problem, theta: Array, implied: Callable[[Array], Array]) -> float:
-    """Return the standard deviation of an implied quantity at unit noise, by linearization.
-
-    `theta` is one parameter vector, (1, P).
-    """
-    gradient = newton.numerical_gradient(implied, theta)[0]
-    jacobian = newton.log_jacobian(problem, theta[0])
-    variance = gradient @ np.linalg.pinv(jacobian @ jacobian.T, rcond=1e-15) @ gradient
-    return math.sqrt(abs(float(variance)))

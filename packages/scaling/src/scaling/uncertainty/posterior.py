@@ -69,6 +69,10 @@ class Sample(ComparesArrays):
         """Return the best number of parameters of each law, (laws,)."""
         return optimum("parameters", compute).evaluate(self.constants)
 
+    def losses(self, parameters: float, tokens: float) -> Array:
+        """Return the loss of one model by each law, (laws,)."""
+        return loss_at(parameters, tokens).evaluate(self.constants)
+
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return the optimum of the fitted law, with intervals of its N, D and loss."""
         best = self.law.optimal(compute, inference_tokens=inference_tokens)
@@ -105,6 +109,12 @@ class Posterior(Sample):
         low, high = weighted_quantiles(values, self.weights, tails)
         return Interval(min(low, estimate), max(high, estimate), self.level)
 
+    def log_deviation(self, values: Array) -> float:
+        """Return the standard deviation of the log of a positive quantity of each law."""
+        logs = np.log(values)
+        mean = self.weights @ logs
+        return math.sqrt(float(self.weights @ (logs - mean) ** 2))
+
     def resample(self, count: int, seed: int) -> Array:
         """Return the constants (count, 5) of laws drawn by their weights; none without freedom."""
         if not len(self.weights):
@@ -124,15 +134,15 @@ def weighted_quantiles(values: Array, weights: Array, levels: list[float]) -> li
     return quantiles
 
 
-def sample_posterior(fit: Estimate, *, level: float = 0.95, seed: int = 0) -> Posterior:
+def sample_posterior(fit: Estimate, *, level: float = 0.95, draws: int = DRAWS) -> Posterior:
     """Return the laws that the runs of a fit leave possible: see Note [Sampling the posterior]."""
     freedom = len(fit.runs) - len(CONSTANTS)
     if freedom <= 0:
         return Posterior(fit.law, fit.law.constants[None], level, np.empty(0))
     # Noiseless runs have only rounding errors.
     noise = max(fit_noise(fit), 1e-12)
-    random = np.random.default_rng(seed)
-    exponents = _propose_exponents(fit, noise, random)
+    random = np.random.default_rng(0)
+    exponents = _propose_exponents(fit, noise, draws, random)
     constants, squares = _draw_amplitudes(fit, exponents.values, noise, freedom, random)
     likelihood = -(freedom + 2) / 2 * np.log1p(squares / (freedom * noise**2))
     log_weights = likelihood + exponents.log_prior - exponents.log_density
@@ -149,7 +159,9 @@ class _Exponents(NamedTuple):
     log_density: Array
 
 
-def _propose_exponents(fit: Estimate, noise: float, random: np.random.Generator) -> _Exponents:
+def _propose_exponents(
+    fit: Estimate, noise: float, draws: int, random: np.random.Generator
+) -> _Exponents:
     """Draw exponents from a t distribution about the maximum of likelihood times prior."""
     problem = fit.problem
     theta = problem.from_law(fit.law)
@@ -163,8 +175,8 @@ def _propose_exponents(fit: Estimate, noise: float, random: np.random.Generator)
     covariance = (np.linalg.inv(scaled) / np.outer(scale, scale))[3:, 3:]
     mean = math.log(PRIOR_EXPONENT)
     center = np.log(theta[3:]) + covariance @ prior @ (mean - np.log(theta[3:]))
-    normal = random.standard_normal((DRAWS, 2))
-    spread = np.sqrt(random.chisquare(PROPOSAL_FREEDOM, DRAWS) / PROPOSAL_FREEDOM)
+    normal = random.standard_normal((draws, 2))
+    spread = np.sqrt(random.chisquare(PROPOSAL_FREEDOM, draws) / PROPOSAL_FREEDOM)
     steps = normal / spread[:, None]
     root = np.linalg.cholesky(covariance)
     logs = center + PROPOSAL_WIDTH * steps @ root.T

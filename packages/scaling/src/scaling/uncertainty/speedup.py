@@ -14,7 +14,7 @@ import numpy as np
 
 from scaling.fit.parametric import ParametricFit
 from scaling.law import Interval, require_numbers
-from scaling.laws.fit import RESAMPLES, LawFit
+from scaling.laws.fit import LawFit
 from scaling.laws.form import Form
 from scaling.uncertainty.diagnostics import lack_of_fit
 from scaling.uncertainty.drift import PRIOR_LOSS_DRIFT, drift_start, normal_quantile
@@ -24,7 +24,7 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 Fit = ParametricFit | LawFit
 
 #: Number of pairs of laws of the two samples behind an interval.
-PAIRS = RESAMPLES
+PAIRS = 200
 
 #: Logarithms of the least and of the largest compute that is searched.
 COMPUTE_RANGE = (math.log(1e6), math.log(1e60))
@@ -32,6 +32,9 @@ COMPUTE_RANGE = (math.log(1e6), math.log(1e60))
 #: Points of a grid over log N, and how often the search narrows it to the neighbors of the best.
 GRID_POINTS = 33
 NARROWINGS = 5
+
+#: Bisections of the range of log compute, which leave 1e-10 of it.
+BISECTIONS = 40
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class _Recipe:
         """Return the log of the least compute (S,) with which each law reaches each loss."""
         low, high = (np.full(len(loss), end) for end in COMPUTE_RANGE)
         is_reached = self.best_loss(constants, high) <= loss
-        for _ in range(50):
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
             above = self.best_loss(constants, middle) > loss
             low = np.where(above, middle, low)
@@ -166,7 +169,9 @@ def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
     else:
         constants = np.array([*fit.constants.values()])
         freedom = len(fit.residuals) - len(constants)
-        sample = fit.resampled_constants(seed) if freedom > 0 else np.empty((0, len(constants)))
+        sample = np.empty((0, len(constants)))
+        if freedom > 0:
+            sample = fit.resampled_constants(seed)[:PAIRS]
         widening = math.sqrt(len(fit.residuals) / max(freedom, 1))
         theta = fit.theta[0]
         pairs = problem.columns["parameters"] * problem.columns["tokens"]
