@@ -477,6 +477,34 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
     assert len(load_runs(scaled)) == 24
 
 
+def test_setting_under_an_unusual_name_is_reported():
+    """Runs of several batch sizes or data sets are no repetitions, whatever the column is named."""
+    rows = [
+        {
+            "N": n,
+            "D": d,
+            "mystery": k,
+            "seed": seed,
+            "name": f"{n} {d} {k} {seed}",
+            "loss": 3 + k + seed / 9,
+        }
+        for n in (1e8, 4e8)
+        for d in (2e9, 8e9)
+        for k in (1, 2)
+        for seed in (0, 1)
+    ]
+    with pytest.warns(ScalingWarning, match=r"\['mystery'\] differ between .* as repetitions"):
+        assert len(load_runs(rows)) == 16
+    known = [{"gbsz" if k == "mystery" else k: v for k, v in row.items()} for row in rows]
+    with pytest.warns(ScalingWarning, match=r"\['gbsz'\] differ.*8 runs of other settings"):
+        assert len(load_runs(known)) == 8
+    # One value, or a value per size, is not a setting that differs.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_runs([row | {"mystery": row["N"] / 2} for row in rows], history=False)
+        load_runs([row | {"mystery": 1, "lr": 0.1} for row in rows], history=False)
+
+
 SIZES = {"N": [1e8, 2e8, 4e8], "loss": [3.2, 3.0, 2.9]}
 STEPS = [1000, 2000, 4000]
 
@@ -578,7 +606,8 @@ def test_suffix_of_a_cell_overrides_the_unit_of_its_column(name):
 
 @pytest.mark.parametrize("name", ["loss (bits)", "val_loss_bits", "eval/c4/bits_per_token", "loss"])
 def test_bits_per_token_become_nats_but_bits_per_byte_and_of_weights_do_not(name):
-    for other in ("bits_per_byte", "val_bpb", "loss (4 bits)", "loss 8 bits"):
+    bytes_or_characters = ("bits_per_byte", "val_bpb", "loss (bits/byte)", "loss [bits/char]")
+    for other in (*bytes_or_characters, "loss (4 bits)", "loss 8 bits"):
         runs = load_runs({"N": BASE["N"], "D": BASE["D"], other: BASE["loss"]})
         np.testing.assert_allclose(runs.loss, BASE["loss"])
     bits = np.divide(BASE["loss"], np.log(2))

@@ -6,13 +6,18 @@ Columns that do not count what C = 6 N D needs are left out too.
 from collections.abc import Container
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scaling.grouping import SAME_SIZE, SAME_TOKENS, cluster
 from scaling.tables.cells import blank_cells, list_some, parse_numbers
+from scaling.tables.derived import TIMES
 from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
 from scaling.tables.reading import Reading
 from scaling.tables.scales import FEWEST
 from scaling.units import COLUMNS
+
+#: Number of rows in which unknown settings are searched, because a million would take seconds.
+MOST_ROWS = 5000
 
 #: Columns that show that N or D may be counted in two ways: the quantity, and how to name it.
 COUNTS = {
@@ -68,20 +73,7 @@ def keep_best_settings(reading: Reading) -> None:
     The settings are learning rates, batch sizes and similar. Repetitions of the best setting, such
     as seeds, are all kept, because the least loss of several repetitions is biased.
     """
-    # A column `eta` is usually the time that remains, and `b` may be anything.
-    sweeps = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]}
-    used = {column.name for column in reading.columns.values()}
-    names = []
-    sets = []
-    for name in reading.table.columns:
-        words = split_words(name)
-        stems = {"".join(words[i:]) for i in range(len(words))}
-        if name not in used and stems & (sweeps - {"eta", "b"}):
-            names.append(name)
-        elif words and words[-1] in WORDS["sets"]:
-            sets.append(name)
-    if not names:
-        return
+    names, sets = _setting_columns(reading)
     tolerances = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
     keys = []
     for k, tolerance in tolerances.items():
@@ -89,20 +81,69 @@ def keep_best_settings(reading: Reading) -> None:
             keys.append(cluster(reading.values[k], tolerance, 1 + tolerance))
     keys += [reading.table.codes([name]) for name in sets]
     design = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
-    setting = reading.table.codes(names)
+    setting = reading.table.codes(names) if names else np.zeros(len(design), np.intp)
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
     by_mean = np.lexsort((mean, pairs[0]))
     best = by_mean[np.diff(pairs[0][by_mean], prepend=-1) > 0]
     keep = np.flatnonzero(np.isin(of_row, best))
-    if len(keep) == len(design):
-        return
-    reading.exclusions.append(
-        f"columns {names} differ between runs of one size and tokens: the setting of least mean"
-        f" loss is read, and {len(design) - len(keep)} runs of other settings are left out"
-    )
+    if len(keep) < len(design):
+        reading.exclusions.append(
+            f"columns {names} differ between runs of one size and tokens: the setting of least mean"
+            f" loss is read, and {len(design) - len(keep)} runs of other settings are left out"
+        )
+    _report_unknown_settings(reading, of_row, {*names, *sets})
     reading.select(keep)
+
+
+def _setting_columns(reading: Reading) -> tuple[list[str], list[str]]:
+    """Return the columns of settings that differ between runs, and those of data sets."""
+    # A column `eta` is usually the time that remains, and `b` may be anything.
+    known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
+    used = {column.name for column in reading.columns.values()}
+    names = []
+    sets = []
+    for name in reading.table.columns:
+        words = split_words(name)
+        stems = {"".join(words[i:]) for i in range(len(words))}
+        if name not in used and stems & known:
+            if reading.table.codes([name]).any():
+                names.append(name)
+        elif words and words[-1] in WORDS["sets"]:
+            sets.append(name)
+    return names, sets
+
+
+def _report_unknown_settings(
+    reading: Reading, of_row: NDArray[np.intp], known: Container[str]
+) -> None:
+    """Add a message on columns with few values that differ between runs of one setting.
+
+    Such runs are read as repetitions, but the column may be a setting under an unusual name.
+    """
+    order = np.argsort(of_row, kind="stable")[:MOST_ROWS]
+    groups = of_row[order]
+    is_repeated = np.bincount(groups) > 1
+    if not is_repeated.any():
+        return
+    table = reading.table.select(order)
+    read = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
+    unknown = []
+    for name in table.columns:
+        is_repetition = "".join(split_words(name)[-1:]) in WORDS["repetitions"]
+        if name in known or name in read or is_repetition:
+            continue
+        codes = table.codes([name])
+        values = np.bincount(np.unique(np.stack([groups, codes]), axis=1)[0])
+        differs = (values > 1)[is_repeated]
+        if (codes.max() + 1) * 3 <= len(table) and differs.mean() >= 0.5:
+            unknown.append(name)
+    if unknown:
+        reading.exclusions.append(
+            f"columns {unknown} differ between runs of one size and tokens, which are read as"
+            f" repetitions: select one setting with where={{{unknown[0]!r}: …}} if they are not"
+        )
 
 
 def drop_small_letters(reading: Reading) -> None:

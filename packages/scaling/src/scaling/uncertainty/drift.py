@@ -1,8 +1,8 @@
 """Drift: by how much laws fitted to small runs miss larger runs.
 
 A posterior measures the noise of the runs, but not the error of a law that holds only
-approximately. A backtest measures that error: fit the runs below a cut in compute, and compare the prediction at
-the largest compute with a fit of all runs.
+approximately. A backtest measures that error: fit the runs below a cut in compute, and compare the
+prediction at the largest compute with a fit of all runs.
 
 Note [Shrunken drift]
 The cuts of one table share their runs, so together they are worth about one observation of the
