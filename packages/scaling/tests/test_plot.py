@@ -82,6 +82,17 @@ def test_json_output_is_valid_if_the_loss_is_not_modeled(file, capsys):
     assert result["at"][0]["intervals"]["tokens"]["low"] > 0
 
 
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_printed_law_of_tokens_has_the_ratio_of_the_runs(tmp_path, capsys):
+    """Compute that includes attention is more than 6 N D."""
+    runs = isoflop_runs(noise=1e-3)
+    columns = zip(runs.parameters, runs.tokens, 1.2 * runs.compute, runs.loss, strict=True)
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(["N,D,C,loss", *(f"{n},{d},{c},{x}" for n, d, c, x in columns)]))
+    assert main(["fit", str(path), "--method", "parabola"]) == 0
+    assert "D_opt = C / (7.2 N_opt)" in capsys.readouterr().out
+
+
 def test_fit_by_isoflop_prints_warnings_on_stderr(file, capsys):
     assert main(["fit", str(file), "--at", "1e23", "1e29", "--method", "parabola"]) == 0
     out, err = capsys.readouterr()

@@ -142,7 +142,9 @@ def _fit(arguments: argparse.Namespace) -> Output:
         best = [fit.optimal(c) for c in at]
         lines = [runs.explanation]
         interval = fit.exponent_interval
-        lines.append(f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)")
+        ratio = fit.flops_per_parameter_token(max(at))
+        law = f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / ({ratio:.4g} N_opt)"
+        lines.append(law)
         lines.append(f"  exponent    {fit.exponent:<12.4f}{interval} of noise alone")
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
         result["intervals"] = {"exponent": asdict(interval)}

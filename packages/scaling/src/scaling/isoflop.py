@@ -80,7 +80,8 @@ class IsoflopFit(ComparesArrays):
         tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
         intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
         is_beyond = not self.valleys[0].compute <= compute <= self.valleys[-1].compute
-        coverage = VALLEY_COVERAGE if is_beyond else ""
+        # The coverage of intervals at another level was not measured.
+        coverage = VALLEY_COVERAGE if is_beyond and self.level == 0.95 else ""
         best = Optimum(compute, n, pairs / n, math.nan, intervals, coverage)
         # The parametric law assumes C = 6 N D, so it is evaluated at the same N D.
         law = self._parametric
