@@ -1,10 +1,21 @@
 """The posterior is compared with a bootstrap, scipy's profile likelihood and the truth."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
-from scaling import Law, Quantity, bootstrap, fit_parametric, isoflop_runs, loss_at, optimum
+from scaling import (
+    Law,
+    Quantity,
+    ScalingWarning,
+    bootstrap,
+    fit_parametric,
+    isoflop_runs,
+    load_runs,
+    loss_at,
+    optimum,
+)
 from scaling.uncertainty.noise import fit_noise, huber_efficiency
 from scaling.uncertainty.quantity import named_quantity
 from scipy.optimize import least_squares
@@ -99,6 +110,18 @@ def test_interval_of_an_amplitude_is_that_of_its_logarithm():
             # The ends of a bootstrap are interpolated between two resamples.
             assert math.log(interval.low) == pytest.approx(of_log.low, abs=2e-3)
             assert math.log(interval.high) == pytest.approx(of_log.high, abs=2e-3)
+
+
+def test_misread_runs_hardly_widen_the_interval_of_a_robust_fit():
+    runs = isoflop_runs(noise=3e-3, seed=2)
+    loss = runs.loss * np.where(np.arange(len(runs)) % 15 == 7, 1.3, 1.0)
+    spoiled = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": loss})
+    widths = []
+    for table in (runs, spoiled):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ScalingWarning)
+            widths.append(log_width(fit_parametric(table).posterior.interval("exponent")))
+    assert widths[1] < 2 * widths[0]
 
 
 def test_efficiency_of_a_huber_loss_is_that_of_an_integral():
