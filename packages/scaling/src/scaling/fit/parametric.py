@@ -61,7 +61,7 @@ class ParametricFit(Estimate):
     @cached_property
     def drift(self) -> Drift:
         """The drift between fits of the smaller runs and the larger runs."""
-        return measure_drift(self.runs, self._refit)
+        return measure_drift(self, self._refit)
 
     def _refit(self, runs: Runs) -> Estimate:
         """Return a fit of some of the runs, without warnings."""

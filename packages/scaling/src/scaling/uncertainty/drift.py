@@ -33,7 +33,7 @@ from scaling.fit.search import Estimate
 from scaling.grouping import below_cuts
 from scaling.law import Interval, Optimum
 from scaling.runs import Runs
-from scaling.uncertainty.posterior import Prediction, sample_posterior
+from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: Fraction of the runs, the largest ones, about whose mean compute drift starts.
@@ -175,22 +175,19 @@ def run_noise(residuals: Array, level: float = 0.95) -> float:
     return quantile * math.sqrt(n / max(n - 5, 1)) / normal_quantile(level)
 
 
-def measure_drift(runs: Runs, refit: Callable[[Runs], Estimate]) -> Drift:
-    """Measure the drift by refitting the runs below each of five cuts in compute.
+def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
+    """Measure the drift of a fit by refitting its runs below each of five cuts in compute.
 
-    `refit` fits some of the runs, and raises `ValueError` if they cannot be fitted. If it fails for
-    all runs, return the typical drift. A cut is skipped if `refit` fails for it, or if it has
-    `FEWEST_RUNS` or fewer runs.
+    `refit` fits some of the runs, and raises `ValueError` if they cannot be fitted. A cut is
+    skipped if `refit` fails for it, or if it has `FEWEST_RUNS` or fewer runs.
     """
+    runs = whole.runs
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
     highest = float(compute.max())
     start = drift_start(compute)
     columns = (compute, runs.parameters, runs.tokens)
     ranges = tuple((float(column.min()), float(column.max())) for column in columns)
-    try:
-        whole = refit(runs)
-    except ValueError:
-        return Drift(start, ranges, (), PRIOR_SIZE_DRIFT, PRIOR_LOSS_DRIFT)
+    deviation = _size_deviation(sample_posterior(whole, draws=CUT_DRAWS), highest)
     cuts = []
     for below in below_cuts(compute, CUT_FRACTIONS):
         if below.sum() <= FEWEST_RUNS:
@@ -200,7 +197,21 @@ def measure_drift(runs: Runs, refit: Callable[[Runs], Estimate]) -> Drift:
         except ValueError:
             continue
         limit = drift_start(compute[below])
-        cuts.append(_cut(part, whole, runs[~below], limit, highest))
+        size_error = math.log(
+            part.law.optimal(highest).parameters / whole.law.optimal(highest).parameters
+        )
+        posterior = sample_posterior(part, draws=CUT_DRAWS)
+        loss_error, loss_deviation = _loss_error(part, posterior, runs[~below])
+        cut = Cut(
+            compute=limit,
+            runs=len(part.runs),
+            decades=math.log10(highest / limit),
+            size_error=size_error,
+            size_deviation=math.hypot(_size_deviation(posterior, highest), deviation),
+            loss_error=loss_error,
+            loss_deviation=loss_deviation,
+        )
+        cuts.append(cut)
     sizes = [CutError(c.decades, c.size_error, c.size_deviation, c.weight) for c in cuts]
     losses = [CutError(c.decades, c.loss_error, c.loss_deviation, c.weight) for c in cuts]
     return Drift(
@@ -212,27 +223,22 @@ def measure_drift(runs: Runs, refit: Callable[[Runs], Estimate]) -> Drift:
     )
 
 
-def _cut(part: Estimate, whole: Estimate, beyond: Runs, limit: float, highest: float) -> Cut:
-    """Compare the fit of the runs below a cut with the runs beyond it and with the whole fit."""
-    log_sizes = [math.log(fit.law.optimal(highest).parameters) for fit in (part, whole)]
-    posteriors = [sample_posterior(fit, draws=CUT_DRAWS) for fit in (part, whole)]
-    size_deviations = [p.log_deviation(p.sizes(highest)) for p in posteriors]
-    predicted = part.law.predict(beyond.parameters, beyond.tokens)
-    errors = np.log(predicted) - np.log(beyond.loss)
+def _size_deviation(posterior: Posterior, compute: float) -> float:
+    """Return the standard deviation by noise of the log best size."""
+    if not len(posterior.weights):
+        return math.inf
+    return posterior.log_deviation(posterior.sizes(compute)) + 1e-12
+
+
+def _loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
+    """Return the median error of the log loss of larger runs, and its deviation by noise."""
+    errors = np.log(part.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
     median = int(np.argsort(errors)[len(beyond) // 2])
-    model = (float(beyond.parameters[median]), float(beyond.tokens[median]))
-    loss_deviation = posteriors[0].log_deviation(posteriors[0].losses(*model))
+    losses = posterior.losses(float(beyond.parameters[median]), float(beyond.tokens[median]))
     low, high = np.quantile(errors, [0.16, 0.84])
-    median_deviation = float(high - low) / 2 / math.sqrt(len(beyond))
-    return Cut(
-        compute=limit,
-        runs=len(part.runs),
-        decades=math.log10(highest / limit),
-        size_error=log_sizes[0] - log_sizes[1],
-        size_deviation=math.hypot(*size_deviations, 1e-12),
-        loss_error=float(np.median(errors)),
-        loss_deviation=math.hypot(loss_deviation, median_deviation, 1e-12),
-    )
+    of_median = float(high - low) / 2 / math.sqrt(len(beyond))
+    deviation = math.hypot(posterior.log_deviation(losses), of_median, 1e-12)
+    return float(np.median(errors)), deviation
 
 
 def drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:
