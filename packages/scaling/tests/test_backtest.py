@@ -320,6 +320,37 @@ def test_intervals_cover_later_runs_of_tables_not_used_for_calibration():
         np.testing.assert_allclose(printed, 100 * np.array(parts), atol=1)
 
 
+def untuned_sets():
+    """Yield tables that became available after all constants had been set."""
+    table = FOLDER / "scaling" / "untuned_isoflops.csv"
+    for name in ("misfitting__fineweb_c4__transformer", "marin_202603__comma__llama_2"):
+        yield load_runs(table, where={"experiment": name, "outlier": "False"})
+    complete = {"portion_steps_elapsed": "1.0"}
+    table = FOLDER / "scaling" / "untuned_checkpoints.csv"
+    yield load_runs(table, columns={"parameters": "N"}, where=complete)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "untuned_isoflops.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/untuned_isoflops.csv (README: Limits)",
+)
+def test_intervals_cover_later_runs_of_tables_nobody_tuned_on():
+    """At three cuts of three tables, 17 of 18 later optima and most later losses are inside."""
+    sizes = []
+    losses = []
+    for runs in untuned_sets():
+        parametric = list(cuts_of(runs, fit_parametric))
+        for cut in [*parametric, *cuts_of(runs, fit_isoflop)]:
+            prior = PRIOR_VALLEY_DRIFT if isinstance(cut[0], IsoflopFit) else PRIOR_SIZE_DRIFT
+            sizes.append(size_coverage(*cut, prior))
+        losses.append(np.mean([loss_coverage(*cut, RUN_NOISE_FACTOR) for cut in parametric]))
+    assert len(sizes) >= 17
+    assert np.mean(sizes) >= 0.9
+    assert np.mean(losses) >= 0.85
+
+
 def test_coverage_is_printed_with_every_interval_beyond_the_runs():
     runs = isoflop_runs(LAW, noise=2e-3)
     for fit, text in ((fit_parametric(runs), COVERAGE), (fit_isoflop(runs), VALLEY_COVERAGE)):

@@ -44,7 +44,7 @@ CUT_FRACTIONS = (0.25, 0.35, 0.5, 0.65, 0.8)
 
 #: Typical drift per decade of the log best size, of a parametric law and of an IsoFLOP law, whose
 #: line through the valleys needs no form of the loss. See Note [Calibration].
-PRIOR_SIZE_DRIFT = 0.52
+PRIOR_SIZE_DRIFT = 0.56
 PRIOR_VALLEY_DRIFT = 0.22
 
 #: Typical drift per decade of the log loss. In the calibration, 0.003 to 0.03 give intervals of the
@@ -53,13 +53,13 @@ PRIOR_LOSS_DRIFT = 0.01
 
 #: Factor of the interval of a run beyond the runs, and decades over which it reaches this factor.
 #: See Note [Calibration]. A ramp of 0.5 gives narrower intervals than a factor linear in decades.
-RUN_NOISE_FACTOR = 2.1
+RUN_NOISE_FACTOR = 1.8
 RUN_NOISE_RAMP = 0.5
 
 #: The coverage that Note [Calibration] measures.
 COVERAGE = (
-    "of 19 published tables, each left out of the calibration in turn, such intervals contain 94%"
-    " of the later optima, and those of `predict` contain 94% of the later losses"
+    "of 19 published tables, each left out of the calibration in turn, such intervals contain 95%"
+    " of the later optima, and those of `predict` contain 95% of the later losses"
 )
 VALLEY_COVERAGE = (
     "of 17 published tables, each left out of the calibration in turn, such intervals contain 94%"
