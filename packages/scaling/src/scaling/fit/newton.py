@@ -59,13 +59,13 @@ def polish(
     count = len(starts)
     row_weights = np.ones((count, 1)) if weights is None else weights
     theta = np.clip(starts, *problem.bounds)
-    batch = _BatchResult(theta, np.empty(count), np.zeros(count, dtype=bool))
+    result = PolishResult(theta, np.empty(count), np.zeros(count, dtype=bool))
     # The dozen (chunk, n) arrays of a chunk should stay in the cache.
     chunk = max(8, 24_000 // len(problem.log_target))
     for low in range(0, count, chunk):
         index = np.arange(low, min(low + chunk, count))
-        _polish_chunk(problem, batch, index, row_weights, delta, max_steps)
-    return PolishResult(batch.theta, batch.objective, batch.converged)
+        _polish_chunk(problem, result, index, row_weights, delta, max_steps)
+    return result
 
 
 def objective(problem: Problem, theta: Array, delta: float) -> Array:
@@ -138,25 +138,16 @@ class _Evaluation:
         )
 
 
-@dataclass
-class _BatchResult:
-    """The results of all problems of a batch, written as the problems end."""
-
-    theta: Array
-    objective: Array
-    converged: NDArray[np.bool_]
-
-
 def _polish_chunk(
     problem: Problem,
-    batch: _BatchResult,
+    result: PolishResult,
     index: NDArray[np.intp],
     weights: Array,
     delta: float,
     max_steps: int,
 ) -> None:
     """Polish the problems at `index` of the batch in place."""
-    theta = batch.theta[index]
+    theta = result.theta[index]
     lowest, highest = problem.bounds
     weights = weights[index] if len(weights) > 1 else weights
     point = _Evaluation.at(problem, theta, weights, delta)
@@ -175,9 +166,9 @@ def _polish_chunk(
         damping = np.where(accepted, damping * 0.2, damping * 8.0)
         if ended.any():
             # Problems that ended leave the batch, so that later steps are cheaper.
-            batch.theta[index[ended]] = theta[ended]
-            batch.objective[index[ended]] = point.objective[ended]
-            batch.converged[index[ended]] = True
+            result.theta[index[ended]] = theta[ended]
+            result.objective[index[ended]] = point.objective[ended]
+            result.converged[index[ended]] = True
             active = ~ended
             index = index[active]
             theta = theta[active]
@@ -186,8 +177,8 @@ def _polish_chunk(
             weights = weights[active] if len(weights) > 1 else weights
             if not len(index):
                 return
-    batch.theta[index] = theta
-    batch.objective[index] = point.objective
+    result.theta[index] = theta
+    result.objective[index] = point.objective
 
 
 def _newton_step(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> Array:

@@ -27,7 +27,10 @@ Fit = ParametricFit | LawFit
 PAIRS = 200
 
 #: Logarithms of the least and of the largest compute that is searched.
-COMPUTE_RANGE = (math.log(1e6), math.log(1e60))
+COMPUTE_RANGE = (math.log(1e3), math.log(1e60))
+
+#: Least compute at which recipes are compared. The other recipe may need a thousandth of it.
+LEAST_COMPUTE = 1e6
 
 #: Points of a grid over log N, and how often the search narrows it to the neighbors of the best.
 GRID_POINTS = 33
@@ -66,8 +69,8 @@ def effective_speedup(
     first = _recipe_of(a, inputs or {}, seed=0)
     second = _recipe_of(b, inputs or {}, seed=1)
     require_numbers(compute=compute)
-    if not 0 < compute < math.inf:
-        raise ValueError(f"expected a positive and finite compute, got {compute}")
+    if not LEAST_COMPUTE <= compute < math.inf:
+        raise ValueError(f"expected a finite compute >= {LEAST_COMPUTE:g}, got {compute}")
     loss = first.best_loss(first.constants, np.array([math.log(compute)]))
     log_factor = float(second.log_compute(second.constants, loss)[0]) - math.log(compute)
     factor = math.exp(log_factor)
