@@ -18,6 +18,7 @@ from scaling import (
     loss_at,
     optimum,
     plan,
+    plot,
     sweep_learning_rate,
 )
 from scaling.__main__ import main
@@ -103,6 +104,7 @@ def test_five_runs_have_no_degrees_of_freedom_and_an_infinite_interval():
     with pytest.warns(ScalingWarning, match="between 0 and inf"):
         interval = fit.optimal(1e24).intervals["parameters"]
     assert (interval.low, interval.high) == (0, math.inf)
+    assert len(plot(fit).axes) >= 4
     # All intervals are unbounded, within the runs and beyond them.
     unbounded = [
         fit.predict(1e8, 1e9).interval,

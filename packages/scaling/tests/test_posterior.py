@@ -124,6 +124,21 @@ def test_misread_runs_hardly_widen_the_interval_of_a_robust_fit():
     assert widths[1] < 2 * widths[0]
 
 
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize("irreducible", [0.0, -0.3, -1.0])
+def test_runs_that_suggest_a_negative_irreducible_loss_have_intervals(irreducible):
+    """Laws with a negative term are not possible, so the sample consists of the other laws."""
+    runs = isoflop_runs(Law(0.0, 60, 80, 0.2, 0.2), noise=3e-3, budgets=np.geomspace(1e17, 1e20, 5))
+    table = {"N": runs.parameters, "D": runs.tokens, "loss": runs.loss + irreducible}
+    fit = fit_parametric(load_runs(table))
+    posterior = fit.posterior
+    assert (posterior.constants[posterior.weights > 0] > 0).all()
+    assert len(posterior.weights) == 0 or 1 / (posterior.weights**2).sum() > 50
+    best = fit.optimal(1e21)
+    for name in ("parameters", "tokens", "loss"):
+        assert getattr(best, name) in best.intervals[name]
+
+
 def test_efficiency_of_a_huber_loss_is_that_of_an_integral():
     x = np.linspace(-12, 12, 200_001)
     density = norm.pdf(x)

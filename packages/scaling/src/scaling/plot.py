@@ -176,11 +176,12 @@ def _plot_residuals(axes: "Axes", fit: ParametricFit) -> None:
 def _plot_interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
     """Draw the interval of `optimal`, and the posterior and its interval, which omit drift."""
     posterior = fit.posterior
-    values: Array = np.log10(posterior.sizes(compute))
-    # Without noise all laws agree to rounding, and a histogram needs a width.
-    low, high = weighted_quantiles(values, posterior.weights, [1e-3, 1 - 1e-3])
-    bins = np.linspace(low - 1e-6, high + 1e-6, 51).tolist()
-    axes.hist(values, bins, weights=posterior.weights, color="0.8")
+    if len(posterior.weights):
+        values: Array = np.log10(posterior.sizes(compute))
+        # Without noise all laws agree to rounding, and a histogram needs a width.
+        low, high = weighted_quantiles(values, posterior.weights, [1e-3, 1 - 1e-3])
+        bins = np.linspace(low - 1e-6, high + 1e-6, 51).tolist()
+        axes.hist(values, bins, weights=posterior.weights, color="0.8")
     top = axes.get_ylim()[1]
     answer = _optima(fit, np.array([compute]))[0].intervals or {}
     intervals = {

@@ -187,7 +187,8 @@ def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
     start = drift_start(compute)
     columns = (compute, runs.parameters, runs.tokens)
     ranges = tuple((float(column.min()), float(column.max())) for column in columns)
-    deviation = _size_deviation(sample_posterior(whole, draws=CUT_DRAWS), highest)
+    of_whole = sample_posterior(whole, draws=CUT_DRAWS)
+    deviation = of_whole.log_deviation(of_whole.sizes(highest))
     cuts = []
     for below in below_cuts(compute, CUT_FRACTIONS):
         if below.sum() <= FEWEST_RUNS:
@@ -201,13 +202,14 @@ def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
             part.law.optimal(highest).parameters / whole.law.optimal(highest).parameters
         )
         posterior = sample_posterior(part, draws=CUT_DRAWS)
+        size_deviation = posterior.log_deviation(posterior.sizes(highest))
         loss_error, loss_deviation = _loss_error(part, posterior, runs[~below])
         cut = Cut(
             compute=limit,
             runs=len(part.runs),
             decades=math.log10(highest / limit),
             size_error=size_error,
-            size_deviation=math.hypot(_size_deviation(posterior, highest), deviation),
+            size_deviation=math.hypot(size_deviation, deviation, 1e-12),
             loss_error=loss_error,
             loss_deviation=loss_deviation,
         )
@@ -221,13 +223,6 @@ def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
         drift_per_decade(sizes, PRIOR_SIZE_DRIFT),
         drift_per_decade(losses, PRIOR_LOSS_DRIFT),
     )
-
-
-def _size_deviation(posterior: Posterior, compute: float) -> float:
-    """Return the standard deviation by noise of the log best size."""
-    if not len(posterior.weights):
-        return math.inf
-    return posterior.log_deviation(posterior.sizes(compute)) + 1e-12
 
 
 def _loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:

@@ -92,7 +92,8 @@ class Sample(ComparesArrays):
 class Posterior(Sample):
     """A weighted sample of the laws that the runs of a fit leave possible."""
 
-    #: The weight of each law, (laws,); the weights sum to 1. Empty if five runs determine a law.
+    #: The weight of each law, (laws,); the weights sum to 1. Empty without degrees of freedom, and
+    #: if no law near the fitted one has positive terms.
     weights: Array
 
     def interval(self, target: str | Quantity) -> Interval:
@@ -110,7 +111,12 @@ class Posterior(Sample):
         return Interval(min(low, estimate), max(high, estimate), self.level)
 
     def log_deviation(self, values: Array) -> float:
-        """Return the standard deviation of the log of a positive quantity of each law."""
+        """Return the standard deviation of the log of a positive quantity of each law.
+
+        It is inf without degrees of freedom.
+        """
+        if not len(self.weights):
+            return math.inf
         logs = np.log(values)
         mean = self.weights @ logs
         return math.sqrt(float(self.weights @ (logs - mean) ** 2))
@@ -137,8 +143,9 @@ def weighted_quantiles(values: Array, weights: Array, levels: list[float]) -> li
 def sample_posterior(fit: Estimate, *, level: float = 0.95, draws: int = DRAWS) -> Posterior:
     """Return the laws that the runs of a fit leave possible: see Note [Sampling the posterior]."""
     freedom = len(fit.runs) - len(CONSTANTS)
+    unbounded = Posterior(fit.law, fit.law.constants[None], level, np.empty(0))
     if freedom <= 0:
-        return Posterior(fit.law, fit.law.constants[None], level, np.empty(0))
+        return unbounded
     # Noiseless runs have only rounding errors.
     noise = max(fit_noise(fit), 1e-12)
     random = np.random.default_rng(0)
@@ -146,7 +153,9 @@ def sample_posterior(fit: Estimate, *, level: float = 0.95, draws: int = DRAWS) 
     constants, squares = _draw_amplitudes(fit, exponents.values, noise, freedom, random)
     likelihood = -(freedom + 2) / 2 * np.log1p(squares / (freedom * noise**2))
     log_weights = likelihood + exponents.log_prior - exponents.log_density
-    possible = (constants > 0).all(1)
+    possible = (constants > 0).all(1) & np.isfinite(log_weights)
+    if not possible.any():
+        return unbounded
     weights = np.where(possible, np.exp(log_weights - log_weights[possible].max()), 0.0)
     return Posterior(fit.law, constants[possible], level, weights[possible] / weights.sum())
 
