@@ -15,7 +15,7 @@ Golub and Pereyra 1973; the Jacobian is Kaufman's approximation).
 Note [Prior of the shape]
 Noise may leave (p, q) almost undetermined, so they have the prior of Note [Prior of the exponents].
 Its weight is the variance of the noise, which is estimated in turn until it settles. The first
-search has no prior: without noise its result is exact, and the prior may have a basin of its own in
+search has no prior: without noise its result is exact, and the prior may add another basin in
 between. The experiments are `test_interval_covers_the_truth_at_four_runs_per_budget`, where half of
 the intervals miss without a prior, and
 `test_wide_and_off_center_grids_do_not_bias_the_common_shape`, where a parabola is biased.

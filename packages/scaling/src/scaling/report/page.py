@@ -152,7 +152,7 @@ def _list(items: Sequence[str]) -> str:
 
 
 def _figures(result: Drawable, up_to: float) -> str:
-    """Return each panel of a result as a figure of its own, beside each other if there is room."""
+    """Return each panel of a result as a separate figure, in two columns if there is room."""
     from matplotlib.figure import Figure
 
     figures = []
