@@ -20,7 +20,7 @@ from scaling import (
     load_runs,
     select_law,
 )
-from scaling.grouping import below_cuts
+from scaling.tables.grouping import below_cuts
 from scaling.uncertainty.drift import (
     COVERAGE,
     PRIOR_SIZE_DRIFT,

@@ -478,7 +478,7 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
 
 
 def test_setting_under_an_unusual_name_is_reported():
-    """Runs of several batch sizes or data sets are no repetitions, whatever the column is named."""
+    """Runs of several settings are reported if the column has an unusual name."""
     rows = [
         {
             "N": n,

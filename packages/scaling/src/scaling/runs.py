@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.equality import ComparesArrays
-from scaling.grouping import cluster
 from scaling.tables.cells import list_some
 from scaling.tables.columns import compare_columns, parse_columns
 from scaling.tables.derived import TIMES, token_factors
+from scaling.tables.grouping import cluster
 from scaling.tables.history import keep_last_rows
 from scaling.tables.names import Column, match_columns
 from scaling.tables.reading import Reading

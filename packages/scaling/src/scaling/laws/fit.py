@@ -21,10 +21,10 @@ from scaling.fit.identifiability import (
 )
 from scaling.fit.search import Loss, Proof, objective_value, refit, search, validate_objective
 from scaling.fit.varpro import Problem
-from scaling.grouping import below_cuts
 from scaling.law import Interval, check_level
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Runs, ScalingWarning
+from scaling.tables.grouping import below_cuts
 from scaling.units import COLUMNS, Array
 
 Rows = Runs | Mapping[str, ArrayLike]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.grouping import SAME_SIZE, SAME_TOKENS
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import blank_cells, list_some, parse_numbers, uses_decimal_comma
+from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
 from scaling.tables.source import Table, read_table
 from scaling.tables.states import keep_finished

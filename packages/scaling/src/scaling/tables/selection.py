@@ -8,9 +8,9 @@ from collections.abc import Container
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.grouping import SAME_SIZE, SAME_TOKENS, cluster
 from scaling.tables.cells import blank_cells, list_some, parse_numbers
 from scaling.tables.derived import TIMES
+from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster
 from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
 from scaling.tables.reading import Reading
 from scaling.tables.scales import FEWEST

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.fit.parametric import ParametricFit, fit_parametric
-from scaling.grouping import below_cuts
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval
 from scaling.runs import Runs, ScalingWarning
+from scaling.tables.grouping import below_cuts
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
 METHODS = ("parametric", "isoflop")

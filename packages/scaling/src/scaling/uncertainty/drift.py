@@ -30,9 +30,9 @@ from scipy.special import ndtri
 
 from scaling.equality import ComparesArrays
 from scaling.fit.search import Estimate
-from scaling.grouping import below_cuts
 from scaling.law import Interval, Optimum
 from scaling.runs import Runs
+from scaling.tables.grouping import below_cuts
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 

@@ -161,7 +161,7 @@ def sample_posterior(fit: Estimate, *, level: float = 0.95, draws: int = DRAWS) 
 
 
 class _Exponents(NamedTuple):
-    """Drawn pairs of exponents (draws, 2), and the logarithms of the prior and of the proposal's density."""
+    """Drawn pairs of exponents (draws, 2), with log densities of the prior and of the proposal."""
 
     values: Array
     log_prior: Array
