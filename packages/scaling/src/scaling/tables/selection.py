@@ -3,7 +3,7 @@
 Columns that do not count what C = 6 N D needs are left out too.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,14 +74,13 @@ def keep_best_settings(reading: Reading) -> None:
     as seeds, are all kept, because the least loss of several repetitions is biased.
     """
     names, sets = _setting_columns(reading)
-    tolerances = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
-    keys = []
-    for k, tolerance in tolerances.items():
-        if k in reading.values:
-            keys.append(cluster(reading.values[k], tolerance, 1 + tolerance))
-    keys += [reading.table.codes([name]) for name in sets]
-    design = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
-    setting = reading.table.codes(names) if names else np.zeros(len(design), np.intp)
+    if not names:
+        rows = np.arange(min(len(reading.table), MOST_ROWS))
+        _report_unknown_settings(reading, rows, _designs(reading, sets, rows), sets)
+        return
+    rows = np.arange(len(reading.table))
+    design = _designs(reading, sets, rows)
+    setting = reading.table.codes(names)
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
@@ -93,8 +92,21 @@ def keep_best_settings(reading: Reading) -> None:
             f"columns {names} differ between runs of one size and tokens: the setting of least mean"
             f" loss is read, and {len(design) - len(keep)} runs of other settings are left out"
         )
-    _report_unknown_settings(reading, of_row, {*names, *sets})
+    _report_unknown_settings(reading, rows[:MOST_ROWS], of_row[:MOST_ROWS], [*names, *sets])
     reading.select(keep)
+
+
+def _designs(reading: Reading, sets: Sequence[str], rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the index of the size, tokens and data set of each of some rows."""
+    tolerances = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
+    keys = []
+    for k, tolerance in tolerances.items():
+        if k in reading.values:
+            keys.append(cluster(reading.values[k][rows], tolerance, 1 + tolerance))
+    table = reading.table.select(rows)
+    keys += [table.codes([name]) for name in sets]
+    codes: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
+    return codes
 
 
 def _setting_columns(reading: Reading) -> tuple[list[str], list[str]]:
@@ -116,18 +128,20 @@ def _setting_columns(reading: Reading) -> tuple[list[str], list[str]]:
 
 
 def _report_unknown_settings(
-    reading: Reading, of_row: NDArray[np.intp], known: Container[str]
+    reading: Reading,
+    rows: NDArray[np.intp],
+    groups: NDArray[np.intp],
+    known: Sequence[str],
 ) -> None:
     """Add a message on columns with few values that differ between runs of one setting.
 
     Such runs are read as repetitions, but the column may be a setting under an unusual name.
+    `groups` has the setting of each of the rows at the positions `rows`.
     """
-    order = np.argsort(of_row, kind="stable")[:MOST_ROWS]
-    groups = of_row[order]
     is_repeated = np.bincount(groups) > 1
     if not is_repeated.any():
         return
-    table = reading.table.select(order)
+    table = reading.table.select(rows)
     read = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
     unknown = []
     for name in table.columns:
