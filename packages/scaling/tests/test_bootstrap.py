@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 from scaling import (
@@ -10,10 +8,7 @@ from scaling import (
     load_runs,
     loss_at,
     optimum,
-    profile,
 )
-from scaling.fit import newton
-from scaling.fit.varpro import Problem
 from scaling.synthetic import CHINCHILLA
 from scaling.uncertainty.quantity import named_quantity
 
@@ -91,54 +86,6 @@ def test_resampling_by_label_keeps_runs_of_a_label_together(fit):
         bootstrap(fit, by=np.arange(72) % 3)
 
 
-def test_bootstrap_and_profile_agree_for_normal_errors():
-    """They agree on average, since the bootstrap of a single table varies by a tenth."""
-    ratios = []
-    for seed in range(6):
-        fit = fit_parametric(isoflop_runs(noise=5e-3, seed=seed, per_budget=24), "squares")
-        resampled = bootstrap(fit, resamples=1000)
-        for target in QUANTITIES:
-            intervals = [resampled.interval(target), profile(fit, target).interval]
-            estimate = target.evaluate(fit.law.constants[None])[0]
-            assert all(estimate in interval for interval in intervals)
-            widths = [math.log(interval.high / interval.low) for interval in intervals]
-            ratios.append(widths[0] / widths[1])
-    np.testing.assert_allclose(np.reshape(ratios, (6, -1)).mean(0), 1, atol=0.08)
-
-
-def test_profile_is_least_objective_of_laws_that_imply_the_value(fit):
-    """The independent reference is scipy's search with alpha fixed and the other four free."""
-    curve = profile(fit, "alpha")
-    problem = Problem.chinchilla(fit.runs)
-    best = newton.objective(problem, problem.from_law(fit.law)[None], math.inf)[0]
-    kappa = 2 * best / (len(fit.runs) - 5)
-    for value in (curve.interval.low, curve.interval.high):
-        objective = least_squares_with_fixed_alpha(problem, value)
-        assert 2 * (objective - best) / kappa == pytest.approx(curve.threshold, rel=0.02)
-
-
-def least_squares_with_fixed_alpha(problem, alpha):
-    """Return the least half sum of squares over E, a, b and beta, by scipy."""
-    from scipy.optimize import least_squares
-
-    x, y = (np.log(c) - np.log(c).mean() for c in problem.columns.values())
-
-    def errors(p):
-        loss = p[0] + np.exp(p[1] - alpha * x) + np.exp(p[2] - p[3] * y)
-        return np.log(loss) - problem.log_target
-
-    return least_squares(errors, [1.5, -1.0, -1.0, 0.3], xtol=1e-14, ftol=1e-14).cost
-
-
-@pytest.mark.parametrize("loss", ["huber", "lad"])
-def test_profile_of_a_robust_loss_is_about_as_wide_as_its_bootstrap(loss):
-    robust = fit_parametric(isoflop_runs(noise=5e-3, seed=4, per_budget=24), loss)
-    by_bootstrap = bootstrap(robust, resamples=500).interval("exponent")
-    by_profile = profile(robust, "exponent").interval
-    width = by_bootstrap.high - by_bootstrap.low
-    assert by_profile.high - by_profile.low == pytest.approx(width, rel=0.35)
-
-
 def test_higher_level_gives_wider_intervals_of_the_optimum(fit):
     narrow, wide = (bootstrap(fit, resamples=1000, level=level) for level in (0.8, 0.99))
     a, b = (resampled.optimal(1e24).intervals for resampled in (narrow, wide))
@@ -169,8 +116,7 @@ def test_noiseless_runs_have_intervals_of_drift_alone():
     sure = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": runs.loss})
     fit = fit_parametric(sure)
     for interval in (
-        fit.resampled.optimal(1e24).intervals["parameters"],
-        fit.optimal(fit.drift.highest).intervals["parameters"],
-        profile(fit, optimum("parameters", 1e24)).interval,
+        fit.posterior.optimal(1e24).intervals["parameters"],
+        fit.optimal(fit.drift.start).intervals["parameters"],
     ):
         assert interval.high / interval.low == pytest.approx(1, abs=1e-6)

@@ -1,4 +1,6 @@
 import dataclasses
+import html
+import json
 import re
 import shutil
 import subprocess
@@ -67,7 +69,7 @@ def test_page_is_complete_well_formed_and_loads_nothing(page):
         "IsoFLOP curves",
         "Backtest",
     ]
-    assert parser.seen.count("figure") == 3
+    assert parser.seen.count("figure") == 7
     assert "runs &lt;of&gt; ours" in page
     assert not re.search(r"(?:src|href)=.(?:https?:|//)|@import|url\(http", page)
 
@@ -166,3 +168,42 @@ def test_page_is_legible_in_dark_and_light_mode(page, tmp_path, scheme):
     # Text and axes contrast with the background down to the last figure.
     for strip in np.array_split(gray, 8)[:6]:
         assert np.abs(strip - ground).max() > 0.6
+
+
+@pytest.mark.exhaustive
+def test_page_is_readable_at_390_pixels(page, tmp_path):
+    """Nothing is cut or needs horizontal scrolling on a telephone."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium or google-chrome on the path")
+    script = """
+    <pre id="measured"></pre><script>
+    const frame = document.querySelector("iframe");
+    frame.onload = () => {
+      const body = frame.contentDocument;
+      const parts = [body.documentElement, ...body.querySelectorAll("h1, pre, .wide, td, figure")];
+      const wide = parts.filter(p => p.scrollWidth > p.clientWidth + 1 && p.clientWidth > 0);
+      const text = [...body.querySelectorAll("svg text")];
+      const boxes = text.map(t => t.getBoundingClientRect());
+      const heights = boxes.map(r => Math.min(r.width, r.height));
+      document.getElementById("measured").textContent = JSON.stringify(
+        { wide: wide.map(p => p.tagName), smallest: Math.min(...heights), texts: text.length });
+    };
+    </script>"""
+    long_title = page.replace("<h1>", "<h1>/a/path/" + "without/any/space/" * 12)
+    style = "width: 390px; height: 900px; border: 0"
+    frame = f'<iframe style="{style}" srcdoc="{html.escape(long_title)}">'
+    path = tmp_path / "frame.html"
+    path.write_text(f'<!doctype html><meta charset="utf-8">{frame}</iframe>{script}')
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    run = subprocess.run(
+        [browser, *flags, "--virtual-time-budget=20000", "--dump-dom", path.as_uri()],
+        capture_output=True,
+        timeout=120,
+        check=True,
+        text=True,
+    )
+    measured = json.loads(re.search(r'<pre id="measured">(.*?)</pre>', run.stdout)[1])
+    assert measured["wide"] == []
+    assert measured["texts"] > 50
+    assert measured["smallest"] >= 6  # pixels, of the exponents of axis labels

@@ -5,7 +5,15 @@ import warnings
 
 import numpy as np
 import pytest
-from scaling import Law, effective_speedup, fit_parametric, isoflop_runs, load_runs
+from scaling import (
+    CATALOG,
+    Law,
+    effective_speedup,
+    fit_law,
+    fit_parametric,
+    isoflop_runs,
+    load_runs,
+)
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 
@@ -65,5 +73,39 @@ def test_unreachable_loss_costs_infinite_compute():
         speedup = effective_speedup(a, b, 1e24)
     assert speedup.factor == math.inf
     assert speedup.interval.high == math.inf
-    with pytest.raises(ValueError, match="expected a positive compute, got 0"):
+    with pytest.raises(ValueError, match=r"expected a finite compute >= 1e\+06, got 0"):
         effective_speedup(a, b, 0)
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_speedup_between_laws_of_any_form():
+    """The same runs by two forms of law cost the same compute, and a known factor is found."""
+    tied = Law(1.69, 410.0, 380.0, 0.3, 0.3)
+    a = fit_law("tied", isoflop_runs(cheaper(tied, 1.7)))
+    b = fit_parametric(isoflop_runs(tied))
+    speedup = effective_speedup(a, b, 1e21)
+    assert speedup.factor == pytest.approx(1.7, rel=1e-5)
+    assert 1.7 in speedup.interval
+    noisy = fit_law("kaplan", isoflop_runs(tied, noise=2e-3))
+    same = effective_speedup(noisy, fit_law("tied", isoflop_runs(tied, noise=2e-3)), 1e20)
+    assert 1.0 in same.interval
+    assert same.interval.low < same.factor < same.interval.high
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_speedup_of_a_law_with_more_inputs_needs_their_values():
+    form = CATALOG["mixture"]
+    runs = isoflop_runs(noise=1e-3)
+    n, d = np.tile(runs.parameters, 3), np.tile(runs.tokens, 3)
+    granularity = np.repeat([1.0, 4.0, 16.0], len(runs))
+    loss = form.predict(form.published, parameters=n, tokens=d, granularity=granularity)
+    rows = {"parameters": n, "tokens": d, "granularity": granularity, "loss": loss}
+    fit = fit_law("mixture", rows)
+    fine = effective_speedup(fit, fit, 1e20, inputs={"granularity": 8})
+    assert fine.factor == pytest.approx(1, rel=1e-6)
+    with pytest.raises(ValueError, match=r"mixture also needs inputs=.'granularity'"):
+        effective_speedup(fit, fit, 1e20)
+    tokens = np.geomspace(1e9, 1e11, 6)
+    batches = fit_law("step_batch", {"tokens": tokens, "batch": tokens**0.5})
+    with pytest.raises(ValueError, match="expected a law of the loss by parameters and tokens"):
+        effective_speedup(fit, batches, 1e20, inputs={"granularity": 8})

@@ -432,6 +432,25 @@ def test_tokens_of_a_data_set_beside_epochs_are_refused():
     assert len(load_runs({**BASE, "epochs": [1, 2, 4]})) == 3
 
 
+def test_counts_that_compute_contradicts_follow_from_it():
+    """C = 6 N D holds for active parameters and for the tokens of all epochs."""
+    n, d = np.array(BASE["N"]), np.array(BASE["D"])
+    experts = {"params": n, "num_experts": [8, 8, 8], "flops": 6 * (n / 4) * d}
+    epochs = {"dataset_tokens": d, "num_epochs": [1, 2, 4], "flops": 6 * n * d * [1, 2, 4]}
+    loss = {"loss": BASE["loss"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        active = load_runs({**experts, "D": d, **loss})
+        trained = load_runs({**epochs, "N": n, **loss})
+    np.testing.assert_allclose(active.parameters, n / 4)
+    np.testing.assert_allclose(trained.tokens, d * [1, 2, 4])
+    assert "by C / 6 of the tokens, not 'params'" in active.explanation
+    # Without the other column, compute and a wrong count would give a wrong other count.
+    for table in ({**experts, **loss}, {**epochs, **loss}):
+        with pytest.raises(ValueError, match="may count"):
+            load_runs(table)
+
+
 def test_total_parameters_of_a_mixture_of_experts_are_refused():
     base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
     table = base | {"num_experts": [8, 8, 8]}
@@ -458,6 +477,34 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
     # A rate per size is not a sweep.
     scaled = [row | {"config.lr": 1 / row["N"], "loss": 3 + i / 99} for i, row in enumerate(rows)]
     assert len(load_runs(scaled)) == 24
+
+
+def test_setting_under_an_unusual_name_is_reported():
+    """Runs of several settings are reported if the column has an unusual name."""
+    rows = [
+        {
+            "N": n,
+            "D": d,
+            "mystery": k,
+            "seed": seed,
+            "name": f"{n} {d} {k} {seed}",
+            "loss": 3 + k + seed / 9,
+        }
+        for n in (1e8, 4e8)
+        for d in (2e9, 8e9)
+        for k in (1, 2)
+        for seed in (0, 1)
+    ]
+    with pytest.warns(ScalingWarning, match=r"\['mystery'\] differ between .* as repetitions"):
+        assert len(load_runs(rows)) == 16
+    known = [{"gbsz" if k == "mystery" else k: v for k, v in row.items()} for row in rows]
+    with pytest.warns(ScalingWarning, match=r"\['gbsz'\] differ.*8 runs of other settings"):
+        assert len(load_runs(known)) == 8
+    # One value, or a value per size, is not a setting that differs.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_runs([row | {"mystery": row["N"] / 2} for row in rows], history=False)
+        load_runs([row | {"mystery": 1, "lr": 0.1} for row in rows], history=False)
 
 
 SIZES = {"N": [1e8, 2e8, 4e8], "loss": [3.2, 3.0, 2.9]}
@@ -561,7 +608,8 @@ def test_suffix_of_a_cell_overrides_the_unit_of_its_column(name):
 
 @pytest.mark.parametrize("name", ["loss (bits)", "val_loss_bits", "eval/c4/bits_per_token", "loss"])
 def test_bits_per_token_become_nats_but_bits_per_byte_and_of_weights_do_not(name):
-    for other in ("bits_per_byte", "val_bpb", "loss (4 bits)", "loss 8 bits"):
+    bytes_or_characters = ("bits_per_byte", "val_bpb", "loss (bits/byte)", "loss [bits/char]")
+    for other in (*bytes_or_characters, "loss (4 bits)", "loss 8 bits"):
         runs = load_runs({"N": BASE["N"], "D": BASE["D"], other: BASE["loss"]})
         np.testing.assert_allclose(runs.loss, BASE["loss"])
     bits = np.divide(BASE["loss"], np.log(2))

@@ -19,8 +19,8 @@ from scaling.sweeps.sweep import Sweep, gradient_noise_scale
 from scaling.sweeps.table import fit_sweep, fit_sweeps
 from scaling.synthetic import isoflop_runs
 from scaling.uncertainty.backtest import BacktestRow, backtest
-from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
-from scaling.uncertainty.profile import Profile, profile
+from scaling.uncertainty.bootstrap import Bootstrap, bootstrap
+from scaling.uncertainty.posterior import Posterior, Prediction
 from scaling.uncertainty.quantity import Quantity, loss_at, optimum
 from scaling.uncertainty.speedup import Speedup, effective_speedup
 
@@ -36,8 +36,8 @@ __all__ = [
     "Optimum",
     "ParametricFit",
     "Plan",
+    "Posterior",
     "Prediction",
-    "Profile",
     "Quantity",
     "RateLaw",
     "Runs",
@@ -62,7 +62,6 @@ __all__ = [
     "optimum",
     "plan",
     "plot",
-    "profile",
     "select_law",
     "sweep_learning_rate",
 ]

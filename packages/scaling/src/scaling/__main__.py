@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
-from scaling.isoflop import IsoflopFit, Method, fit_isoflop
+from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.plan import plan
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
-from scaling.uncertainty.bootstrap import bootstrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,9 +65,8 @@ def _parser() -> argparse.ArgumentParser:
 
     fit = commands.add_parser("fit", parents=[source], help="the best N and D at a budget")
     fit.add_argument("--at", nargs="+", default=[], **flops)
-    fit.add_argument("--method", choices=["parametric", *get_args(Method)], default="parametric")
+    fit.add_argument("--method", choices=["parametric", "parabola"], default="parametric")
     fit.add_argument("--nearest", type=int, help="runs per parabola; default: all")
-    fit.add_argument("--resamples", type=int, default=4000)
     fit.add_argument("--plot", **file)
     fit.set_defaults(command=_fit)
 
@@ -126,11 +124,10 @@ def _fit(arguments: argparse.Namespace) -> Output:
     fit: ParametricFit | IsoflopFit
     if arguments.method == "parametric":
         fit = fit_parametric(runs, arguments.loss, prove=True)
-        resampled = bootstrap(fit, resamples=arguments.resamples)
         # The intervals of the answers include drift, unlike those of the constants.
         best = [fit.optimal(c) for c in at]
         constants = asdict(fit.law) | {"exponent": fit.law.exponent}
-        intervals = {k: resampled.interval(k) for k in constants}
+        intervals = {k: fit.posterior.interval(k) for k in constants}
         lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta, 95% of noise alone"]
         lines += [f"  {k:<9}{v:<12.6g}{intervals[k]}" for k, v in constants.items()]
         ranges = {k: asdict(v) for k, v in intervals.items()}
@@ -145,7 +142,9 @@ def _fit(arguments: argparse.Namespace) -> Output:
         best = [fit.optimal(c) for c in at]
         lines = [runs.explanation]
         interval = fit.exponent_interval
-        lines.append(f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)")
+        ratio = fit.flops_per_parameter_token(max(at))
+        law = f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / ({ratio:.4g} N_opt)"
+        lines.append(law)
         lines.append(f"  exponent    {fit.exponent:<12.4f}{interval} of noise alone")
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
         result["intervals"] = {"exponent": asdict(interval)}

@@ -15,10 +15,11 @@ from scipy.optimize import curve_fit, minimize
 
 from scaling.fit.parametric import fit_parametric
 from scaling.isoflop import fit_isoflop
-from scaling.runs import Array, Runs, ScalingWarning, load_runs
+from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
 from scaling.synthetic import CHINCHILLA, isoflop_runs, planned_runs
 from scaling.uncertainty.bootstrap import bootstrap
+from scaling.units import Array
 
 T = TypeVar("T")
 Row = dict[str, float | int | str]

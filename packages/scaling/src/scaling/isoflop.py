@@ -11,7 +11,7 @@ import math
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
@@ -19,12 +19,11 @@ from scipy.special import stdtrit
 from scaling.equality import ComparesArrays
 from scaling.fit.identifiability import singular_values
 from scaling.law import Interval, Optimum, check_level, require_numbers
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
+from scaling.runs import Runs, ScalingWarning
 from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import (
     Diagnostics,
-    ParametricSize,
-    parametric_size,
+    parametric_posterior,
     warn_of_optimum,
 )
 from scaling.uncertainty.drift import (
@@ -32,11 +31,12 @@ from scaling.uncertainty.drift import (
     VALLEY_COVERAGE,
     CutError,
     drift_per_decade,
+    drift_start,
     normal_quantile,
 )
+from scaling.uncertainty.posterior import Posterior
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.valley import Valley, fit_common_shape, polynomial_bottom
-
-Method = Literal["parabola"]
 
 #: Sizes next to the best run that are further apart than this factor are reported as coarse. At 2.5
 #: a parabola through noiseless runs of three laws is off by 4 to 13 % at 1e22 FLOPs.
@@ -79,12 +79,13 @@ class IsoflopFit(ComparesArrays):
         pairs = compute / self.flops_per_parameter_token(compute)
         tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
         intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
-        is_beyond = compute > self.valleys[-1].compute
-        coverage = VALLEY_COVERAGE if is_beyond else ""
+        is_beyond = not self.valleys[0].compute <= compute <= self.valleys[-1].compute
+        # The coverage of intervals at another level was not measured.
+        coverage = VALLEY_COVERAGE if is_beyond and self.level == 0.95 else ""
         best = Optimum(compute, n, pairs / n, math.nan, intervals, coverage)
         # The parametric law assumes C = 6 N D, so it is evaluated at the same N D.
-        law = self._parametric_size
-        other = law(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None
+        law = self._parametric
+        other = law.optimal(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None
         warn_of_optimum(best, self.runs, other)
         return best
 
@@ -106,15 +107,17 @@ class IsoflopFit(ComparesArrays):
         middle = float(np.mean(np.log([valley.compute for valley in self.valleys])))
         position = np.array([1.0, math.log(compute) - middle])
         scatter = math.sqrt(float(position @ self.covariance @ position))
-        decades = max(math.log10(compute / self.valleys[-1].compute), 0.0)
+        start = drift_start(np.array([valley.compute for valley in self.valleys]))
+        lowest = self.valleys[0].compute
+        decades = max(math.log10(compute / start), math.log10(lowest / compute), 0.0)
         student = float(stdtrit(freedom, 0.5 + self.level / 2))
         half = math.hypot(student * scatter, normal_quantile(self.level) * self.drift * decades)
         return n * math.exp(-half), n * math.exp(min(half, 600.0))
 
     @cached_property
-    def _parametric_size(self) -> ParametricSize | None:
-        """The best size by the parametric law of the same runs, if they identify one."""
-        return parametric_size(self.runs)
+    def _parametric(self) -> Posterior | None:
+        """The posterior of the parametric law of the same runs, if they identify one."""
+        return parametric_posterior(self.runs)
 
     def flops_per_parameter_token(self, compute: float) -> float:
         """Return C / (N D) of the best model, interpolated between budgets and constant beyond."""
@@ -125,7 +128,6 @@ class IsoflopFit(ComparesArrays):
 
 def fit_isoflop(
     runs: Runs,
-    method: Method = "parabola",
     *,
     nearest: int | None = None,
     degree: int | None = None,
@@ -139,7 +141,6 @@ def fit_isoflop(
 
     Args:
         runs: The runs, at least five at two budgets.
-        method: "parabola". "minimum", the best run of each budget, is refused as misleading.
         nearest: Fit each budget with only this many runs next to its best run.
         degree: Fit each budget with its own polynomial of degree 2, 3 or 4. The default with
             `nearest` is 2.
@@ -153,11 +154,6 @@ def fit_isoflop(
     A `ScalingWarning` reports coarse grids, a minimum at the edge of a budget, sizes that do not
     grow with compute, and fewer than four budgets.
     """
-    if method != "parabola":
-        raise ValueError(
-            f"method = {method!r} is not 'parabola': the best run of a budget is a size somebody"
-            " chose, not the optimum, and extrapolating multiplies the error: see scaling.bench"
-        )
     check_level(level)
     _check_options(nearest, degree, tolerance)
     if len(runs) < 5:
@@ -368,7 +364,7 @@ def _drift(c: Array, n: Array, covariance: Array) -> float:
     for i, (line, inverse, _) in enumerate(lines[:-1]):
         full_line, full_inverse, scatter = lines[-1]
         deviation = math.sqrt(scatter * (inverse[0, 0] - full_inverse[0, 0])) + 1e-12
-        decades = math.log10(c[-1] / c[i + 2])
+        decades = math.log10(c[-1] / drift_start(c[: i + 3]))
         # Each budget consists of several runs, so every cut counts fully.
         cuts.append(CutError(decades, float(line[0] - full_line[0]), deviation, 1.0))
     return drift_per_decade(cuts, PRIOR_VALLEY_DRIFT)

@@ -14,10 +14,9 @@ from typing import overload
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 
 from scaling.equality import ComparesArrays
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
@@ -134,23 +133,8 @@ class Law:
                 "expected finite compute > 0 and inference_tokens >= 0, got"
                 f" compute = {compute}, inference_tokens = {inference_tokens}"
             )
-        pairs = compute / FLOPS_PER_PARAMETER_TOKEN
-        n = float(optima_of(self.constants, compute)[0])
-        served = inference_tokens * FLOPS_PER_PARAMETER_SERVED_TOKEN / FLOPS_PER_PARAMETER_TOKEN
-        if served:
-            # With D = pairs / N - served, dL / dlog N = 0 is a monotone equation in log N.
-            def slope(log_n: float) -> float:
-                d = pairs * math.exp(-log_n) - served
-                fall = math.log(self.alpha * self.A) - self.alpha * log_n
-                rise = math.log(self.beta * self.B * (d + served)) - (self.beta + 1) * math.log(d)
-                return rise - fall
-
-            largest = math.log(pairs / served)
-            low = min(math.log(n), largest) - 60
-            high = min(math.log(n), largest - 1e-12)
-            n = math.exp(brentq(slope, low, high, xtol=1e-14))
-        d = pairs / n - served
-        return Optimum(compute, n, d, self.predict(n, d))
+        n, d, loss = map(float, optima_of(self.constants, compute, inference_tokens))
+        return Optimum(compute, n, d, loss)
 
 
 def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array:
@@ -160,7 +144,7 @@ def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array
     return loss
 
 
-def optima_of(constants: Array, compute: float) -> Array:
+def optima_of(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:
     """Return N, D and loss (3, …) of the optima of (…, 5) constants.
 
     See Note [Closed-form optimum].
@@ -170,6 +154,29 @@ def optima_of(constants: Array, compute: float) -> Array:
     log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
     # An optimum beyond the range of float64 is replaced by the largest representable one.
     log_n = np.clip(log_n, log_pairs - 700, 700)
+    served = inference_tokens * FLOPS_PER_PARAMETER_SERVED_TOKEN / FLOPS_PER_PARAMETER_TOKEN
+    if served:
+        log_n = _log_size_with_serving(constants, log_pairs, served, log_n)
     n = np.exp(log_n)
-    d = np.exp(log_pairs - log_n)
+    d = np.exp(log_pairs - log_n) - served
     return np.stack([n, d, loss_of(constants, n, d)])
+
+
+def _log_size_with_serving(
+    constants: Array, log_pairs: float, served: float, without: Array
+) -> Array:
+    """Return log N of the optima at which D = exp(log_pairs) / N - served.
+
+    `without` is log N without serving. dL / dlog N rises with log N, so its root is bisected.
+    """
+    _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
+    high = np.minimum(without, log_pairs - math.log(served) - 1e-12)
+    low = high - 60
+    for _ in range(60):
+        middle = (low + high) / 2
+        d = np.exp(log_pairs - middle) - served
+        fall = np.log(alpha * a) - alpha * middle
+        rise = np.log(beta * b * (d + served)) - (beta + 1) * np.log(d)
+        low = np.where(rise < fall, middle, low)
+        high = np.where(rise < fall, high, middle)
+    return low

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scaling.fit.parametric import ParametricFit
 from scaling.law import FLOPS_PER_PARAMETER_SERVED_TOKEN, Interval, require_numbers
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
 
 @dataclass(frozen=True)

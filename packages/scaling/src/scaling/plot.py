@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,20 +11,22 @@ from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit
 from scaling.isoflop import IsoflopFit
 from scaling.law import Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, ScalingWarning
+from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep
 from scaling.uncertainty.backtest import BacktestRow
-from scaling.uncertainty.profile import profile
+from scaling.uncertainty.posterior import weighted_quantiles
 from scaling.uncertainty.quantity import optimum
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def plot(
-    result: ParametricFit | IsoflopFit | Sweep | Sequence[BacktestRow], *, up_to: float = 1e24
-) -> "Figure":
+Drawable = ParametricFit | IsoflopFit | Sweep | Sequence[BacktestRow]
+
+
+def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
     """Return a figure of a fit, a sweep or a backtest.
 
     `up_to` is the compute in FLOPs to which a fit is extrapolated. The panels are:
@@ -38,34 +40,42 @@ def plot(
     require_module("matplotlib", "plot")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 8) if isinstance(result, ParametricFit) else (14, 4.5))
+    drawn = panels(result, up_to)
+    columns = min(len(drawn), 2)
+    rows = -(-len(drawn) // columns)
+    figure = Figure(figsize=(11, 8) if rows == 2 else (14, 4.5))
     figure.set_layout_engine("constrained")
-    with warnings.catch_warnings():
-        # The fit has issued these warnings already, and the bands show the uncertainty.
-        warnings.simplefilter("ignore", ScalingWarning)
-        if isinstance(result, ParametricFit):
-            axes = figure.subplots(2, 2).flat
-            _plot_optima(axes[0], result, up_to)
-            _plot_contours(axes[1], result, up_to)
-            _plot_residuals(axes[2], result)
-            _plot_interval(axes[3], result, up_to)
-        elif isinstance(result, IsoflopFit):
-            axes = figure.subplots(1, 2).flat
-            _plot_valleys(axes[0], result)
-            _plot_optima(axes[1], result, up_to)
-        elif isinstance(result, Sweep):
-            axes = figure.subplots(1, 2).flat
-            _plot_losses(axes[0], result)
-            _plot_best_rates(axes[1], result)
-        else:
-            _plot_backtest(figure.subplots(), result)
+    for draw, axes in zip(drawn, figure.subplots(rows, columns, squeeze=False).flat, strict=True):
+        draw(axes)
     return figure
+
+
+def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
+    """Return a function per panel of `plot`, which draws the panel on axes."""
+    if isinstance(result, ParametricFit):
+        fit = result
+        return [
+            lambda axes: _plot_optima(axes, fit, up_to),
+            lambda axes: _plot_contours(axes, fit, up_to),
+            lambda axes: _plot_residuals(axes, fit),
+            lambda axes: _plot_interval(axes, fit, up_to),
+        ]
+    if isinstance(result, IsoflopFit):
+        valleys = result
+        return [
+            lambda axes: _plot_valleys(axes, valleys),
+            lambda axes: _plot_optima(axes, valleys, up_to),
+        ]
+    if isinstance(result, Sweep):
+        sweep = result
+        return [lambda axes: _plot_losses(axes, sweep), lambda axes: _plot_best_rates(axes, sweep)]
+    return [lambda axes: _plot_backtest(axes, result)]
 
 
 def _plot_optima(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) -> None:
     """Draw N and D of the optimum over compute, with their bands."""
-    compute = np.geomspace(fit.runs.compute.min(), up_to, 60)
-    best: list[Optimum] = [fit.optimal(float(c)) for c in compute]
+    compute = np.geomspace(fit.runs.compute.min(), up_to, 40)
+    best = _optima(fit, compute)
     for name, color in (("parameters", "C0"), ("tokens", "C1")):
         axes.plot(compute, [getattr(b, name) for b in best], color, label=f"{name}, 95 %")
         intervals = [b.intervals[name] for b in best if b.intervals]
@@ -79,6 +89,13 @@ def _plot_optima(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) ->
     axes.axvline(fit.runs.compute.max(), color="0.6", ls=":", label="largest run")
     axes.set(xscale="log", yscale="log", xlabel="compute (FLOPs)", title="Compute-optimal N and D")
     axes.legend(fontsize=8)
+
+
+def _optima(fit: ParametricFit | IsoflopFit, compute: Array) -> list[Optimum]:
+    """Return the optima without warnings: the fit has issued them, and bands show uncertainty."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScalingWarning)
+        return [fit.optimal(float(c)) for c in compute]
 
 
 def _plot_valleys(axes: "Axes", fit: IsoflopFit) -> None:
@@ -157,28 +174,26 @@ def _plot_residuals(axes: "Axes", fit: ParametricFit) -> None:
 
 
 def _plot_interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
-    """Draw the interval of `optimal`, and the intervals of noise alone."""
-    target = optimum("parameters", compute)
-    values: Array = np.log10(target.evaluate(fit.resampled.constants))
-    values = values[np.isfinite(values)]
-    # Without noise all resamples agree to rounding, and a histogram needs a width.
-    low = values.min()
-    high = max(values.max(), low + 1e-6)
-    axes.hist(values, np.linspace(low, high, 51).tolist(), color="0.8")
+    """Draw the interval of `optimal`, and the posterior and its interval, which omit drift."""
+    posterior = fit.posterior
+    if len(posterior.weights):
+        values: Array = np.log10(posterior.sizes(compute))
+        # Without noise all laws agree to rounding, and a histogram needs a width.
+        low, high = weighted_quantiles(values, posterior.weights, [1e-3, 1 - 1e-3])
+        bins = np.linspace(low - 1e-6, high + 1e-6, 51).tolist()
+        axes.hist(values, bins, weights=posterior.weights, color="0.8")
     top = axes.get_ylim()[1]
-    answer = fit.optimal(compute).intervals or {}
+    answer = _optima(fit, np.array([compute]))[0].intervals or {}
     intervals = {
         "answer": answer["parameters"],
-        "noise alone, bootstrap": fit.resampled.interval(target),
+        "noise alone": posterior.interval(optimum("parameters", compute)),
     }
-    if len(fit.runs) > 5:
-        intervals["noise alone, profile"] = profile(fit, target).interval
     for i, (name, interval) in enumerate(intervals.items()):
         ends = [math.log10(max(interval.low, 1.0)), math.log10(min(interval.high, 1e30))]
         height = top * (1.06 + 0.06 * i)
         axes.plot(ends, [height, height], f"C{i}|-", ms=10, label=f"{name}, 95 %")
     axes.axvline(math.log10(fit.law.optimal(compute).parameters), color="k", lw=1)
-    axes.set(xlabel=f"log10 best parameters at {compute:.3g} FLOPs", ylabel="resamples")
+    axes.set(xlabel=f"log10 best parameters at {compute:.3g} FLOPs", ylabel="probability")
     axes.set_title("Uncertainty of the best size")
     axes.legend(fontsize=8)
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from scaling.law import Law
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Runs, load_runs
+from scaling.runs import Runs, load_runs
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
 #: The constants as printed, rounded, in Hoffmann et al. 2022, appendix D.3.
 CHINCHILLA = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)

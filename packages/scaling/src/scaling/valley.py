@@ -13,13 +13,11 @@ follow from (p, q) by linear least squares, so the search is over two numbers (v
 Golub and Pereyra 1973; the Jacobian is Kaufman's approximation).
 
 Note [Prior of the shape]
-Noise may leave (p, q) almost undetermined. log p and log q therefore have a normal prior: their
-mean is log(1/3) with standard deviation 0.6, and their difference is zero, a symmetric valley, with
-standard deviation 0.5. In published laws and tables p and q differ by a factor of about e^0.5. The
-weight of the prior is the variance of the noise, which is estimated in turn until it settles. The
-first search has no prior: without noise its result is exact, and the prior may have a basin of its
-own in between. The experiments are `test_interval_covers_the_truth_at_four_runs_per_budget`, where
-half of the intervals miss without a prior, and
+Noise may leave (p, q) almost undetermined, so they have the prior of Note [Prior of the exponents].
+Its weight is the variance of the noise, which is estimated in turn until it settles. The first
+search has no prior: without noise its result is exact, and the prior may add another basin in
+between. The experiments are `test_interval_covers_the_truth_at_four_runs_per_budget`, where half of
+the intervals miss without a prior, and
 `test_wide_and_off_center_grids_do_not_bias_the_common_shape`, where a parabola is biased.
 """
 
@@ -33,17 +31,12 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
 
 from scaling.equality import ComparesArrays
-from scaling.runs import Array, Runs
+from scaling.runs import Runs
+from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
+from scaling.units import Array
 
 #: Grid of starts for p and for q: `test_default_is_within_one_percent_for_any_law_and_grid`.
 START_EXPONENTS = np.geomspace(0.06, 1.5, 5)
-
-#: Prior mean of p and q: see Note [Prior of the shape].
-PRIOR_MEAN = 1 / 3
-
-#: Maps the deviations of (log p, log q) from the prior mean to standard deviations: the first row
-#: is their average, the second their difference.
-PRIOR_PRECISION_ROOT = np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0.5]])
 
 #: Bounds of p and q. At 0.01 a valley cannot be distinguished from a parabola.
 MIN_EXPONENT = 0.01
@@ -218,7 +211,7 @@ def _search_shape(budgets: _Budgets) -> tuple[Array, float]:
 
     See Note [Prior of the shape].
     """
-    prior_mean = np.log([PRIOR_MEAN, PRIOR_MEAN])
+    prior_mean = math.log(PRIOR_EXPONENT)
     starts = [np.array(pair) for pair in itertools.product(np.log(START_EXPONENTS), repeat=2)]
     log_exponents = min(starts, key=lambda pair: float((budgets.residuals(pair) ** 2).sum()))
     noise = 0.0

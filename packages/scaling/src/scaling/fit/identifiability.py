@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from scaling.runs import Array
+from scaling.units import Array
 
 #: Smallest singular value of an identifying design: see Note [Conditioning of the design].
 MIN_SINGULAR_VALUE = 0.04

@@ -9,15 +9,13 @@ large lambda gives a short step that always descends (Levenberg 1944). Steps tha
 objective are rejected, and lambda grows.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.equality import ComparesArrays
 from scaling.fit.varpro import Problem
-from scaling.runs import Array
+from scaling.units import Array
 
 #: A term whose log amplitude is within this distance of its lower bound has vanished: it no longer
 #: contributes, so its exponent is undetermined.
@@ -36,31 +34,6 @@ def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
     return vanished
 
 
-@dataclass(frozen=True, eq=False)
-class Penalty(ComparesArrays):
-    """The term stiffness / 2 * (implied(theta) - target)^2 that is added to each objective."""
-
-    #: A function from (S, P) parameters to (S,) values.
-    implied: Callable[[Array], Array]
-    #: One target per problem of a batch, or a single target for all of them.
-    targets: Array
-    stiffness: float
-
-    def energy(self, theta: Array, rows: NDArray[np.intp]) -> Array:
-        """Return the penalties (S,) of the problems at the indices `rows`."""
-        return 0.5 * self.stiffness * (self.implied(theta) - self._targets_of(rows)) ** 2
-
-    def derivatives(self, theta: Array, rows: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Return the gradient (S, P) and the Gauss-Newton Hessian (S, P, P) of the energy."""
-        gradient = numerical_gradient(self.implied, theta)
-        force = self.stiffness * (self.implied(theta) - self._targets_of(rows))
-        hessian = self.stiffness * gradient[:, :, None] * gradient[:, None, :]
-        return force[:, None] * gradient, hessian
-
-    def _targets_of(self, rows: NDArray[np.intp]) -> Array:
-        return self.targets[rows] if len(self.targets) > 1 else self.targets
-
-
 @dataclass(frozen=True)
 class PolishResult:
     """The end points of a batch of minimizations."""
@@ -76,24 +49,23 @@ def polish(
     *,
     delta: float,
     weights: Array | None = None,
-    penalties: Sequence[Penalty] = (),
     max_steps: int = 200,
 ) -> PolishResult:
     """Minimize the sum of Huber losses from each of (S, P) starts.
 
-    `weights` (S, n) are the weights of the rows, such as the counts of a bootstrap resample.
-    `penalties` are added to the objective. See Note [Damped Newton steps].
+    `weights` (S, n) are the weights of the rows, such as the counts of a bootstrap resample. See
+    Note [Damped Newton steps].
     """
     count = len(starts)
     row_weights = np.ones((count, 1)) if weights is None else weights
     theta = np.clip(starts, *problem.bounds)
-    batch = _BatchResult(theta, np.empty(count), np.zeros(count, dtype=bool))
+    result = PolishResult(theta, np.empty(count), np.zeros(count, dtype=bool))
     # The dozen (chunk, n) arrays of a chunk should stay in the cache.
     chunk = max(8, 24_000 // len(problem.log_target))
     for low in range(0, count, chunk):
         index = np.arange(low, min(low + chunk, count))
-        _polish_chunk(problem, batch, index, row_weights, delta, penalties, max_steps)
-    return PolishResult(batch.theta, batch.objective, batch.converged)
+        _polish_chunk(problem, result, index, row_weights, delta, max_steps)
+    return result
 
 
 def objective(problem: Problem, theta: Array, delta: float) -> Array:
@@ -111,12 +83,6 @@ def log_jacobian(problem: Problem, theta: Array) -> Array:
     point = _Evaluation.at(problem, theta[None], np.ones((1, 1)), np.inf)
     jacobian: Array = _jacobian(problem, theta[None], point)[0][0]
     return jacobian
-
-
-def numerical_gradient(function: Callable[[Array], Array], theta: Array) -> Array:
-    """Return the gradient (S, P) of a function of the parameters, by central differences."""
-    steps = 1e-6 * np.eye(theta.shape[1])
-    return np.stack([(function(theta + h) - function(theta - h)) / 2e-6 for h in steps], axis=-1)
 
 
 @dataclass
@@ -154,7 +120,6 @@ class _Evaluation:
         errors[negative] = 1e3
         size = np.abs(errors)
         clipped = np.minimum(size, delta)
-        weights = problem.asymmetric_weights(weights, errors)
         values = (weights * clipped * (size - 0.5 * clipped)).sum(1)
         return _Evaluation(slopes, errors, log_sum, values)
 
@@ -173,43 +138,25 @@ class _Evaluation:
         )
 
 
-@dataclass
-class _BatchResult:
-    """The results of all problems of a batch, written as the problems end."""
-
-    theta: Array
-    objective: Array
-    converged: NDArray[np.bool_]
-
-
 def _polish_chunk(
     problem: Problem,
-    batch: _BatchResult,
+    result: PolishResult,
     index: NDArray[np.intp],
     weights: Array,
     delta: float,
-    penalties: Sequence[Penalty],
     max_steps: int,
 ) -> None:
     """Polish the problems at `index` of the batch in place."""
-    theta = batch.theta[index]
+    theta = result.theta[index]
     lowest, highest = problem.bounds
     weights = weights[index] if len(weights) > 1 else weights
     point = _Evaluation.at(problem, theta, weights, delta)
-    for penalty in penalties:
-        point.objective += penalty.energy(theta, index)
     damping = np.full(len(index), 0.1)
     for _ in range(max_steps):
         gradient, hessian = _derivatives(problem, theta, point, weights, delta, damping)
-        for penalty in penalties:
-            force, stiffness = penalty.derivatives(theta, index)
-            gradient += force
-            hessian += stiffness
         pinned = ((theta <= lowest) & (gradient > 0)) | ((theta >= highest) & (gradient < 0))
         trial = np.clip(theta + _newton_step(gradient, hessian, pinned), lowest, highest)
         new = _Evaluation.at(problem, trial, weights, delta)
-        for penalty in penalties:
-            new.objective += penalty.energy(trial, index)
         expected = -((trial - theta) * gradient).sum(1)
         accepted = (expected > 0) & (new.objective <= point.objective)
         theta[accepted] = trial[accepted]
@@ -219,9 +166,9 @@ def _polish_chunk(
         damping = np.where(accepted, damping * 0.2, damping * 8.0)
         if ended.any():
             # Problems that ended leave the batch, so that later steps are cheaper.
-            batch.theta[index[ended]] = theta[ended]
-            batch.objective[index[ended]] = point.objective[ended]
-            batch.converged[index[ended]] = True
+            result.theta[index[ended]] = theta[ended]
+            result.objective[index[ended]] = point.objective[ended]
+            result.converged[index[ended]] = True
             active = ~ended
             index = index[active]
             theta = theta[active]
@@ -230,8 +177,8 @@ def _polish_chunk(
             weights = weights[active] if len(weights) > 1 else weights
             if not len(index):
                 return
-    batch.theta[index] = theta
-    batch.objective[index] = point.objective
+    result.theta[index] = theta
+    result.objective[index] = point.objective
 
 
 def _newton_step(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> Array:
@@ -293,7 +240,6 @@ def _derivatives(
     errors = point.residuals
     size = np.abs(errors)
     jacobian, derivatives = _jacobian(problem, theta, point)
-    weights = problem.asymmetric_weights(weights, errors)
     pull = weights * np.clip(errors, -delta, delta)
     reweighted = weights * (delta / np.maximum(size, delta) if np.isfinite(delta) else 1.0)
     # A residual is the logarithm of the law m, so its second derivative is m'' / m - J J'.

@@ -23,15 +23,16 @@ from scaling.fit.search import (
 )
 from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS, Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
+from scaling.runs import Runs, ScalingWarning
 from scaling.tables.cells import list_some
-from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
 from scaling.uncertainty.diagnostics import (
     BEND_P_VALUE,
     bend_p_value,
     warn_of_optimum,
 )
 from scaling.uncertainty.drift import Drift, measure_drift
+from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
+from scaling.units import Array
 
 #: Fewest runs of a fit: one per constant.
 FEWEST_RUNS = len(CONSTANTS)
@@ -44,7 +45,7 @@ OUTLIER_SPREADS = 10
 class ParametricFit(Estimate):
     """A fitted law whose answers carry intervals.
 
-    `law` is the point estimate. `optimal` and `predict` add 95 % intervals: those of a bootstrap,
+    `law` is the point estimate. `optimal` and `predict` add 95 % intervals: those of the posterior,
     widened beyond the runs by the drift between fits of small runs and larger runs.
     """
 
@@ -53,30 +54,30 @@ class ParametricFit(Estimate):
     warnings: tuple[str, ...]
 
     @cached_property
-    def resampled(self) -> Bootstrap:
-        """A bootstrap of 1,000 refits with seed 0; call `bootstrap` for other numbers."""
-        return bootstrap(self, resamples=1000, seed=0)
+    def posterior(self) -> Posterior:
+        """The laws that the runs leave possible, without drift."""
+        return sample_posterior(self)
 
     @cached_property
     def drift(self) -> Drift:
         """The drift between fits of the smaller runs and the larger runs."""
-        return measure_drift(self.runs, self._refit)
+        return measure_drift(self, self._refit)
 
     def _refit(self, runs: Runs) -> Estimate:
         """Return a fit of some of the runs, without warnings."""
-        return _estimate(runs, self.loss, self.delta, self.weight_above, prove=False)[0]
+        return _estimate(runs, self.loss, self.delta, prove=False)[0]
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
-        best = self.resampled.optimal(compute, inference_tokens=inference_tokens)
+        best = self.posterior.optimal(compute, inference_tokens=inference_tokens)
         warn_of_optimum(best, self.runs)
         return self.drift.widen(best)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return `Law.predict`, with the 95 % interval of a further run, its noise included."""
-        mean = self.resampled.predict(parameters, tokens)
-        compute = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
-        return Prediction(mean.loss, self.drift.interval_of_run(mean, compute, self.residuals))
+        mean = self.posterior.predict(parameters, tokens)
+        interval = self.drift.interval_of_run(mean, parameters, tokens, self.residuals)
+        return Prediction(mean.loss, interval)
 
 
 def fit_parametric(
@@ -84,7 +85,6 @@ def fit_parametric(
     loss: Loss = "huber",
     *,
     delta: float = 1e-3,
-    weight_above: float = 1.0,
     prove: bool = False,
 ) -> ParametricFit:
     """Fit a law by minimizing the sum of loss(log predicted - log observed) over all runs.
@@ -94,9 +94,6 @@ def fit_parametric(
         loss: "huber" (as Hoffmann et al.), "lad" (least absolute deviations) or "squares" (half the
             sum of squares).
         delta: The width of the Huber loss.
-        weight_above: The weight of runs whose loss lies above the law. A weight below one suits
-            tables in which some runs were tuned too little; with 0.1, for example, the law follows
-            the best quarter of the runs.
         prove: Polish all 289 points of a grid of exponents. By default some thirty are polished,
             and all of them if these reach several optima.
 
@@ -106,20 +103,18 @@ def fit_parametric(
 
     A `ScalingWarning` reports several optima, a constant at its bound, bent residuals and outliers.
     """
-    part, theta, proof = _estimate(runs, loss, delta, weight_above, prove)
+    part, theta, proof = _estimate(runs, loss, delta, prove)
     errors = part.residuals
     messages = tuple(_fit_messages(runs, part.problem, theta, errors, proof))
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    value = objective_value(part.problem, errors, loss, delta)
-    return ParametricFit(runs, part.law, loss, delta, errors, weight_above, value, proof, messages)
+    value = objective_value(errors, loss, delta)
+    return ParametricFit(runs, part.law, loss, delta, errors, value, proof, messages)
 
 
-def _estimate(
-    runs: Runs, loss: Loss, delta: float, weight_above: float, prove: bool
-) -> tuple[Estimate, Array, Proof]:
+def _estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
     """Return a fit with its parameters and its proof; `ValueError` if the runs identify no law."""
-    validate_objective(loss, delta, weight_above)
+    validate_objective(loss, delta)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(
             f"{len(runs)} runs cannot fix five constants; train at least {FEWEST_RUNS}"
@@ -127,10 +122,10 @@ def _estimate(
     if np.ptp(runs.loss) == 0:
         raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
     require_identified(runs.parameters, runs.tokens)
-    problem = Problem.chinchilla(runs, weight_above)
+    problem = Problem.chinchilla(runs)
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]
-    part = Estimate(runs, problem.to_law(theta[0]), loss, delta, errors, weight_above)
+    part = Estimate(runs, problem.to_law(theta[0]), loss, delta, errors)
     return part, theta[0], proof
 
 
@@ -154,7 +149,7 @@ def _fit_messages(
         messages.append(
             f"no law of this form fits: the residuals bend with size or tokens (F test, p ="
             f" {p_value:.1g}); the intervals of `optimal` and `predict` include drift, those of"
-            " `bootstrap` and `profile` assume the law"
+            " `posterior` and `bootstrap` assume the law"
         )
     lowest, highest = problem.bounds
     for i, name in enumerate(CONSTANTS):

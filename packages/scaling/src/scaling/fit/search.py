@@ -21,7 +21,8 @@ from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.varpro import Problem, grid_starts
 from scaling.law import Law
-from scaling.runs import Array, Runs
+from scaling.runs import Runs
+from scaling.units import Array
 
 Loss = Literal["huber", "lad", "squares"]
 
@@ -75,13 +76,11 @@ class Estimate(ComparesArrays):
     delta: float
     #: Log of predicted over observed loss, one per run.
     residuals: Array
-    #: The weight of runs whose loss lies above the law.
-    weight_above: float
 
     @cached_property
     def problem(self) -> Problem:
         """The fitted problem, in the parameters of the search."""
-        return Problem.chinchilla(self.runs, self.weight_above)
+        return Problem.chinchilla(self.runs)
 
 
 def search(
@@ -182,24 +181,21 @@ def refit(
     return ends
 
 
-def validate_objective(loss: Loss, delta: float, weight_above: float) -> None:
+def validate_objective(loss: Loss, delta: float) -> None:
     """Raise `ValueError` unless the options of the objective are valid."""
     if loss not in get_args(Loss):
         raise ValueError(f"expected loss to be one of {get_args(Loss)}, got {loss!r}")
     if not delta > 0:
         raise ValueError(f"expected delta > 0 (1e-3 is usual), got {delta}")
-    if not 0 < weight_above <= 1:
-        raise ValueError(f"expected 0 < weight_above <= 1, got {weight_above}")
 
 
-def objective_value(problem: Problem, errors: Array, loss: Loss, delta: float) -> float:
+def objective_value(errors: Array, loss: Loss, delta: float) -> float:
     """Return the objective of log residuals; for "lad" this is their absolute sum."""
     size = np.abs(errors)
-    weights = problem.asymmetric_weights(np.ones(len(errors)), errors)
     if loss == "lad":
-        return float((weights * size).sum())
+        return float(size.sum())
     clipped = np.minimum(size, delta if loss == "huber" else np.inf)
-    return float((weights * clipped * (size - 0.5 * clipped)).sum())
+    return float((clipped * (size - 0.5 * clipped)).sum())
 
 
 def _initial_delta(loss: Loss, delta: float) -> float:

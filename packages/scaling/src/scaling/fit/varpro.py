@@ -31,7 +31,8 @@ import numpy as np
 from scaling.equality import ComparesArrays
 from scaling.law import Law
 from scaling.laws.form import CATALOG, Form
-from scaling.runs import Array, Runs
+from scaling.runs import Runs
+from scaling.units import Array
 
 #: Approximate number of points of the grid over all exponents.
 GRID_POINTS = 289
@@ -88,15 +89,12 @@ class Problem(ComparesArrays):
     fixed: Mapping[str, float] = field(default_factory=dict)
     #: The rows over which terms are centered; None means the rows of `columns`.
     centering_columns: Mapping[str, Array] | None = None
-    #: The weight of rows whose target lies above the law.
-    weight_above: float = 1.0
 
     @staticmethod
-    def chinchilla(runs: Runs, weight_above: float = 1.0) -> "Problem":
+    def chinchilla(runs: Runs) -> "Problem":
         """Return the problem of fitting Chinchilla's law to runs."""
         columns = {"parameters": runs.parameters, "tokens": runs.tokens}
-        log_loss = np.log(runs.loss)
-        return Problem(CATALOG["chinchilla"], columns, log_loss, weight_above=weight_above)
+        return Problem(CATALOG["chinchilla"], columns, np.log(runs.loss))
 
     def with_columns(self, columns: Mapping[str, Array]) -> "Problem":
         """Return a problem with the same parameters theta, to be evaluated at other rows."""
@@ -104,15 +102,6 @@ class Problem(ComparesArrays):
         return replace(
             self, columns=columns, log_target=np.zeros(n), centering_columns=self.columns
         )
-
-    def asymmetric_weights(self, weights: Array, residuals: Array) -> Array:
-        """Return (S, n) weights with `weight_above` applied to rows above the law.
-
-        Residuals are log predicted minus log observed, so such rows have negative residuals.
-        """
-        if self.weight_above == 1:
-            return weights
-        return weights * np.where(residuals < 0, self.weight_above, 1.0)
 
     @cached_property
     def num_terms(self) -> int:

@@ -23,7 +23,9 @@ from scaling.fit.search import Loss, Proof, objective_value, refit, search, vali
 from scaling.fit.varpro import Problem
 from scaling.law import Interval, check_level
 from scaling.laws.form import CATALOG, Form
-from scaling.runs import COLUMNS, Array, Runs, ScalingWarning, below_cuts
+from scaling.runs import Runs, ScalingWarning
+from scaling.tables.grouping import below_cuts
+from scaling.units import COLUMNS, Array
 
 Rows = Runs | Mapping[str, ArrayLike]
 
@@ -47,10 +49,10 @@ class LawFit(ComparesArrays):
     loss: Loss
     delta: float
 
-    def resampled_constants(self) -> Array:
+    def resampled_constants(self, seed: int = 0) -> Array:
         """Return the constants (RESAMPLES, P) of refits to resampled rows."""
         n = len(self.problem.log_target)
-        random = np.random.default_rng(0)
+        random = np.random.default_rng(seed)
         counts = random.multinomial(n, np.full(n, 1 / n), RESAMPLES).astype(float)
         ends = refit(
             self.problem,
@@ -108,7 +110,6 @@ def fit_law(
     target: str | None = None,
     delta: float = 1e-3,
     fixed: Mapping[str, float] | None = None,
-    weight_above: float = 1.0,
     prove: bool = False,
 ) -> LawFit:
     """Fit the constants of a form to the logarithms of a target.
@@ -120,7 +121,6 @@ def fit_law(
         target: The name of the target; by default the form's own.
         delta: The width of the Huber loss.
         fixed: Constants that are not fitted.
-        weight_above: The weight of rows whose target lies above the law.
         prove: Polish every point of the exponent grid.
 
     Raises:
@@ -133,12 +133,12 @@ def fit_law(
     fixed = dict(fixed or {})
     columns, log_target = _columns(form, rows, target or form.target)
     _check_constants(form, fixed)
-    validate_objective(loss, delta, weight_above)
+    validate_objective(loss, delta)
     needed = len(form.constants) - len(fixed)
     if len(log_target) < needed:
         raise ValueError(f"{len(log_target)} rows cannot fix {needed} constants of {form.name}")
     _require_identified(form, columns, fixed)
-    problem = Problem(form, columns, log_target, fixed, weight_above=weight_above)
+    problem = Problem(form, columns, log_target, fixed)
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]
     if at_bound := _constants_at_bound(problem, theta):
@@ -152,7 +152,7 @@ def fit_law(
     return LawFit(
         form,
         dict(zip(form.constants, values, strict=True)),
-        objective_value(problem, errors, loss, delta),
+        objective_value(errors, loss, delta),
         errors,
         proof,
         problem,

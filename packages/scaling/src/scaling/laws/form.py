@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scaling.runs import Array
+from scaling.units import Array
 
 #: Functions that an expression may call.
 FUNCTIONS = {k: getattr(np, k) for k in ("exp", "expm1", "log", "minimum", "maximum")}
@@ -104,8 +104,8 @@ class Form:
         with np.errstate(divide="ignore"):  # log 0 is -inf, and such a term is zero
             return eval(term, scope)
 
-    def predict(self, constants: Mapping[str, float], **inputs: ArrayLike) -> Array:
-        """Return y for these constants; inputs broadcast."""
+    def predict(self, constants: Mapping[str, Any], **inputs: ArrayLike) -> Array:
+        """Return y for these constants, which broadcast with the inputs."""
         columns = {k: np.asarray(inputs[k], np.float64) for k in self.inputs}
         exponents = {k: constants[k] for k in self.exponents}
         total = sum(

@@ -18,7 +18,7 @@ from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval
-from scaling.plot import plot
+from scaling.plot import Drawable, panels
 from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.backtest import BacktestRow, backtest
 from scaling.uncertainty.quantity import FIELDS
@@ -64,9 +64,9 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
     parts = ["<h2>Answers</h2>", answers, "<h2>Warnings</h2>", _list(messages)]
     parts += ["<h2>Data</h2>", f"<pre>{html.escape(runs.explanation or f'{len(runs)} runs')}</pre>"]
     for name, fit in fits.items():
-        parts += [f"<h2>{name}</h2>", _constants(fit), _figure(plot(fit, up_to=max(at)))]
+        parts += [f"<h2>{name}</h2>", _constants(fit), _figures(fit, max(at))]
     if rows:
-        parts += ["<h2>Backtest</h2>", backtest_table(rows), _figure(plot(rows))]
+        parts += ["<h2>Backtest</h2>", backtest_table(rows), _figures(rows, max(at))]
     page = Template(files("scaling.report").joinpath("page.html").read_text("utf-8"))
     return page.substitute(title=html.escape(title), body="\n".join(parts))
 
@@ -74,12 +74,15 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
 def _answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
     """Return a table of the best models at each compute by each fit."""
     rows = []
+    coverage = {}
     for compute in at:
         for name, fit in fits.items():
             best = fit.optimal(compute)
+            if best.coverage:
+                coverage[name] = f"<p>{name}: {html.escape(best.coverage)}.</p>"
             cells = [_format(getattr(best, k), (best.intervals or {}).get(k)) for k in FIELDS]
             rows.append([f"{compute:.3g}", name, *cells])
-    return _table(["FLOPs", "by", *FIELDS], rows) + f"<p>{html.escape(best.coverage)}</p>"
+    return "".join([_table(["FLOPs", "by", *FIELDS], rows), *coverage.values()])
 
 
 def _constants(fit: Fit) -> str:
@@ -93,7 +96,7 @@ def _constants(fit: Fit) -> str:
         head = ["budget, FLOPs", "runs", "best parameters", "tokens", "loss"]
         return f"<p>{law}</p>" + _table(head, bottoms)
     names = ("E", "A", "B", "alpha", "beta", "exponent")
-    rows = [[k, _format(getattr(fit.law, k), fit.resampled.interval(k))] for k in names]
+    rows = [[k, _format(getattr(fit.law, k), fit.posterior.interval(k))] for k in names]
     law = "<p>L = E + A / N^alpha + B / D^beta. The intervals of the constants include noise"
     law += f" alone; the answers also include drift, {fit.drift.size:.2g} in log N and"
     law += f" {fit.drift.loss:.2g} in log loss per decade beyond the runs.</p>"
@@ -132,7 +135,11 @@ def _format(value: float, interval: Interval | None) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    # On narrow screens each cell is a line with the title of its column.
+    lines = []
+    for row in rows:
+        cells = zip(head, row, strict=True)
+        lines.append("".join(f'<td data-title="{name}">{cell}</td>' for name, cell in cells))
     titles = "".join(f"<th>{name}</th>" for name in head)
     body = "".join(f"<tr>{line}</tr>\n" for line in lines)
     return f'<div class="wide"><table><tr>{titles}</tr>\n{body}</table></div>'
@@ -142,6 +149,19 @@ def _list(items: Sequence[str]) -> str:
     if not items:
         return "<p>None.</p>"
     return "<ul>" + "".join(f"<li>{html.escape(item)}</li>\n" for item in items) + "</ul>"
+
+
+def _figures(result: Drawable, up_to: float) -> str:
+    """Return each panel of a result as a separate figure, in two columns if there is room."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    for draw in panels(result, up_to):
+        figure = Figure(figsize=(5, 3.9))
+        figure.set_layout_engine("constrained")
+        draw(figure.subplots())
+        figures.append(_figure(figure))
+    return f'<div class="panels">{"".join(figures)}</div>'
 
 
 def _figure(figure: "Figure") -> str:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.extras import require_module
-from scaling.runs import Array
 from scaling.sweeps.sweep import Sweep, build_sweep, sweep_function, validate_grid
+from scaling.units import Array
 
 Task = Literal["linear", "mlp"]
 Optimizer = Literal["sgd", "adam"]

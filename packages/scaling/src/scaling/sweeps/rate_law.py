@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import erf, erfinv
 
-from scaling.runs import Array
+from scaling.units import Array
 
 RateShape = Literal["saturating", "surge"]
 

@@ -15,8 +15,9 @@ from scipy.special import stdtrit
 
 from scaling.equality import ComparesArrays
 from scaling.law import Interval
-from scaling.runs import Array, ScalingWarning
+from scaling.runs import ScalingWarning
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
+from scaling.units import Array
 
 #: Rates within this factor of the best are part of the fitted curve.
 FIT_RANGE = 1.6

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.runs import SAME_SIZE, SAME_TOKENS, ScalingWarning
+from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import blank_cells, list_some, parse_numbers, uses_decimal_comma
+from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
 from scaling.tables.source import Table, read_table
 from scaling.tables.states import keep_finished
@@ -132,7 +133,7 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
 
 
 def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[str]:
-    """Return the values of a column that distinguishes settings; empty if it does not."""
+    """Return the values of a column that distinguishes settings, or an empty list."""
     cells = table.columns[name]
     values = list(dict.fromkeys(map(str, table.cells(name))))
     if len(values) < 2 or _normalize(name) in WORDS["repetitions"]:

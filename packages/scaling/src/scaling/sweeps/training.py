@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scaling.runs import Array
+from scaling.units import Array
 
 #: Hidden units of the MLP and of its teacher.
 WIDTH = 64

@@ -311,9 +311,10 @@ def _loss_unit(words: list[str]) -> tuple[str, float]:
     joined = "".join(words)
     if re.search("ppl|perplexity", joined):
         return "perplexity", 1.0
-    if re.search("bpb|bitsperbyte", joined):
+    # A ratio may be written as bits per byte, bits/byte or bits_byte.
+    if re.search("bpb|bits?(?:per)?byte", joined):
         return "bits per byte", 1.0
-    if "bpc" in joined:
+    if re.search("bpc|bits?(?:per)?char", joined):
         return "bits per character", 1.0
     # "4 bits" is the precision of the weights, not the unit of the loss.
     is_precision = re.search(r"(?:^| )\d+ bits?\b", " ".join(words))

@@ -1,1 +1,1 @@
-"""Uncertainty of fitted laws: bootstrap, profile likelihood, drift and backtests."""
+"""Uncertainty of fitted laws: posterior, bootstrap, drift and backtests."""

@@ -16,7 +16,9 @@ from scaling.equality import ComparesArrays
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Runs, ScalingWarning, below_cuts
+from scaling.runs import Runs, ScalingWarning
+from scaling.tables.grouping import below_cuts
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
 METHODS = ("parametric", "isoflop")
 

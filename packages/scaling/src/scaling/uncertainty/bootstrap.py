@@ -8,39 +8,26 @@ that the fit used (Efron 1981; Hesterberg 2015). Uncorrected intervals are too n
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtrit
 
-from scaling.equality import ComparesArrays
 from scaling.fit.newton import vanished_terms
 from scaling.fit.search import Estimate, refit
-from scaling.law import CONSTANTS, Interval, Optimum, check_level
-from scaling.runs import Array, Runs, ScalingWarning
-from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, named_quantity, optimum
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A predicted loss in nats and its interval."""
-
-    loss: float
-    interval: Interval
-
-    def __float__(self) -> float:
-        return self.loss
+from scaling.law import CONSTANTS, Interval, check_level
+from scaling.runs import Runs, ScalingWarning
+from scaling.uncertainty.posterior import Sample
+from scaling.uncertainty.quantity import Quantity, named_quantity
 
 
 @dataclass(frozen=True, eq=False)
-class Bootstrap(ComparesArrays):
+class Bootstrap(Sample):
     """The laws that were fitted to resampled runs."""
 
-    fit: Estimate
-    #: E, A, B, alpha and beta of each resample, (resamples, 5).
-    constants: Array
-    level: float
+    #: Number of fitted runs.
+    runs: int
     #: Number of runs, or of groups of runs, per resample.
     sample_size: int
 
@@ -52,38 +39,16 @@ class Bootstrap(ComparesArrays):
         degrees of freedom (Hesterberg 2015). Without degrees of freedom the interval is (0, inf).
         """
         target = named_quantity(target) if isinstance(target, str) else target
-        freedom = len(self.fit.runs) - len(CONSTANTS)
+        freedom = self.runs - len(CONSTANTS)
         if freedom <= 0:
             return Interval(0.0, math.inf, self.level)
         values = target.evaluate(self.constants)
-        estimate = target.evaluate(self.fit.law.constants[None])[0]
+        estimate = target.evaluate(self.law.constants[None])[0]
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
         half = half_width(freedom, self.level, self.sample_size)
         low, high = np.quantile(values, ndtr([2 * bias - half, 2 * bias + half]))
         return Interval(min(float(low), estimate), max(float(high), estimate), self.level)
-
-    def sizes(self, compute: float) -> Array:
-        """Return the best number of parameters of each resampled law, (resamples,)."""
-        return optimum("parameters", compute).evaluate(self.constants)
-
-    def losses(self, parameters: float, tokens: float) -> Array:
-        """Return the loss by each resampled law, (resamples,)."""
-        return loss_at(parameters, tokens).evaluate(self.constants)
-
-    def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
-        """Return the optimum of the fitted law, with intervals of its N, D and loss."""
-        best = self.fit.law.optimal(compute, inference_tokens=inference_tokens)
-        intervals = {}
-        for name in FIELDS:
-            target = optimum(name, compute, inference_tokens=inference_tokens)
-            intervals[name] = self.interval(target)
-        return replace(best, intervals=intervals)
-
-    def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Return the loss by the fitted law, with an interval of its mean, without run noise."""
-        loss = self.fit.law.predict(parameters, tokens)
-        return Prediction(loss, self.interval(loss_at(parameters, tokens)))
 
 
 def half_width(freedom: int, level: float, sample_size: int) -> float:
@@ -140,7 +105,7 @@ def bootstrap(
             ScalingWarning,
             stacklevel=2,
         )
-    return Bootstrap(fit, problem.to_constants(ends.theta), level, count)
+    return Bootstrap(fit.law, problem.to_constants(ends.theta), level, n, count)
 
 
 def _groups(runs: Runs, by: str | Sequence[object]) -> NDArray[np.intp]:

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.special import fdtrc, stdtrit
+from scipy.special import fdtrc
 
 from scaling.fit import newton
 from scaling.fit.identifiability import design_defect
-from scaling.fit.search import search
+from scaling.fit.search import Estimate, search
 from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS, Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
-from scaling.uncertainty.profile import curvature_deviation, robust_scale
-from scaling.uncertainty.quantity import optimum
+from scaling.runs import Runs, ScalingWarning
+from scaling.uncertainty.posterior import Posterior, sample_posterior
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: An interval is reported as wide if its ends are further apart than this factor.
 WIDE_INTERVAL = 10.0
@@ -64,60 +64,27 @@ class Diagnostics:
             yield text
 
 
-@dataclass(frozen=True)
-class SizeEstimate:
-    """The best model size by some method."""
-
-    method: str
-    log_size: float
-    #: Half the width of the 95 % interval of the log size.
-    half_width: float
-
-
-@dataclass(frozen=True)
-class ParametricSize:
-    """The best size by the parametric law at any compute, with an interval from curvature."""
-
-    problem: Problem
-    theta: Array
-    #: Half-width of the interval per standard deviation at unit noise.
-    unit_half_width: float
-
-    def __call__(self, compute: float) -> SizeEstimate:
-        """Return the estimate for a compute in FLOPs."""
-        target = optimum("parameters", compute)
-
-        def log_size(theta: Array) -> Array:
-            return np.log(target.evaluate(self.problem.to_constants(theta)))
-
-        deviation = curvature_deviation(self.problem, self.theta, log_size)
-        estimate = float(log_size(self.theta)[0])
-        return SizeEstimate("parametric", estimate, self.unit_half_width * deviation)
-
-
-def parametric_size(runs: Runs) -> ParametricSize | None:
-    """Return the best size by the parametric law; None if the runs do not identify the law."""
+def parametric_posterior(runs: Runs) -> Posterior | None:
+    """Return the posterior of the parametric law; None if the runs do not identify the law."""
     freedom = len(runs) - len(CONSTANTS)
     if freedom < 3 or design_defect(runs.parameters, runs.tokens):
         return None
     problem = Problem.chinchilla(runs)
     theta, _ = search(problem, "huber", 1e-3, prove=False)
     errors = newton.residuals(problem, theta)[0]
-    _, variance = robust_scale(errors, 1e-3, freedom)
-    student = float(stdtrit(freedom, 0.975))
-    return ParametricSize(problem, theta, student * math.sqrt(variance))
+    return sample_posterior(Estimate(runs, problem.to_law(theta[0]), "huber", 1e-3, errors))
 
 
-def warn_of_optimum(best: Optimum, runs: Runs, other: SizeEstimate | None = None) -> None:
+def warn_of_optimum(best: Optimum, runs: Runs, other: Optimum | None = None) -> None:
     """Issue a `ScalingWarning` for each diagnostic of an optimum.
 
-    `other` is the best size by another method, with which the optimum is compared.
+    `other` is the optimum by the parametric law, with which an IsoFLOP optimum is compared.
     """
     for message in _optimum_messages(best, runs, other):
         warnings.warn(message, ScalingWarning, stacklevel=3)
 
 
-def _optimum_messages(best: Optimum, runs: Runs, other: SizeEstimate | None) -> Iterator[str]:
+def _optimum_messages(best: Optimum, runs: Runs, other: Optimum | None) -> Iterator[str]:
     interval = best.intervals["parameters"] if best.intervals else None
     prefix = f"at {best.compute:.3g} FLOPs the best size"
     if interval and interval.high > WIDE_INTERVAL * interval.low:
@@ -128,17 +95,16 @@ def _optimum_messages(best: Optimum, runs: Runs, other: SizeEstimate | None) -> 
     if distances := _distances(best, runs):
         yield f"{prefix}, {best.parameters:.3g}, is far from any run: {' and '.join(distances)}"
     if other and interval and 0 < interval.low <= interval.high < math.inf:
-        half_width = math.log(interval.high / interval.low) / 2
-        difference = abs(math.log(best.parameters) - other.log_size)
-        if difference > max(math.hypot(half_width, other.half_width), SAME_LOG_SIZE):
-            low = math.exp(other.log_size - other.half_width)
-            high = math.exp(other.log_size + other.half_width)
+        theirs = (other.intervals or {})["parameters"]
+        halves = [math.log(i.high / i.low) / 2 for i in (interval, theirs)]
+        difference = abs(math.log(best.parameters / other.parameters))
+        if difference > max(math.hypot(*halves), SAME_LOG_SIZE):
             yield (
                 f"the methods contradict each other: {prefix} is {best.parameters:.3g}"
-                f" [{interval.low:.3g}, {interval.high:.3g}], by the {other.method} fit"
-                f" {math.exp(other.log_size):.3g} [{low:.3g}, {high:.3g}]; the losses do not follow"
-                " the law exactly, or the budgets are skewed; run a backtest before you trust"
-                " either"
+                f" [{interval.low:.3g}, {interval.high:.3g}], by the parametric fit"
+                f" {other.parameters:.3g} [{theirs.low:.3g}, {theirs.high:.3g}]; the losses do not"
+                " follow the law exactly, or the budgets are skewed; run a backtest before you"
+                " trust either"
             )
 
 

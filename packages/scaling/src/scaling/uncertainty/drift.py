@@ -1,8 +1,8 @@
 """Drift: by how much laws fitted to small runs miss larger runs.
 
-Resampling measures the noise of the runs, but not the error of a law that holds only approximately.
-A backtest measures that error: fit the runs below a cut in compute, and compare the prediction at
-the largest compute with a fit of all runs.
+A posterior measures the noise of the runs, but not the error of a law that holds only
+approximately. A backtest measures that error: fit the runs below a cut in compute, and compare the
+prediction at the largest compute with a fit of all runs.
 
 Note [Shrunken drift]
 The cuts of one table share their runs, so together they are worth about one observation of the
@@ -29,20 +29,22 @@ import numpy as np
 from scipy.special import ndtri
 
 from scaling.equality import ComparesArrays
-from scaling.fit import newton
 from scaling.fit.search import Estimate
-from scaling.law import CONSTANTS, Interval, Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, below_cuts
-from scaling.uncertainty.bootstrap import Prediction
-from scaling.uncertainty.profile import curvature_deviation, robust_scale, smooth_delta
-from scaling.uncertainty.quantity import optimum
+from scaling.law import Interval, Optimum
+from scaling.runs import Runs
+from scaling.tables.grouping import below_cuts
+from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+
+#: Fraction of the runs, the largest ones, about whose mean compute drift starts.
+LARGEST_FRACTION = 0.2
 
 #: Fractions of the runs, ordered by compute, that lie below the cuts.
 CUT_FRACTIONS = (0.25, 0.35, 0.5, 0.65, 0.8)
 
 #: Typical drift per decade of the log best size, of a parametric law and of an IsoFLOP law, whose
 #: line through the valleys needs no form of the loss. See Note [Calibration].
-PRIOR_SIZE_DRIFT = 0.52
+PRIOR_SIZE_DRIFT = 0.56
 PRIOR_VALLEY_DRIFT = 0.22
 
 #: Typical drift per decade of the log loss. In the calibration, 0.003 to 0.03 give intervals of the
@@ -51,13 +53,13 @@ PRIOR_LOSS_DRIFT = 0.01
 
 #: Factor of the interval of a run beyond the runs, and decades over which it reaches this factor.
 #: See Note [Calibration]. A ramp of 0.5 gives narrower intervals than a factor linear in decades.
-RUN_NOISE_FACTOR = 2.1
+RUN_NOISE_FACTOR = 1.8
 RUN_NOISE_RAMP = 0.5
 
 #: The coverage that Note [Calibration] measures.
 COVERAGE = (
-    "of 19 published tables, each left out of the calibration in turn, such intervals contain 94%"
-    " of the later optima, and those of `predict` contain 94% of the later losses"
+    "of 19 published tables, each left out of the calibration in turn, such intervals contain 95%"
+    " of the later optima, and those of `predict` contain 95% of the later losses"
 )
 VALLEY_COVERAGE = (
     "of 17 published tables, each left out of the calibration in turn, such intervals contain 94%"
@@ -67,6 +69,9 @@ VALLEY_COVERAGE = (
 #: Number of observations that the typical drift counts as. In the calibration, 1 to 8 give mean
 #: widths within 9 %, and the drift changes least from run to run with a large number.
 PRIOR_WEIGHT = 4.0
+
+#: Number of laws that are sampled to estimate how much of the error of a cut is noise.
+CUT_DRAWS = 300
 
 #: A cut has weight 0 up to `FEWEST_RUNS` runs and weight 1 from `FULL_WEIGHT_RUNS` runs on, so that
 #: no cut enters the mean abruptly. The calibration gives the same numbers without these weights.
@@ -78,10 +83,10 @@ FULL_WEIGHT_RUNS = 22
 class Cut:
     """The errors, in logs, of a fit of the runs below a cut."""
 
-    #: Compute of the largest fitted run.
+    #: Compute at which the drift of the fitted runs starts.
     compute: float
     runs: int
-    #: Decades from the cut to the largest run.
+    #: Decades from there to the largest run.
     decades: float
     #: Error of the best size at the largest compute, and its standard deviation by noise.
     size_error: float
@@ -110,8 +115,10 @@ class CutError(NamedTuple):
 class Drift(ComparesArrays):
     """Standard deviations, in logs and per decade beyond the runs, of a law's errors."""
 
-    #: Compute of the largest run. Nothing is extrapolated up to it.
-    highest: float
+    #: Compute from which on drift grows: see `drift_start`.
+    start: float
+    #: Least and largest compute, parameters and tokens of the runs.
+    ranges: tuple[tuple[float, float], ...]
     cuts: tuple[Cut, ...]
     size: float
     loss: float
@@ -126,17 +133,35 @@ class Drift(ComparesArrays):
             intervals[name] = _widen(interval, value, per_decade[name] * decades)
         return replace(best, intervals=intervals, coverage=COVERAGE if decades else "")
 
-    def interval_of_run(self, mean: Prediction, compute: float, residuals: Array) -> Interval:
+    def interval_of_run(
+        self, mean: Prediction, parameters: float, tokens: float, residuals: Array
+    ) -> Interval:
         """Return the interval of a further run: that of the mean, with noise and drift."""
+        compute = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
         decades = self.decades(compute)
+        for value, (low, high) in zip((parameters, tokens), self.ranges[1:], strict=True):
+            # Along the optima, a decade of parameters or of tokens is two decades of compute.
+            decades = max(decades, 2 * math.log10(value / high), 2 * math.log10(low / value))
         ratio = RUN_NOISE_FACTOR ** min(decades / RUN_NOISE_RAMP, 1.0)
         noise = run_noise(residuals, mean.interval.level)
         with_noise = _widen(mean.interval, mean.loss, noise)
         return _widen(with_noise, mean.loss, self.loss * decades, ratio)
 
     def decades(self, compute: float) -> float:
-        """Return by how many decades a compute exceeds the largest run; 0 if it does not."""
-        return max(math.log10(compute / self.highest), 0.0)
+        """Return by how many decades a compute lies beyond the runs, above or below them."""
+        lowest = self.ranges[0][0]
+        return max(math.log10(compute / self.start), math.log10(lowest / compute), 0.0)
+
+
+def drift_start(compute: Array) -> float:
+    """Return the geometric mean compute of the largest fifth of the runs.
+
+    If drift started at the largest run, one run far above the others would change all intervals.
+    The run at the boundary of the fifth counts in part.
+    """
+    logs = np.sort(np.log(compute))[::-1]
+    weights = np.clip(LARGEST_FRACTION * len(logs) - np.arange(len(logs)), 0.0, 1.0)
+    return float(np.exp(weights @ logs / weights.sum()))
 
 
 def run_noise(residuals: Array, level: float = 0.95) -> float:
@@ -150,19 +175,20 @@ def run_noise(residuals: Array, level: float = 0.95) -> float:
     return quantile * math.sqrt(n / max(n - 5, 1)) / normal_quantile(level)
 
 
-def measure_drift(runs: Runs, refit: Callable[[Runs], Estimate]) -> Drift:
-    """Measure the drift by refitting the runs below each of five cuts in compute.
+def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
+    """Measure the drift of a fit by refitting its runs below each of five cuts in compute.
 
-    `refit` fits some of the runs, and raises `ValueError` if they cannot be fitted. If it fails for
-    all runs, return the typical drift. A cut is skipped if `refit` fails for it, or if it has
-    `FEWEST_RUNS` or fewer runs.
+    `refit` fits some of the runs, and raises `ValueError` if they cannot be fitted. A cut is
+    skipped if `refit` fails for it, or if it has `FEWEST_RUNS` or fewer runs.
     """
+    runs = whole.runs
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
     highest = float(compute.max())
-    try:
-        whole = refit(runs)
-    except ValueError:
-        return Drift(highest, (), PRIOR_SIZE_DRIFT, PRIOR_LOSS_DRIFT)
+    start = drift_start(compute)
+    columns = (compute, runs.parameters, runs.tokens)
+    ranges = tuple((float(column.min()), float(column.max())) for column in columns)
+    of_whole = sample_posterior(whole, draws=CUT_DRAWS)
+    deviation = of_whole.log_deviation(of_whole.sizes(highest))
     cuts = []
     for below in below_cuts(compute, CUT_FRACTIONS):
         if below.sum() <= FEWEST_RUNS:
@@ -171,67 +197,43 @@ def measure_drift(runs: Runs, refit: Callable[[Runs], Estimate]) -> Drift:
             part = refit(runs[below])
         except ValueError:
             continue
-        limit = float(compute[below].max())
-        cuts.append(_cut(part, whole, runs[~below], limit, highest))
+        limit = drift_start(compute[below])
+        size_error = math.log(
+            part.law.optimal(highest).parameters / whole.law.optimal(highest).parameters
+        )
+        posterior = sample_posterior(part, draws=CUT_DRAWS)
+        size_deviation = posterior.log_deviation(posterior.sizes(highest))
+        loss_error, loss_deviation = _loss_error(part, posterior, runs[~below])
+        cut = Cut(
+            compute=limit,
+            runs=len(part.runs),
+            decades=math.log10(highest / limit),
+            size_error=size_error,
+            size_deviation=math.hypot(size_deviation, deviation, 1e-12),
+            loss_error=loss_error,
+            loss_deviation=loss_deviation,
+        )
+        cuts.append(cut)
     sizes = [CutError(c.decades, c.size_error, c.size_deviation, c.weight) for c in cuts]
     losses = [CutError(c.decades, c.loss_error, c.loss_deviation, c.weight) for c in cuts]
     return Drift(
-        highest,
+        start,
+        ranges,
         tuple(cuts),
         drift_per_decade(sizes, PRIOR_SIZE_DRIFT),
         drift_per_decade(losses, PRIOR_LOSS_DRIFT),
     )
 
 
-def _cut(part: Estimate, whole: Estimate, beyond: Runs, limit: float, highest: float) -> Cut:
-    """Compare the fit of the runs below a cut with the runs beyond it and with the whole fit."""
-    log_sizes = [math.log(fit.law.optimal(highest).parameters) for fit in (part, whole)]
-    size_deviations = [_size_deviation(fit, highest) for fit in (part, whole)]
-    predicted = part.law.predict(beyond.parameters, beyond.tokens)
-    errors = np.log(predicted) - np.log(beyond.loss)
-    deviations = _loss_deviations(part, beyond)
+def _loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
+    """Return the median error of the log loss of larger runs, and its deviation by noise."""
+    errors = np.log(part.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
     median = int(np.argsort(errors)[len(beyond) // 2])
+    losses = posterior.losses(float(beyond.parameters[median]), float(beyond.tokens[median]))
     low, high = np.quantile(errors, [0.16, 0.84])
-    median_deviation = float(high - low) / 2 / math.sqrt(len(beyond))
-    return Cut(
-        compute=limit,
-        runs=len(part.runs),
-        decades=math.log10(highest / limit),
-        size_error=log_sizes[0] - log_sizes[1],
-        size_deviation=math.hypot(*size_deviations),
-        loss_error=float(np.median(errors)),
-        loss_deviation=math.hypot(deviations[median], median_deviation, 1e-12),
-    )
-
-
-def _noise(fit: Estimate) -> float:
-    """Return the standard deviation of log loss with which least squares is as precise as a fit."""
-    freedom = max(len(fit.runs) - len(CONSTANTS), 1)
-    return math.sqrt(robust_scale(fit.residuals, smooth_delta(fit.loss, fit.delta), freedom)[1])
-
-
-def _size_deviation(fit: Estimate, compute: float) -> float:
-    """Return the standard deviation of the log best size by noise, by linearization."""
-    problem = fit.problem
-    target = optimum("parameters", compute)
-
-    def log_size(theta: Array) -> Array:
-        return np.log(target.evaluate(problem.to_constants(theta)))
-
-    theta = problem.from_law(fit.law)[None]
-    return _noise(fit) * curvature_deviation(problem, theta, log_size) + 1e-12
-
-
-def _loss_deviations(fit: Estimate, runs: Runs) -> Array:
-    """Return the standard deviations of the log losses of runs by noise, by linearization."""
-    theta = fit.problem.from_law(fit.law)
-    jacobian = newton.log_jacobian(fit.problem, theta)
-    columns = {"parameters": runs.parameters, "tokens": runs.tokens}
-    gradient = newton.log_jacobian(fit.problem.with_columns(columns), theta)
-    inverse = np.linalg.pinv(jacobian @ jacobian.T, rcond=1e-15)
-    variance = np.einsum("in,ij,jn->n", gradient, inverse, gradient)
-    deviations: Array = _noise(fit) * np.sqrt(np.abs(variance))
-    return deviations
+    of_median = float(high - low) / 2 / math.sqrt(len(beyond))
+    deviation = math.hypot(posterior.log_deviation(losses), of_median, 1e-12)
+    return float(np.median(errors)), deviation
 
 
 def drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:

@@ -5,10 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
-from scaling.law import CONSTANTS, Law, loss_of, optima_of, require_numbers
-from scaling.runs import Array
+from scaling.law import CONSTANTS, loss_of, optima_of, require_numbers
+from scaling.units import Array
 
 FIELDS = ("parameters", "tokens", "loss")
 
@@ -54,15 +52,6 @@ def loss_at(parameters: float, tokens: float) -> Quantity:
     return Quantity(name, partial(_loss, parameters, tokens))
 
 
-def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:
-    """Return N, D and loss (3, laws) of the optimum of each law (laws, 5)."""
-    if not inference_tokens:
-        return optima_of(constants, compute)
-    laws = (Law(*map(float, row)) for row in constants)
-    best = [law.optimal(compute, inference_tokens=inference_tokens) for law in laws]
-    return np.array([(o.parameters, o.tokens, o.loss) for o in best]).T
-
-
 # Quantities are built from functions of this module rather than lambdas, so they can be pickled.
 
 
@@ -76,7 +65,7 @@ def _constant(column: int, constants: Array) -> Array:
 
 
 def _optimum(row: int, compute: float, inference_tokens: float, constants: Array) -> Array:
-    best: Array = optima(constants, compute, inference_tokens)[row]
+    best: Array = optima_of(constants, compute, inference_tokens)[row]
     return best
 
 

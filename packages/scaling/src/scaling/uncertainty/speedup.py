@@ -1,21 +1,43 @@
 """The factor of compute that one training recipe saves over another, with an interval.
 
-At the optimum, the reducible loss of a law is one power of compute, K (C / 6)^-gamma, so the
-compute that reaches a loss is a closed form. One percent of loss is many percent of compute.
+The best loss of a law at a compute is its minimum over N on 6 N D = C, by a search that narrows a
+grid. It falls with compute, so the compute that reaches a loss follows by bisection. Both work for
+any law of N and D, and for all laws of a sample at once. One percent of loss is many percent of
+compute.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import CONSTANTS, Interval, optima_of, require_numbers
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
-from scaling.uncertainty.bootstrap import half_width
+from scaling.law import Interval, require_numbers
+from scaling.laws.fit import LawFit
+from scaling.laws.form import Form
 from scaling.uncertainty.diagnostics import lack_of_fit
-from scaling.uncertainty.drift import normal_quantile
+from scaling.uncertainty.drift import PRIOR_LOSS_DRIFT, drift_start, normal_quantile
+from scaling.uncertainty.posterior import weighted_quantiles
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+
+Fit = ParametricFit | LawFit
+
+#: Number of pairs of laws of the two samples behind an interval.
+PAIRS = 200
+
+#: Logarithms of the least and of the largest compute that is searched.
+COMPUTE_RANGE = (math.log(1e3), math.log(1e60))
+
+#: Least compute at which recipes are compared. The other recipe may need a thousandth of it.
+LEAST_COMPUTE = 1e6
+
+#: Points of a grid over log N, and how often the search narrows it to the neighbors of the best.
+GRID_POINTS = 33
+NARROWINGS = 5
+
+#: Bisections of the range of log compute, which leave 1e-10 of it.
+BISECTIONS = 40
 
 
 @dataclass(frozen=True)
@@ -28,68 +50,137 @@ class Speedup:
     interval: Interval
 
 
-def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Speedup:
+def effective_speedup(
+    a: Fit, b: Fit, compute: float, *, inputs: Mapping[str, float] | None = None
+) -> Speedup:
     """Return how much more compute `b` needs to reach the best loss of `a` with `compute` FLOPs.
 
-    Both losses must be measured on the same text. The 95 % interval combines 1,000 pairs of
-    resamples, the drift of both laws beyond their runs, and their lack of fit. The factor is inf if
-    `b` never reaches the loss. If either fit has five runs the interval is (0, inf).
+    Both losses must be measured on the same text. The 95 % interval combines pairs of laws that the
+    runs of `a` and `b` leave possible, the drift of both laws beyond their runs, and their lack of
+    fit. The factor is inf if `b` never reaches the loss. If either fit has as many constants as
+    runs, the interval is (0, inf).
+
+    Args:
+        a: The result of `fit_parametric`, or of `fit_law` with a law of parameters and tokens.
+        b: The fit of the other recipe, whose law may be of another form.
+        compute: The training compute of `a` in FLOPs, 6 N D.
+        inputs: Values of further inputs of the laws, such as `{"granularity": 8}`.
     """
-    for fit in (a, b):
-        if not isinstance(fit, ParametricFit):
-            raise TypeError(
-                f"expected the result of fit_parametric(runs), got {type(fit).__name__}"
-            )
+    first = _recipe_of(a, inputs or {}, seed=0)
+    second = _recipe_of(b, inputs or {}, seed=1)
     require_numbers(compute=compute)
-    if not compute > 0:
-        raise ValueError(f"expected a positive compute, got {compute}")
-    loss = a.law.optimal(compute).loss
-    factor = float(_compute_to_reach(b.law.constants[None], np.array([loss]))[0]) / compute
-    runs = min(len(a.runs), len(b.runs))
-    if runs <= len(CONSTANTS):
-        return Speedup(compute, loss, factor, Interval(0.0, math.inf))
-    low, high = _resampled_interval(a, b, compute, runs - len(CONSTANTS))
+    if not LEAST_COMPUTE <= compute < math.inf:
+        raise ValueError(f"expected a finite compute >= {LEAST_COMPUTE:g}, got {compute}")
+    loss = first.best_loss(first.constants, np.array([math.log(compute)]))
+    log_factor = float(second.log_compute(second.constants, loss)[0]) - math.log(compute)
+    factor = math.exp(log_factor)
+    best = float(loss[0])
+    if not (len(first.sample) and len(second.sample)):
+        return Speedup(compute, best, factor, Interval(0.0, math.inf))
+    losses = first.best_loss(first.sample, np.full(PAIRS, math.log(compute)))
+    log_factors = second.log_compute(second.sample, losses) - math.log(compute)
+    weights = np.full(PAIRS, 1 / PAIRS)
+    low, high = weighted_quantiles(log_factors, weights, [0.025, 0.975])
     if not math.isfinite(factor):
-        return Speedup(compute, loss, factor, Interval(math.exp(min(low, 600)), math.inf))
-    missed = math.hypot(_law_error(a, compute), _law_error(b, compute * factor))
-    law = b.law
-    gamma = law.alpha * law.beta / (law.alpha + law.beta)
-    # d log C = -dL / ((L - E) gamma)
-    extra = normal_quantile(0.95) * missed * loss / ((loss - law.E) * gamma)
-    center = math.log(factor)
-    down = math.hypot(min(low - center, 0), extra)
-    up = math.hypot(max(high - center, 0), extra)
-    interval = Interval(math.exp(center - down), math.exp(min(center + up, 600)))
-    return Speedup(compute, loss, factor, interval)
+        return Speedup(compute, best, factor, Interval(math.exp(min(low, 600)), math.inf))
+    reached = math.log(compute) + log_factor
+    step = 0.01
+    after = float(second.best_loss(second.constants, np.array([reached + step]))[0])
+    # d log L / d log C of the second recipe converts errors of its loss to errors of compute.
+    slope = max(math.log(best / after) / step, 1e-12)
+    missed = math.hypot(first.law_error(math.log(compute)), second.law_error(reached))
+    extra = normal_quantile(0.95) * missed / slope
+    widening = max(first.widening, second.widening)
+    down = math.hypot(widening * min(low - log_factor, 0), extra)
+    up = math.hypot(widening * max(high - log_factor, 0), extra)
+    interval = Interval(math.exp(log_factor - down), math.exp(min(log_factor + up, 600)))
+    return Speedup(compute, best, factor, interval)
 
 
-def _resampled_interval(
-    a: ParametricFit, b: ParametricFit, compute: float, freedom: int
-) -> tuple[float, float]:
-    """Return the ends of the interval of the log factor by pairs of resamples."""
-    losses = optima_of(a.resampled.constants, compute)[2]
-    factors = np.sort(np.log(_compute_to_reach(b.resampled.constants, losses) / compute))
-    sample_size = min(a.resampled.sample_size, b.resampled.sample_size)
-    half = half_width(freedom, 0.95, sample_size)
-    # Some values may be infinite, so quantiles are not interpolated.
-    low, high = (float(factors[round(p * (len(factors) - 1))]) for p in ndtr([-half, half]))
-    return low, high
+@dataclass(frozen=True)
+class _Recipe:
+    """A law of parameters and tokens, with a sample of laws that its runs leave possible."""
+
+    form: Form
+    inputs: Mapping[str, float]
+    #: The fitted constants, (1, P).
+    constants: Array
+    #: Constants of `PAIRS` laws, (PAIRS, P); empty without degrees of freedom.
+    sample: Array
+    #: Factor by which an interval of the sample is widened for the fitted constants.
+    widening: float
+    #: Log of the compute from which on drift grows, and the drift of log loss per decade.
+    log_start: float
+    drift: float
+    #: Standard deviation of log loss that the form of the law misses.
+    lack: float
+
+    def law_error(self, log_compute: float) -> float:
+        """Return the standard deviation of log loss beyond noise: drift and lack of fit."""
+        decades = max((log_compute - self.log_start) / math.log(10), 0.0)
+        return math.hypot(self.drift * decades, self.lack)
+
+    def best_loss(self, constants: Array, log_compute: Array) -> Array:
+        """Return the least loss (S,) of each law at each compute over all N."""
+        log_pairs = log_compute[:, None] - math.log(FLOPS_PER_PARAMETER_TOKEN)
+        low = np.zeros_like(log_pairs)
+        high = log_pairs
+        steps = np.linspace(0.0, 1.0, GRID_POINTS)
+        by_name = dict(zip(self.form.constants, constants.T[..., None], strict=True))
+        for _ in range(NARROWINGS):
+            grid = low + (high - low) * steps
+            columns = {"parameters": np.exp(grid), "tokens": np.exp(log_pairs - grid)}
+            loss = self.form.predict(by_name, **columns, **self.inputs)
+            best = np.argmin(loss, axis=1)[:, None]
+            low = np.take_along_axis(grid, np.maximum(best - 1, 0), axis=1)
+            high = np.take_along_axis(grid, np.minimum(best + 1, GRID_POINTS - 1), axis=1)
+        least: Array = loss.min(1)
+        return least
+
+    def log_compute(self, constants: Array, loss: Array) -> Array:
+        """Return the log of the least compute (S,) with which each law reaches each loss."""
+        low, high = (np.full(len(loss), end) for end in COMPUTE_RANGE)
+        is_reached = self.best_loss(constants, high) <= loss
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            above = self.best_loss(constants, middle) > loss
+            low = np.where(above, middle, low)
+            high = np.where(above, high, middle)
+        return np.where(is_reached, high, np.inf)
 
 
-def _compute_to_reach(constants: Array, loss: Array) -> Array:
-    """Return the least compute (laws,) with which each law reaches each loss; inf below E."""
-    e, _, _, alpha, beta = constants.T
-    # The reducible loss at 6 FLOPs determines the power law.
-    reducible = optima_of(constants, FLOPS_PER_PARAMETER_TOKEN)[2] - e
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        pairs = (reducible / np.maximum(loss - e, 0)) ** ((alpha + beta) / (alpha * beta))
-    compute: Array = FLOPS_PER_PARAMETER_TOKEN * pairs
-    return compute
-
-
-def _law_error(fit: ParametricFit, compute: float) -> float:
-    """Return the standard deviation of log loss beyond noise: drift and lack of fit."""
-    decades = fit.drift.decades(compute) if math.isfinite(compute) else 0.0
+def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
+    """Return the recipe of a fit; raise an error unless its law has the expected inputs."""
+    if not isinstance(fit, ParametricFit | LawFit):
+        raise TypeError(
+            f"expected the result of fit_parametric or fit_law, got {type(fit).__name__}"
+        )
     problem = fit.problem
-    missed = lack_of_fit(problem, problem.from_law(fit.law), fit.residuals)
-    return math.hypot(fit.drift.loss * decades, missed)
+    form = problem.form
+    if not {"parameters", "tokens"} <= {*form.inputs} or form.target != "loss":
+        raise ValueError(f"expected a law of the loss by parameters and tokens, got {form.name!r}")
+    needed = {*form.inputs} - {"parameters", "tokens"}
+    if missing := needed - {*inputs}:
+        raise ValueError(f"{form.name} also needs inputs={{{sorted(missing)[0]!r}: …}}")
+    widening = 1.0
+    if isinstance(fit, ParametricFit):
+        constants = fit.law.constants
+        sample = fit.posterior.resample(PAIRS, seed)
+        theta = problem.from_law(fit.law)
+        start = fit.drift.start
+        drift = fit.drift.loss
+    else:
+        constants = np.array([*fit.constants.values()])
+        freedom = len(fit.residuals) - len(constants)
+        sample = np.empty((0, len(constants)))
+        if freedom > 0:
+            sample = fit.resampled_constants(seed)[:PAIRS]
+        widening = math.sqrt(len(fit.residuals) / max(freedom, 1))
+        theta = fit.theta[0]
+        pairs = problem.columns["parameters"] * problem.columns["tokens"]
+        start = drift_start(FLOPS_PER_PARAMETER_TOKEN * pairs)
+        drift = PRIOR_LOSS_DRIFT
+    lack = lack_of_fit(problem, theta, fit.residuals)
+    used = {name: inputs[name] for name in needed}
+    log_start = math.log(start)
+    return _Recipe(form, used, constants[None], sample, widening, log_start, drift, lack)

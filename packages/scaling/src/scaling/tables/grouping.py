@@ -1,0 +1,49 @@
+"""Groups of runs that differ by rounding, such as the runs of one budget."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scaling.units import Array
+
+#: Relative differences up to which sizes, tokens and compute of two runs count as equal.
+SAME_SIZE = 0.01
+
+SAME_TOKENS = 0.05
+
+
+def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np.intp]:
+    """Return the index of the group of each value: see `Runs.budgets`.
+
+    `longest` is the largest ratio of two values of a group that is wider than `tolerance`.
+    """
+    order = np.argsort(values, kind="stable")
+    logs = np.log(values[order])
+    width = math.log1p(tolerance)
+    is_start = np.diff(logs, prepend=-np.inf) > width
+    for group in np.split(np.arange(len(logs)), np.flatnonzero(is_start[1:]) + 1):
+        if len(group) and logs[group[-1]] - logs[group[0]] > math.log(longest):
+            start = logs[group[0]]
+            for i in group:
+                if logs[i] > start + width:
+                    start = logs[i]
+                    is_start[i] = True
+    codes = np.empty(len(values), np.intp)
+    codes[order] = np.cumsum(is_start) - 1
+    return codes
+
+
+def below_cuts(axis: Array, fractions: Sequence[float]) -> list[NDArray[np.bool_]]:
+    """Return masks of the runs up to each quantile of an axis such as compute.
+
+    Runs within 1 % of a cut are below it, because budgets are often equal only up to rounding.
+    Equal masks are returned once, and a mask of all runs is left out.
+    """
+    masks: dict[int, NDArray[np.bool_]] = {}
+    for cut in np.quantile(axis, fractions, method="lower"):
+        below = axis <= cut * 1.01
+        masks[int(below.sum())] = below
+    masks.pop(len(axis), None)
+    return list(masks.values())

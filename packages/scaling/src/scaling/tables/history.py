@@ -1,0 +1,119 @@
+"""Histories: tables with several rows per training, of which the last row is kept."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scaling.tables.cells import parse_numbers
+from scaling.tables.names import WORDS
+from scaling.tables.reading import Reading
+from scaling.units import Array
+
+#: Rows of one size are the checkpoints of a training, rather than trainings of several lengths, if
+#: there are this many at even distances in tokens, or this many at any distance.
+EVEN_CHECKPOINTS = 4
+
+ANY_CHECKPOINTS = 20
+
+
+def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
+    """Leave out all but the last row of each run, if the table is a history of runs."""
+    if history is False:
+        reading.choices.append("every row is a run, by history=False")
+        return
+    if isinstance(history, str) and history not in reading.table.columns:
+        present = list(reading.table.columns)
+        raise ValueError(f"history={history!r} is not a column; they are {present}")
+    ends = _history(reading, history)
+    if ends is None:
+        return
+    column, last = ends
+    reading.exclusions.append(
+        f"column {column!r} names a run in several rows: the row with the most tokens is the end of"
+        f" each run; {len(reading.table) - len(last)} earlier ones are left out"
+    )
+    reading.select(last)
+
+
+def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[np.intp]] | None:
+    """Return the column that identifies the runs of a history, and the index of each run's end.
+
+    Return None if the table is not a history. Raise `ValueError` if it may be one, because its rows
+    look like the checkpoints of trainings, and it has no column of names that differs in every row.
+    """
+    values = reading.values
+    progress = values["tokens"] if "tokens" in values else values["compute"]
+    if "parameters" in values:
+        size = values["parameters"]
+    else:
+        # Sizes that follow from compute and tokens are equal up to rounding.
+        size = np.exp(np.round(np.log(values["compute"] / values["tokens"]), 4))
+    names = {
+        "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
+    }
+    rising = [names[c] for c in WORDS["progress_columns"] if c in names]
+    candidates = [names[c] for c in WORDS["run_columns"] if c in names]
+    if rising:
+        candidates += [names[c] for c in ("name", "experiment") if c in names]
+    if isinstance(named, str):
+        candidates = [named]
+    has_names = False
+    for column in candidates:
+        codes = reading.table.codes([column])
+        has_names = has_names or codes.max() + 1 == len(codes)
+        order = np.lexsort((progress, codes))
+        is_same_run = np.diff(codes[order]) == 0
+        # Rows of one size with different tokens are the same training at different times.
+        is_later = (np.diff(size[order]) == 0) & (np.diff(progress[order]) > 0)
+        if is_same_run.any() and is_later[is_same_run].all():
+            return column, np.sort(order[np.append(~is_same_run, True)])
+    if isinstance(named, str) and not has_names:
+        raise ValueError(
+            f"history={named!r}: the rows of a run must have one size and different tokens"
+        )
+    if not has_names:
+        _refuse_checkpoints(reading, rising, size, progress)
+    return None
+
+
+def _refuse_checkpoints(
+    reading: Reading, rising: Sequence[str], size: Array, progress: Array
+) -> None:
+    """Raise `ValueError` if the rows look like the checkpoints of trainings."""
+    evidence = [f"column {name!r}" for name in rising if _rises(reading, name, size, progress)]
+    if not evidence and _has_checkpoints(size, progress):
+        evidence = ["the number of rows"]
+    if evidence:
+        raise ValueError(
+            f"{evidence[0]} rises with the tokens of each size: the rows may be a history of fewer"
+            " runs, or a run each; name the column of runs with history='…', or pass history=False"
+            " if every row is the end of a run"
+        )
+
+
+def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
+    """Return True if at least half of all rows share their size with a lower value of a column."""
+    steps = parse_numbers(reading.table.cells(column), False)
+    order = np.lexsort((steps, size))
+    rises = (np.diff(steps[order]) > 0) & (np.diff(progress[order]) > 0)
+    later = int((rises & (np.diff(size[order]) == 0)).sum())
+    return len(steps) >= 4 and later >= len(steps) / 2
+
+
+def _has_checkpoints(size: Array, progress: Array) -> bool:
+    """Return True if most rows share their size with many tokens, or with evenly spaced tokens.
+
+    Trainings to several lengths usually have few of them, at even distances in the logarithm.
+    """
+    rows_like_checkpoints = 0
+    order = np.argsort(size, kind="stable")
+    for group in np.split(order, np.flatnonzero(np.diff(size[order])) + 1):
+        tokens = np.unique(progress[group])
+        if len(tokens) < EVEN_CHECKPOINTS:
+            continue
+        steps = np.diff(tokens)
+        is_even = np.abs(steps / np.median(steps) - 1) < 0.02
+        if is_even.mean() >= 0.75 or len(tokens) >= ANY_CHECKPOINTS:
+            rows_like_checkpoints += len(group)
+    return rows_like_checkpoints >= len(size) / 2

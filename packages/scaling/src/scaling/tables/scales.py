@@ -1,0 +1,166 @@
+"""Checks that numbers are on the scale of training runs, and the column that C = 6 N D gives."""
+
+from collections.abc import Container, Mapping, Sequence
+
+import numpy as np
+
+from scaling.tables.reading import Reading
+from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
+
+#: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.
+LARGEST_LOSS = 20.0
+
+#: No model has fewer parameters or training tokens, so smaller numbers must be in larger units.
+FEWEST = 1000.0
+
+#: Range of the median of tokens per parameter. Published tables have 4 to 40, and a unit that is
+#: wrong by a thousand leaves this range for any of them.
+TOKENS_PER_PARAMETER = (0.1, 2000.0)
+
+#: Usual ratio of tokens to parameters, with which the unit of a column is guessed in a message.
+USUAL_TOKENS_PER_PARAMETER = 20
+
+#: Smallest plausible median of a column. Columns in millions have a tenth of that or less.
+SMALLEST_MEDIAN = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
+
+#: Largest factor between C and 6 N D. Attention, embeddings and recomputation explain less.
+LARGEST_COMPUTE_RATIO = 10.0
+
+
+def complete(reading: Reading) -> None:
+    """Compute missing parameters or tokens from C = 6 N D, and check the scale of all columns."""
+    values = reading.values
+    with_unit = _columns_with_unit(reading)
+    for k, other in (("parameters", "tokens"), ("tokens", "parameters")):
+        if k not in values:
+            values[k] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values[other])
+    _check_smallest(reading)
+    _check_ratio(reading, with_unit)
+    _check_compute(reading)
+    _check_loss(reading)
+
+
+def _columns_with_unit(reading: Reading) -> set[str]:
+    """Return the columns whose unit is stated by their name, by their cells or by `units`."""
+    known = set(reading.units)
+    for k, column in reading.columns.items():
+        cells = reading.table.columns.get(column.name, np.zeros(1))
+        has_suffixes = all(isinstance(c, str) and c.strip()[-1:].isalpha() for c in cells)
+        names_unit = "unit" in column.description or column.description.startswith("in ")
+        if names_unit or ", in " in column.description or has_suffixes:
+            known.add(k)
+    return known
+
+
+def _check_smallest(reading: Reading) -> None:
+    """Raise `ValueError` if parameters or tokens are too small, and so in thousands or more."""
+    values = reading.values
+    # A column that was computed shows a wrong scale of the compute.
+    origins = {k: k if k in reading.columns else "compute" for k in ("parameters", "tokens")}
+    small = [
+        k
+        for k, origin in origins.items()
+        if origin not in reading.units and values[k].min() < FEWEST
+    ]
+    if not small:
+        return
+    cells = []
+    powers = {}
+    for k in small:
+        i = int(np.argmin(values[k]))
+        origin = origins[k]
+        name = reading.columns[origin].name
+        cell = f"column {name!r} is {values[origin][i]:.5g} in row {reading.rows[i]}"
+        if origin != k:
+            cell += f", which leaves {values[k][i]:.3g} {k}"
+        cells.append(cell)
+        powers[origin] = f"1e{_likely_power(k, values, small)}"
+    if all(np.median(values[k]) >= FEWEST for k in small):
+        remedy = "other rows are on another scale: correct the cell"
+    else:
+        units = ", ".join(f"{k!r}: {power}" for k, power in powers.items())
+        remedy = f"they count thousands, millions or billions: pass units={{{units}}}, for example"
+    raise ValueError(
+        f"{' and '.join(cells)}: fewer than {FEWEST:g} {' and '.join(small)} are not a run;"
+        f" {remedy}"
+    )
+
+
+def _check_ratio(reading: Reading, with_unit: Container[str]) -> None:
+    """Raise `ValueError` if tokens per parameter, or a column, are implausible in the median."""
+    values = reading.values
+    chosen = reading.columns
+    # Two of three columns determine the third, with its scale.
+    has_units = sum(k in with_unit for k in ("parameters", "tokens", "compute")) >= 2
+    if has_units or all(k in chosen for k in ("parameters", "tokens", "compute")):
+        return
+    ratio = values["tokens"] / values["parameters"]
+    low, high = TOKENS_PER_PARAMETER
+    if not low <= np.median(ratio) <= high:
+        i = int(np.argsort(ratio)[len(ratio) // 2])
+        present = [k for k in COLUMNS if k in chosen][:2]
+        first, second = (f"{values[k][i]:.4g}" for k in present)
+        confirmed = ", ".join(f"{k!r}: 1" for k in present if k != "loss")
+        raise ValueError(
+            f"columns {chosen[present[0]].name!r} and {chosen[present[1]].name!r} are {first} and"
+            f" {second} in row {reading.rows[i]}, {ratio[i]:.2g} tokens per parameter, outside"
+            f" {low:g} to {high:g}: they are not on one scale; pass units={{'tokens': 1e3}} or 1e6"
+            f" or 1e9, for example, or confirm the numbers with units={{{confirmed}}}"
+        )
+    for k in ("parameters", "tokens"):
+        smallest = SMALLEST_MEDIAN[k]
+        if k in chosen and np.median(values[k]) < smallest:
+            raise ValueError(
+                f"column {chosen[k].name!r} is {np.median(values[k]):.4g} in the median, while runs"
+                f" have {smallest:.0e} {k} or more: is it in thousands or millions? Pass"
+                f" units={{{k!r}: 1e6}}, for example, or confirm both columns with units of 1"
+            )
+
+
+def _check_compute(reading: Reading) -> None:
+    """Raise `ValueError` if the compute differs from 6 N D by more than a factor of ten."""
+    values = reading.values
+    if "compute" not in values or "compute" in reading.units:
+        return
+    n = values["parameters"]
+    d = values["tokens"]
+    ratio = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * n * d)
+    i = int(np.argmax(np.abs(np.log(ratio))))
+    if 1 / LARGEST_COMPUTE_RATIO < ratio[i] < LARGEST_COMPUTE_RATIO:
+        return
+    names = {k: column.name for k, column in reading.columns.items()}
+    raise ValueError(
+        f"column {names['compute']!r} is {values['compute'][i]:.4g} in row {reading.rows[i]},"
+        f" {ratio[i]:.3g} times 6 N D of {names['parameters']!r} = {n[i]:.4g} and"
+        f" {names['tokens']!r} = {d[i]:.4g}: a unit is wrong; correct the cell, or pass"
+        f" units={{'compute': {1 / ratio[i]:.0e}}}"
+    )
+
+
+def _check_loss(reading: Reading) -> None:
+    """Raise `ValueError` if most losses are worse than guessing."""
+    loss = reading.values["loss"]
+    if "loss" not in reading.units and np.median(loss) > LARGEST_LOSS:
+        raise ValueError(
+            f"column {reading.columns['loss'].name!r} is {loss[0]:.4g} in row {reading.rows[0]},"
+            f" and above {LARGEST_LOSS:g} nats in most rows: worse than guessing; for hundredths"
+            " pass units={'loss': 0.01}, name a perplexity so, and confirm nats with {'loss': 1}"
+        )
+
+
+def _likely_power(name: str, values: Mapping[str, Array], small: Sequence[str]) -> int:
+    """Return the power of ten of the unit with which there are about 20 tokens per parameter."""
+    if name == "parameters":
+        other = "tokens"
+        default = 6
+    else:
+        other = "parameters"
+        default = 9
+    if other in small:
+        return default
+    if name == "tokens":
+        usual = values[other] * USUAL_TOKENS_PER_PARAMETER
+    else:
+        usual = values[other] / USUAL_TOKENS_PER_PARAMETER
+    power = 3 * round(float(np.median(np.log10(usual / values[name]))) / 3)
+    return power if power > 0 else default

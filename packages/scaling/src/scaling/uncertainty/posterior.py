@@ -1,0 +1,242 @@
+"""The laws that runs leave possible, as a weighted sample, and intervals of what these laws imply.
+
+Note [Sampling the posterior]
+The predictions of a law differ from those of the fitted law by r_i in log loss. With noise s and f
+degrees of freedom, the likelihood of the law is Student's (1 + sum r_i^2 / (f s^2))^(-(f + 5) / 2).
+For fixed exponents a law is linear in E, A and B, as in Note [Variable projection], so these are
+integrated exactly: they are drawn from a normal distribution, scaled by Student's t. Only the two
+exponents are sampled by importance. They are drawn from a wide t distribution about the maximum,
+and weighted by likelihood times prior: see Note [Prior of the exponents]. The sample needs no
+refits, and its random numbers are the same for all tables, so intervals depend smoothly on the
+runs. With equal noise in all runs and a flat prior, they are intervals of the profile likelihood.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from scaling.equality import ComparesArrays
+from scaling.fit import newton
+from scaling.fit.search import Estimate
+from scaling.law import CONSTANTS, Interval, Law, Optimum
+from scaling.uncertainty.noise import fit_noise
+from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
+from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, named_quantity, optimum
+from scaling.units import Array
+
+#: Number of sampled laws. The ends of an interval vary by 2 % of its width with another seed.
+DRAWS = 4000
+
+#: Number of runs above which an even sample of this many runs represents all of them.
+MOST_ROWS = 1000
+
+#: Degrees of freedom of the distribution from which exponents are drawn, and its width in standard
+#: deviations of the posterior. Both are wide, so that no weight is large.
+PROPOSAL_FREEDOM = 4
+PROPOSAL_WIDTH = 1.2
+
+#: Number of elements of the largest temporary array.
+CHUNK = 1_000_000
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted loss in nats and its interval."""
+
+    loss: float
+    interval: Interval
+
+    def __float__(self) -> float:
+        return self.loss
+
+
+@dataclass(frozen=True, eq=False)
+class Sample(ComparesArrays):
+    """Laws about a fitted law, with intervals of every quantity that they imply."""
+
+    law: Law
+    #: E, A, B, alpha and beta of each law, (laws, 5).
+    constants: Array
+    level: float
+
+    def interval(self, target: str | Quantity) -> Interval:
+        """Return the interval of a constant, of "exponent", or of any `Quantity`."""
+        raise NotImplementedError
+
+    def sizes(self, compute: float) -> Array:
+        """Return the best number of parameters of each law, (laws,)."""
+        return optimum("parameters", compute).evaluate(self.constants)
+
+    def losses(self, parameters: float, tokens: float) -> Array:
+        """Return the loss of one model by each law, (laws,)."""
+        return loss_at(parameters, tokens).evaluate(self.constants)
+
+    def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
+        """Return the optimum of the fitted law, with intervals of its N, D and loss."""
+        best = self.law.optimal(compute, inference_tokens=inference_tokens)
+        intervals = {}
+        for name in FIELDS:
+            target = optimum(name, compute, inference_tokens=inference_tokens)
+            intervals[name] = self.interval(target)
+        return replace(best, intervals=intervals)
+
+    def predict(self, parameters: float, tokens: float) -> Prediction:
+        """Return the loss by the fitted law, with an interval of its mean, without run noise."""
+        loss = self.law.predict(parameters, tokens)
+        return Prediction(loss, self.interval(loss_at(parameters, tokens)))
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior(Sample):
+    """A weighted sample of the laws that the runs of a fit leave possible."""
+
+    #: The weight of each law, (laws,); the weights sum to 1. Empty without degrees of freedom, and
+    #: if no law near the fitted one has positive terms.
+    weights: Array
+
+    def interval(self, target: str | Quantity) -> Interval:
+        """Return the interval of a constant, of "exponent", or of any `Quantity`.
+
+        The ends are weighted quantiles. Without degrees of freedom the interval is (0, inf).
+        """
+        target = named_quantity(target) if isinstance(target, str) else target
+        if not len(self.weights):
+            return Interval(0.0, math.inf, self.level)
+        values = target.evaluate(self.constants)
+        estimate = float(target.evaluate(self.law.constants[None])[0])
+        tails = [0.5 - self.level / 2, 0.5 + self.level / 2]
+        low, high = weighted_quantiles(values, self.weights, tails)
+        return Interval(min(low, estimate), max(high, estimate), self.level)
+
+    def log_deviation(self, values: Array) -> float:
+        """Return the standard deviation of the log of a positive quantity of each law.
+
+        It is inf without degrees of freedom.
+        """
+        if not len(self.weights):
+            return math.inf
+        logs = np.log(values)
+        mean = self.weights @ logs
+        return math.sqrt(float(self.weights @ (logs - mean) ** 2))
+
+    def resample(self, count: int, seed: int) -> Array:
+        """Return the constants (count, 5) of laws drawn by their weights; none without freedom."""
+        if not len(self.weights):
+            return np.empty((0, len(CONSTANTS)))
+        draws = np.random.default_rng(seed).choice(len(self.weights), count, p=self.weights)
+        constants: Array = self.constants[draws]
+        return constants
+
+
+def weighted_quantiles(values: Array, weights: Array, levels: list[float]) -> list[float]:
+    """Return quantiles of values whose weights sum to 1."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) - weights[order] / 2
+    # Infinite values are not interpolated.
+    positions = np.searchsorted(below, levels).clip(0, len(values) - 1)
+    quantiles: list[float] = values[order][positions].tolist()
+    return quantiles
+
+
+def sample_posterior(fit: Estimate, *, level: float = 0.95, draws: int = DRAWS) -> Posterior:
+    """Return the laws that the runs of a fit leave possible: see Note [Sampling the posterior]."""
+    freedom = len(fit.runs) - len(CONSTANTS)
+    unbounded = Posterior(fit.law, fit.law.constants[None], level, np.empty(0))
+    if freedom <= 0:
+        return unbounded
+    # Noiseless runs have only rounding errors.
+    noise = max(fit_noise(fit), 1e-12)
+    random = np.random.default_rng(0)
+    exponents = _propose_exponents(fit, noise, draws, random)
+    constants, squares = _draw_amplitudes(fit, exponents.values, noise, freedom, random)
+    likelihood = -(freedom + 2) / 2 * np.log1p(squares / (freedom * noise**2))
+    log_weights = likelihood + exponents.log_prior - exponents.log_density
+    possible = (constants > 0).all(1) & np.isfinite(log_weights)
+    if not possible.any():
+        return unbounded
+    weights = np.where(possible, np.exp(log_weights - log_weights[possible].max()), 0.0)
+    return Posterior(fit.law, constants[possible], level, weights[possible] / weights.sum())
+
+
+class _Exponents(NamedTuple):
+    """Drawn pairs of exponents (draws, 2), with log densities of the prior and of the proposal."""
+
+    values: Array
+    log_prior: Array
+    log_density: Array
+
+
+def _propose_exponents(
+    fit: Estimate, noise: float, draws: int, random: np.random.Generator
+) -> _Exponents:
+    """Draw exponents from a t distribution about the maximum of likelihood times prior."""
+    problem = fit.problem
+    theta = problem.from_law(fit.law)
+    jacobian = newton.log_jacobian(problem, theta).copy()
+    jacobian[3:] *= theta[3:, None]  # derivatives in the logarithms of the exponents
+    information = jacobian @ jacobian.T / noise**2
+    prior = PRIOR_PRECISION_ROOT.T @ PRIOR_PRECISION_ROOT
+    information[3:, 3:] += prior
+    scale = np.sqrt(np.diag(information))
+    scaled = information / np.outer(scale, scale) + 1e-12 * np.eye(len(scale))
+    covariance = (np.linalg.inv(scaled) / np.outer(scale, scale))[3:, 3:]
+    mean = math.log(PRIOR_EXPONENT)
+    center = np.log(theta[3:]) + covariance @ prior @ (mean - np.log(theta[3:]))
+    normal = random.standard_normal((draws, 2))
+    spread = np.sqrt(random.chisquare(PROPOSAL_FREEDOM, draws) / PROPOSAL_FREEDOM)
+    steps = normal / spread[:, None]
+    root = np.linalg.cholesky(covariance)
+    logs = center + PROPOSAL_WIDTH * steps @ root.T
+    squares = (steps**2).sum(1) / PROPOSAL_FREEDOM
+    log_density = -(PROPOSAL_FREEDOM + 2) / 2 * np.log1p(squares)
+    deviations = (logs - mean) @ PRIOR_PRECISION_ROOT.T
+    log_prior = -(deviations**2).sum(1) / 2
+    bounds = np.log(np.array(problem.bounds)[:, 3:])
+    log_prior[((logs < bounds[0]) | (logs > bounds[1])).any(1)] = -np.inf
+    return _Exponents(np.exp(np.clip(logs, *bounds)), log_prior, log_density)
+
+
+def _draw_amplitudes(
+    fit: Estimate, exponents: Array, noise: float, freedom: int, random: np.random.Generator
+) -> tuple[Array, Array]:
+    """Draw E, A and B for each pair of exponents.
+
+    Return all constants (draws, 5), and the sum of squared relative differences from the fitted
+    predictions with the best amplitudes of each pair (draws,).
+    """
+    count = len(fit.runs)
+    rows = np.linspace(0, count - 1, min(count, MOST_ROWS)).astype(int)
+    rows = np.argsort(fit.runs.loss, kind="stable")[rows]
+    weight = count / len(rows)
+    n = fit.runs.parameters[rows]
+    d = fit.runs.tokens[rows]
+    fitted = fit.law.predict(n, d)
+    x = np.log(n) - np.log(n).mean()
+    y = np.log(d) - np.log(d).mean()
+    normal = random.standard_normal((len(exponents), 3))
+    spread = np.sqrt(random.chisquare(freedom + 2, len(exponents)) / (freedom + 2))
+    constants = np.empty((len(exponents), 5))
+    constants[:, 3:] = exponents
+    squares = np.empty(len(exponents))
+    chunk = max(CHUNK // (3 * len(rows)), 1)
+    for start in range(0, len(exponents), chunk):
+        part = slice(start, start + chunk)
+        alpha, beta = exponents[part].T[..., None]
+        terms = np.stack([np.ones_like(alpha * x), np.exp(-alpha * x), np.exp(-beta * y)], axis=1)
+        terms /= fitted  # (chunk, 3, rows)
+        lengths = np.sqrt((terms**2).mean(-1))
+        terms /= lengths[..., None]
+        gram = weight * (terms @ terms.transpose(0, 2, 1)) + 1e-10 * count * np.eye(3)
+        best = np.linalg.solve(gram, weight * terms.sum(-1)[..., None])[..., 0]
+        errors = (best[:, None] @ terms)[:, 0] - 1
+        squares[part] = weight * (errors**2).sum(-1)
+        # Given the exponents, the amplitudes have freedom + 2 degrees of freedom.
+        deviation = np.sqrt((freedom * noise**2 + squares[part]) / (freedom + 2)) / spread[part]
+        root = np.linalg.cholesky(np.linalg.inv(gram))
+        drawn = best + deviation[:, None] * (root @ normal[part][..., None])[..., 0]
+        constants[part, :3] = drawn / lengths
+    constants[:, 1] *= np.exp(exponents[:, 0] * np.log(n).mean())
+    constants[:, 2] *= np.exp(exponents[:, 1] * np.log(d).mean())
+    return constants, squares
