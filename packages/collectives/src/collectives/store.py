@@ -6,7 +6,6 @@ abandoned if the store does not answer.
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -16,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from collectives.errors import RankLost
 from collectives.shared_memory.fingerprint import format_ranks
+from collectives.threads import abandon, start_thread
 
 # A store that serves many ranks at once is slow. Only a longer silence counts as a failure.
 STORE_SECONDS = 0.8
@@ -70,11 +70,12 @@ def run_within(
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="collectives store").start()
+    thread = start_thread("collectives store", run)
     while (remaining := max(start_time, last_answer()) + seconds - time.monotonic()) > 0:
         wait([future], remaining)
         if future.done():
-            break
+            return future.result()
+    abandon(thread)
     return future.result(0)
 
 
