@@ -67,8 +67,14 @@ def describe_call(
         # Autograd must notice that a tensor is overwritten which it saved for a backward pass.
         # Tensors that were created in inference mode have no version.
         increment_version([output for output in outputs if not output.is_inference()])
-    shape = tensor.shape if shape is None else shape
+    if shape is None:
+        shape = compared_shape(comm, tensor)
     return _cached_call(kind, shape, tensor.dtype, op, root, algorithm, shapes, coalesced)
+
+
+def compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape that must be the same on all ranks."""
+    return tensor.shape if comm.compare_shapes else (tensor.numel(),)
 
 
 # A training loop repeats the same few calls.

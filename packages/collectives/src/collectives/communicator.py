@@ -164,6 +164,8 @@ class Communicator:
         self.compare_calls = False
         #: Set by `checked`: search the inputs for NaNs.
         self.find_nan = False
+        #: Cleared by `checked`: compare shapes, not only numbers of elements.
+        self.compare_shapes = True
         self.operation = Operation()
         self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
         self._is_closed = False
@@ -385,16 +387,22 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def checked(group: Any = None, *, nan: bool = False) -> Iterator[None]:
-    """Compare every call across ranks before data moves; search for NaNs if `nan` is True.
+def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Iterator[None]:
+    """Compare every call across ranks before data moves.
 
     Every rank must enter the context. A difference raises `Mismatch` on all ranks, with the
-    deviating ranks. A NaN in an input raises `Mismatch` too, before it reaches other ranks.
+    deviating ranks.
+
+    Args:
+        group: the group; the default group if None.
+        nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
+        shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
+            so that ranks can pass tensors of different shapes.
     """
     comm = communicator(group)
-    before = comm.compare_calls, comm.find_nan
-    comm.compare_calls, comm.find_nan = True, nan
+    before = comm.compare_calls, comm.find_nan, comm.compare_shapes
+    comm.compare_calls, comm.find_nan, comm.compare_shapes = True, nan, shapes
     try:
         yield
     finally:
-        comm.compare_calls, comm.find_nan = before
+        comm.compare_calls, comm.find_nan, comm.compare_shapes = before
