@@ -252,7 +252,7 @@ def test_lost_rank_is_named_by_every_survivor(how: str, world: int, backend: str
             assert "could not finish the sum of the gradients of" in message
     if how == "hangs":
         # The hanging rank continues, and reports the loss of the other ranks.
-        assert ("rank 0 gave up" if backend == "gloo" else "rank 1 is lost, says rank") in errors[1]
+        assert ("rank 0 gave up" if backend == "gloo" else "rank 1 is lost, as rank") in errors[1]
 
 
 @pytest.mark.timing

@@ -64,7 +64,7 @@ def describe_call(
     check_tensors(kind, tensor, outputs)
     # A broadcast does not change the root's tensor, and a reduce changes no other rank's.
     if kind not in ("broadcast", "reduce") or (comm.rank == root) == (kind == "reduce"):
-        # Autograd must notice that a tensor is overwritten which it saved for a backward pass.
+        # Autograd must notice if this call overwrites a tensor that it saved for a backward pass.
         # Tensors that were created in inference mode have no version.
         increment_version([output for output in outputs if not output.is_inference()])
     if shape is None:
