@@ -66,8 +66,8 @@ def _by_device(method: _Method) -> _Method:
 def _collective(*names: str) -> Callable[[Callable[..., _Started]], _Method]:
     """Return a decorator that makes a method of torch's ProcessGroup from a function.
 
-    The function receives the method's tensors and its `Options`, which `names` says how to parse:
-    the options that follow the tensors by position.
+    The function receives the method's tensors and its `Options`. `names` are the options that users
+    may pass by position, after the tensors.
     """
 
     def decorate(function: Callable[..., _Started]) -> _Method:
@@ -76,7 +76,7 @@ def _collective(*names: str) -> Callable[[Callable[..., _Started]], _Method]:
         @wraps(function)
         def method(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
             count = len(tensor_names)
-            by_name = {name: kwargs.pop(name) for name in tensor_names[len(args) :]}
+            by_name = {name: kwargs.pop(name) for name in tensor_names if name in kwargs}
             options = Options.parse(names, args[count:], kwargs)
             work, results = function(self, *args[:count], options=options, **by_name)
             return Work.completed(list(results)) if work is None else work
