@@ -1,8 +1,17 @@
 """The collectives that reduce one bucket over the ranks."""
 
+# Note [Callbacks at exit]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# gloo runs the callbacks of a collective on its own thread. If the interpreter ends at that time,
+# as after an exception in a backward pass, the callback aborts the process. The process therefore
+# waits up to `EXIT_SECONDS` for running collectives. That is longer than a failed rank waits for the
+# reasons of the other ranks: their connections have then been closed, which ends a collective.
+
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +23,9 @@ from torch import Tensor
 from ddp.bucket import Bucket
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.process_group import ReduceGroup
+
+#: Time that the exit of the process waits for running collectives. See Note [Callbacks at exit].
+EXIT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,23 @@ class BucketReduction:
             def record_completion(_: Any) -> None:
                 self.completion_times.setdefault(number, time.perf_counter())
 
+            _observed.add(self)
             collective.work.get_future().add_done_callback(record_completion)
+
+
+#: The reductions whose collectives have callbacks.
+_observed: weakref.WeakSet[BucketReduction] = weakref.WeakSet()
+
+
+@atexit.register
+def wait_for_callbacks() -> None:
+    """Return when every running collective has called back. See Note [Callbacks at exit]."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for reduction in list(_observed):
+        while len(reduction.collectives) not in reduction.completion_times:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.005)
 
 
 def tensor_bytes(tensor: Tensor) -> int:
