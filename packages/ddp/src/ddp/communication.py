@@ -4,8 +4,8 @@
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 # gloo runs the callbacks of a collective on its own thread. If the interpreter ends at that time,
 # as after an exception in a backward pass, the callback aborts the process. The process therefore
-# waits up to `EXIT_SECONDS` for running collectives. That is longer than a failed rank waits for the
-# reasons of the other ranks: their connections have then been closed, which ends a collective.
+# waits up to `EXIT_SECONDS` for running collectives. That is longer than a failed rank waits for
+# the reasons of the other ranks. Their connections are closed by then, which ends a collective.
 
 from __future__ import annotations
 
