@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -119,7 +119,9 @@ def _end_threads() -> None:
     deadline = time.monotonic() + CLOSE_SECONDS
     for comm in running:
         if not comm.progress.join(max(0.0, deadline - time.monotonic())):
-            comm.leave(f"rank {comm.rank} ended before its calls had finished")
+            # The store may have ended before this process.
+            with suppress(Exception):
+                comm.leave(f"rank {comm.rank} ended before its calls had finished")
     join_threads(EXIT_SECONDS)
 
 
