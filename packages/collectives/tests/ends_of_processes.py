@@ -75,8 +75,9 @@ def main() -> None:
             for rank in range(WORLD):
                 pid = os.fork()
                 if pid == 0:
-                    global kept
-                    kept = end_rank(folder, name, rank, where)
+                    # Modules refer to global objects until the interpreter has ended.
+                    global pending_work
+                    pending_work = end_rank(folder, name, rank, where)
                     sys.exit(0)
                 children[pid] = f"{where}, {name}, rank {rank}"
         for pid, name in children.items():
