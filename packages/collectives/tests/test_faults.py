@@ -548,7 +548,7 @@ def slow_to_join(backend):
         time.sleep(0.6 * TIMEOUT / 2 if rank == 1 else 0)
         return fetch(*args)
 
-    for module in (collectives.device_backends, collectives.choice.topology):
+    for module in (collectives.process_group.device_backends, collectives.choice.topology):
         module.fetch = late_fetch
     begin = time.monotonic()
     try:

@@ -30,10 +30,10 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from collectives import collective, lists
 from collectives.communicator import Communicator
-from collectives.device_backends import connect_gloo, copy_options, create_backend
-from collectives.method_arguments import Options, first_tensor, single, single_list
+from collectives.execution.work import CoalescedWork, Work
+from collectives.process_group.device_backends import connect_gloo, copy_options, create_backend
+from collectives.process_group.method_arguments import Options, first_tensor, single, single_list
 from collectives.store import fresh_store
-from collectives.work import CoalescedWork, Work
 
 NAME = "collectives"
 CPU = torch.device("cpu")

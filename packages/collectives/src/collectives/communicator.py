@@ -2,7 +2,7 @@
 
 Each process group has one communicator, which its first collective creates. The calls of a group
 run one at a time, in the order in which they are made: synchronous calls on the caller's thread,
-asynchronous calls on the group's progress thread (see `progress.py`).
+asynchronous calls on the group's progress thread (see `execution/progress.py`).
 
 A call that fails makes the group unusable and names the ranks that caused it. The exception is a
 mismatch that is found before data moves.
@@ -31,18 +31,18 @@ from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
 from collectives.errors import UNUSABLE, RankLost
+from collectives.execution.progress import CLOSE_SECONDS, ProgressQueue
+from collectives.execution.threads import join_threads, start_thread
+from collectives.execution.work import Work
 from collectives.failure_detection import (
     MIN_POLL_SECONDS,
     POLL_FRACTION,
     FailureDetector,
     Operation,
 )
-from collectives.progress import CLOSE_SECONDS, ProgressQueue
 from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.store import fresh_store
-from collectives.threads import join_threads, start_thread
-from collectives.work import Work
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
@@ -403,8 +403,12 @@ def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Ite
     """
     comm = communicator(group)
     before = comm.compare_calls, comm.find_nan, comm.compare_shapes
-    comm.compare_calls, comm.find_nan, comm.compare_shapes = True, nan, shapes
+    comm.compare_calls = True
+    comm.find_nan = nan
+    comm.compare_shapes = shapes
     try:
         yield
     finally:
-        comm.compare_calls, comm.find_nan, comm.compare_shapes = before
+        comm.compare_calls = before[0]
+        comm.find_nan = before[1]
+        comm.compare_shapes = before[2]

@@ -14,8 +14,8 @@ from typing import TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from collectives.errors import RankLost
+from collectives.execution.threads import abandon, start_thread
 from collectives.shared_memory.fingerprint import format_ranks
-from collectives.threads import abandon, start_thread
 
 # A store that serves many ranks at once is slow. Only a longer silence counts as a failure.
 STORE_SECONDS = 0.8

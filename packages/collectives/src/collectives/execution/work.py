@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
+from collectives.execution.threads import start_thread
 from collectives.shared_memory.process import yield_core
-from collectives.threads import start_thread
 
 # The operation itself raises an error that names the lost ranks at the timeout. `wait` must not
 # raise its less specific error before.

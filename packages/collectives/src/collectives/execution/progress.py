@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 
+from collectives.execution.threads import start_thread
+from collectives.execution.work import Work
 from collectives.shared_memory.arena import Arena
 from collectives.shared_memory.engine import Job
-from collectives.threads import start_thread
-from collectives.work import Work
 
 # Note [Engine hand-over]
 # ~~~~~~~~~~~~~~~~~~~~~~~
