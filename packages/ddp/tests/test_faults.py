@@ -10,7 +10,7 @@ import ddp
 import pytest
 import torch
 import torch.distributed as dist
-from ddp import DDP, all_reduce_gradients, all_reduce_gradients_flat, communication
+from ddp import DDP, all_reduce_gradients, all_reduce_gradients_flat
 from torch import nn
 from worker_pool import run_ranks, try_ranks
 
@@ -49,29 +49,6 @@ def step(model: DDP, **kwargs) -> None:
     model.zero_grad()
     model(torch.ones(2, 5), **kwargs).backward()
     model.finish_gradient_synchronization()
-
-
-def raise_in_backward_pass() -> bool:
-    """Raise an error while a bucket is reduced, then run the functions of the process exit."""
-    module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
-    model = DDP(module, None)
-    if dist.get_rank() == 1:
-        time.sleep(0.5)
-
-    def fail(_: torch.Tensor) -> None:
-        raise ArithmeticError
-
-    module[0].weight.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        model(torch.ones(2, 5)).sum().backward()
-    first = model._replica.reducer.reductions[0]
-    communication.wait_for_callbacks()
-    return 1 in first.completion_times
-
-
-def test_process_waits_for_callbacks_before_it_ends() -> None:
-    # A callback on gloo's thread aborts a process whose interpreter has ended.
-    assert run_ranks(raise_in_backward_pass, 2) == [True, True]
 
 
 def average_sparse_flat() -> None:

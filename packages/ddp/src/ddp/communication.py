@@ -1,17 +1,8 @@
 """The collectives that reduce one bucket over the ranks."""
 
-# Note [Callbacks at exit]
-# ~~~~~~~~~~~~~~~~~~~~~~~~
-# gloo runs the callbacks of a collective on its own thread. If the interpreter ends at that time,
-# as after an exception in a backward pass, the callback aborts the process. The process therefore
-# waits up to `EXIT_SECONDS` for running collectives. That is longer than a failed rank waits for
-# the reasons of the other ranks. Their connections are closed by then, which ends a collective.
-
 from __future__ import annotations
 
-import atexit
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +14,6 @@ from torch import Tensor
 from ddp.bucket import Bucket
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.process_group import ReduceGroup
-
-#: Time that the exit of the process waits for running collectives. See Note [Callbacks at exit].
-EXIT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -115,32 +103,27 @@ class BucketReduction:
         else:
             self._track(following)
 
+    def poll(self) -> None:
+        """Record the time if the running collective has completed, which may be before `advance`.
+
+        A callback would be more precise. But gloo runs it on its own thread, which aborts a process
+        whose interpreter ends meanwhile, as after an exception in a backward pass.
+        """
+        work = self.collectives[-1].work
+        if self._is_on_cpu and type(work) is dist.Work and work.is_completed():
+            self.completion_times.setdefault(len(self.collectives), time.perf_counter())
+
     def _track(self, collective: Collective) -> None:
         self.collectives.append(collective)
-        # A future's callback runs when the collective completes, which may be long before `wait`.
-        if self._is_on_cpu and hasattr(collective.work, "get_future"):
+        work = collective.work
+        # torch's own collectives are polled. Those of the caller can report their completion.
+        if self._is_on_cpu and type(work) is not dist.Work and hasattr(work, "get_future"):
             number = len(self.collectives)
 
             def record_completion(_: Any) -> None:
                 self.completion_times.setdefault(number, time.perf_counter())
 
-            _observed.add(self)
-            collective.work.get_future().add_done_callback(record_completion)
-
-
-#: The reductions whose collectives have callbacks.
-_observed: weakref.WeakSet[BucketReduction] = weakref.WeakSet()
-
-
-@atexit.register
-def wait_for_callbacks() -> None:
-    """Return when every running collective has called back. See Note [Callbacks at exit]."""
-    deadline = time.monotonic() + EXIT_SECONDS
-    for reduction in list(_observed):
-        while len(reduction.collectives) not in reduction.completion_times:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.005)
+            work.get_future().add_done_callback(record_completion)
 
 
 def tensor_bytes(tensor: Tensor) -> int:
