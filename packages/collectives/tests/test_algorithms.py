@@ -289,11 +289,13 @@ def by_gloo():
         everyone = torch.randn(
             world, numel, generator=torch.Generator().manual_seed(numel)
         ).double()
-        for op, want in (("SUM", everyone.sum(0)), ("AVG", everyone.mean(0)), ("MAX", None)):
+        for op, want in (("SUM", everyone.sum(0)), ("AVG", everyone.mean(0))):
             tensor = everyone[rank].float()
             collectives.all_reduce(tensor, getattr(dist.ReduceOp, op), **go)
-            want = everyone.float().amax(0) if want is None else want.float()
-            torch.testing.assert_close(tensor, want, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(tensor, want.float(), rtol=1e-6, atol=1e-6)
+        largest = torch.full((numel,), rank)
+        collectives.all_reduce(largest, dist.ReduceOp.MAX, **go)
+        assert (largest == world - 1).all()
         whole = torch.arange(float(world * numel)).view(world, numel)
         out = torch.full((numel,), torch.nan)
         collectives.reduce_scatter_tensor(out, whole.flatten(), **go)
@@ -324,11 +326,37 @@ def by_gloo():
     with pytest.raises(ValueError, match="cannot run by 'gloo'"):
         collectives.all_reduce(torch.ones(3).bfloat16(), **go)
     with pytest.raises(ValueError, match="cannot run by 'gloo'"):
+        collectives.all_reduce(torch.ones(3), dist.ReduceOp.MAX, **go)
+    with pytest.raises(ValueError, match="cannot run by 'gloo'"):
         collectives.all_to_all_single(torch.ones(world), torch.ones(world), **go)
 
 
 def test_gloo_algorithm_equals_our_algorithms():
     run_ranks(by_gloo, 3)
+
+
+def reduce_nan(ranks_per_host):
+    """Reduce a NaN of each rank with every op and algorithm, and by gloo wherever it can run."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    let_hosts_have(ranks_per_host)
+    group = dist.new_group(list(range(world)))
+    comm = communicator(group)
+    algorithms = candidates("all_reduce", comm.topology.ranks_per_host)
+    everyone = torch.arange(world * (world + 1.0)).view(world, world + 1)
+    everyone.fill_diagonal_(torch.nan)
+    for dtype, op in itertools.product((torch.float32, torch.float64, torch.bfloat16), OPS):
+        by_gloo = ["gloo"] if comm.gloo.can_run("all_reduce", dtype, op) else []
+        for algorithm in (*algorithms, *by_gloo):
+            tensor = everyone[rank].to(dtype, copy=True)
+            redop = getattr(dist.ReduceOp, op)
+            collectives.all_reduce(tensor, redop, group=group, algorithm=algorithm)
+            expected = reference(op, everyone.to(dtype))
+            torch.testing.assert_close(tensor, expected, equal_nan=True, msg=f"{algorithm} {op}")
+
+
+@pytest.mark.parametrize("ranks_per_host", [3, 1])
+def test_nan_of_any_rank_reaches_every_rank(ranks_per_host):
+    run_ranks(reduce_nan, 3, ranks_per_host)
 
 
 def tuned_once():

@@ -117,6 +117,24 @@ CASES = {
         None,
         (Cause.SILENT, [3]),
     ),
+    "a rank completed another call, whose tensors were empty": (
+        [report(rank, calls=[BROADCAST, SUM]) for rank in range(3)],
+        [waiting(3, calls=[MAX, SUM])],
+        0,
+        (Cause.MISMATCH, [3]),
+    ),
+    "an earlier difference is not blamed for a silent rank": (
+        [report(0, calls=[BROADCAST, SUM]), report(2, calls=[MAX, SUM])],
+        [waiting(3, calls=[MAX, SUM])],
+        0,
+        (Cause.SILENT, [1]),
+    ),
+    "an earlier difference is not blamed for a lost rank": (
+        [report(0, disconnected=[1], calls=[BROADCAST, SUM]), report(2, calls=[MAX, SUM])],
+        [],
+        1,
+        (Cause.DISCONNECTED, [1]),
+    ),
     "every rank reports, and the connection to a known peer failed": (
         [report(rank) for rank in range(WORLD)],
         [],

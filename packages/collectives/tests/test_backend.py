@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from collectives.algorithms import dispatch
+from collectives.execution.work import Work
 from collectives.shared_memory import segment
-from collectives.work import Work
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -329,6 +329,32 @@ def test_registered_backend_compares_calls(where):
     run_ranks(torchs_own, 3, where, backend="", timeout=120)
 
 
+def pass_different_shapes(where):
+    """Pass tensors of one size and different shapes, to calls that compare shapes or sizes."""
+    import collectives.backend
+
+    emulate_hosts(where)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["STORE_FILE"], world)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=world)
+    tensor = torch.ones((6,) if rank else (2, 3))
+    with collectives.checked(), pytest.raises(collectives.Mismatch, match="shape"):
+        dist.all_reduce(tensor)
+    with collectives.checked(shapes=False):
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        collectives.all_reduce(tensor, algorithm="ring")
+        dist.group.WORLD.allreduce_coalesced([tensor, tensor.t()]).wait()
+        with pytest.raises(collectives.Mismatch, match="shape"):
+            dist.all_reduce(torch.ones(6 + rank))
+    return tensor.flatten().tolist()
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_sizes_can_be_compared_instead_of_shapes(where):
+    assert run_ranks(pass_different_shapes, 2, where, backend="") == [[8.0] * 6] * 2
+
+
 def end(work, what, group):
     """Wait for a call; a rank that completed a broadcast gets the error at its next call."""
     work.wait()
@@ -522,7 +548,7 @@ def slow_to_join(backend):
         time.sleep(0.6 * TIMEOUT / 2 if rank == 1 else 0)
         return fetch(*args)
 
-    for module in (collectives.backend, collectives.choice.topology):
+    for module in (collectives.process_group.device_backends, collectives.choice.topology):
         module.fetch = late_fetch
     begin = time.monotonic()
     try:

@@ -3,9 +3,9 @@
 import threading
 
 import pytest
-from collectives.progress import ProgressQueue, State
+from collectives.execution.progress import ProgressQueue, State
+from collectives.execution.work import Work
 from collectives.shared_memory.engine import Job
-from collectives.work import Work
 
 
 def submit(queue, engine, gate=None):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ddp import DDP, all_reduce_gradients, all_reduce_gradients_flat
 from torch import nn
-from worker_pool import try_ranks
+from worker_pool import run_ranks, try_ranks
 
 TIMEOUT = 60.0  # seconds of the process group; no test waits that long
 SMALL = 100 / 2**20  # MiB: one or two buckets per layer
@@ -49,6 +49,19 @@ def step(model: DDP, **kwargs) -> None:
     model.zero_grad()
     model(torch.ones(2, 5), **kwargs).backward()
     model.finish_gradient_synchronization()
+
+
+def average_sparse_flat() -> None:
+    module = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+    module(torch.arange(3)).sum().backward()
+    with pytest.raises(TypeError, match=r"expected a dense gradient of '0.weight'.*sparse=False"):
+        all_reduce_gradients_flat(module)
+    all_reduce_gradients(module)
+    assert module[0].weight.grad.is_sparse
+
+
+def test_flat_average_refuses_sparse_gradients() -> None:
+    run_ranks(average_sparse_flat, 2)
 
 
 # ----- models that differ -----
@@ -252,7 +265,7 @@ def test_lost_rank_is_named_by_every_survivor(how: str, world: int, backend: str
             assert "could not finish the sum of the gradients of" in message
     if how == "hangs":
         # The hanging rank continues, and reports the loss of the other ranks.
-        assert ("rank 0 gave up" if backend == "gloo" else "rank 1 is lost, says rank") in errors[1]
+        assert ("rank 0 gave up" if backend == "gloo" else "rank 1 is lost, as rank") in errors[1]
 
 
 @pytest.mark.timing

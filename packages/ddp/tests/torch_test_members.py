@@ -112,7 +112,14 @@ class TestedDDP(DDP):
         if bufs is None:
             bufs = list(self._replica.tracked.named_buffers().values())
         max_bytes = bucket_size or self.broadcast_bucket_size
-        broadcast_tensors(bufs, self.process_group, authoritative_rank, max_bytes=max_bytes)
+        broadcast_tensors(
+            bufs,
+            self.process_group,
+            self._replica.failures,
+            "the broadcast of a test",
+            source=authoritative_rank,
+            max_bytes=max_bytes,
+        )
 
 
 @dataclass(frozen=True)

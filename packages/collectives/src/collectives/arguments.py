@@ -64,11 +64,17 @@ def describe_call(
     check_tensors(kind, tensor, outputs)
     # A broadcast does not change the root's tensor, and a reduce changes no other rank's.
     if kind not in ("broadcast", "reduce") or (comm.rank == root) == (kind == "reduce"):
-        # Autograd must notice that a tensor is overwritten which it saved for a backward pass.
+        # Autograd must notice if this call overwrites a tensor that it saved for a backward pass.
         # Tensors that were created in inference mode have no version.
         increment_version([output for output in outputs if not output.is_inference()])
-    shape = tensor.shape if shape is None else shape
+    if shape is None:
+        shape = compared_shape(comm, tensor)
     return _cached_call(kind, shape, tensor.dtype, op, root, algorithm, shapes, coalesced)
+
+
+def compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape that must be the same on all ranks."""
+    return tensor.shape if comm.compare_shapes else (tensor.numel(),)
 
 
 # A training loop repeats the same few calls.

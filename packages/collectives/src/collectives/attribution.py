@@ -22,16 +22,21 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 #   4. the last call that all ranks have made differs             MISMATCH             deviating
 #   5. connections to ranks without a report are closed           DISCONNECTED         these ranks
 #   6. awaited ranks have no report and do not wait themselves    SILENT               these ranks
-#   7. the connection to a known peer failed                      PEER_DISCONNECTED    the peer
-#   8. otherwise                                                  UNKNOWN              none
+#   7. an earlier call that all ranks remember differs            MISMATCH             deviating
+#   8. awaited ranks have no report                               SILENT               these ranks
+#   9. the connection to a known peer failed                      PEER_DISCONNECTED    the peer
+#  10. otherwise                                                  UNKNOWN              none
 #
 # - An awaited rank takes part in the failed call, or another rank reports that it waits for it.
 # - A rank that waits is not blamed by rule 6: it waits for the lost rank itself. If all awaited
-#   ranks wait, those without a report are blamed, because they had the whole timeout to report.
+#   ranks wait, rule 8 blames those without a report: they had the whole timeout to report.
 # - A wait that times out closes connections too. If an awaited rank is missing, rule 5 does not
 #   apply to ranks that wait: they are about to report.
 # - Rule 4 comes before rule 5 because a rank without a report may have completed this call. If
 #   rule 5 applies, rule 4 considers the reports only.
+# - Calls with empty tensors send no messages, so ranks can complete different ones. From then on
+#   equal calls have different numbers, and only rule 7 finds the rank that deviated. It comes after
+#   the rules for lost ranks, because such a difference may be harmless.
 
 
 class Status(Enum):
@@ -146,12 +151,12 @@ def attribute(
         return Attribution(Cause.MISMATCH, difference.ranks, difference=str(difference))
     if disconnected:
         return Attribution(Cause.DISCONNECTED, disconnected)
-    silent = sorted(missing) or sorted(set(awaited) - reports.keys())
-    if silent:
-        return Attribution(Cause.SILENT, silent)
-    if peer is None:
-        return Attribution(Cause.UNKNOWN)
-    return Attribution(Cause.PEER_DISCONNECTED, [peer])
+    if missing:
+        return Attribution(Cause.SILENT, sorted(missing))
+    difference = _find_earlier_difference(alive)
+    if difference is not None:
+        return Attribution(Cause.MISMATCH, difference.ranks, difference=str(difference))
+    return _last_resort(sorted(set(awaited) - reports.keys()), peer)
 
 
 def disconnected_ranks(reports: Mapping[int, Report]) -> list[int]:
@@ -185,24 +190,53 @@ def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribut
     return Attribution(Cause.LEFT, left) if left else None
 
 
+def _last_resort(without_report: list[int], peer: int | None) -> Attribution:
+    """Return the cause by rules 8 to 10, when every rank is alive and no calls differ."""
+    if without_report:
+        return Attribution(Cause.SILENT, without_report)
+    if peer is not None:
+        return Attribution(Cause.PEER_DISCONNECTED, [peer])
+    return Attribution(Cause.UNKNOWN)
+
+
 def _find_difference(reports: Mapping[int, Report], world: int) -> Mismatch | None:
     """Return the difference between the ranks' calls, or None if they made the same call.
 
     A rank that completed a call may already be in a later one. The reports are therefore compared
     at the last call that all of them have made.
     """
-    number = min((report.call_number for report in reports.values()), default=0)
-    calls = {rank: report.call(number) for rank, report in reports.items()}
-    calls = {rank: call for rank, call in calls.items() if call}
+    number = _last_common_number(reports)
     lengths = {
         rank: Lengths(*report.lengths)
         for rank, report in reports.items()
         if report.lengths and report.call_number == number
     }
     try:
-        if calls:
-            compare(list(calls.values()), list(calls))
+        _compare_calls(reports, number)
         compare_lengths(lengths, range(world))
     except Mismatch as difference:
         return difference
     return None
+
+
+def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
+    """Return the first difference between calls before the last one that all ranks have made."""
+    last = _last_common_number(reports)
+    first = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=last)
+    for number in range(first, last):
+        try:
+            _compare_calls(reports, number)
+        except Mismatch as difference:
+            return difference
+    return None
+
+
+def _last_common_number(reports: Mapping[int, Report]) -> int:
+    return min((report.call_number for report in reports.values()), default=0)
+
+
+def _compare_calls(reports: Mapping[int, Report], number: int) -> None:
+    """Raise Mismatch if the ranks that remember the call of that number made different calls."""
+    calls = {rank: call for rank, report in reports.items() if (call := report.call(number))}
+    if calls:
+        compare(list(calls.values()), list(calls))

@@ -15,10 +15,10 @@ It is a `ProcessGroup`, not a Python `Backend`, which torch 2.15 supports too: t
 handles of such a backend in handles whose `is_completed` never returns True.
 """
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from typing import Any, NoReturn
@@ -26,34 +26,24 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from collectives import collective, lists
-from collectives.algorithms.gloo import NO_TIMEOUT, connect_in_time
 from collectives.communicator import Communicator
-from collectives.failure_detection import REPORT_SECONDS
-from collectives.store import fetch, fresh_store
-from collectives.work import CoalescedWork, Work
+from collectives.execution.work import CoalescedWork, Work
+from collectives.process_group.device_backends import connect_gloo, copy_options, create_backend
+from collectives.process_group.method_arguments import Options, first_tensor, single, single_list
+from collectives.store import fresh_store
 
 NAME = "collectives"
 CPU = torch.device("cpu")
 
-# torch's options of a process group, except for its store. Not every version has all of them.
-_OPTIONS = (
-    "group_rank",
-    "group_size",
-    "timeout",
-    "group_id",
-    "global_ranks_in_group",
-    "process_group",
-)
-# The arguments that follow the tensors of a method: the field of torch's options object, and the
-# default value.
-_ARGUMENTS = {"op": ("reduceOp", dist.ReduceOp.SUM), "root": ("rootRank", 0)}
 # torch's stubs declare several signatures per method, which a single method cannot override.
 _ProcessGroup: Any = dist.ProcessGroup
 _GlooOptions: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
 _Method = Callable[..., Any]
+#: The handle of a call, or None if it has finished, and the tensors that it has written.
+_Started = tuple[dist.Work | None, Sequence[Tensor]]
 
 
 def _by_device(method: _Method) -> _Method:
@@ -62,7 +52,7 @@ def _by_device(method: _Method) -> _Method:
 
     @wraps(method)
     def call(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> Any:
-        tensor = _first_tensor([*args, *kwargs.values()])
+        tensor = first_tensor([*args, *kwargs.values()])
         if tensor is not None and not tensor.is_cpu:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
         work = method(self, *args, **kwargs)
@@ -71,6 +61,29 @@ def _by_device(method: _Method) -> _Method:
         return work
 
     return call
+
+
+def _collective(*names: str) -> Callable[[Callable[..., _Started]], _Method]:
+    """Return a decorator that makes a method of torch's ProcessGroup from a function.
+
+    The function receives the method's tensors and its `Options`. `names` are the options that users
+    may pass by position, after the tensors.
+    """
+
+    def decorate(function: Callable[..., _Started]) -> _Method:
+        *tensor_names, _ = list(inspect.signature(function).parameters)[1:]
+
+        @wraps(function)
+        def method(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
+            count = len(tensor_names)
+            by_name = {name: kwargs.pop(name) for name in tensor_names if name in kwargs}
+            options = Options.parse(names, args[count:], kwargs)
+            work, results = function(self, *args[:count], options=options, **by_name)
+            return Work.completed(list(results)) if work is None else work
+
+        return _by_device(method)
+
+    return decorate
 
 
 def _on_gloo(name: str) -> _Method:
@@ -101,30 +114,6 @@ def _refused(name: str, remedy: str) -> _Method:
     return refuse
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The arguments of a method that are not tensors."""
-
-    op: Any
-    root: int
-    async_op: bool
-
-    @staticmethod
-    def parse(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> "_Options":
-        """Read the arguments that follow the tensors.
-
-        torch passes an options object. Users may pass the op and the root instead, by keyword or in
-        the order of `names`. All of them may be omitted.
-        """
-        options = args[0] if args else kwargs.get("opts")
-        values: dict[str, Any] = {name: default for name, (_, default) in _ARGUMENTS.items()}
-        for i, name in enumerate(names):
-            field, default = _ARGUMENTS[name]
-            passed = args[i] if i < len(args) else kwargs.get(name)
-            values[name] = getattr(options, field, default if passed is None else passed)
-        return _Options(values["op"], values["root"], getattr(options, "asyncOp", True))
-
-
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives on CPU tensors are this package's."""
 
@@ -139,12 +128,12 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         timeout = options.timeout
         deadline = time.monotonic() + timeout.total_seconds()
         store = fresh_store(options.store, world, deadline)
-        options = _copy_options(options, store=store)
+        options = copy_options(options, store=store)
         super().__init__(store, rank, world)
         # Needed to create a backend of another device, or a group from this one.
         self._options = options
         self._backend_options = backend_options
-        self._gloo: Any = _connect_gloo(store, rank, world, deadline)
+        self._gloo: Any = connect_gloo(store, rank, world, deadline)
         self._gloo._set_default_timeout(timeout)
         self._others: dict[str, Any] = {}
         self._creating = threading.Lock()
@@ -165,67 +154,60 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ----- ours: collectives of one tensor per rank -----
 
-    @_by_device
-    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective("op")
+    def allreduce(self, tensors: Any, options: Options) -> _Started:
         """Reduce a tensor over all ranks, in place; gloo reduces sparse tensors."""
-        tensor = _single(tensors)
+        tensor = single(tensors)
         if tensor.is_sparse:
-            work: dist.Work = self._gloo.allreduce(tensors, *args, **kwargs)
-            return work
-        options = _Options.parse(["op"], args, kwargs)
-        return _handle(collective.all_reduce(tensor, options.op, self, options.async_op), [tensor])
+            gloo_options = dist.AllreduceOptions()
+            gloo_options.reduceOp = options.op
+            return self._gloo.allreduce([tensor], gloo_options), [tensor]
+        return collective.all_reduce(tensor, options.op, self, options.async_op), [tensor]
 
-    @_by_device
-    def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective("root")
+    def broadcast(self, tensors: Any, options: Options) -> _Started:
         """Copy the root's tensor to every rank."""
-        tensor = _single(tensors)
-        options = _Options.parse(["root"], args, kwargs)
+        tensor = single(tensors)
         work = collective.broadcast(
             tensor, group=self, async_op=options.async_op, group_src=options.root
         )
-        return _handle(work, [tensor])
+        return work, [tensor]
 
-    @_by_device
-    def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective("root", "op")
+    def reduce(self, tensors: Any, options: Options) -> _Started:
         """Reduce over all ranks into the root's tensor."""
-        tensor = _single(tensors)
-        options = _Options.parse(["root", "op"], args, kwargs)
+        tensor = single(tensors)
         work = lists.reduce(
             tensor, op=options.op, group=self, async_op=options.async_op, group_dst=options.root
         )
-        return _handle(work, [tensor])
+        return work, [tensor]
 
-    @_by_device
-    def all_gather_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective()
+    def all_gather_single(self, output: Any, input: Any, options: Options) -> _Started:
         """Write the inputs of all ranks to `output`, in rank order."""
-        result = _single(output)
-        options = _Options.parse([], args, kwargs)
-        work = collective.all_gather_into_tensor(result, _single(input), self, options.async_op)
-        return _handle(work, [result])
+        result = single(output)
+        work = collective.all_gather_into_tensor(result, single(input), self, options.async_op)
+        return work, [result]
 
-    @_by_device
-    def reduce_scatter_single(
-        self, output: Any, input: Any, *args: Any, **kwargs: Any
-    ) -> dist.Work:
+    @_collective("op")
+    def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> _Started:
         """Reduce `input` over all ranks and write this rank's slice to `output`."""
-        result = _single(output)
-        options = _Options.parse(["op"], args, kwargs)
+        result = single(output)
         work = collective.reduce_scatter_tensor(
-            result, _single(input), options.op, self, options.async_op
+            result, single(input), options.op, self, options.async_op
         )
-        return _handle(work, [result])
+        return work, [result]
 
-    @_by_device
+    @_collective()
     def all_to_all_single(
         self,
         output: Tensor,
         input: Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
-        opts: Any = None,
-    ) -> dist.Work:
+        options: Options,
+    ) -> _Started:
         """Send the i-th part of `input` to rank i; write the received parts to `output`."""
-        options = _Options.parse([], [], {"opts": opts})
         work = collective.all_to_all_single(
             output,
             input,
@@ -234,7 +216,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self,
             options.async_op,
         )
-        return _handle(work, [output])
+        return work, [output]
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Return a handle whose `wait` returns when every rank has called this method."""
@@ -242,112 +224,84 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if device is not None and device.type != CPU.type:
             work: dist.Work = self.get_backend(device).barrier(opts)
             return work
-        return _handle(collective.barrier(self, async_op=getattr(opts, "asyncOp", True)), [])
+        started = collective.barrier(self, async_op=getattr(opts, "asyncOp", True))
+        return Work.completed([]) if started is None else started
 
     # ----- ours: collectives of lists of tensors -----
 
-    @_by_device
-    def allgather(self, output_lists: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective()
+    def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> _Started:
         """Fill every rank's list with every rank's tensor."""
-        outputs = _single_list(output_lists)
-        options = _Options.parse([], args, kwargs)
-        work = lists.all_gather(outputs, _single(inputs), self, options.async_op)
-        return _handle(work, outputs)
+        outputs = single_list(output_tensors)
+        return lists.all_gather(outputs, single(input_tensors), self, options.async_op), outputs
 
-    @_by_device
-    def gather(self, output_lists: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective("root")
+    def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> _Started:
         """Fill the root's list with every rank's tensor."""
-        outputs = _single_list(output_lists)
-        options = _Options.parse(["root"], args, kwargs)
-        work = lists.gather(
-            _single(inputs),
-            outputs,
-            group=self,
-            async_op=options.async_op,
-            group_dst=options.root,
-        )
-        return _handle(work, outputs)
+        outputs = single_list(output_tensors)
+        return _gather(self, outputs, single(input_tensors), options), outputs
 
-    @_by_device
-    def gather_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective("root")
+    def gather_single(self, output: Any, input: Any, options: Options) -> _Started:
         """Write every rank's input to the root's output, in rank order."""
-        result = _single(output)
-        options = _Options.parse(["root"], args, kwargs)
+        result = single(output)
         is_root = self.rank() == options.root
-        outputs = result.view(-1).tensor_split(self.size()) if is_root else []
-        work = lists.gather(
-            _single(input), outputs, group=self, async_op=options.async_op, group_dst=options.root
-        )
-        return _handle(work, [result])
+        outputs = list(result.view(-1).tensor_split(self.size())) if is_root else []
+        return _gather(self, outputs, single(input), options), [result]
 
     gather_into_tensor = gather_single
 
-    @_by_device
-    def scatter(self, outputs: Any, input_lists: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective("root")
+    def scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> _Started:
         """Copy the i-th tensor of the root's list to rank i."""
-        output = _single(outputs)
-        options = _Options.parse(["root"], args, kwargs)
+        output = single(output_tensors)
         work = lists.scatter(
             output,
-            _single_list(input_lists),
+            single_list(input_tensors),
             group=self,
             async_op=options.async_op,
             group_src=options.root,
         )
-        return _handle(work, [output])
+        return work, [output]
 
-    @_by_device
-    def reduce_scatter(
-        self, outputs: Any, input_lists: Any, *args: Any, **kwargs: Any
-    ) -> dist.Work:
+    @_collective("op")
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> _Started:
         """Reduce the i-th tensors of all ranks' lists into the output of rank i."""
-        output = _single(outputs)
-        options = _Options.parse(["op"], args, kwargs)
-        work = lists.reduce_scatter(
-            output, _single_list(input_lists), options.op, self, options.async_op
-        )
-        return _handle(work, [output])
+        output = single(output_tensors)
+        inputs = single_list(input_tensors)
+        return lists.reduce_scatter(output, inputs, options.op, self, options.async_op), [output]
 
-    @_by_device
+    @_collective()
     def alltoall(
-        self, outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any
-    ) -> dist.Work:
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], options: Options
+    ) -> _Started:
         """Send the i-th input to rank i; write the received tensors to the outputs."""
-        options = _Options.parse([], args, kwargs)
-        return _handle(lists.all_to_all(outputs, inputs, self, options.async_op), list(outputs))
+        work = lists.all_to_all(output_tensors, input_tensors, self, options.async_op)
+        return work, output_tensors
 
     # ----- ours: coalesced calls -----
 
-    @_by_device
-    def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+    @_collective("op")
+    def allreduce_coalesced(self, tensors: Any, options: Options) -> _Started:
         """Reduce several tensors in place, in one call."""
-        options = _Options.parse(["op"], args, kwargs)
-        return _run_coalesced(
-            self, "all_reduce", [[tensor] for tensor in tensors], tensors, options, options.op
-        )
+        return _coalesced(self, "all_reduce", [[t] for t in tensors], tensors, options)
 
-    @_by_device
-    def all_gather_single_coalesced(
-        self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> dist.Work:
+    @_collective()
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Options) -> _Started:
         """Run `all_gather_single` on several pairs of tensors, in one call."""
-        options = _Options.parse([], args, kwargs)
-        return _run_coalesced(self, "all_gather", [[output] for output in outputs], inputs, options)
+        return _coalesced(self, "all_gather", [[output] for output in outputs], inputs, options)
 
-    @_by_device
+    @_collective("op")
     def reduce_scatter_single_coalesced(
-        self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> dist.Work:
+        self, outputs: Any, inputs: Any, options: Options
+    ) -> _Started:
         """Run `reduce_scatter_single` on several pairs of tensors, in one call."""
-        options = _Options.parse(["op"], args, kwargs)
-        return _run_coalesced(
-            self, "reduce_scatter", [[output] for output in outputs], inputs, options, options.op
-        )
+        return _coalesced(self, "reduce_scatter", [[output] for output in outputs], inputs, options)
 
-    @_by_device
+    @_collective()
     def allgather_coalesced(
-        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], options: Options
+    ) -> _Started:
         """Copy input_list[i] of each rank to output_lists[rank][i], in one call."""
         lengths = [len(outputs) for outputs in output_lists]
         if lengths != [len(input_list)] * self.size():
@@ -355,9 +309,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"all_gather_coalesced expected {self.size()} output lists of {len(input_list)} "
                 f"tensors, one list per rank and one tensor per input, got lists of {lengths}"
             )
-        options = _Options.parse([], [], {"opts": opts})
         outputs = [list(of_ranks) for of_ranks in zip(*output_lists, strict=True)]
-        return _run_coalesced(self, "all_gather", outputs, input_list, options)
+        return _coalesced(self, "all_gather", outputs, input_list, options)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the handles of the following calls."""
@@ -422,7 +375,9 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self._gloo
         with self._creating:
             if device.type not in self._others:
-                self._others[device.type] = _create_backend(self, device)
+                self._others[device.type] = create_backend(
+                    self, device, self._options, self._backend_options
+                )
         return self._others[device.type]
 
     _get_backend = get_backend
@@ -449,7 +404,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return None
         name = group_name or f"{self.group_name}:split:{'.'.join(map(str, ranks))}"
         global_ranks = self._options.global_ranks_in_group or range(self.size())
-        options = _copy_options(
+        options = copy_options(
             self._options,
             store=PrefixStore(f"split/{name}", self._options.store),
             group_rank=ranks.index(self.rank()),
@@ -484,124 +439,29 @@ REFUSED = {
 }
 
 
-def _connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
-    """Return a gloo group; raise RankLost with the ranks that do not join, or end meanwhile."""
-
-    def synchronize(key: str, deadline: float) -> None:
-        fetch(store, {r: f"{key}/{r}" for r in range(world)}, deadline, {f"{key}/{rank}": ""})
-
-    synchronize("joined", deadline)
-    try:
-        return connect_in_time(
-            store,
-            lambda store: ProcessGroupGloo(store, rank, world, NO_TIMEOUT),
-            deadline - time.monotonic(),
-        )
-    except (RuntimeError, TimeoutError):
-        # gloo's error names no rank. The ranks that still run write to the store once more.
-        synchronize("still running", time.monotonic() + REPORT_SECONDS)
-        raise
+def _gather(
+    group: CollectivesProcessGroup, outputs: list[Tensor], tensor: Tensor, options: Options
+) -> dist.Work | None:
+    return lists.gather(
+        tensor, outputs, group=group, async_op=options.async_op, group_dst=options.root
+    )
 
 
-def _handle(work: dist.Work | None, result: Sequence[Tensor]) -> dist.Work:
-    """Return the handle of a call, also if the call was synchronous."""
-    return Work.completed(list(result)) if work is None else work
-
-
-def _single(tensors: Any) -> Tensor:
-    """Return the tensor of a method's argument: a tensor, or a list of one tensor per device."""
-    if isinstance(tensors, Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(
-            f"expected one tensor, because a rank has one CPU device, got {len(tensors)}; use a "
-            "coalesced call for several tensors"
-        )
-    return _single(tensors[0])
-
-
-def _single_list(tensor_lists: Any) -> list[Tensor]:
-    """Return the argument as a flat list of tensors; `[[t1, t2]]` is accepted as `[t1, t2]`."""
-    if not tensor_lists or isinstance(tensor_lists[0], Tensor):
-        return list(tensor_lists)
-    if len(tensor_lists) != 1:
-        raise ValueError(
-            f"expected one list of tensors, because a rank has one CPU device, got "
-            f"{len(tensor_lists)} lists; make one call per list"
-        )
-    return list(tensor_lists[0])
-
-
-def _run_coalesced(
+def _coalesced(
     group: CollectivesProcessGroup,
     kind: str,
     outputs: list[list[Tensor]],
     inputs: Sequence[Tensor],
-    options: _Options,
-    op: Any = None,
-) -> dist.Work:
+    options: Options,
+) -> _Started:
     if not inputs or len(outputs) != len(inputs):
         raise ValueError(
             f"a coalesced {kind} expected lists of one length that is not zero, got "
             f"{len(outputs)} outputs and {len(inputs)} inputs"
         )
+    op = None if kind == "all_gather" else options.op
     work = lists.coalesced(kind, outputs, inputs, op, group, options.async_op)
-    return _handle(work, [tensor for tensors in outputs for tensor in tensors])
-
-
-def _first_tensor(values: Any) -> Tensor | None:
-    """Return the first tensor in nested lists, or None."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, (list, tuple)):
-            tensor = _first_tensor(value)
-            if tensor is not None:
-                return tensor
-    return None
-
-
-def _copy_options(options: Any, **changes: Any) -> Any:
-    """Return a copy of torch's options of a process group, with some of them changed."""
-    copied = type(options)()
-    for field in ("store", *_OPTIONS):
-        if field in changes or hasattr(options, field):
-            setattr(copied, field, changes.get(field, getattr(options, field, None)))
-    return copied
-
-
-def _create_backend(group: CollectivesProcessGroup, device: torch.device) -> Any:
-    """Create torch's default backend for a device and register it with the group."""
-    name = dist.Backend.default_device_backend_map.get(device.type)
-    if name is None:
-        raise ValueError(f"torch has no backend for tensors on {device.type}; move them to cpu")
-    backend = _backend_by_name(name, device, group._options, group._backend_options)
-    kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
-    # C++ callers (coalescing, functional collectives) obtain the backend by its device.
-    group._register_backend(torch.device(device.type), kind, backend)
-    return backend
-
-
-def _backend_by_name(name: str, device: torch.device, options: Any, backend_options: Any) -> Any:
-    """Create one of torch's backends for the ranks of our group, as init_process_group does."""
-    store: Store = PrefixStore(f"beside/{device.type}", options.store)
-    rank = options.group_rank
-    world = options.group_size
-    timeout = options.timeout
-    plugin = dist.Backend._plugins.get(name.upper())
-    if plugin is None:
-        # Up to torch 2.11 the list of plugins does not contain the built-in backends.
-        if name != dist.Backend.NCCL:
-            raise ValueError(
-                f"cannot create backend {name} for {device.type} in a {NAME} group; create a "
-                "separate group for this device"
-            )
-        settings = backend_options or dist.ProcessGroupNCCL.Options()
-        settings._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world, settings)
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, world, timeout)
-    return plugin.creator_fn(_copy_options(options, store=store), backend_options)
+    return work, [tensor for tensors in outputs for tensor in tensors]
 
 
 for _name in GLOO:

@@ -2,7 +2,7 @@
 
 Each process group has one communicator, which its first collective creates. The calls of a group
 run one at a time, in the order in which they are made: synchronous calls on the caller's thread,
-asynchronous calls on the group's progress thread (see `progress.py`).
+asynchronous calls on the group's progress thread (see `execution/progress.py`).
 
 A call that fails makes the group unusable and names the ranks that caused it. The exception is a
 mismatch that is found before data moves.
@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -31,29 +31,30 @@ from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
 from collectives.errors import UNUSABLE, RankLost
+from collectives.execution.progress import CLOSE_SECONDS, ProgressQueue
+from collectives.execution.threads import join_threads, start_thread
+from collectives.execution.work import Work
 from collectives.failure_detection import (
     MIN_POLL_SECONDS,
     POLL_FRACTION,
     FailureDetector,
     Operation,
 )
-from collectives.progress import ProgressQueue
 from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.store import fresh_store
-from collectives.work import Work
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
 # torch does not report that it destroys a gloo group, so a thread checks at this interval.
 DESTROYED_POLL_SECONDS = 0.2
-# A thread that is inside torch when the process exits gets this time to return.
+# Time that the exit of the process waits for all threads: see Note [Threads at exit].
 EXIT_SECONDS = 5.0
 
-#: The threads of this module that call torch, each with the event that stops it.
-_threads: "weakref.WeakKeyDictionary[threading.Thread, threading.Event]"
-_threads = weakref.WeakKeyDictionary()
 _watcher: threading.Thread | None = None
+_is_exiting = threading.Event()
+#: All communicators of this process, also those of registered backends.
+_all: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 _communicators: dict[Any, "Communicator"] = {}
 # Two threads may make a group's first call at the same time. Each group has a separate lock,
 # because the first calls of several groups may wait for each other.
@@ -102,35 +103,26 @@ def _watch_for_destroyed_groups() -> None:
     global _watcher
     # A forked process inherits the object, but not the thread.
     if _watcher is None or not _watcher.is_alive():
-        _watcher = _start_thread("collectives groups", _watch_groups, threading.Event())
+        _watcher = start_thread("collectives groups", _watch_groups)
 
 
-def _watch_groups(stop: threading.Event) -> None:
-    while not stop.wait(DESTROYED_POLL_SECONDS):
+def _watch_groups() -> None:
+    while not _is_exiting.wait(DESTROYED_POLL_SECONDS):
         _close_destroyed_groups()
 
 
-def _start_thread(
-    name: str, function: Callable[[threading.Event], None], stop: threading.Event
-) -> threading.Thread:
-    """Start a thread that runs `function` until `stop` is set or the process exits."""
-    thread = threading.Thread(target=function, args=(stop,), daemon=True, name=name)
-    _threads[thread] = stop
-    thread.start()
-    return thread
-
-
 @atexit.register
-def _stop_threads() -> None:
-    """Stop the threads before the interpreter ends.
-
-    A daemon thread that returns from torch's C++ code after that point aborts the process.
-    """
-    threads = dict(_threads)
-    for stop in threads.values():
-        stop.set()
-    for thread in threads:
-        thread.join(EXIT_SECONDS)
+def _end_threads() -> None:
+    """End all threads before the interpreter ends: see Note [Threads at exit]."""
+    _is_exiting.set()
+    running = [comm for comm in list(_all) if comm.stop()]
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for comm in running:
+        if not comm.progress.join(max(0.0, deadline - time.monotonic())):
+            # The store may have ended before this process.
+            with suppress(Exception):
+                comm.leave(f"rank {comm.rank} ended before its calls had finished")
+    join_threads(EXIT_SECONDS)
 
 
 class Communicator:
@@ -174,13 +166,17 @@ class Communicator:
         self.compare_calls = False
         #: Set by `checked`: search the inputs for NaNs.
         self.find_nan = False
+        #: Cleared by `checked`: compare shapes, not only numbers of elements.
+        self.compare_shapes = True
         self.operation = Operation()
         self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
         self._is_closed = False
+        self._is_stopping = False
         self._stop_watching = threading.Event()
         if not self.topology.one_host:
-            watch = partial(_publish_long_waits, weakref.ref(self))
-            _start_thread("collectives watch", watch, self._stop_watching)
+            watch = partial(_publish_long_waits, weakref.ref(self), self._stop_watching)
+            start_thread("collectives watch", watch)
+        _all.add(self)
 
     def run(
         self,
@@ -283,8 +279,18 @@ class Communicator:
 
     def abort(self) -> None:
         """Leave the group at once; the call that runs on this rank and on the other ranks fails."""
-        aborted = RankLost([self.rank], f"rank {self.rank} called abort; {UNUSABLE}")
-        self.failures.give_up(aborted, self.operation)
+        self.leave(f"rank {self.rank} called abort")
+
+    def leave(self, reason: str) -> None:
+        """Leave the group for this reason, which names this rank; end all waits."""
+        self.failures.give_up(RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation)
+
+    def stop(self) -> bool:
+        """End the threads after the queued calls; return True if the progress thread runs."""
+        self._stop_watching.set()
+        # The process ends without leaving the group, so other ranks learn that it has ended.
+        self._is_stopping = True
+        return self.progress.stop()
 
     def close(self) -> None:
         """Announce to the other ranks that this rank leaves, after the queued calls."""
@@ -301,6 +307,8 @@ class Communicator:
 
     def _end(self) -> None:
         """Announce that no further calls follow, and release system resources."""
+        if self._is_stopping:
+            return
         if self.failures.broken is None:
             self.failures.announce_end(self.operation)
         self.topology.close()
@@ -381,16 +389,26 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def checked(group: Any = None, *, nan: bool = False) -> Iterator[None]:
-    """Compare every call across ranks before data moves; search for NaNs if `nan` is True.
+def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Iterator[None]:
+    """Compare every call across ranks before data moves.
 
     Every rank must enter the context. A difference raises `Mismatch` on all ranks, with the
-    deviating ranks. A NaN in an input raises `Mismatch` too, before it reaches other ranks.
+    deviating ranks.
+
+    Args:
+        group: the group; the default group if None.
+        nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
+        shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
+            so that ranks can pass tensors of different shapes.
     """
     comm = communicator(group)
-    before = comm.compare_calls, comm.find_nan
-    comm.compare_calls, comm.find_nan = True, nan
+    before = comm.compare_calls, comm.find_nan, comm.compare_shapes
+    comm.compare_calls = True
+    comm.find_nan = nan
+    comm.compare_shapes = shapes
     try:
         yield
     finally:
-        comm.compare_calls, comm.find_nan = before
+        comm.compare_calls = before[0]
+        comm.find_nan = before[1]
+        comm.compare_shapes = before[2]

@@ -288,7 +288,7 @@ def _error_for(attribution: Attribution, context: str, timeout: float) -> RankLo
         return Mismatch(f"{attribution.difference}; {UNUSABLE}", ranks)
     named = format_ranks(ranks)
     messages = {
-        Cause.REPORTED_LOSS: f"lost {named}, says rank {attribution.reporter}",
+        Cause.REPORTED_LOSS: f"{named} lost, as rank {attribution.reporter} reported",
         Cause.LEFT: f"{named} {LEFT_GROUP}",
         Cause.DISCONNECTED: f"the connections of {named} have ended",
         Cause.SILENT: f"{named} did not respond within the timeout of {timeout:g} s",

@@ -21,6 +21,7 @@ from collectives.algorithms.reduction import check_dtype, op_name
 from collectives.arguments import (
     check_device,
     check_tensors,
+    compared_shape,
     copy_back,
     describe_call,
     flatten,
@@ -215,7 +216,7 @@ def coalesced(
                 f"input {i}, got {got[1]} elements of {got[0]}"
             )
         by_dtype.setdefault(tensor.dtype, []).append(i)
-    shapes = tuple((tensor.dtype, *tensor.shape) for tensor in inputs)
+    shapes = tuple((tensor.dtype, *compared_shape(comm, tensor)) for tensor in inputs)
     calls = [
         describe_call(
             comm,

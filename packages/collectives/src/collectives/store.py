@@ -6,7 +6,6 @@ abandoned if the store does not answer.
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -15,6 +14,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from collectives.errors import RankLost
+from collectives.execution.threads import abandon, start_thread
 from collectives.shared_memory.fingerprint import format_ranks
 
 # A store that serves many ranks at once is slow. Only a longer silence counts as a failure.
@@ -70,11 +70,12 @@ def run_within(
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="collectives store").start()
+    thread = start_thread("collectives store", run)
     while (remaining := max(start_time, last_answer()) + seconds - time.monotonic()) > 0:
         wait([future], remaining)
         if future.done():
-            break
+            return future.result()
+    abandon(thread)
     return future.result(0)
 
 
@@ -100,73 +101,55 @@ def fetch(
     Raise RankLost with the ranks that have not written theirs by `deadline`, a value of
     time.monotonic, or that are known to have ended (`find_ended`).
     """
-    reader = _Reader(store, keys, deadline, find_ended)
     start_time = time.monotonic()
+    values: dict[int, bytes] = {}
+    ended: list[int] = []
 
     def query() -> None:
         for key, text in (publish or {}).items():
             store.set(key, text)
-        reader.read()
+        for rank, key in keys.items():
+            ended.extend(_wait_for(store, rank, keys, deadline, find_ended))
+            if ended:
+                return
+            if store.check([key]):
+                values[rank] = store.get(key)
 
     # A store may be silent for a while: other threads of this process use the same connection.
     query_store(max(0.0, deadline - start_time) + STORE_SECONDS, query)
-    missing = reader.ended or [rank for rank in keys if rank not in reader.values]
+    missing = ended or [rank for rank in keys if rank not in values]
     if missing:
         seconds = time.monotonic() - start_time
-        event = "ended before joining the group" if reader.ended else "did not join the group"
+        event = "ended before joining" if ended else "did not join"
         raise RankLost(
             missing,
-            f"{format_ranks(missing)} {event} within {seconds:.3g} s; "
+            f"{format_ranks(missing)} {event} the group within {seconds:.3g} s; "
             "check that every rank makes its first call on the group",
         )
-    return reader.values
+    return values
 
 
-class _Reader:
-    """Reads the values that ranks write to a store; the arguments are those of `fetch`."""
+def _wait_for(
+    store: Store,
+    rank: int,
+    keys: Mapping[int, str],
+    deadline: float,
+    find_ended: Callable[[], Sequence[int]],
+) -> list[int]:
+    """Return when the rank has written its key, at the deadline, or if ranks end before writing.
 
-    def __init__(
-        self,
-        store: Store,
-        keys: Mapping[int, str],
-        deadline: float,
-        find_ended: Callable[[], Sequence[int]],
-    ) -> None:
-        #: The values that have been read, by rank.
-        self.values: dict[int, bytes] = {}
-        #: The ranks that ended before they wrote their values.
-        self.ended: list[int] = []
-        self._store = store
-        self._keys = keys
-        self._deadline = deadline
-        self._find_ended = find_ended
-
-    def read(self) -> None:
-        """Read the value of every rank that writes it by the deadline, unless a rank ends."""
-        for rank, key in self._keys.items():
-            if self._wait_for(rank):
-                self.values[rank] = self._store.get(key)
-            if self.ended:
-                return
-
-    def _is_written(self, rank: int) -> bool:
-        return bool(self._store.check([self._keys[rank]]))
-
-    def _wait_for(self, rank: int) -> bool:
-        """Return True when the rank has written; False at the deadline or if a rank ends."""
-        pause = MIN_PAUSE_SECONDS
-        next_check = time.monotonic() + CHECK_SECONDS
-        while not self._is_written(rank):
-            now = time.monotonic()
-            if now > self._deadline:
-                return False
-            if now > next_check:
-                next_check = now + CHECK_SECONDS
-                ended = [other for other in self._find_ended() if other in self._keys]
-                # A rank may have written its value before it ended.
-                self.ended = [other for other in ended if not self._is_written(other)]
-                if self.ended:
-                    return False
-            time.sleep(pause)
-            pause = min(1.5 * pause, MAX_PAUSE_SECONDS)
-        return True
+    The result contains the ranks that ended.
+    """
+    pause = MIN_PAUSE_SECONDS
+    next_check = time.monotonic() + CHECK_SECONDS
+    while not store.check([keys[rank]]) and time.monotonic() <= deadline:
+        if time.monotonic() > next_check:
+            next_check = time.monotonic() + CHECK_SECONDS
+            ended = [other for other in find_ended() if other in keys]
+            # A rank may have written its value before it ended.
+            ended = [other for other in ended if not store.check([keys[other]])]
+            if ended:
+                return ended
+        time.sleep(pause)
+        pause = min(1.5 * pause, MAX_PAUSE_SECONDS)
+    return []

@@ -213,7 +213,7 @@ class Bucket:
             self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
-        """Return True if the summed flags say that every rank had all gradients and no NaN."""
+        """Return True if the summed flags show that every rank had all gradients and no NaN."""
         if world_size not in self._expected_flags:
             usual, stepped = self._usual_flags
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)

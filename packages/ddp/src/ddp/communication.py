@@ -103,16 +103,27 @@ class BucketReduction:
         else:
             self._track(following)
 
+    def poll(self) -> None:
+        """Record the time if the running collective has completed, which may be before `advance`.
+
+        A callback would be more precise. But gloo runs it on its own thread, which aborts a process
+        whose interpreter ends meanwhile, as after an exception in a backward pass.
+        """
+        work = self.collectives[-1].work
+        if self._is_on_cpu and type(work) is dist.Work and work.is_completed():
+            self.completion_times.setdefault(len(self.collectives), time.perf_counter())
+
     def _track(self, collective: Collective) -> None:
         self.collectives.append(collective)
-        # A future's callback runs when the collective completes, which may be long before `wait`.
-        if self._is_on_cpu and hasattr(collective.work, "get_future"):
+        work = collective.work
+        # torch's own collectives are polled. Those of the caller can report their completion.
+        if self._is_on_cpu and type(work) is not dist.Work and hasattr(work, "get_future"):
             number = len(self.collectives)
 
             def record_completion(_: Any) -> None:
                 self.completion_times.setdefault(number, time.perf_counter())
 
-            collective.work.get_future().add_done_callback(record_completion)
+            work.get_future().add_done_callback(record_completion)
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -54,6 +54,11 @@ def all_reduce_gradients_flat(
     records = []
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, gradient in _common_gradients(module, reduce_group).items():
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"expected a dense gradient of {name!r}, got {gradient.layout}; construct that "
+                "layer with sparse=False, or use all_reduce_gradients"
+            )
         kinds.setdefault((gradient.dtype, gradient.device), {})[name] = gradient
     for gradients in kinds.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])

@@ -162,6 +162,8 @@ class Reducer:
         """Start summing a bucket over the ranks."""
         for observer in self._observers:
             observer.before_bucket_launch(bucket, is_participating=is_participating)
+        for reduction in self.reductions:
+            reduction.poll()
         reduction = BucketReduction(bucket, self.compression, self._group, self._failures)
         self.reductions.append(reduction)
         if len(self.reductions) > SECOND_COLLECTIVE_LAG:
@@ -306,6 +308,8 @@ class Reducer:
         # A round waits for the collective of each bucket and launches its next one, so that the
         # next ones of all buckets overlap.
         running = self.reductions
+        for reduction in running:
+            reduction.poll()
         while running:
             for reduction in running:
                 reduction.advance()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,17 +15,16 @@ from torch.distributed.algorithms.join import Join
 from ddp.communication import Compression
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
-from ddp.consistency.buffers import broadcast_buffers
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_agreement import GradientAgreement
 from ddp.consistency.model_agreement import (
-    broadcast_state,
     broadcast_tensors,
     check_same_descriptions,
     check_same_model,
     check_same_weights,
     checksum,
     describe_model,
+    named_state,
 )
 from ddp.consistency.tracked_parameters import TrackedParameters
 from ddp.consistency.uneven_inputs import highest_rank
@@ -115,9 +114,9 @@ class Replica:
                 check_same_model(self.module, self.options.shared, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
         if broadcast:
-            with self.failures.attribute("the broadcast of the weights"):
-                buffers = broadcast == "weights and buffers"
-                broadcast_state(self.module, process_group, ignored=self.ignored, buffers=buffers)
+            has_buffers = broadcast == "weights and buffers"
+            state = named_state(self.module, self.ignored, buffers=has_buffers)
+            self._broadcast(state.values(), "the broadcast of the weights")
         self.tracked = TrackedParameters(self.module, self.ignored)
         self.agreement = GradientAgreement(
             self.group,
@@ -249,8 +248,7 @@ class Replica:
         description = describe_model(self.module, self.ignored)
         check_same_descriptions(self.failures.rendezvous(cause, description))
         added = [p for p in self.module.parameters() if id(p) not in known]
-        with self.failures.attribute("the broadcast of new weights"):
-            broadcast_tensors(added, self.group.process_group)
+        self._broadcast(added, "the broadcast of new weights")
         self.hooks.remove()
         self.unused.names = []
         self.make_reducer()
@@ -388,6 +386,11 @@ class Replica:
             self._synchronize_buffers(is_participating=is_participating)
 
     def _synchronize_buffers(self, *, is_participating: bool) -> None:
+        """Copy the buffers of rank 0 to every rank.
+
+        This happens at the end of a backward pass, not at the start of a forward pass as in torch's
+        DDP. Buffers are then equal if a checkpoint or an evaluation follows on one rank only.
+        """
         buffers = list(self.tracked.named_buffers().values())
         if not buffers:
             return
@@ -395,9 +398,13 @@ class Replica:
         if self._ddp._join_config.enable:
             source = highest_rank(self.group, self.device, is_candidate=is_participating)
         before_forward = torch.tensor(self._buffer_checksum, device=buffers[0].device)
-        broadcast_buffers([*buffers, before_forward], self.group, self.failures, source)
+        self._broadcast([*buffers, before_forward], "the broadcast of the buffers", source)
         self._warn_of_changed_buffers(int(before_forward))
         self._buffer_checksum = 0
+
+    def _broadcast(self, tensors: Iterable[Tensor], description: str, source: int = 0) -> None:
+        group = self.group.process_group
+        broadcast_tensors(list(tensors), group, self.failures, description, source=source)
 
     def _warn_of_changed_buffers(self, source_checksum: int) -> None:
         """Warn if the forward pass used other buffers on this rank than on the source rank."""

@@ -282,7 +282,7 @@ class Arena:
         if blamed == reporter:
             self._fail([reporting], "left after an error")
         self.leave(blamed)
-        raise RankLost([blamed], f"rank {blamed} is lost, says rank {reporter}; {UNUSABLE}")
+        raise RankLost([blamed], f"rank {blamed} is lost, as rank {reporter} reported; {UNUSABLE}")
 
     def _report(self, positions: Sequence[int], event: str) -> None:
         """Raise RankLost, or PeerError if ranks of other hosts may know the cause."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,79 +19,69 @@ from ddp.process_group import ReduceGroup
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
-class SparseGradBucket:
-    """The bucket that a hook receives for one sparse gradient."""
+class GradBucket:
+    """A bucket with the methods of `torch.distributed.GradBucket`, which only C++ can construct.
+
+    Args:
+        index: number of the bucket in the step, counted separately for sparse gradients.
+        parameters: parameters whose gradients are in the bucket.
+        buffer: all gradients as a flat tensor, or one sparse gradient.
+        views: tensors with the layout of each gradient in a flat buffer.
+        is_last: True for the last bucket of the step, counted separately for sparse gradients.
+    """
 
     def __init__(
-        self, index: int, parameter: nn.Parameter, gradient: Tensor, is_last: bool
+        self,
+        index: int,
+        parameters: Sequence[nn.Parameter],
+        buffer: Tensor,
+        views: Sequence[Tensor],
+        *,
+        is_last: bool,
     ) -> None:
         self._index = index
-        self._parameter = parameter
-        self._gradient = gradient
+        self._parameters = parameters
+        self._buffer = buffer
+        self._views = views
         self._is_last = is_last
 
-    def index(self) -> int:
-        """Return the index among the sparse gradients."""
-        return self._index
-
-    def buffer(self) -> Tensor:
-        """Return the coalesced gradient, not divided by the number of ranks."""
-        return self._gradient
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the gradient."""
-        self._gradient = buffer
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradient as a list of one element."""
-        return [self._gradient]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameter as a list of one element."""
-        return [self._parameter]
-
-    def is_last(self) -> bool:
-        """Return True for the last sparse gradient of the step."""
-        return self._is_last
-
-
-class GradBucket:
-    """A bucket with the methods of `torch.distributed.GradBucket`, which only C++ can construct."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._buffer = bucket.gradients
+    @classmethod
+    def of_bucket(cls, bucket: Bucket) -> GradBucket:
+        """Return the bucket of dense gradients as a hook receives it."""
+        buffer = bucket.gradients
         if bucket.parameters[0].is_complex():
-            self._buffer = torch.view_as_complex(bucket.gradients.view(-1, 2))
+            buffer = torch.view_as_complex(buffer.view(-1, 2))
+        return cls(bucket.index, bucket.parameters, buffer, bucket.views, is_last=bucket.is_last)
 
     def index(self) -> int:
         """Return the index of the bucket."""
-        return self._bucket.index
+        return self._index
 
     def buffer(self) -> Tensor:
-        """Return all gradients as a flat tensor, not divided by the number of ranks."""
+        """Return the gradients, not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the flat tensor."""
+        """Replace the gradients."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients in the shapes of their parameters."""
-        sizes = [view.numel() for view in self._bucket.views]
-        pieces = self._buffer.split(sizes)
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        pieces = self._buffer.split([view.numel() for view in self._views])
         return [
             piece.as_strided(view.shape, view.stride(), piece.storage_offset())
-            for piece, view in zip(pieces, self._bucket.views, strict=True)
+            for piece, view in zip(pieces, self._views, strict=True)
         ]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are in the bucket."""
-        return list(self._bucket.parameters)
+        return list(self._parameters)
 
     def is_last(self) -> bool:
         """Return True for the last bucket of the step."""
-        return self._bucket.is_last
+        return self._is_last
 
 
 @dataclass(frozen=True)
@@ -105,11 +95,11 @@ class CommHook(Compression):
 
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
         """Call the hook; the value of its future becomes the gradients."""
-        future = self._call(GradBucket(bucket))
+        future = self._call(GradBucket.of_bucket(bucket))
 
         def store() -> None:
             reduced = _unwrap(future.value())
-            gradients = GradBucket(bucket).buffer()
+            gradients = GradBucket.of_bucket(bucket).buffer()
             if not isinstance(reduced, Tensor) or reduced.numel() != gradients.numel():
                 raise TypeError(
                     "expected the future of the communication hook to contain one tensor of "
@@ -120,7 +110,7 @@ class CommHook(Compression):
 
         return Collective(future, tensor_bytes(bucket.gradients), 0, store)
 
-    def reduce_sparse(self, bucket: SparseGradBucket) -> Tensor:
+    def reduce_sparse(self, bucket: GradBucket) -> Tensor:
         """Return the value of the hook's future for a sparse gradient."""
         reduced = _unwrap(self._call(bucket).wait())
         if not isinstance(reduced, Tensor) or reduced.shape != bucket.buffer().shape:
@@ -131,7 +121,7 @@ class CommHook(Compression):
             )
         return reduced.coalesce() if reduced.is_sparse else reduced
 
-    def _call(self, bucket: GradBucket | SparseGradBucket) -> Any:
+    def _call(self, bucket: GradBucket) -> Any:
         future = self.hook(self.state, bucket)
         if not isinstance(future, torch.futures.Future | torch._C.Future):
             raise RuntimeError(

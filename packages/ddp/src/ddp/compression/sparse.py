@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.compression.comm_hook import CommHook, SparseGradBucket
+from ddp.compression.comm_hook import CommHook, GradBucket
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.process_group import ReduceGroup
 
@@ -29,7 +29,8 @@ def average_sparse(
         gradient = _coalesced_gradient(parameter) * scale
         if hook is not None:
             is_last = index == len(parameters) - 1
-            gradient = hook.reduce_sparse(SparseGradBucket(index, parameter, gradient, is_last))
+            bucket = GradBucket(index, [parameter], gradient, (), is_last=is_last)
+            gradient = hook.reduce_sparse(bucket)
         else:
             with failures.attribute(description):
                 work = dist.all_reduce(gradient, group=group.process_group, async_op=True)

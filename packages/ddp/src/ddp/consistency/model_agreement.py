@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.consistency.failure_attribution import FailureAttribution
+
 #: Tensors are broadcast together up to this size.
 BROADCAST_BYTES = 25 * 2**20
 
@@ -60,38 +62,42 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def broadcast_state(
-    module: nn.Module,
-    group: dist.ProcessGroup,
-    source: int = 0,
-    *,
-    ignored: Collection[str] = (),
-    buffers: bool = True,
-) -> None:
-    """Broadcast the parameters and buffers of rank `source` of the group."""
-    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
-    broadcast_tensors([tensor for name, tensor in named if name not in ignored], group, source)
-
-
 @torch.no_grad()
 def broadcast_tensors(
-    tensors: Iterable[Tensor],
+    tensors: Sequence[Tensor],
     group: dist.ProcessGroup,
-    source: int = 0,
+    failures: FailureAttribution,
+    description: str,
     *,
+    source: int = 0,
     max_bytes: int = BROADCAST_BYTES,
 ) -> None:
-    """Broadcast the tensors of rank `source`; small tensors are concatenated into one message."""
-    for batch in _batches(tensors, max_bytes):
-        # Bytes carry every dtype, including bool and float8.
-        pieces = [_as_bytes(tensor) for tensor in batch]
-        flat = pieces[0] if len(batch) == 1 else torch.cat(pieces)
-        dist.broadcast(flat, group=group, group_src=source)
-        sizes = [tensor.nbytes for tensor in batch]
-        for tensor, piece in zip(batch, flat.split(sizes), strict=True):
-            if piece.data_ptr() != tensor.data_ptr():
-                # A copy, because `view` needs an offset that is a multiple of the element size.
-                tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+    """Broadcast the tensors of rank `source` of the group; small tensors share one message."""
+    # A graph that is retained for a second backward pass may have saved buffers. Without this guard
+    # that pass would fail, although torch's DDP changes buffers in the same way.
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        for batch in _batches(tensors, max_bytes):
+            # Bytes carry every dtype, including bool and float8.
+            pieces = [_as_bytes(tensor) for tensor in batch]
+            flat = pieces[0] if len(batch) == 1 else torch.cat(pieces)
+            with failures.attribute(description):
+                work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+            failures.wait(work, description, poll=flat.device.type == "cpu")
+            if dist.get_rank(group) == source:
+                continue
+            sizes = [tensor.nbytes for tensor in batch]
+            for tensor, piece in zip(batch, flat.split(sizes), strict=True):
+                if piece.data_ptr() != tensor.data_ptr():
+                    # A copy, because `view` needs an offset that is a multiple of the element size.
+                    tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def named_state(
+    module: nn.Module, ignored: Collection[str], *, buffers: bool = True
+) -> dict[str, Tensor]:
+    """Return the parameters, and the buffers if `buffers` is True, without those in `ignored`."""
+    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    return {name: tensor for name, tensor in named if name not in ignored}
 
 
 def describe_model(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from ddp.consistency.model_agreement import broadcast_state
+from ddp.consistency.model_agreement import broadcast_tensors, named_state
 from ddp.process_group import ReduceGroup
 
 #: A `ddp.replica.Replica`, whose module imports this one.
@@ -33,8 +33,13 @@ class ZeroContribution(JoinHook):
         ddp = self._ddp
         replica = self._replica
         source = highest_rank(replica.group, replica.device, is_candidate=is_last_joiner)
-        process_group = replica.group.process_group
-        broadcast_state(replica.module, process_group, source, ignored=replica.ignored)
+        broadcast_tensors(
+            list(named_state(replica.module, replica.ignored).values()),
+            replica.group.process_group,
+            replica.failures,
+            "the broadcast of the final weights",
+            source=source,
+        )
         replica.agreement.forget_versions()
         # `Join` leaves this enabled, but after the context all ranks take every step again.
         ddp._join_config = ddp._join_config._replace(enable=False)

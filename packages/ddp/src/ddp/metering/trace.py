@@ -20,7 +20,7 @@ _LEGEND = [
     (_EXPOSED, "sent, not hidden"),
 ]
 
-#: Pixels of the chart.
+#: Left margin, height of a row and gap between designs, in pixels.
 _LEFT = 110
 _ROW_HEIGHT = 16
 _GAP = 12

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.futures import Future
 
+from collectives.execution.threads import start_thread
 from collectives.shared_memory.process import yield_core
 
 # The operation itself raises an error that names the lost ranks at the timeout. `wait` must not
@@ -74,7 +76,7 @@ class Work(dist.Work):
             self._done.set()
             future = self._future
         if future is not None:
-            threading.Thread(target=future.set_result, args=(None,), daemon=True).start()
+            start_thread("collectives callbacks", partial(future.set_result, None))
 
     def join(self) -> None:
         """Return when the operation has finished, successfully or not; raise if it is late."""

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 
+from collectives.execution.threads import start_thread
+from collectives.execution.work import Work
 from collectives.shared_memory.arena import Arena
 from collectives.shared_memory.engine import Job
-from collectives.work import Work
 
 # Note [Engine hand-over]
 # ~~~~~~~~~~~~~~~~~~~~~~~
@@ -113,8 +114,7 @@ class ProgressQueue:
     def submit(self, work: Work, job: Job | None) -> None:
         """Queue a call whose executor `assign` has chosen."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, daemon=True, name="collectives")
-            self._thread.start()
+            self._thread = start_thread("collectives", self._serve)
         self.last = work
         self._put(work, job)
 
@@ -138,6 +138,19 @@ class ProgressQueue:
             self._on_end()
         elif thread is not threading.current_thread():
             thread.join(CLOSE_SECONDS)
+
+    def stop(self) -> bool:
+        """End the progress thread after the queued calls; return True if there is one."""
+        if self._thread is None or not self._thread.is_alive():
+            return False
+        self._put(None, None)
+        return True
+
+    def join(self, seconds: float) -> bool:
+        """Return True if the progress thread ends within `seconds`."""
+        assert self._thread is not None
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _put(self, work: Work | None, job: Job | None) -> None:
         self._queue.put(work)

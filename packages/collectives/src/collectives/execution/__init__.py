@@ -1,0 +1,1 @@
+"""The order and the threads in which the calls of a group run, and their handles."""

@@ -1,0 +1,37 @@
+"""The background threads of this package, which the process waits for before it ends."""
+
+# Note [Threads at exit]
+# ~~~~~~~~~~~~~~~~~~~~~~
+# A daemon thread that returns from torch's C++ code while the interpreter ends is terminated inside
+# a C++ destructor, which aborts the process ("terminate called without an active exception"). Every
+# thread of this package may be inside torch. At exit, the queued calls of each group therefore get
+# `CLOSE_SECONDS` to finish. A group whose calls wait for other ranks is aborted, which ends these
+# waits. Then all threads are joined, for `EXIT_SECONDS` at most.
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+def start_thread(name: str, function: Callable[[], object]) -> threading.Thread:
+    """Run `function` on a daemon thread that `join_threads` waits for."""
+    thread = threading.Thread(target=function, daemon=True, name=name)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
+def abandon(thread: threading.Thread) -> None:
+    """Exclude a thread from `join_threads`, because it may never return."""
+    _threads.discard(thread)
+
+
+def join_threads(seconds: float) -> None:
+    """Return when all threads have ended, after `seconds` at the latest."""
+    deadline = time.monotonic() + seconds
+    for thread in list(_threads):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,88 @@
+"""torch's backends inside a group of ours: gloo for messages, and those of other devices."""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from collectives.algorithms.gloo import NO_TIMEOUT, connect_in_time
+from collectives.failure_detection import REPORT_SECONDS
+from collectives.store import fetch
+
+# torch's options of a process group. Not every version has all of them.
+_OPTIONS = (
+    "store",
+    "group_rank",
+    "group_size",
+    "timeout",
+    "group_id",
+    "global_ranks_in_group",
+    "process_group",
+)
+
+
+def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
+    """Return a gloo group; raise RankLost with the ranks that do not join, or end meanwhile."""
+
+    def synchronize(key: str, deadline: float) -> None:
+        fetch(store, {r: f"{key}/{r}" for r in range(world)}, deadline, {f"{key}/{rank}": ""})
+
+    synchronize("joined", deadline)
+    try:
+        return connect_in_time(
+            store,
+            lambda store: ProcessGroupGloo(store, rank, world, NO_TIMEOUT),
+            deadline - time.monotonic(),
+        )
+    except (RuntimeError, TimeoutError):
+        # gloo's error names no rank. The ranks that still run write to the store once more.
+        synchronize("still running", time.monotonic() + REPORT_SECONDS)
+        raise
+
+
+def copy_options(options: Any, **changes: Any) -> Any:
+    """Return a copy of torch's options of a process group, with some of them changed."""
+    copied = type(options)()
+    for field in _OPTIONS:
+        if field in changes or hasattr(options, field):
+            setattr(copied, field, changes.get(field, getattr(options, field, None)))
+    return copied
+
+
+def create_backend(group: Any, device: torch.device, options: Any, backend_options: Any) -> Any:
+    """Create torch's default backend for a device and register it with the group.
+
+    `options` are torch's options of the group, and `backend_options` those of the new backend.
+    """
+    name = dist.Backend.default_device_backend_map.get(device.type)
+    if name is None:
+        raise ValueError(f"torch has no backend for tensors on {device.type}; move them to cpu")
+    backend = _backend_by_name(name, device, options, backend_options)
+    kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
+    # C++ callers (coalescing, functional collectives) obtain the backend by its device.
+    group._register_backend(torch.device(device.type), kind, backend)
+    return backend
+
+
+def _backend_by_name(name: str, device: torch.device, options: Any, backend_options: Any) -> Any:
+    """Create one of torch's backends for the ranks of our group, as init_process_group does."""
+    store: Store = PrefixStore(f"beside/{device.type}", options.store)
+    rank = options.group_rank
+    world = options.group_size
+    timeout = options.timeout
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None:
+        # Up to torch 2.11 the list of plugins does not contain the built-in backends.
+        if name != dist.Backend.NCCL:
+            raise ValueError(
+                f"cannot create backend {name} for {device.type} in a collectives group; create a "
+                "separate group for this device"
+            )
+        settings = backend_options or dist.ProcessGroupNCCL.Options()
+        settings._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world, settings)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, world, timeout)
+    return plugin.creator_fn(copy_options(options, store=store), backend_options)

@@ -1,0 +1,72 @@
+"""The arguments of a process group's methods, in every form in which torch and users pass them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+# The arguments that may follow the tensors of a method: the field of torch's options object, and
+# the default value.
+_ARGUMENTS = {"op": ("reduceOp", dist.ReduceOp.SUM), "root": ("rootRank", 0)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of a method that are not tensors."""
+
+    op: Any
+    root: int
+    async_op: bool
+
+    @staticmethod
+    def parse(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> "Options":
+        """Read the arguments that follow the tensors.
+
+        torch passes an options object. Users may pass the op and the root instead, by keyword or in
+        the order of `names`. All of them may be omitted.
+        """
+        options = args[0] if args else kwargs.get("opts")
+        values: dict[str, Any] = {name: default for name, (_, default) in _ARGUMENTS.items()}
+        for i, name in enumerate(names):
+            field, default = _ARGUMENTS[name]
+            passed = args[i] if i < len(args) else kwargs.get(name)
+            values[name] = getattr(options, field, default if passed is None else passed)
+        return Options(values["op"], values["root"], getattr(options, "asyncOp", True))
+
+
+def single(tensors: Any) -> Tensor:
+    """Return the tensor of a method's argument: a tensor, or a list of one tensor per device."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(
+            f"expected one tensor, because a rank has one CPU device, got {len(tensors)}; use a "
+            "coalesced call for several tensors"
+        )
+    return single(tensors[0])
+
+
+def single_list(tensor_lists: Any) -> list[Tensor]:
+    """Return the argument as a flat list of tensors; `[[t1, t2]]` is accepted as `[t1, t2]`."""
+    if not tensor_lists or isinstance(tensor_lists[0], Tensor):
+        return list(tensor_lists)
+    if len(tensor_lists) != 1:
+        raise ValueError(
+            f"expected one list of tensors, because a rank has one CPU device, got "
+            f"{len(tensor_lists)} lists; make one call per list"
+        )
+    return list(tensor_lists[0])
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """Return the first tensor in nested lists, or None."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            tensor = first_tensor(value)
+            if tensor is not None:
+                return tensor
+    return None

@@ -1,0 +1,89 @@
+"""Ranks whose processes end while threads of the package are inside torch.
+
+This file is not collected: `test_leaving` runs it in a separate process, because a process of the
+worker pool ends without finalizing its interpreter. It imports torch once and forks every rank.
+The result is a JSON object on standard output: the exit codes of all ranks by scenario.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+
+import collectives
+import collectives.backend
+import torch
+import torch.distributed as dist
+from collectives.shared_memory import segment
+
+WORLD = 2
+SECONDS = 40
+SCENARIOS = (
+    "group is kept",
+    "group is destroyed",
+    "calls are queued",
+    "other rank makes no call",
+    "callback runs",
+    "other rank has ended",
+    "exception is raised",
+)
+
+
+def run_scenario(name: str, rank: int) -> object:
+    """Make the calls of a scenario; return objects that must exist when the process ends."""
+    total = torch.ones(1000)
+    dist.all_reduce(total)
+    if name == "group is destroyed":
+        dist.destroy_process_group()
+    if name == "calls are queued":
+        return [dist.all_reduce(total, async_op=True) for _ in range(5)]
+    if name == "other rank makes no call" and rank == 0:
+        return dist.all_reduce(total, async_op=True)
+    if name == "callback runs":
+        future = dist.all_reduce(total, async_op=True).get_future()
+        return future.then(lambda _: time.sleep(0.1))
+    if name == "other rank has ended" and rank == 0:
+        time.sleep(0.3)
+        return dist.all_reduce(total, async_op=True)
+    if name == "exception is raised":
+        work = dist.all_reduce(total, async_op=True)
+        raise RuntimeError(work)
+    return None
+
+
+def end_rank(folder: str, name: str, rank: int, where: str) -> object:
+    """Run a scenario on this rank, whose process ends afterwards."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    if where == "apart":
+        segment.host_identity = lambda: f"host {rank}"
+        # Default prices, so that "auto" does not measure for seconds.
+        collectives.algorithms.dispatch.tune = lambda *_, **__: collectives.CostModel()
+    store = dist.FileStore(f"{folder}/{where} {name}", WORLD)
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=WORLD, timeout=limit)
+    return run_scenario(name, rank)
+
+
+def main() -> None:
+    """Run every scenario on one host and on two."""
+    folder = sys.argv[1]
+    codes = {}
+    for where in ("together", "apart"):
+        children = {}
+        for name in SCENARIOS:
+            for rank in range(WORLD):
+                pid = os.fork()
+                if pid == 0:
+                    # Modules refer to global objects until the interpreter has ended.
+                    global pending_work
+                    pending_work = end_rank(folder, name, rank, where)
+                    sys.exit(0)
+                children[pid] = f"{where}, {name}, rank {rank}"
+        for pid, name in children.items():
+            codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()
