@@ -80,7 +80,7 @@ class _Step:
         unsharded, before = self.unsharded, self.kept_gradients
         cast = unsharded.cast()
         saved = replace(self.saved, name="activations")
-        head = head_activations(self.model, tokens=self.tokens, **self.work.head)
+        head = head_activations(self.model, tokens=self.tokens, **self.work.head(self.model))
         # At the end of the forward the gradient of the logits does not exist yet.
         without = replace(head, parts=head.parts[:-1])
         ends = unsharded.gathered(blocks=0, buffer=True)
@@ -160,8 +160,24 @@ class _Step:
 
     def optimizer(self, foreach: bool) -> Breakdown:
         """Return the moment at which the optimizer computes its square roots."""
-        roots = _roots(self.model, self.kind, foreach, self.plan)
+        roots = self._roots(foreach)
         return self._moment("in the optimizer", roots, gradients=self.parameters)
+
+    def _roots(self, foreach: bool) -> Breakdown:
+        """Return Adam's square roots: of all second moments, or of one with its denominator."""
+        count = self.parameters if foreach else 2 * self._largest_tensor()
+        shard = split(count, self.plan.data if self.plan.zero else 1)
+        size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
+        return product("square roots", "B", parameters=shard, bytes=size)
+
+    def _largest_tensor(self) -> int:
+        largest = max((matrix.entries for matrix in matrices(self.model)), default=0)
+        experts = self.model.experts
+        if experts and self.work.transformers:
+            # One tensor contains the gates and the up-projections of all experts.
+            stacked = experts.count * (self.model.mlp_matrices - 1)
+            largest = max(largest, stacked * self.model.d_model * experts.width)
+        return largest
 
     def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         shard = split(gradients, self.plan.data if self.plan.zero >= 2 else 1)
@@ -252,14 +268,6 @@ def _inside(
     for part, saved, numbers in zip(("MLP", "attention"), (block.parts, core), flying, strict=True):
         gradients = product("gradients in flight", "B", numbers=numbers, bytes=size)
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
-
-
-def _roots(model: Shape, kind: Precision, foreach: bool, plan: Plan) -> Breakdown:
-    """Return Adam's square roots: of all second moments, or of one tensor and its denominator."""
-    largest_matrix = max((matrix.entries for matrix in matrices(model)), default=0)
-    count = split(_count(model) if foreach else 2 * largest_matrix, plan.data if plan.zero else 1)
-    size = bytes_of(kind.moments[-1]) if kind.moments else Fraction(0)
-    return product("square roots", "B", parameters=count, bytes=size)
 
 
 def _count(model: Shape) -> int:

@@ -139,7 +139,7 @@ def _stage_memory(
     in_flight = Fraction(plan.in_flight(stage), plan.virtual_stages)
     if plan.offload == "activations":
         in_flight = Fraction(0)
-    head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head
+    head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head(model)
     return total(
         name,
         "B",
@@ -259,7 +259,9 @@ class FsdpStage:
         table = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
         self.table = table if stage == 0 else 0
         self.head_matrix = table if stage_model.lm_head else 0
-        head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head
+        head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head(
+            model
+        )
         last = stage == plan.pipeline - 1
         self.head = _head(model, plan, head) if last else None
         stream = {"tokens": work.tokens(plan), "d_model": model.d_model}

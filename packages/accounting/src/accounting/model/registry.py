@@ -28,8 +28,9 @@ _KINDS = (
 # input.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
+    "gelu_new": ("gelu_new",),
     "gelu": (
-        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
+        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_python"),
         *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "xielu"),
     ),
     "relu": ("relu", "relu2"),
@@ -391,7 +392,7 @@ class Config:
 
 
 def activation(name: str) -> str:
-    """Return the kind of an activation function: `silu`, `gelu` or `relu`.
+    """Return the kind of an activation function: `silu`, `gelu`, `gelu_new` or `relu`.
 
     Functions of one kind save the same tensors for the backward.
     """
