@@ -77,13 +77,11 @@ TAKES: dict[str, dict[str, Any]] = {
     },
     "search.plans.plans_that_fit": RUN
     | {"hardware": "H100", "devices": 2, "most": 2, "share_of_memory": 0.9, "efficiency": 0.5},
-    "search.plans.smallest_machine": RUN | {"hardware": "H100", "most": 2},
     "time.communication.communication": RUN
     | {"plan": Plan(data=2), "weights": "bf16", "algorithm": "ring", "stage": 0},
     "time.goodput.best_interval_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
     "time.goodput.goodput": {"run": LLAMA3_405B, "interval_hours": 1.0},
     "time.goodput.young_daly_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
-    "time.measure.measured": {"device": "cpu", "widths": (1,), "dtypes": (), "seconds": 1e-9},
     "time.mesh.best_mesh": {"devices": 64, "d_ff": 53248, "hardware": "TPU v5p", "fsdp_axes": 1},
     "time.mesh.compute_bound_batch": {
         **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "hardware": "TPU v5p", "comms": "summed"}
@@ -111,7 +109,6 @@ INSIDE = {
         "search.answer.no_room",
         "search.answer.layout",
         "memory.activations.flying_gradients",
-        "time.measure.rate",
         "fermi.as_range",
     ),
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),

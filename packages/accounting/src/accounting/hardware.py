@@ -8,7 +8,7 @@ direction.
 
 import re
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,6 @@ class Hardware:
     #: A rounded rental price. Prices change, so pass your own.
     usd_per_hour: float | None = None
     source: str
-    #: Measured rates of (m, k) by (k, n) products per dtype, if any.
-    products: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict, repr=False)
     #: Number of devices that one torus connects across hosts; 0 without a torus.
     pod: int = 0
     torus_axes: int = 0
@@ -106,9 +104,9 @@ class Hardware:
 def find(hardware: str | Hardware) -> Hardware:
     """Return the entry of `HARDWARE` with this name, ignoring case and punctuation.
 
-    A path to a `*.toml` file is read: one table in the format of hardware.toml, as `measure` writes
-    it. `like = "H100"` in it copies the fields of a known device that the file does not set. A
-    `Hardware` is returned as it is.
+    A path to a `*.toml` file is read: one table in the format of hardware.toml. `like = "H100"` in
+    it copies the fields of a known device that the file does not set. A `Hardware` is returned as
+    it is.
     """
     if isinstance(hardware, Hardware):
         return hardware

@@ -27,17 +27,6 @@ AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 SHARE_OF_MEMORY = 0.9
 #: Degrees whose product is the number of devices.
 DEGREES = ("data", "tensor", "pipeline", "context")
-_QUESTION = (
-    "hardware",
-    "batch",
-    "seq",
-    "precision",
-    "share_of_memory",
-    "memory_bytes",
-    "efficiency",
-    "time_limit",
-    "progress",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,27 +139,6 @@ def _fullest_stage_bytes(model: Shape, plan: Plan, work: Workload) -> float:
         stages = set(range(plan.pipeline))
     return max(
         float(training_memory(model, plan, work, stage=stage).total) for stage in sorted(stages)
-    )
-
-
-@checks.entry(*AXES, *_QUESTION)
-def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> list[FittingPlan]:
-    """Return the plans that fit on the fewest devices, which are doubled up to `most`.
-
-    `question` are the other arguments of `plans_that_fit`. Raises `ValueError` if no plan fits.
-    """
-    devices = math.prod(question.get(name) or 1 for name in DEGREES)
-    while devices <= most:
-        fitting = plans_that_fit(model, devices=devices, **question)
-        if fitting:
-            return fitting
-        devices *= 2
-    settings = ", ".join(
-        f"{name}={value}" for name, value in question.items() if name != "hardware"
-    )
-    raise ValueError(
-        f"no plan of {model.name} with {settings} fits on up to {most:,} "
-        f"{find(question['hardware']).name}; pass a smaller batch or a larger `most`"
     )
 
 
