@@ -108,7 +108,7 @@ INSIDE = {
     *(
         "search.answer.no_room",
         "search.answer.layout",
-        "memory.activations.flying_gradients",
+        "memory.activations.gradients_in_flight",
         "fermi.as_range",
     ),
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),

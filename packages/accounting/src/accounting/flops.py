@@ -208,7 +208,7 @@ def _parts(model: Shape, rows: Mapping[str, int], passes: int) -> Iterator[Break
 
 
 def _times(matrix: Matrix, rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the factors by which a matrix is applied: tokens, layers and experts."""
+    """Return the numbers of tokens, layers and experts that a matrix multiplies."""
     seen = {"tokens": rows[matrix.applies_to] - matrix.skips * rows["sequence"]}
     if matrix.layers is not None:
         seen["layers"] = len(matrix.layers)

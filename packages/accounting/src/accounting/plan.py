@@ -106,7 +106,7 @@ class Plan:
         return self.replicas // self.expert
 
     def keeps_weights_whole(self) -> bool:
-        """Return True for FSDP2 modules in a pipeline.
+        """Return True if a stage keeps its weights unsharded during a step: FSDP2 in a pipeline.
 
         See Note [FSDP2 under torch's pipeline schedules] in memory/training.py. Raises `ValueError`
         if the memory of the schedule is not modeled.
@@ -187,7 +187,7 @@ class Plan:
         return tuple(indices)
 
     def stage_model(self, model: Shape, stage: int) -> Shape:
-        """Return the part of a model on a stage, as a model with the ends that the stage has.
+        """Return the layers of a stage as a model, with embedding and head if the stage has them.
 
         A tied embedding is on the first stage and, as the head, also on the last.
         """
@@ -238,7 +238,7 @@ class Plan:
         )
 
     def in_flight(self, stage: int) -> int:
-        """Return the micro-batches, or chunks, whose activations a stage stores at once."""
+        """Return the number of micro-batches, or chunks, whose activations a stage stores."""
         if self.schedule == "gpipe" or self.pipeline == 1:
             return self.microbatches if self.pipeline > 1 else 1
         if self.schedule == "1f1b":
@@ -271,7 +271,7 @@ def even(layers: int, chunks: int) -> bool:
 
 
 def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
-    """Return the plan, or that of a single device, if it is valid for the model and the batch."""
+    """Return a checked plan; None stands for a single device."""
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")
     plan.check(model, batch=batch, seq=seq)

@@ -32,7 +32,7 @@ from accounting.time.step import fastest, group_link
 
 
 class Stage(NamedTuple):
-    """The model of a pipeline stage, and bytes of its weights and of one cache per device."""
+    """A pipeline stage: its layers, and the bytes of its weights and of one cache per device."""
 
     model: Shape
     weight_bytes: float

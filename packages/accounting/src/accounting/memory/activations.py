@@ -97,8 +97,10 @@ def head_activations(
     return total("head and loss", "B", *_rows("head and loss", names))
 
 
-def flying_gradients(model: Shape, *, tokens: int, tensor: int = 1, keys: int | None) -> list[int]:
-    """Return the gradient values that the backward of one block allocates temporarily.
+def gradients_in_flight(
+    model: Shape, *, tokens: int, tensor: int = 1, keys: int | None
+) -> list[int]:
+    """Return the numbers of temporary gradient values in the backward of one block.
 
     The first number is for the MLP: the gradients of two hidden tensors. The second is for
     attention: the gradients of two score matrices with `keys` per row, or of q, k and v for flash
@@ -114,7 +116,7 @@ def flying_gradients(model: Shape, *, tokens: int, tensor: int = 1, keys: int | 
 
 
 def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:
-    """Return the bytes per element, and the sizes that all norms use."""
+    """Return the values of the names that all formulas of activations.toml use."""
     size = bytes_of(kind.activations)
     wide = bytes_of(kind.stream) if kind.stream else size
     return {
@@ -129,7 +131,7 @@ def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:
 
 
 def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
-    """Return the names in the formulas of activations.toml for layers."""
+    """Return the values of the names that the formulas for layers use."""
     tokens = work.tokens(plan)
     kind = work.kind
     experts = model.experts
@@ -183,7 +185,7 @@ def _rows(part: str, names: Table) -> list[Breakdown | None]:
 
 
 def _mixers(model: Shape, names: Table) -> list[Breakdown]:
-    """Return the saved bytes of recurrent layers: their input and the values in their records."""
+    """Return the bytes that recurrent layers save: their input, and the values in mixers.toml."""
     parts = []
     for mixer in model.mixers:
         layers = {"layers": len(mixer.layers)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Sizes, product, total
-from accounting.memory.activations import activations, flying_gradients, head_activations
+from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.memory.training import model_states, one_layer, times
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
@@ -102,7 +102,7 @@ class _Step:
         if "normalized" in norm:
             # A norm of several operators has gradients of its result, of both factors, and of
             # their squares.
-            flying = product(
+            temporary = product(
                 "gradients in flight",
                 "B",
                 tokens=self.tokens,
@@ -111,7 +111,7 @@ class _Step:
                 bytes=norm["normalized"].factors[-1][1],
             )
             yield self._moment(
-                "in the final norm", cast, ends, saved, norm, flying, gradients=before
+                "in the final norm", cast, ends, saved, norm, temporary, gradients=before
             )
 
     def blocks(self) -> Iterator[Breakdown]:
@@ -211,20 +211,20 @@ class _Unsharded:
         self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
 
     def cast(self) -> Breakdown | None:
-        """Return autocast's copies of the matrices, which the graph keeps."""
+        """Return the copies of the matrices that autocast makes and the graph keeps."""
         if self.plan.zero == 3 or not self.kind.cast_weights:
             return None
         count = _matrix_parameters(self.model)
         return product("cast weights", "B", parameters=count, bytes=self.size)
 
     def of_head(self, there: bool, copies: int) -> Breakdown:
-        """Return the gradients of the head's matrix."""
+        """Return `copies` gradients of the head's matrix, or nothing unless `there`."""
         count = self.model.vocab_size * self.model.embedding_dim * self.model.lm_head * there
         size = bytes_of(self.kind.gradients)
         return product("gradient of the head", "B", copies=copies, parameters=count, bytes=size)
 
     def gathered(self, *, blocks: int, done: int = 0, **also: bool) -> Breakdown | None:
-        """Return the gathered ends and blocks, with the buffers and gradients of a moment.
+        """Return the gathered weights of the ends and of `blocks`, with buffers and gradients.
 
         `also` selects additional tensors: `buffer` of the last all-gather, the gradient of the
         `head`, `grown` gradients of a block, and gradients that are `reduced`.
@@ -264,8 +264,10 @@ def _inside(
     """
     size = bytes_of(kind.activations)
     core = (block["attention"],) if "attention" in block else ()
-    flying = flying_gradients(model, tokens=tokens, keys=keys)
-    for part, saved, numbers in zip(("MLP", "attention"), (block.parts, core), flying, strict=True):
+    temporary = gradients_in_flight(model, tokens=tokens, keys=keys)
+    for part, saved, numbers in zip(
+        ("MLP", "attention"), (block.parts, core), temporary, strict=True
+    ):
         gradients = product("gradients in flight", "B", numbers=numbers, bytes=size)
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
 

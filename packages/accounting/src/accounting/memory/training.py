@@ -7,7 +7,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Number, Sizes, product, total
-from accounting.memory.activations import activations, flying_gradients, head_activations
+from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
 from accounting.parameters import lora_parameters
@@ -147,7 +147,9 @@ def _stage_memory(
         times("activations", activations(model, plan, work, stage=stage), in_flight=in_flight),
         one_block(model, plan, work) if plan.recompute == "full" else None,
         _gathered(model, plan, kind, stage),
-        _head(model, plan, head) if stage == plan.pipeline - 1 else _flying(model, plan, work),
+        _head(model, plan, head)
+        if stage == plan.pipeline - 1
+        else _temporary_gradients(model, plan, work),
     )
 
 
@@ -162,15 +164,15 @@ def _head(model: Shape, plan: Plan, head: dict[str, Any]) -> Breakdown:
     return end if often == 1 else total(end.name, "B", *parts)
 
 
-def _flying(model: Shape, plan: Plan, work: Workload) -> Breakdown:
-    """Return the gradients in flight before the last stage.
+def _temporary_gradients(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+    """Return the temporary gradients of a stage that is not the last one.
 
     A backward peaks inside a block, where the gradients of the tensors in use are alive together
     with the gradient that the next stage sent.
     """
     tokens, size = work.tokens(plan), bytes_of(work.kind.activations)
     keys = None if work.flash else work.seq
-    inside = max(flying_gradients(model, tokens=tokens, tensor=plan.tensor, keys=keys))
+    inside = max(gradients_in_flight(model, tokens=tokens, tensor=plan.tensor, keys=keys))
     return total(
         "gradients in flight",
         "B",
@@ -190,12 +192,12 @@ def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
 
 
 def alone(plan: Plan) -> Plan:
-    """Return the plan for a single layer, with one stage."""
+    """Return the plan without pipeline stages, for the memory of a single layer."""
     return replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
 
 
 def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
-    """Return the unsharded tensors of ZeRO-3: weights in use and of the next block, and gradients.
+    """Return the unsharded tensors of ZeRO-3: weights of two blocks and of the ends, and gradients.
 
     FSDP2 keeps the root's weights (embedding, final norm, head) gathered, computes one block while
     it prefetches the next, and has the gradients of one block besides the copy that it reduces.
@@ -217,7 +219,7 @@ def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdow
 
 
 def _groups(model: Shape, plan: Plan, stage: int) -> tuple[int, int]:
-    """Return the parameters of FSDP's groups before sharding: the ends, and one block.
+    """Return the unsharded parameters of FSDP's two kinds of groups: the ends, and one block.
 
     All replicas shard a block's dense weights; the ranks with the same experts shard its experts.
     """
@@ -255,7 +257,7 @@ class FsdpStage:
         self.states = _states(model, plan, work.kind, stage, 0, ())
         self.saved = activations(model, plan, work, stage=stage)
         self.recomputed = one_block(model, plan, work) if plan.recompute == "full" else None
-        self.flying = _flying(model, plan, work)
+        self.temporary = _temporary_gradients(model, plan, work)
         table = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
         self.table = table if stage == 0 else 0
         self.head_matrix = table if stage_model.lm_head else 0
@@ -290,11 +292,11 @@ class FsdpStage:
         return max(moments, key=lambda moment: moment.total)
 
     def start(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
-        """Return the start of a backward: all activations, and the end of the model."""
+        """Return the moments at the start of a backward: in the last block, and in the head."""
         whole = whole or not self.plan.reshard_after_forward
         grown = self._gradients(accumulated)
         block = self._gathered(self.layers if whole else 2)
-        moments = [self._moment(alive, block, grown, self.recomputed, self.flying)]
+        moments = [self._moment(alive, block, grown, self.recomputed, self.temporary)]
         if self.head:
             # At the head no block is gathered yet. The head's gradient is computed as a whole
             # before it is added to the accumulated one. At that moment the gradient of the logits
@@ -307,7 +309,7 @@ class FsdpStage:
         return moments
 
     def end(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
-        """Return the end of a backward: in the first block, and in the embedding."""
+        """Return the moments at the end of a backward: in the first block, and in the embedding."""
         gathered = self._gathered(self.layers, self.plan.reshard_after_forward and not whole)
         inside = Fraction(alive - 1) + Fraction(1, self.layers)
         # The gradients of the first block come last.
@@ -316,12 +318,12 @@ class FsdpStage:
         )
         more = (self._gradients(True), self._fresh(self.table, accumulated), self.stream)
         return [
-            self._moment(inside, gathered, grown, self.recomputed, self.flying),
+            self._moment(inside, gathered, grown, self.recomputed, self.temporary),
             self._moment(alive - 1, self._gathered(self.layers), *more),
         ]
 
     def reduction(self) -> list[Breakdown]:
-        """Return the reductions of the first block, which is reduced last, and of the ends."""
+        """Return the moments at which the first block and then the ends are reduced."""
         grown, size = self._gradients(True), bytes_of(self.kind.gradients)
         block = product("gradients being reduced", "B", parameters=self.block, bytes=size)
         ends = product(

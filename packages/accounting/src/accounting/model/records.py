@@ -139,7 +139,7 @@ class Window:
 
 
 def _some_layers(record: str, layers: object) -> None:
-    """Raise `ValueError` if the list of layers is empty; None stands for all layers."""
+    """Raise `ValueError` if a list of layers is empty; None means all layers."""
     if layers is not None and not checks.layers(f"{record}.layers", layers):
         raise ValueError(
             f"expected {record}.layers with at least one layer, got {layers!r}; "

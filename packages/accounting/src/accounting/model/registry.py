@@ -79,7 +79,7 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
 
 
 def _language_model(content: Mapping[str, Any], family: Any) -> Table | None:
-    """Return the configuration of the language model in that of a multimodal model, if any."""
+    """Return the part of a multimodal configuration that describes its language model, if any."""
     for field in _NESTED:
         inner = content.get(field)
         if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
@@ -318,7 +318,7 @@ class Config:
         return self.value(entry)
 
     def _derived_size(self, key: str, entry: Any) -> Table:
-        """Return a size that `Shape` can derive, or nothing if it should."""
+        """Return a size as an argument, or no argument if `Shape` has to derive it."""
         # A table entry of 0, and a field that is None, let `Shape` derive the size.
         size = self.value(entry)
         if entry != 0 and size is not None:

@@ -236,7 +236,7 @@ def no_room(
 
 
 def _indivisible(model: Shape, gpus: int, work: Workload, fixed: Mapping[str, Any]) -> str:
-    """Return which number does not divide which, if no degrees divide devices and batch."""
+    """Return a sentence that names the numbers that do not divide devices or batch."""
     # Searched degrees are powers of two, so the odd part of the devices is data-parallel.
     searched = gpus // math.prod(fixed.get(name) or 1 for name in DEGREES[1:])
     ranks = fixed.get("data") or searched // (searched & -searched)

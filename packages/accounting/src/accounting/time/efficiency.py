@@ -67,7 +67,7 @@ def stage_seconds(
 
 
 def _between(model: Shape, plan: Plan, work: Workload, size: float) -> float:
-    """Return the values per token that move through memory between the products."""
+    """Return the values per token that norms, activations, sums and the loss move."""
     wide = model.d_model / (plan.tensor if plan.sequence_parallel else 1)
     hidden = len(model.mlp_layers or ()) * model.d_ff
     if model.experts:
