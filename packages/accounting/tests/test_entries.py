@@ -103,7 +103,12 @@ INSIDE = {
     *("model.matrices", "model.module", "model.registry", "plan", "search.launch"),
     *("search.estimates",),
     *("time.efficiency", "time.offload", "workload"),
-    *("parameters.by_part", "memory.training.device_parameters", "memory.training.one_layer"),
+    *(
+        "parameters.by_part",
+        "memory.training.device_parameters",
+        "memory.training.one_layer",
+        "memory.training.distinct_stages",
+    ),
     *("memory.training.one_block", "memory.training.alone", "memory.training.times"),
     *(
         "search.answer.no_room",

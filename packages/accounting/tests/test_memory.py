@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from accounting import PRECISIONS, Plan, Transformer, parameters, training_memory
+from accounting import PRECISIONS, Experts, Plan, Transformer, parameters, training_memory
 from accounting.breakdown import Breakdown
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.peak import peak_memory, tensor_bytes
@@ -383,3 +383,17 @@ def test_offloading_activations_needs_block_inputs() -> None:
         ValueError, match="expected recompute='full' with offload='activations', got 'none'"
     ):
         Plan(offload="activations")
+
+
+@pytest.mark.parametrize("layers", [8, 11, 14])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_fullest_stage_is_found_among_distinct_stages(layers: int, schedule: str) -> None:
+    model = Transformer(
+        **{"layers": layers, "d_model": 64, "heads": 4, "vocab_size": 500},
+        experts=Experts(count=4, per_token=2, width=32, layers=tuple(range(3, layers))),
+    )
+    chunks = 2 if schedule == "interleaved" else 1
+    plan = Plan(pipeline=4, microbatches=8, schedule=schedule, virtual_stages=chunks)
+    run = {"batch": 8, "seq": 16}
+    every = [training_memory(model, plan, stage=stage, **run).total for stage in range(4)]
+    assert training_memory(model, plan, **run).total == max(every)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from accounting import checks
 from accounting.model.records import Matrix
@@ -192,50 +193,7 @@ class Plan:
         A tied embedding is on the first stage and, as the head, also on the last.
         """
         indices = self.stage_layers(model, stage)
-        first, last = stage == 0, stage == self.pipeline - 1
-        local_index = {layer: index for index, layer in enumerate(indices)}
-
-        def local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
-            return tuple(local_index[i] for i in sorted(layers or ()) if i in local_index)
-
-        def is_on_stage(matrix: Matrix) -> bool:
-            if matrix.layers is not None:
-                return bool(local_layers(matrix.layers))
-            return first if matrix.where == "first" else last
-
-        experts, window = model.experts, model.window
-        if experts:
-            layers = local_layers(experts.layers)
-            experts = replace(experts, layers=layers) if layers else None
-        if window:
-            layers = local_layers(model.windowed_layers)
-            window = replace(window, layers=layers) if layers else None
-        return replace(
-            model,
-            layers=len(indices),
-            experts=experts,
-            window=window,
-            attention_layers=local_layers(model.attention_layers),
-            mlp_layers=local_layers(model.mlp_layers),
-            mixers=tuple(
-                replace(mixer, layers=local_layers(mixer.layers))
-                for mixer in model.mixers
-                if local_layers(mixer.layers)
-            ),
-            extra=tuple(
-                replace(m, layers=None if m.layers is None else local_layers(m.layers))
-                for m in model.extra
-                if is_on_stage(m)
-            ),
-            lm_head=model.lm_head and last,
-            vocab_size=model.vocab_size if first or (last and model.lm_head) else 0,
-            # A stage with one end has one table, which `tied` counts once. A stage with both ends
-            # needs the original value.
-            tied=model.tied if first and last else True,
-            positions=model.positions if first else 0,
-            head_bias=model.head_bias and last,
-            final_norm=model.final_norm and last,
-        )
+        return _part(model, indices, stage == 0, stage == self.pipeline - 1)
 
     def in_flight(self, stage: int) -> int:
         """Return the number of micro-batches, or chunks, whose activations a stage stores."""
@@ -247,6 +205,54 @@ class Plan:
         # one more.
         warm_up = 2 * (self.pipeline - stage - 1) + (self.virtual_stages - 1) * self.pipeline
         return min(self.microbatches * self.virtual_stages, warm_up + 1)
+
+
+@lru_cache(maxsize=1024)
+def _part(model: Shape, indices: tuple[int, ...], first: bool, last: bool) -> Shape:
+    """Return some layers of a model, with its embedding if `first` and its head if `last`."""
+    local_index = {layer: index for index, layer in enumerate(indices)}
+
+    def local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
+        return tuple(local_index[i] for i in sorted(layers or ()) if i in local_index)
+
+    def is_on_stage(matrix: Matrix) -> bool:
+        if matrix.layers is not None:
+            return bool(local_layers(matrix.layers))
+        return first if matrix.where == "first" else last
+
+    experts, window = model.experts, model.window
+    if experts:
+        layers = local_layers(experts.layers)
+        experts = replace(experts, layers=layers) if layers else None
+    if window:
+        layers = local_layers(model.windowed_layers)
+        window = replace(window, layers=layers) if layers else None
+    return replace(
+        model,
+        layers=len(indices),
+        experts=experts,
+        window=window,
+        attention_layers=local_layers(model.attention_layers),
+        mlp_layers=local_layers(model.mlp_layers),
+        mixers=tuple(
+            replace(mixer, layers=local_layers(mixer.layers))
+            for mixer in model.mixers
+            if local_layers(mixer.layers)
+        ),
+        extra=tuple(
+            replace(m, layers=None if m.layers is None else local_layers(m.layers))
+            for m in model.extra
+            if is_on_stage(m)
+        ),
+        lm_head=model.lm_head and last,
+        vocab_size=model.vocab_size if first or (last and model.lm_head) else 0,
+        # A stage with one end has one table, which `tied` counts once. A stage with both ends
+        # needs the original value.
+        tied=model.tied if first and last else True,
+        positions=model.positions if first else 0,
+        head_bias=model.head_bias and last,
+        final_norm=model.final_norm and last,
+    )
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, binary_size
-from accounting.memory.training import FsdpStage, training_memory
+from accounting.memory.training import FsdpStage, distinct_stages, training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
 from accounting.workload import WORKLOAD, Workload, workload
@@ -71,7 +71,7 @@ def memory_timeline(
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     checks.whole("batch", work.batch)
     if stage is None:
-        stages = range(plan.pipeline)
+        stages = distinct_stages(model, plan)
         sizes = {s: training_memory(model, plan, work, stage=s).total for s in stages}
         stage = max(stages, key=sizes.__getitem__)
     whole = training_memory(model, plan, work, stage=stage)

@@ -1,8 +1,10 @@
 """Memory of training per device: weights, gradients, optimizer, activations and logits."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from accounting import checks
@@ -39,7 +41,7 @@ def training_memory(
     if lora_targets is not None and not lora_rank:
         raise ValueError(f"expected lora_rank >= 1 with lora_targets={lora_targets!r}, got 0")
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
-    stages = range(plan.pipeline) if stage is None else (stage,)
+    stages = distinct_stages(model, plan) if stage is None else [stage]
     lora = lora_rank, ("query", "value") if lora_targets is None else lora_targets
     every = (_stage_memory(model, plan, work, index, lora) for index in stages)
     return max(every, key=lambda memory: memory.total)
@@ -88,16 +90,43 @@ def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, in
     return dense, routed
 
 
+def distinct_stages(model: Shape, plan: Plan) -> list[int]:
+    """Return the first of all stages with the same kinds of layers and the same ends.
+
+    The other stages of the same kind have at most as many micro-batches in flight, so one of the
+    returned stages is the fullest.
+    """
+    kinds = _layer_kinds(model)
+    first: dict[Hashable, int] = {}
+    for stage in range(plan.pipeline):
+        counts = Counter(kinds[layer] for layer in plan.stage_layers(model, stage))
+        ends = stage == 0, stage == plan.pipeline - 1
+        first.setdefault((frozenset(counts.items()), ends), stage)
+    return list(first.values())
+
+
+@lru_cache
+def _layer_kinds(model: Shape) -> tuple[tuple[bool, ...], ...]:
+    """Return for each layer which of attention, MLP, experts, window and so on it has."""
+    parts: list[Iterable[int]] = [
+        model.attention_layers or (),
+        model.mlp_layers or (),
+        model.expert_layers,
+        model.windowed_layers,
+        *(mixer.layers for mixer in model.mixers),
+        *(matrix.layers or () for matrix in model.extra),
+    ]
+    sets = [frozenset(part) for part in parts]
+    return tuple(tuple(layer in part for part in sets) for layer in range(model.layers))
+
+
+@lru_cache
 def one_layer(model: Shape) -> Shape:
     """Return the largest kind of layer of `model` as a model of one layer without a window."""
-    # The first layer of each kind.
-    kinds: dict[tuple[object, ...], int] = {}
-    for i in range(model.layers):
-        mixed = tuple(i in mixer.layers for mixer in model.mixers)
-        has = (i in (model.attention_layers or ()), i in (model.mlp_layers or ()))
-        kinds.setdefault((*has, i in model.expert_layers, mixed), i)
+    kinds = _layer_kinds(model)
+    first = {kind: kinds.index(kind) for kind in kinds}
     return max(
-        (_layer(model, layer) for layer in kinds.values()),
+        (_layer(model, layer) for layer in first.values()),
         key=lambda layer_model: sum(matrix.size for matrix in matrices(layer_model)),
     )
 

@@ -89,7 +89,7 @@ def plans_that_fit(
         plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
         if plan is None:
             continue
-        needed = _fullest_stage_bytes(model, plan, work)
+        needed = float(training_memory(model, plan, work).total)
         if needed > estimator.memory_bytes:
             continue
         step = step_time(model, plan, work, hardware=device, efficiency=efficiency)
@@ -127,19 +127,6 @@ def _valid_plan(model: Shape, work: Workload, plan_fields: dict[str, Any]) -> Pl
     except ValueError:
         return None
     return plan
-
-
-def _fullest_stage_bytes(model: Shape, plan: Plan, work: Workload) -> float:
-    """Return the bytes of the fullest stage.
-
-    If all layers are alike, the fullest stage is the first, the second or the last one.
-    """
-    stages = {0, min(1, plan.pipeline - 1), plan.pipeline - 1}
-    if model.experts or model.mixers or model.extra:
-        stages = set(range(plan.pipeline))
-    return max(
-        float(training_memory(model, plan, work, stage=stage).total) for stage in sorted(stages)
-    )
 
 
 @checks.entry(zero=(0, 1, 2, 3))
