@@ -12,7 +12,7 @@ from accounting import PRECISIONS, Experts, Plan, Transformer, parameters, train
 from accounting.breakdown import Breakdown
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.peak import peak_memory, tensor_bytes
-from accounting.memory.training import device_parameters, model_states
+from accounting.memory.states import device_parameters, model_states
 from accounting.search.plans import fewest_devices, plans_that_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -316,14 +316,6 @@ def test_schedules_store_micro_batches_in_flight() -> None:
     # Narayanan et al. 2021: interleaving holds 1 + (p - 1)/(p v) times 1F1B's first stage.
     first = saved(0, schedule="interleaved", virtual_stages=2)
     assert first == 4 * single * (1 + Fraction(3, 8))
-
-
-def test_lora_trains_its_updates_alone() -> None:
-    shape = Transformer(layers=3, d_model=64, heads=4, kv_heads=2, vocab_size=0)
-    memory = training_memory(shape, batch=0, seq=1, lora_rank=2, precision="mixed_bf16")
-    update = 3 * (2 * (64 + 64) + 2 * (64 + 32))
-    assert memory["frozen weights"].total == 2 * parameters(shape).total
-    assert memory["adapters"].total == 16 * update
 
 
 def test_search_returns_only_plans_that_fit() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, Sizes, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
-from accounting.memory.training import model_states, one_layer, times
+from accounting.memory.backward import times
+from accounting.memory.states import model_states, one_layer
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted, split

@@ -5,7 +5,9 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, binary_size
-from accounting.memory.training import FsdpStage, distinct_stages, training_memory
+from accounting.memory.fsdp_pipeline import FsdpStage
+from accounting.memory.states import distinct_stages
+from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
 from accounting.workload import WORKLOAD, Workload, workload
@@ -112,7 +114,7 @@ def memory_timeline(
 def _fsdp_moments(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[Moment, ...]:
     """Return the moments of a stage of FSDP2 modules.
 
-    See Note [FSDP2 under torch's pipeline schedules] in training.py.
+    See Note [FSDP2 under torch's pipeline schedules] in fsdp_pipeline.py.
     """
     device, flight = FsdpStage(model, plan, work, stage), plan.in_flight(stage)
     moments: list[tuple[str, Breakdown]] = []

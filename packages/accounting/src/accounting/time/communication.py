@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.memory.training import device_parameters
+from accounting.memory.states import device_parameters
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
 from accounting.precision import bytes_of
@@ -65,7 +65,7 @@ def _states(
     reduce = "reduce_scatter" if plan.zero else "all_reduce"
     gathers = calls_per_step * (2 if plan.reshard_after_forward else 1)
     if plan.zero == 3 and plan.pipeline > 1:
-        # See Note [FSDP2 under torch's pipeline schedules] in memory/training.py: gradients
+        # See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py: gradients
         # accumulate, and a backward leaves the weights unsharded for the next forward.
         calls_per_step = 1
         gathers = plan.microbatches + 1 if plan.reshard_after_forward else 1
