@@ -8,7 +8,15 @@ from functools import partial
 
 import pytest
 import torch
-from accounting import PRECISIONS, Experts, Plan, Transformer, parameters, training_memory
+from accounting import (
+    PRECISIONS,
+    Experts,
+    Plan,
+    Transformer,
+    Workload,
+    parameters,
+    training_memory,
+)
 from accounting.breakdown import Breakdown
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.peak import peak_memory, tensor_bytes
@@ -328,7 +336,8 @@ def test_search_returns_only_plans_that_fit() -> None:
     assert result
     assert result == sorted(result, key=lambda candidate: candidate.step_seconds)
     for candidate in result:
-        need = training_memory(model, candidate.plan, batch=16, seq=4096, precision="mixed_bf16")
+        work = Workload(batch=16, seq=4096, precision="mixed_bf16", fused_gate=True)
+        need = training_memory(model, candidate.plan, work)
         assert need.total == candidate.memory_bytes <= 0.9 * 80e9
 
 

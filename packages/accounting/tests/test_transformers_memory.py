@@ -16,6 +16,8 @@ LATENT = {
     # The flash kernel of the CPU needs values that are as wide as the keys.
     **{"v_head_dim": 24, "num_key_value_heads": 8, "first_k_dense_replace": 1},
     **{"n_routed_experts": 8, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1},
+    # The rotary embedding has the width of the rotary part.
+    "head_dim": 8,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {

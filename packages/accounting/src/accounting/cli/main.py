@@ -53,6 +53,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "efficiency": {"type": float, "help": "one fraction of the peak for all arithmetic"},
     "explain": {"action": "store_true", "help": "print every derivation"},
     "compiled": {"action": "store_true", "help": "use torch.compile"},
+    "transformers": {"action": "store_true", "help": "eager modules of Hugging Face transformers"},
     "loss-chunks": {"type": int, "default": 1, "help": "chunks of head and cross-entropy"},
     "weights": {
         "default": "bf16",
@@ -216,8 +217,8 @@ def _plan_of_options(options: argparse.Namespace) -> tuple[Plan, int]:
 
 
 def _report(words: Sequence[str]) -> int:
-    names = "gpus batch seq precision hardware efficiency compiled loss-chunks explain json"
-    options = _options(_parser("", __doc__, names, axes=True), words)
+    names = "gpus batch seq precision hardware efficiency compiled transformers loss-chunks"
+    options = _options(_parser("", __doc__, f"{names} explain json", axes=True), words)
     for name in ("gpus", "batch"):
         if getattr(options, name) is not None:
             checks.whole(name, getattr(options, name))
@@ -228,8 +229,14 @@ def _report(words: Sequence[str]) -> int:
         precision = "mixed_bf16" if "bf16" in device.peaks else "mixed_fp16"
     about: dict[str, Any] = {"hardware": device, "efficiency": options.efficiency}
     plan, batch = _plan_of_options(options)
-    fused = {"compiled": options.compiled, "loss_chunks": options.loss_chunks}
-    work = Workload(batch=batch, seq=options.seq, precision=precision, **fused)
+    work = Workload(
+        batch=batch,
+        seq=options.seq,
+        precision=precision,
+        compiled=options.compiled,
+        transformers=options.transformers,
+        loss_chunks=options.loss_chunks,
+    )
     result = report(model, plan, work, **about)
     print(json.dumps(result.to_dict(), indent=1) if options.json else as_text(result))
     if options.explain and not options.json:
