@@ -25,6 +25,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
     "llama": LLAMA | {"tie_word_embeddings": True},
+    # Its activation is a squared ReLU.
+    "arcee": LLAMA,
     "qwen3": LLAMA,
     "mixtral": LLAMA | MOE | {"num_experts_per_tok": 2},
     "qwen3_moe": LLAMA | MOE | {"num_experts_per_tok": 2},

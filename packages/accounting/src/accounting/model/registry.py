@@ -24,16 +24,16 @@ _KINDS = (
     *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
     *("mamba", "recurrent", "conv", "moe", "mlp", "hybrid", "M", "E", "-", "sparse", "dense"),
 )
-# Activations that save the same tensors count as one kind; variants of GELU and xIELU save the
-# input.
+# Activations that save equally many tensors count as one kind. Variants of GELU and xIELU save
+# their input and output, and a squared ReLU saves the output of its ReLU and the square.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_new": ("gelu_new",),
     "gelu": (
         *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_python"),
-        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "xielu"),
+        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "relu2", "xielu"),
     ),
-    "relu": ("relu", "relu2"),
+    "relu": ("relu",),
 }
 
 
