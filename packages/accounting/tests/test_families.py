@@ -406,6 +406,7 @@ def test_sparse_index_scores_all_keys_and_selects_some() -> None:
         ("gemma3n", "keys and values of earlier layers"),
         ("gemma4_text", "heads of two widths"),
         ("deepseek_v4", "compress keys and values"),
+        ("diffllama", "twice the width"),
         ("zamba2", "share a few blocks"),
         ("chatglm", "no class of transformers"),
         ("internlm2", "no class of transformers"),
