@@ -673,3 +673,52 @@ def test_bert_with_head_flops_equal_torch_counter() -> None:
     assert model.causal
     result = flops(model, seq=64, phase="forward", attention="full").total
     assert result == counter.get_total_flops()
+
+
+TINY: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "dff", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("num_attention_heads", "n_head", "attention_heads"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
+    **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99, "max_position_embeddings": 64},
+    **{"n_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+DENSE = (
+    *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cohere2", "ctrl", "cwm", "ernie4_5"),
+    *("exaone4", "falcon", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox"),
+    *("granite", "helium", "hunyuan_v1_dense", "iquestcoder", "jais2", "llama", "ministral"),
+    *("ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "opt"),
+    *("persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm"),
+    "starcoder2",
+)
+
+
+def forward_agrees(family: str) -> None:
+    """Compare the FLOPs of a forward pass with those that torch counts."""
+    import transformers
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = {name: size for name, size in TINY.items() if name in defaults(family)}
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.arange(3, 23).view(2, 10)
+    with (
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        module(input_ids=tokens, use_cache=False)
+    model = Transformer.from_module(module)
+    ours = flops(model, seq=10, batch=2, phase="forward", attention="full")
+    assert ours.total == counter.get_total_flops()
+
+
+def test_forward_of_dense_family_equals_torch_counter() -> None:
+    forward_agrees("cohere2")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", DENSE)
+def test_forward_of_every_dense_family_equals_torch_counter(family: str) -> None:
+    forward_agrees(family)
