@@ -676,12 +676,12 @@ def test_bert_with_head_flops_equal_torch_counter() -> None:
 
 
 TINY: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "n_embed"), 64),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "dff", "ffn_hidden_size"), 96),
     **dict.fromkeys(("num_attention_heads", "n_head", "attention_heads"), 4),
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2),
     **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99, "max_position_embeddings": 64},
-    **{"n_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"n_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rotary_dim": 8},
 }
 DENSE = (
     *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cohere2", "ctrl", "cwm", "ernie4_5"),
@@ -689,7 +689,7 @@ DENSE = (
     *("granite", "helium", "hunyuan_v1_dense", "iquestcoder", "jais2", "llama", "ministral"),
     *("ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "opt"),
     *("persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm"),
-    "starcoder2",
+    *("starcoder2", "bloom", "codegen", "gemma2", "gptj", "vaultgemma", "xglm"),
 )
 
 
