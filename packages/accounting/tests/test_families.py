@@ -694,7 +694,7 @@ DENSE = (
 
 
 def forward_agrees(family: str) -> None:
-    """Compare the FLOPs of a forward pass with those that torch counts."""
+    """Compare FLOPs with those that torch counts, and the cache with that of transformers."""
     import transformers
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -708,17 +708,19 @@ def forward_agrees(family: str) -> None:
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
     ):
-        module(input_ids=tokens, use_cache=False)
+        layers = module(input_ids=tokens, use_cache=True).past_key_values.layers
     model = Transformer.from_module(module)
     ours = flops(model, seq=10, batch=2, phase="forward", attention="full")
     assert ours.total == counter.get_total_flops()
+    cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert kv_cache(model, seq=10, batch=2, dtype="fp32").total == cached
 
 
-def test_forward_of_dense_family_equals_torch_counter() -> None:
+def test_forward_and_cache_of_dense_family_equal_torch() -> None:
     forward_agrees("cohere2")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", DENSE)
-def test_forward_of_every_dense_family_equals_torch_counter(family: str) -> None:
+def test_forward_and_cache_of_every_dense_family_equal_torch(family: str) -> None:
     forward_agrees(family)
