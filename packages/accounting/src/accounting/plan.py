@@ -196,6 +196,16 @@ class Plan:
         indices = self.stage_layers(model, stage)
         return _part(model, indices, stage == 0, stage == self.pipeline - 1)
 
+    @property
+    def layout(self) -> str:
+        """Return the plan as one line of text."""
+        chunks = f" in {self.virtual_stages} chunks" if self.virtual_stages > 1 else ""
+        return (
+            f"data {self.data}, tensor {self.tensor}, pipeline {self.pipeline} ({self.schedule}"
+            f"{chunks}), context {self.context}, expert {self.expert}, ZeRO {self.zero}, "
+            f"{self.microbatches} micro-batches, recompute {self.recompute}, offload {self.offload}"
+        )
+
     def in_flight(self, stage: int) -> int:
         """Return the number of micro-batches, or chunks, whose activations a stage stores."""
         if self.schedule == "gpipe" or self.pipeline == 1:
