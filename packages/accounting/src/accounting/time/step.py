@@ -127,7 +127,7 @@ def _stage_seconds(
 
 
 def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[float, float]:
-    """Return the operations of one device with recomputation: of matrices, and of attention.
+    """Return the operations of matrices and of attention on one device, with recomputation.
 
     Only the last stage has the head.
     """
