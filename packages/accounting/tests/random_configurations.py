@@ -31,11 +31,11 @@ def classes(family: str) -> list[str]:
     """Return the classes of transformers that build a model type."""
     from transformers.models.auto import modeling_auto
 
-    found: dict[str, None] = {}
+    listed: dict[str, None] = {}
     for mapping in MAPPINGS:
         names = getattr(modeling_auto, mapping).get(family, ())
-        found |= dict.fromkeys([names] if isinstance(names, str) else names)
-    return list(found)
+        listed |= dict.fromkeys([names] if isinstance(names, str) else names)
+    return list(listed)
 
 
 def drawn(fields: dict[str, Any], rng: random.Random, nested: bool = False) -> dict[str, Any]:

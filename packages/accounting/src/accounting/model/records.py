@@ -130,7 +130,7 @@ class Window:
 
     #: Number of keys that a query attends to, including its own token.
     size: int
-    #: True if a query attends to the earlier keys of its own chunk of `size` tokens (Llama 4), and
+    #: True if a query attends to the earlier keys in its chunk of `size` tokens (Llama 4), and
     #: not to the nearest `size` keys.
     chunked: bool = False
     #: Layers with a window; the default is all layers.
