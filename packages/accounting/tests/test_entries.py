@@ -43,7 +43,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "flops.pairs": {"model": MODEL, "seq": 8, "attention": "causal"},
     "flops.utilization": {"achieved_flops": 1e12, "hardware": "H100", "dtype": "bf16"},
     "hardware.find": {"hardware": "H100"},
-    "kv_cache.kv_cache": RUN | {"dtype": "int8", "scale_block": 8, "tensor": 2},
+    "kv_cache.kv_cache": RUN | {"dtype": "int8", "tensor": 2},
     "kv_cache.kv_entries": RUN,
     "memory.activations.activations": RUN | {"plan": Plan(), "precision": "fp32", "stage": 0},
     "memory.activations.head_activations": {
@@ -57,11 +57,10 @@ TAKES: dict[str, dict[str, Any]] = {
     "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True, "checkpointed": False},
     "memory.peak.tensor_bytes": {"dtype": "fp32"},
     "memory.timeline.memory_timeline": RUN | {"plan": Plan(), "stage": 0},
-    "memory.training.model_states": {
+    "memory.states.model_states": {
         **{"count": 9, "data": 2, "zero": 1, "precision": "fp32", "offload": False}
     },
-    "memory.training.training_memory": RUN
-    | {"plan": Plan(), "stage": 0, "lora_rank": 2, "lora_targets": ("query",), "loss_chunks": 2},
+    "memory.training.training_memory": RUN | {"plan": Plan(), "stage": 0, "loss_chunks": 2},
     "parameters.lora_parameters": {"inputs": 3, "outputs": 4, "rank": 2},
     "parameters.parameters": {"model": MODEL, "active": True},
     "parameters.soft_prompt_parameters": {"model": MODEL, "tokens": 3},
@@ -77,13 +76,11 @@ TAKES: dict[str, dict[str, Any]] = {
     },
     "search.plans.plans_that_fit": RUN
     | {"hardware": "H100", "devices": 2, "most": 2, "share_of_memory": 0.9, "efficiency": 0.5},
-    "search.plans.smallest_machine": RUN | {"hardware": "H100", "most": 2},
     "time.communication.communication": RUN
     | {"plan": Plan(data=2), "weights": "bf16", "algorithm": "ring", "stage": 0},
     "time.goodput.best_interval_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
     "time.goodput.goodput": {"run": LLAMA3_405B, "interval_hours": 1.0},
     "time.goodput.young_daly_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
-    "time.measure.measured": {"device": "cpu", "widths": (1,), "dtypes": (), "seconds": 1e-9},
     "time.mesh.best_mesh": {"devices": 64, "d_ff": 53248, "hardware": "TPU v5p", "fsdp_axes": 1},
     "time.mesh.compute_bound_batch": {
         **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "hardware": "TPU v5p", "comms": "summed"}
@@ -101,19 +98,15 @@ TAKES: dict[str, dict[str, Any]] = {
 }
 # Internal functions, which are not documented.
 INSIDE = {
+    *("memory.backward", "memory.fsdp_pipeline"),
+    *("memory.states.stage_states", "memory.states.fsdp_groups"),
     *("breakdown", "checks", "cli.main", "cli.report", "memory.live", "model.formulas"),
     *("model.matrices", "model.module", "model.registry", "plan", "search.launch"),
     *("search.estimates",),
     *("time.efficiency", "time.offload", "workload"),
-    *("parameters.by_part", "memory.training.device_parameters", "memory.training.one_layer"),
-    *("memory.training.one_block", "memory.training.alone", "memory.training.times"),
-    *(
-        "search.answer.no_room",
-        "search.answer.layout",
-        "memory.activations.flying_gradients",
-        "time.measure.rate",
-        "fermi.as_range",
-    ),
+    *("memory.states.alone", "memory.states.device_parameters", "memory.states.distinct_stages"),
+    *("memory.states.one_layer", "memory.activations.gradients_in_flight", "parameters.by_part"),
+    *("search.answer.no_room", "fermi.as_range"),
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),
     *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
     *("time.published.errors_by_source", "time.published.coverage"),
@@ -165,7 +158,7 @@ RECORDS: dict[type, dict[str, Any]] = {
 }
 # Zero is a count, a rate or a time there.
 MAY_BE_ZERO = {
-    *("batch", "stage", "lora_rank", "scale_block", "count", "zero", "usd_per_hour", "tp"),
+    *("batch", "stage", "count", "zero", "usd_per_hour", "tp"),
     *("activation_bytes", "sharded_activations", "latency", "failures_per_device_hour"),
     *("restart_hours", "usd_per_device_hour", "heads", "vocab_size", "devices", "data", "seq"),
     *("q_rank", "index_heads", "width", "shared", "moment_block", "power_watts", "pod"),
@@ -306,11 +299,6 @@ def test_every_word_of_the_command_line_is_checked(
         ),
         (lambda: Window(size=4, layers="01"), "expected window.layers to list layers"),
         (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "index_top and q_rank together"),
-        (lambda: _memory(lora_rank=65), "expected lora_rank <= 64 for query of attention"),
-        (lambda: _memory(lora_targets=("query",)), "expected lora_rank >= 1 with lora_targets"),
-        (lambda: _memory(lora_rank=2, lora_targets=()), "expected lora_targets to list names"),
-        (lambda: _memory(lora_rank=2, lora_targets="query"), "expected lora_targets to list names"),
-        (lambda: _memory(lora_rank=2, lora_targets=("quer",)), "did you mean 'query'"),
         (lambda: _memory(loss_chunks=17), "expected loss_chunks <= 16 tokens"),
         (
             lambda: head_activations(MODEL, tokens=1, precision="fp32", loss_chunks=2),
@@ -338,24 +326,6 @@ def _shape(**more: Any) -> Transformer:
 
 def _memory(**more: Any) -> object:
     return training_memory(**RUN, **more)
-
-
-def test_low_rank_updates_are_of_every_matrix_of_that_name() -> None:
-    # Dense layers, experts and the shared expert each have a gate.
-    model = _shape(
-        d_ff=32, experts=Experts(count=3, per_token=1, width=16, shared=8, layers=(1, 2))
-    )
-    result = training_memory(model, batch=0, seq=1, lora_rank=2, lora_targets=("gate",))
-    count = 2 * 2 * (64 + 32) + 2 * 3 * 2 * (64 + 16)
-    assert result["adapters/weights"].total == 4 * count
-
-
-def test_partial_block_of_quantized_cache_has_a_scale() -> None:
-    model = Transformer(layers=3, d_model=20, heads=2, vocab_size=0)
-    # A token has 20 keys in each layer: two blocks of 16, of which the second holds 4.
-    result = kv_cache(model, seq=5, dtype="int8", scale_block=16)
-    assert result.total == 2 * 3 * 5 * (20 + 2 * 4)
-    assert isinstance(result.total, int)
 
 
 def test_serve_reports_required_bytes_and_devices(capsys: pytest.CaptureFixture[str]) -> None:

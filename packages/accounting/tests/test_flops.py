@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,30 +35,65 @@ def test_full_attention_equals_torchs_counter_forward_and_training(shape: Transf
     assert ours == expected + backward.get_total_flops()
 
 
-@given(seq=st.integers(1, 40), window=st.integers(0, 50))
-def test_pairs_are_the_ones_that_the_mask_lets_through(seq: int, window: int) -> None:
-    shape = Transformer(
-        layers=2, d_model=8, heads=2, vocab_size=0, window=Window(size=window) if window else None
-    )
+@given(seq=st.integers(1, 40), window=st.integers(0, 50), chunked=st.booleans())
+def test_pairs_are_the_ones_that_the_mask_lets_through(
+    seq: int, window: int, chunked: bool
+) -> None:
+    some = Window(size=window, chunked=chunked) if window else None
+    shape = Transformer(layers=2, d_model=8, heads=2, vocab_size=0, window=some)
     causal = torch.ones(seq, seq).tril()
     band = causal.triu(-(window - 1)) if window else causal
+    if window and chunked:
+        chunk = torch.arange(seq) // window
+        band = causal * (chunk[:, None] == chunk)
     assert pairs(shape, seq) == (causal.sum(), band.sum())
     assert pairs(shape, seq, "full") == (seq**2, seq**2)
 
 
 @settings(deadline=None)
-@given(seq=st.integers(1, 30), window=st.integers(0, 9))
-def test_decoding_all_tokens_costs_as_much_as_prefill(seq: int, window: int) -> None:
+@given(seq=st.integers(1, 30), window=st.integers(0, 9), chunked=st.booleans())
+def test_decoding_all_tokens_costs_as_much_as_prefill(seq: int, window: int, chunked: bool) -> None:
     shape = Transformer(
         layers=3,
         d_model=12,
         heads=3,
         kv_heads=1,
         vocab_size=19,
-        window=Window(size=window, layers=(1,)) if window else None,
+        window=Window(size=window, layers=(1,), chunked=chunked) if window else None,
     )
     one_by_one = sum(flops(shape, seq=i, phase="decode").total for i in range(1, seq + 1))
     assert one_by_one == flops(shape, seq=seq, phase="forward").total
+
+
+def test_chunks_of_llama_4_are_those_of_its_mask() -> None:
+    from transformers import Llama4TextConfig
+    from transformers.masking_utils import create_chunked_causal_mask
+
+    config = Llama4TextConfig(attention_chunk_size=4, num_hidden_layers=4)
+    config._attn_implementation = "eager"
+    embeds = torch.zeros(1, 11, 8)
+    mask = create_chunked_causal_mask(config, embeds, None, past_key_values=None)
+    shape = Transformer.from_hf(config)
+    assert pairs(shape, 11)[1] == int((mask == 0).sum())
+
+
+def test_bidirectional_gemma_3_attends_to_both_sides() -> None:
+    from transformers import Gemma3TextConfig
+
+    sizes: dict[str, Any] = {"sliding_window": 6, "num_hidden_layers": 6}
+    config = Gemma3TextConfig(**sizes, use_bidirectional_attention=True)
+    shape = Transformer.from_hf(config)
+    distance = (torch.arange(11)[:, None] - torch.arange(11)).abs()
+    # The class stores the window as an exclusive bound to each side.
+    assert pairs(shape, 11) == (11 * 11, int((distance < config.sliding_window).sum()))
+    assert pairs(Transformer.from_hf(Gemma3TextConfig(**sizes)), 11)[0] == 11 * 12 / 2
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2"])
+def test_attention_whose_mask_depends_on_the_kernel_is_refused(family: str) -> None:
+    sizes = {"model_type": family, "use_bidirectional_attention": True}
+    with pytest.raises(ValueError, match="use_bidirectional_attention is set"):
+        Transformer.from_hf(sizes | {"hidden_size": 64, "num_hidden_layers": 2})
 
 
 def test_prefill_leaves_out_all_heads_but_the_last() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from accounting import Plan, Transformer, communication, flops, kv_cache, parameters, plain
 from accounting.memory.activations import activations
-from accounting.memory.training import model_states
+from accounting.memory.states import model_states
 from hypothesis import given
 from hypothesis import strategies as st
 

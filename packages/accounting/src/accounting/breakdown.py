@@ -7,7 +7,7 @@ the sum of its parts. The total is computed from them, so a derivation always ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -78,6 +78,18 @@ class Breakdown:
         return "\n".join(text)
 
     __str__ = explain
+
+    def shares(self, show: Callable[[float], str]) -> list[str]:
+        """Return a line per part with its value and its percentage, the largest part first."""
+        whole = float(self.total) or 1.0
+        parts = sorted(self.parts, key=lambda part: -float(part.total))
+        values = [show(float(part.total)) for part in parts]
+        left = max([30, *(len(part.name) for part in parts)])
+        right = max([14, *map(len, values)])
+        return [
+            f"  {part.name:<{left}}{value:>{right}} {float(part.total) / whole:>6.1%}"
+            for part, value in zip(parts, values, strict=True)
+        ]
 
     def to_dict(self) -> dict[str, object]:
         """Return plain dictionaries and numbers for `json.dumps`."""

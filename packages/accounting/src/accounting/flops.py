@@ -117,9 +117,14 @@ def pairs(model: Shape, seq: int, attention: Attention = "causal") -> tuple[int,
         return keys * (keys + 1) // 2 + (seq - keys) * keys
 
     top = model.mla.index_top if model.mla else 0
-    return nearest(min(top or seq, seq)), nearest(
-        min(model.window.size, seq) if model.window else seq
-    )
+    everywhere = nearest(min(top or seq, seq))
+    if not model.window:
+        return everywhere, nearest(seq)
+    size = min(model.window.size, seq)
+    if model.window.chunked:
+        chunks, remainder = divmod(seq, size)
+        return everywhere, (chunks * size * (size + 1) + remainder * (remainder + 1)) // 2
+    return everywhere, nearest(size)
 
 
 @checks.entry("hardware", "dtype", "peak_flops")
@@ -208,7 +213,7 @@ def _parts(model: Shape, rows: Mapping[str, int], passes: int) -> Iterator[Break
 
 
 def _times(matrix: Matrix, rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the factors by which a matrix is applied: tokens, layers and experts."""
+    """Return the numbers of tokens, layers and experts that a matrix multiplies."""
     seen = {"tokens": rows[matrix.applies_to] - matrix.skips * rows["sequence"]}
     if matrix.layers is not None:
         seen["layers"] = len(matrix.layers)
@@ -224,7 +229,7 @@ def _attention(
     qk, v = model.qk_dim, model.v_head_dim
     if decode:
         everywhere = min(seq, model.mla.index_top or seq) if model.mla else seq
-        windowed = seq if attention == "full" or not model.window else min(model.window.size, seq)
+        windowed = seq if attention == "full" else _decoded_keys(model, seq)
     if decode and model.mla:
         # Queries are projected into the latent and outputs out of it, so the up-projection is per
         # token.
@@ -241,6 +246,15 @@ def _attention(
             leaf = product(name + kind, UNIT, passes=passes, **sizes, width=width, pairs=count)
             parts.append(leaf)
     return total("attention", UNIT, *parts)
+
+
+def _decoded_keys(model: Shape, seq: int) -> int:
+    """Return the keys of the last of `seq` tokens in a layer with a window."""
+    if not model.window:
+        return seq
+    if model.window.chunked:
+        return (seq - 1) % model.window.size + 1
+    return min(model.window.size, seq)
 
 
 def _recomputed(

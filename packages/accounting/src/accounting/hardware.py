@@ -1,14 +1,13 @@
 """Accelerators: peaks, memory, links and power, each with its source.
 
 The entries are in hardware.toml. Peaks are derived from clock, number of units and width. Rates are
-dense. Some data sheets print the rate with structured sparsity, which is twice as high; `peak`
-returns it for `sparse=True` if the device supports it. Bandwidths are bytes per second in one
-direction.
+dense; some data sheets print the rate with structured sparsity, which is twice as high. Bandwidths
+are bytes per second in one direction.
 """
 
 import re
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,11 @@ class Peak:
     units: int = 0
     fma_per_clock: int = 0
     published: int = 0
-    sparsity: bool = False
 
     @property
     def flops(self) -> int:
         """Return the dense operations per second."""
         return self.published or self.clock_hz * self.units * self.fma_per_clock * 2
-
-    @property
-    def derivation(self) -> str:
-        """Return the product as text."""
-        if self.published:
-            return "published figure; its factors are not public"
-        return f"{self.clock_hz:,} Hz x {self.units} units x {self.fma_per_clock} FMA x 2"
 
 
 @checks.named
@@ -71,8 +62,6 @@ class Hardware:
     #: A rounded rental price. Prices change, so pass your own.
     usd_per_hour: float | None = None
     source: str
-    #: Measured rates of (m, k) by (k, n) products per dtype, if any.
-    products: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict, repr=False)
     #: Number of devices that one torus connects across hosts; 0 without a torus.
     pod: int = 0
     torus_axes: int = 0
@@ -87,28 +76,22 @@ class Hardware:
             checks.instance(name, getattr(self, name), Link, "a Link")
 
     @checks.entry()
-    def peak(self, dtype: str = "bf16", *, sparse: bool = False) -> int:
-        """Return the dense operations per second for a dtype, or twice that with `sparse`.
-
-        Raises `ValueError` if the device does not list the dtype or has no structured sparsity.
-        """
+    def peak(self, dtype: str = "bf16") -> int:
+        """Return the dense operations per second for a dtype that the device lists."""
         if dtype not in self.peaks:
             raise ValueError(
                 f"expected a dtype that {self.name} lists ({', '.join(self.peaks)}), got {dtype!r}"
             )
-        peak = self.peaks[dtype]
-        if sparse and not peak.sparsity:
-            raise ValueError(f"{self.name} has no structured sparsity for {dtype}")
-        return peak.flops * (2 if sparse else 1)
+        return self.peaks[dtype].flops
 
 
 @checks.entry()
 def find(hardware: str | Hardware) -> Hardware:
     """Return the entry of `HARDWARE` with this name, ignoring case and punctuation.
 
-    A path to a `*.toml` file is read: one table in the format of hardware.toml, as `measure` writes
-    it. `like = "H100"` in it copies the fields of a known device that the file does not set. A
-    `Hardware` is returned as it is.
+    A path to a `*.toml` file is read: one table in the format of hardware.toml. `like = "H100"` in
+    it copies the fields of a known device that the file does not set. A `Hardware` is returned as
+    it is.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -148,23 +131,17 @@ def _plain(name: str) -> str:
 def _peaks(entry: dict[str, Any]) -> dict[str, Peak]:
     if "peaks_of" in entry:
         return _peaks(_ENTRIES[entry["peaks_of"]])
-    sparse = entry.get("sparse", ())
     derived = {
-        dtype: Peak(
-            clock_hz=cores["clock_hz"],
-            units=cores["units"],
-            fma_per_clock=width,
-            sparsity=dtype in sparse,
-        )
+        dtype: Peak(clock_hz=cores["clock_hz"], units=cores["units"], fma_per_clock=width)
         for cores in entry.get("cores", ())
         for dtype, width in cores["fma"].items()
     }
-    published = entry.get("published", {}).items()
-    return derived | {d: Peak(published=flops, sparsity=d in sparse) for d, flops in published}
+    published = entry.get("published", {})
+    return derived | {dtype: Peak(published=flops) for dtype, flops in published.items()}
 
 
 def _hardware(name: str, entry: dict[str, Any]) -> Hardware:
-    about = ("cores", "published", "sparse", "peaks_of", *_LINKS)
+    about = ("cores", "published", "peaks_of", *_LINKS)
     links: dict[str, Any] = {
         field: Link(name=label, bandwidth=bandwidth, latency=latency)
         for field in _LINKS

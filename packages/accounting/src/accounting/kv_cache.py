@@ -14,15 +14,14 @@ def kv_cache(
     seq: int = 1,
     batch: int = 1,
     dtype: str = "bf16",
-    scale_block: int = 0,
     tensor: int = 1,
     encoder_seq: int | None = None,
 ) -> Breakdown:
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
     A layer with a window stores at most one window. MLA stores the latent and the single key that
-    carries the position. An encoder stores nothing. `scale_block` adds one fp32 scale per block of
-    that many values of a token, as in quantized caches. Key and value heads are split over `tensor`
+    carries the position. An encoder stores nothing. Scales of quantized caches
+    are not counted. Key and value heads are split over `tensor`
     devices until each device has one head; further devices store copies. All devices store the
     latent.
     """
@@ -36,10 +35,6 @@ def kv_cache(
 
     def add_part(name: str, width: int, **sizes: int) -> None:
         parts.append(product(name, "B", **sizes, width=width, bytes=entry))
-        if scale_block:
-            # The last block of a token may be partial and still has one scale.
-            scales = split(sizes.pop("heads", 1) * width, scale_block)
-            parts.append(product(f"scales of {name}", "B", **sizes, scales=scales, bytes=4))
 
     # If there are more devices than key heads, each device stores a copy of one head.
     kv_heads_per_device = max(1, model.kv_heads // tensor) if model.kv_heads else 0

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from accounting import checks
 from accounting.model.records import Matrix
@@ -106,9 +107,10 @@ class Plan:
         return self.replicas // self.expert
 
     def keeps_weights_whole(self) -> bool:
-        """Return True for FSDP2 modules in a pipeline.
+        """Return True if a stage keeps its weights unsharded during a step: FSDP2 in a pipeline.
 
-        See Note [FSDP2 under torch's pipeline schedules] in memory/training.py. Raises `ValueError`
+        See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py. Raises
+        `ValueError`
         if the memory of the schedule is not modeled.
         """
         if self.zero < 3 or self.pipeline == 1 or self.replicas == 1:
@@ -187,58 +189,25 @@ class Plan:
         return tuple(indices)
 
     def stage_model(self, model: Shape, stage: int) -> Shape:
-        """Return the part of a model on a stage, as a model with the ends that the stage has.
+        """Return the layers of a stage as a model, with embedding and head if the stage has them.
 
         A tied embedding is on the first stage and, as the head, also on the last.
         """
         indices = self.stage_layers(model, stage)
-        first, last = stage == 0, stage == self.pipeline - 1
-        local_index = {layer: index for index, layer in enumerate(indices)}
+        return _part(model, indices, stage == 0, stage == self.pipeline - 1)
 
-        def local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
-            return tuple(local_index[i] for i in sorted(layers or ()) if i in local_index)
-
-        def is_on_stage(matrix: Matrix) -> bool:
-            if matrix.layers is not None:
-                return bool(local_layers(matrix.layers))
-            return first if matrix.where == "first" else last
-
-        experts, window = model.experts, model.window
-        if experts:
-            layers = local_layers(experts.layers)
-            experts = replace(experts, layers=layers) if layers else None
-        if window:
-            layers = local_layers(model.windowed_layers)
-            window = replace(window, layers=layers) if layers else None
-        return replace(
-            model,
-            layers=len(indices),
-            experts=experts,
-            window=window,
-            attention_layers=local_layers(model.attention_layers),
-            mlp_layers=local_layers(model.mlp_layers),
-            mixers=tuple(
-                replace(mixer, layers=local_layers(mixer.layers))
-                for mixer in model.mixers
-                if local_layers(mixer.layers)
-            ),
-            extra=tuple(
-                replace(m, layers=None if m.layers is None else local_layers(m.layers))
-                for m in model.extra
-                if is_on_stage(m)
-            ),
-            lm_head=model.lm_head and last,
-            vocab_size=model.vocab_size if first or (last and model.lm_head) else 0,
-            # A stage with one end has one table, which `tied` counts once. A stage with both ends
-            # needs the original value.
-            tied=model.tied if first and last else True,
-            positions=model.positions if first else 0,
-            head_bias=model.head_bias and last,
-            final_norm=model.final_norm and last,
+    @property
+    def layout(self) -> str:
+        """Return the plan as one line of text."""
+        chunks = f" in {self.virtual_stages} chunks" if self.virtual_stages > 1 else ""
+        return (
+            f"data {self.data}, tensor {self.tensor}, pipeline {self.pipeline} ({self.schedule}"
+            f"{chunks}), context {self.context}, expert {self.expert}, ZeRO {self.zero}, "
+            f"{self.microbatches} micro-batches, recompute {self.recompute}, offload {self.offload}"
         )
 
     def in_flight(self, stage: int) -> int:
-        """Return the micro-batches, or chunks, whose activations a stage stores at once."""
+        """Return the number of micro-batches, or chunks, whose activations a stage stores."""
         if self.schedule == "gpipe" or self.pipeline == 1:
             return self.microbatches if self.pipeline > 1 else 1
         if self.schedule == "1f1b":
@@ -247,6 +216,54 @@ class Plan:
         # one more.
         warm_up = 2 * (self.pipeline - stage - 1) + (self.virtual_stages - 1) * self.pipeline
         return min(self.microbatches * self.virtual_stages, warm_up + 1)
+
+
+@lru_cache(maxsize=1024)
+def _part(model: Shape, indices: tuple[int, ...], first: bool, last: bool) -> Shape:
+    """Return some layers of a model, with its embedding if `first` and its head if `last`."""
+    local_index = {layer: index for index, layer in enumerate(indices)}
+
+    def local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
+        return tuple(local_index[i] for i in sorted(layers or ()) if i in local_index)
+
+    def is_on_stage(matrix: Matrix) -> bool:
+        if matrix.layers is not None:
+            return bool(local_layers(matrix.layers))
+        return first if matrix.where == "first" else last
+
+    experts, window = model.experts, model.window
+    if experts:
+        layers = local_layers(experts.layers)
+        experts = replace(experts, layers=layers) if layers else None
+    if window:
+        layers = local_layers(model.windowed_layers)
+        window = replace(window, layers=layers) if layers else None
+    return replace(
+        model,
+        layers=len(indices),
+        experts=experts,
+        window=window,
+        attention_layers=local_layers(model.attention_layers),
+        mlp_layers=local_layers(model.mlp_layers),
+        mixers=tuple(
+            replace(mixer, layers=local_layers(mixer.layers))
+            for mixer in model.mixers
+            if local_layers(mixer.layers)
+        ),
+        extra=tuple(
+            replace(m, layers=None if m.layers is None else local_layers(m.layers))
+            for m in model.extra
+            if is_on_stage(m)
+        ),
+        lm_head=model.lm_head and last,
+        vocab_size=model.vocab_size if first or (last and model.lm_head) else 0,
+        # A stage with one end has one table, which `tied` counts once. A stage with both ends
+        # needs the original value.
+        tied=model.tied if first and last else True,
+        positions=model.positions if first else 0,
+        head_bias=model.head_bias and last,
+        final_norm=model.final_norm and last,
+    )
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -271,7 +288,7 @@ def even(layers: int, chunks: int) -> bool:
 
 
 def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
-    """Return the plan, or that of a single device, if it is valid for the model and the batch."""
+    """Return a checked plan; None stands for a single device."""
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")
     plan.check(model, batch=batch, seq=seq)

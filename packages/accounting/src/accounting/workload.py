@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accounting import checks
+from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 
@@ -31,6 +32,10 @@ class Workload:
     #: True for `torch.compile`, whose partitioner saves the tensors that all fused kernels together
     #: need.
     compiled: bool = False
+    #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors.
+    #: An RMSNorm and the activation `gelu_new` are several operators. A layer with a window has a
+    #: mask and repeated keys and values. MLA copies its keys and its output.
+    transformers: bool = False
     #: Number of chunks in which the head and the cross-entropy run; the backward recomputes each
     #: chunk.
     loss_chunks: int = 1
@@ -38,14 +43,22 @@ class Workload:
     def __post_init__(self) -> None:
         checks.fields(Workload, vars(self), batch=0)
         recipe(self.precision)
+        if self.compiled and self.transformers:
+            raise ValueError(
+                "expected transformers=False with compiled=True, got True; torch.compile fuses the "
+                "operators of its modules"
+            )
         for name in ("fused_norm", "fused_projections", "fused_gate"):
             object.__setattr__(self, name, getattr(self, name) or self.compiled)
 
-    @property
-    def head(self) -> dict[str, Any]:
+    def has_fused_norm(self, model: Shape) -> bool:
+        """Return True if a norm of the model is one operator."""
+        return self.fused_norm and not (self.transformers and model.norm == "rmsnorm")
+
+    def head(self, model: Shape) -> dict[str, Any]:
         """Return the arguments of `head_activations`."""
         return {
-            "fused_norm": self.fused_norm,
+            "fused_norm": self.has_fused_norm(model),
             "compiled": self.compiled,
             "loss_chunks": self.loss_chunks,
             "precision": self.kind,

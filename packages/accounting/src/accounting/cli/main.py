@@ -4,10 +4,9 @@
     python -m accounting MODEL --gpus 64 --tp 8                           cost of one plan
     python -m accounting serve MODEL --hardware H100 --seq 8192           capacity for inference
     python -m accounting diff MODEL MODEL                                 compare two models
-    python -m accounting measure this.toml                                measure this machine
 
 MODEL is a config.json, its folder, or sizes such as
-`layers=32,d_model=4096,heads=32,vocab_size=32000`. `--hardware` takes a name or a measured file.
+`layers=32,d_model=4096,heads=32,vocab_size=32000`. `--hardware` takes a name or a file.
 """
 
 import argparse
@@ -22,11 +21,9 @@ from accounting.breakdown import binary_size
 from accounting.cli.questions import amount, differences, read_model, serving, stored_dtype
 from accounting.cli.report import as_text, report
 from accounting.hardware import HARDWARE, find
-from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS
-from accounting.search.answer import no_room, plan_for
-from accounting.search.plans import plans_that_fit, smallest_machine
+from accounting.search.answer import plan_for
 from accounting.workload import Workload
 
 #: Options that set fields of a plan.
@@ -42,7 +39,7 @@ AXES = {
     "recompute": ("recompute", str, "none, selective or full"),
     "offload": ("offload", str, "none, optimizer or activations"),
 }
-_QUESTIONS = ("plan", "serve", "diff", "measure")
+_QUESTIONS = ("plan", "serve", "diff")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "gpus": {"type": int, "help": "total number of devices"},
     "hardware": {"default": "H100", "help": ", ".join(HARDWARE)},
@@ -54,12 +51,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "precision": {"help": ", ".join(PRECISIONS)},
     "time-limit": {"type": float, "help": "seconds after which the best plan so far is printed"},
     "efficiency": {"type": float, "help": "one fraction of the peak for all arithmetic"},
-    "search": {
-        "action": "store_true",
-        "help": "search unset fields; without --gpus, the fewest GPUs",
-    },
     "explain": {"action": "store_true", "help": "print every derivation"},
     "compiled": {"action": "store_true", "help": "use torch.compile"},
+    "transformers": {"action": "store_true", "help": "eager modules of Hugging Face transformers"},
     "loss-chunks": {"type": int, "default": 1, "help": "chunks of head and cross-entropy"},
     "weights": {
         "default": "bf16",
@@ -73,7 +67,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Print an answer; return 1 if the model does not fit, and 2 for an invalid question."""
     words = list(sys.argv[1:] if argv is None else argv)
-    questions = dict(zip(_QUESTIONS, (_plan, _serve, _diff, _measure), strict=True))
+    questions = dict(zip(_QUESTIONS, (_plan, _serve, _diff), strict=True))
     verb = words.pop(0) if words and words[0] in questions else ""
     try:
         first = words[0] if words and not verb else "/"
@@ -208,41 +202,6 @@ def _diff(words: Sequence[str]) -> int:
     return 0
 
 
-def _measure(words: Sequence[str]) -> int:
-    """Measure the products and the memory of this machine, and write a file for --hardware."""
-    parser = argparse.ArgumentParser(
-        prog="python -m accounting measure", description=_measure.__doc__
-    )
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    options = _options(parser, words)
-    if options.file.suffix != ".toml":
-        raise ValueError(f"expected a file name that ends in .toml, got {options.file}")
-    from accounting.time.measure import measured
-
-    _write(options.file, measured(device=options.device))
-    print(find(str(options.file)))
-    return 0
-
-
-def _searched_plan(
-    options: argparse.Namespace, model: Transformer, about: dict[str, Any]
-) -> tuple[Plan, int]:
-    """Return the fastest plan and its batch; without `--gpus`, on the fewest devices."""
-    fixed = _fixed_fields(options)
-    batch = (options.gpus or 1) if options.batch is None else options.batch
-    question = about | {"batch": batch, "seq": options.seq} | fixed
-    if options.gpus is None:
-        return smallest_machine(model, **question)[0].plan, batch
-    fitting = plans_that_fit(model, devices=options.gpus, **question)
-    if not fitting:
-        work = Workload(batch=batch, seq=options.seq, precision=about["precision"])
-        # This search does not offload, unless an option says so.
-        fixed = {"offload": "none"} | fixed
-        raise ValueError(no_room(model, about["hardware"], options.gpus, work, fixed))
-    return fitting[0].plan, batch
-
-
 def _plan_of_options(options: argparse.Namespace) -> tuple[Plan, int]:
     """Return the plan that the options describe, and its batch."""
     fixed = _fixed_fields(options)
@@ -257,16 +216,9 @@ def _plan_of_options(options: argparse.Namespace) -> tuple[Plan, int]:
     return plan, batch
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file next to its path and rename it, so that no partial file remains."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
-
-
 def _report(words: Sequence[str]) -> int:
-    names = "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json"
-    options = _options(_parser("", __doc__, names, axes=True), words)
+    names = "gpus batch seq precision hardware efficiency compiled transformers loss-chunks"
+    options = _options(_parser("", __doc__, f"{names} explain json", axes=True), words)
     for name in ("gpus", "batch"):
         if getattr(options, name) is not None:
             checks.whole(name, getattr(options, name))
@@ -276,12 +228,15 @@ def _report(words: Sequence[str]) -> int:
     if precision is None:
         precision = "mixed_bf16" if "bf16" in device.peaks else "mixed_fp16"
     about: dict[str, Any] = {"hardware": device, "efficiency": options.efficiency}
-    if options.search:
-        plan, batch = _searched_plan(options, model, about | {"precision": precision})
-    else:
-        plan, batch = _plan_of_options(options)
-    fused = {"compiled": options.compiled, "loss_chunks": options.loss_chunks}
-    work = Workload(batch=batch, seq=options.seq, precision=precision, **fused)
+    plan, batch = _plan_of_options(options)
+    work = Workload(
+        batch=batch,
+        seq=options.seq,
+        precision=precision,
+        compiled=options.compiled,
+        transformers=options.transformers,
+        loss_chunks=options.loss_chunks,
+    )
     result = report(model, plan, work, **about)
     print(json.dumps(result.to_dict(), indent=1) if options.json else as_text(result))
     if options.explain and not options.json:

@@ -11,7 +11,7 @@ from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.flops import Phase, flops
 from accounting.hardware import Hardware, find
 from accounting.kv_cache import kv_cache
-from accounting.memory.training import device_parameters
+from accounting.memory.states import device_parameters
 from accounting.model.matrices import all_matrices
 from accounting.model.records import MLA, Experts, Window
 from accounting.model.shape import Shape
@@ -32,7 +32,7 @@ from accounting.time.step import fastest, group_link
 
 
 class Stage(NamedTuple):
-    """The model of a pipeline stage, and bytes of its weights and of one cache per device."""
+    """A pipeline stage: its layers, and the bytes of its weights and of one cache per device."""
 
     model: Shape
     weight_bytes: float

@@ -142,30 +142,15 @@ def as_text(result: Report) -> str:
         f"{result.tokens_per_second:,.0f} tokens/s",
     }
     lines = [
-        f"{result.model.name} on {plan.devices} x {device.name}: data {plan.data}, "
-        f"tensor {plan.tensor}, pipeline {plan.pipeline}, context {plan.context}, "
-        f"expert {plan.expert}, ZeRO {plan.zero}",
-        f"batch {work.batch} x {work.seq} tokens in {plan.microbatches} micro-batches, "
-        f"{plan.schedule} with {plan.virtual_stages} chunks per stage, "
-        f"recompute {plan.recompute}, offload {plan.offload}, {work.kind.name}",
+        f"{result.model.name} on {plan.devices} x {device.name}: {plan.layout}",
+        f"batch {work.batch} x {work.seq} tokens, {work.kind.name}",
         "",
     ]
     for key, _, cost, show in result.costs():
         lines.append(heads[key])
-        lines += _shares(cost, show) if key != "kv_cache" else []
+        lines += cost.shares(show) if key != "kv_cache" else []
         if key == "step_time" and result.seconds.basis:
             lines.append(f"  {result.seconds.basis}")
         if key == "memory":
             lines.append(f"  in time, {binary_size(peak.total)} at {peak.when}")
     return "\n".join(lines)
-
-
-def _shares(whole: Breakdown, show: Show) -> list[str]:
-    """Return a line with a bar for each part, the largest first."""
-    total = float(whole.total) or 1.0
-    parts = sorted(whole.parts, key=lambda part: -float(part.total))
-    return [
-        f"  {part.name:<36}{show(part.total):>20} {float(part.total) / total:>6.1%} "
-        f"{'#' * round(30 * float(part.total) / total)}".rstrip()
-        for part in parts
-    ]

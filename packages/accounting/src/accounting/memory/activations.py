@@ -97,8 +97,10 @@ def head_activations(
     return total("head and loss", "B", *_rows("head and loss", names))
 
 
-def flying_gradients(model: Shape, *, tokens: int, tensor: int = 1, keys: int | None) -> list[int]:
-    """Return the gradient values that the backward of one block allocates temporarily.
+def gradients_in_flight(
+    model: Shape, *, tokens: int, tensor: int = 1, keys: int | None
+) -> list[int]:
+    """Return the numbers of temporary gradient values in the backward of one block.
 
     The first number is for the MLP: the gradients of two hidden tensors. The second is for
     attention: the gradients of two score matrices with `keys` per row, or of q, k and v for flash
@@ -114,7 +116,7 @@ def flying_gradients(model: Shape, *, tokens: int, tensor: int = 1, keys: int | 
 
 
 def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:
-    """Return the bytes per element, and the sizes that all norms use."""
+    """Return the values of the names that all formulas of activations.toml use."""
     size = bytes_of(kind.activations)
     wide = bytes_of(kind.stream) if kind.stream else size
     return {
@@ -129,16 +131,12 @@ def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:
 
 
 def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
-    """Return the names in the formulas of activations.toml for layers."""
+    """Return the values of the names that the formulas for layers use."""
     tokens = work.tokens(plan)
     kind = work.kind
     experts = model.experts
     dense = len(model.mlp_layers or ())
-    # ReLU's output is also a factor of the product; a fused gate saves gate and up only.
-    hidden = 1 if model.activation == "relu" else 2
-    if model.gated_mlp:
-        hidden = 3 if model.activation == "relu" or work.fused_gate else 4
-    return _sizes(model, kind, work.fused_norm) | {
+    return _sizes(model, kind, work.has_fused_norm(model)) | {
         "m": model,
         "mla": model.mla,
         "experts": experts,
@@ -152,15 +150,29 @@ def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
         "g": model.heads if model.mla else max(model.kv_heads, plan.tensor),
         "qk": model.qk_dim,
         "v": model.v_head_dim,
-        "hidden": hidden,
+        "hidden": _hidden_tensors(model, work),
         "dense": dense,
         "casts": kind.stream is not None and not work.fused_projections,
         "fed": 0 if model.parallel_block and model.norms_per_layer == 1 else dense,
         "x": len(model.expert_layers),
+        "transformers": work.transformers,
+        "masked": len(model.windowed_layers) * work.transformers,
         "flash": work.flash,
         "dropout": work.dropout,
         "scores": not work.flash and plan.recompute == "none",
     }
+
+
+def _hidden_tensors(model: Shape, work: Workload) -> int:
+    """Return the number of tensors with the width of the MLP that a layer saves."""
+    # gelu_new saves half of its input, a tanh and that plus one besides its input and output.
+    written_out = 3 if model.activation == "gelu_new" and work.transformers else 0
+    is_relu = model.activation == "relu"
+    if not model.gated_mlp:
+        # ReLU saves its output only, which is also the input of the next matrix.
+        return 1 if is_relu else 2 + written_out
+    # A fused gate saves gate, up and the product.
+    return 3 if is_relu or work.fused_gate else 4 + written_out
 
 
 def _rows(part: str, names: Table) -> list[Breakdown | None]:
@@ -173,7 +185,7 @@ def _rows(part: str, names: Table) -> list[Breakdown | None]:
 
 
 def _mixers(model: Shape, names: Table) -> list[Breakdown]:
-    """Return the saved bytes of recurrent layers: their input and the values in their records."""
+    """Return the bytes that recurrent layers save: their input, and the values in mixers.toml."""
     parts = []
     for mixer in model.mixers:
         layers = {"layers": len(mixer.layers)}

@@ -53,7 +53,7 @@ class Ledger(LiveMemory):
         return "\n".join(listed)
 
     def hold(self, kind: str, *tensors: Tensor) -> None:
-        """Count existing tensors under a kind."""
+        """Count tensors that already exist, such as weights, with the label `kind`."""
         phase, self.phase = self.phase, kind
         self.add(tensors, "")
         self.phase = phase
@@ -252,7 +252,7 @@ class _FakeCopies(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace copies of tensors, and run everything else."""
+        """Return the fake copy of a tensor that is copied or cloned, and run other functions."""
         # `nn.Parameter` is copied by cloning its data.
         if func in (Tensor.__deepcopy__, Tensor.clone):
             return self.fakes.of(args[0])

@@ -139,9 +139,9 @@ def _nothing_to_restore() -> None:
 
 
 def _call_after_resize(then: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
-    """Call `then` after each resize of a storage; return the function that undoes this.
+    """Make each resize of a storage call `then`; return a function that restores torch's method.
 
-    Resizing a storage is not an operator, so no dispatch mode sees it.
+    A dispatch mode cannot intercept the resize of a storage, because it is not an operator.
     """
     overridden = torch.UntypedStorage.__dict__.get("resize_")
     original: Any = torch.UntypedStorage.resize_

@@ -8,8 +8,9 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Sizes, product, total
-from accounting.memory.activations import activations, flying_gradients, head_activations
-from accounting.memory.training import model_states, one_layer, times
+from accounting.memory.activations import activations, gradients_in_flight, head_activations
+from accounting.memory.backward import times
+from accounting.memory.states import model_states, one_layer
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted, split
@@ -80,7 +81,7 @@ class _Step:
         unsharded, before = self.unsharded, self.kept_gradients
         cast = unsharded.cast()
         saved = replace(self.saved, name="activations")
-        head = head_activations(self.model, tokens=self.tokens, **self.work.head)
+        head = head_activations(self.model, tokens=self.tokens, **self.work.head(self.model))
         # At the end of the forward the gradient of the logits does not exist yet.
         without = replace(head, parts=head.parts[:-1])
         ends = unsharded.gathered(blocks=0, buffer=True)
@@ -102,7 +103,7 @@ class _Step:
         if "normalized" in norm:
             # A norm of several operators has gradients of its result, of both factors, and of
             # their squares.
-            flying = product(
+            temporary = product(
                 "gradients in flight",
                 "B",
                 tokens=self.tokens,
@@ -111,7 +112,7 @@ class _Step:
                 bytes=norm["normalized"].factors[-1][1],
             )
             yield self._moment(
-                "in the final norm", cast, ends, saved, norm, flying, gradients=before
+                "in the final norm", cast, ends, saved, norm, temporary, gradients=before
             )
 
     def blocks(self) -> Iterator[Breakdown]:
@@ -160,8 +161,24 @@ class _Step:
 
     def optimizer(self, foreach: bool) -> Breakdown:
         """Return the moment at which the optimizer computes its square roots."""
-        roots = _roots(self.model, self.kind, foreach, self.plan)
+        roots = self._roots(foreach)
         return self._moment("in the optimizer", roots, gradients=self.parameters)
+
+    def _roots(self, foreach: bool) -> Breakdown:
+        """Return Adam's square roots: of all second moments, or of one with its denominator."""
+        count = self.parameters if foreach else 2 * self._largest_tensor()
+        shard = split(count, self.plan.data if self.plan.zero else 1)
+        size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
+        return product("square roots", "B", parameters=shard, bytes=size)
+
+    def _largest_tensor(self) -> int:
+        largest = max((matrix.entries for matrix in matrices(self.model)), default=0)
+        experts = self.model.experts
+        if experts and self.work.transformers:
+            # One tensor contains the gates and the up-projections of all experts.
+            stacked = experts.count * (self.model.mlp_matrices - 1)
+            largest = max(largest, stacked * self.model.d_model * experts.width)
+        return largest
 
     def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         shard = split(gradients, self.plan.data if self.plan.zero >= 2 else 1)
@@ -195,20 +212,20 @@ class _Unsharded:
         self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
 
     def cast(self) -> Breakdown | None:
-        """Return autocast's copies of the matrices, which the graph keeps."""
+        """Return the copies of the matrices that autocast makes and the graph keeps."""
         if self.plan.zero == 3 or not self.kind.cast_weights:
             return None
         count = _matrix_parameters(self.model)
         return product("cast weights", "B", parameters=count, bytes=self.size)
 
     def of_head(self, there: bool, copies: int) -> Breakdown:
-        """Return the gradients of the head's matrix."""
+        """Return `copies` gradients of the head's matrix, or nothing unless `there`."""
         count = self.model.vocab_size * self.model.embedding_dim * self.model.lm_head * there
         size = bytes_of(self.kind.gradients)
         return product("gradient of the head", "B", copies=copies, parameters=count, bytes=size)
 
     def gathered(self, *, blocks: int, done: int = 0, **also: bool) -> Breakdown | None:
-        """Return the gathered ends and blocks, with the buffers and gradients of a moment.
+        """Return the gathered weights of the ends and of `blocks`, with buffers and gradients.
 
         `also` selects additional tensors: `buffer` of the last all-gather, the gradient of the
         `head`, `grown` gradients of a block, and gradients that are `reduced`.
@@ -248,18 +265,12 @@ def _inside(
     """
     size = bytes_of(kind.activations)
     core = (block["attention"],) if "attention" in block else ()
-    flying = flying_gradients(model, tokens=tokens, keys=keys)
-    for part, saved, numbers in zip(("MLP", "attention"), (block.parts, core), flying, strict=True):
+    temporary = gradients_in_flight(model, tokens=tokens, keys=keys)
+    for part, saved, numbers in zip(
+        ("MLP", "attention"), (block.parts, core), temporary, strict=True
+    ):
         gradients = product("gradients in flight", "B", numbers=numbers, bytes=size)
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
-
-
-def _roots(model: Shape, kind: Precision, foreach: bool, plan: Plan) -> Breakdown:
-    """Return Adam's square roots: of all second moments, or of one tensor and its denominator."""
-    largest_matrix = max((matrix.entries for matrix in matrices(model)), default=0)
-    count = split(_count(model) if foreach else 2 * largest_matrix, plan.data if plan.zero else 1)
-    size = bytes_of(kind.moments[-1]) if kind.moments else Fraction(0)
-    return product("square roots", "B", parameters=count, bytes=size)
 
 
 def _count(model: Shape) -> int:

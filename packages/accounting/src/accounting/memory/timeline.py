@@ -5,7 +5,9 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, binary_size
-from accounting.memory.training import FsdpStage, training_memory
+from accounting.memory.fsdp_pipeline import FsdpStage
+from accounting.memory.states import distinct_stages
+from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
 from accounting.workload import WORKLOAD, Workload, workload
@@ -71,7 +73,7 @@ def memory_timeline(
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     checks.whole("batch", work.batch)
     if stage is None:
-        stages = range(plan.pipeline)
+        stages = distinct_stages(model, plan)
         sizes = {s: training_memory(model, plan, work, stage=s).total for s in stages}
         stage = max(stages, key=sizes.__getitem__)
     whole = training_memory(model, plan, work, stage=stage)
@@ -112,7 +114,7 @@ def memory_timeline(
 def _fsdp_moments(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[Moment, ...]:
     """Return the moments of a stage of FSDP2 modules.
 
-    See Note [FSDP2 under torch's pipeline schedules] in training.py.
+    See Note [FSDP2 under torch's pipeline schedules] in fsdp_pipeline.py.
     """
     device, flight = FsdpStage(model, plan, work, stage), plan.in_flight(stage)
     moments: list[tuple[str, Breakdown]] = []

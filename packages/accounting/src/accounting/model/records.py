@@ -130,6 +130,9 @@ class Window:
 
     #: Number of keys that a query attends to, including its own token.
     size: int
+    #: True if a query attends to the earlier keys in its chunk of `size` tokens (Llama 4), and
+    #: not to the nearest `size` keys.
+    chunked: bool = False
     #: Layers with a window; the default is all layers.
     layers: tuple[int, ...] | None = None
 
@@ -139,7 +142,7 @@ class Window:
 
 
 def _some_layers(record: str, layers: object) -> None:
-    """Raise `ValueError` if the list of layers is empty; None stands for all layers."""
+    """Raise `ValueError` if a list of layers is empty; None means all layers."""
     if layers is not None and not checks.layers(f"{record}.layers", layers):
         raise ValueError(
             f"expected {record}.layers with at least one layer, got {layers!r}; "

@@ -24,15 +24,16 @@ _KINDS = (
     *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
     *("mamba", "recurrent", "conv", "moe", "mlp", "hybrid", "M", "E", "-", "sparse", "dense"),
 )
-# Activations that save the same tensors count as one kind; variants of GELU and xIELU save the
-# input.
+# Activations that save equally many tensors count as one kind. Variants of GELU and xIELU save
+# their input and output, and a squared ReLU saves the output of its ReLU and the square.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
+    "gelu_new": ("gelu_new",),
     "gelu": (
-        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
-        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "xielu"),
+        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_python"),
+        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "relu2", "xielu"),
     ),
-    "relu": ("relu", "relu2"),
+    "relu": ("relu",),
 }
 
 
@@ -78,7 +79,7 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
 
 
 def _language_model(content: Mapping[str, Any], family: Any) -> Table | None:
-    """Return the configuration of the language model in that of a multimodal model, if any."""
+    """Return the part of a multimodal configuration that describes its language model, if any."""
     for field in _NESTED:
         inner = content.get(field)
         if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
@@ -317,7 +318,7 @@ class Config:
         return self.value(entry)
 
     def _derived_size(self, key: str, entry: Any) -> Table:
-        """Return a size that `Shape` can derive, or nothing if it should."""
+        """Return a size as an argument, or no argument if `Shape` has to derive it."""
         # A table entry of 0, and a field that is None, let `Shape` derive the size.
         size = self.value(entry)
         if entry != 0 and size is not None:
@@ -391,7 +392,7 @@ class Config:
 
 
 def activation(name: str) -> str:
-    """Return the kind of an activation function: `silu`, `gelu` or `relu`.
+    """Return the kind of an activation function: `silu`, `gelu`, `gelu_new` or `relu`.
 
     Functions of one kind save the same tensors for the backward.
     """

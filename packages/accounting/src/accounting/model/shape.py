@@ -41,6 +41,7 @@ class Shape:
 
     #: Three matrices (SwiGLU, GeGLU) if True, otherwise two.
     gated_mlp: bool = True
+    #: `silu`, `gelu`, `relu`, or `gelu_new`, which transformers computes with several operators.
     activation: str = "silu"
     #: `rmsnorm` (a weight), `layernorm` (a weight and a bias), or `none`.
     norm: str = "rmsnorm"
@@ -195,7 +196,7 @@ class Shape:
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "norm": ("rmsnorm", "layernorm", "none"),
-    "activation": ("silu", "gelu", "relu"),
+    "activation": ("silu", "gelu", "gelu_new", "relu"),
     "qk_norm": (False, True, "head", "heads", "all"),
 }
 _RECORDS: dict[str, tuple[type, bool]] = {

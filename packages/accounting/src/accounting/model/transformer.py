@@ -35,20 +35,22 @@ class Transformer(Shape):
         return cls(**transformer_arguments(content_of(config)))
 
     @classmethod
-    def from_module(cls, module: nn.Module, *, heads: int | None = None) -> Transformer:
-        """Read the shape of an `nn.Module`, and refuse a shape that misses parameters.
+    def from_module(cls, module: nn.Module) -> Transformer:
+        """Read the configuration of a Hugging Face module, and compare the number of parameters.
 
-        `heads` is required if no submodule has an attribute such as `num_heads` or `n_head`.
+        Raises `ValueError` for a module without a configuration, and if the sizes that were read
+        describe another number of parameters.
         """
-        from accounting.model.module import shape_arguments
-
         config = getattr(module, "config", None)
-        if hasattr(config, "to_dict"):
-            # The class decides which parts of the configuration are built: head, no head, pooler.
-            content = content_of(config) | {"architectures": [type(module).__name__]}
-            model = cls.from_hf(content)
-        else:
-            model = cls(**shape_arguments(module, heads))
+        if not hasattr(config, "to_dict"):
+            raise ValueError(
+                "expected a module with a Hugging Face configuration, got "
+                f"{type(module).__name__}; describe it with Transformer(layers=..., d_model=...), "
+                "count it with parameters(module), or trace it with fits(module, sample)"
+            )
+        # The class decides which parts of the configuration are built: head, no head, pooler.
+        content = content_of(config) | {"architectures": [type(module).__name__]}
+        model = cls.from_hf(content)
         actual, described = sum(p.numel() for p in module.parameters()), model.size
         if actual != described:
             raise ValueError(

@@ -99,11 +99,11 @@ class Answer:
         rows = [
             f"{self.model.name} on {plan.devices:,} {device.name}, {self.tokens:.4g} tokens, "
             f"{self.batch:,} x {self.seq:,} per step, {self.precision}",
-            f"layout     {layout(plan)}",
+            f"layout     {plan.layout}",
             f"memory     {binary_size(self.memory.total)} of {binary_size(device.memory_bytes)}",
-            *_parts(self.memory, binary_size),
+            *self.memory.shares(binary_size),
             f"step       {self.seconds} s",
-            *_parts(self.step, lambda value: f"{value:.4g} s"),
+            *self.step.shares(lambda value: f"{value:.4g} s"),
             f"MFU        {self.mfu}",
             f"intervals  {self.seconds.basis}",
             f"days       {self.days}, with failures and checkpoints: "
@@ -117,7 +117,7 @@ class Answer:
             rows.append("alternatives with their modeled step")
             rows += [
                 f"  {other.step_seconds:8.4g} s {binary_size(other.memory_bytes):>10}  "
-                f"{layout(other.plan)}"
+                f"{other.plan.layout}"
                 for other in self.others[:4]
             ]
         return "\n".join(rows + [f"\n{name}:\n  {line}" for name, line in self.commands().items()])
@@ -236,7 +236,7 @@ def no_room(
 
 
 def _indivisible(model: Shape, gpus: int, work: Workload, fixed: Mapping[str, Any]) -> str:
-    """Return which number does not divide which, if no degrees divide devices and batch."""
+    """Return a sentence that names the numbers that do not divide devices or batch."""
     # Searched degrees are powers of two, so the odd part of the devices is data-parallel.
     searched = gpus // math.prod(fixed.get(name) or 1 for name in DEGREES[1:])
     ranks = fixed.get("data") or searched // (searched & -searched)
@@ -271,20 +271,3 @@ def _contradiction(model: Shape, seq: int, fixed: Mapping[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def layout(plan: Plan) -> str:
-    """Return a plan as one line of text."""
-    chunks = f" in {plan.virtual_stages} chunks" if plan.virtual_stages > 1 else ""
-    return (
-        f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}"
-        f"{chunks}), context {plan.context}, expert {plan.expert}, ZeRO {plan.zero}, "
-        f"{plan.microbatches} micro-batches, recompute {plan.recompute}, offload {plan.offload}"
-    )
-
-
-def _parts(whole: Breakdown, show: Callable[[float], str]) -> list[str]:
-    return [
-        f"  {part.name:<30}{show(float(part.total)):>14} {part.total / whole.total:>6.1%}"
-        for part in sorted(whole.parts, key=lambda part: -float(part.total))
-    ]

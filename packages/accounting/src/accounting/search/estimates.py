@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.memory.activations import activations
-from accounting.memory.training import device_parameters, one_layer
+from accounting.memory.states import device_parameters, one_layer
 from accounting.model.shape import Shape
 from accounting.plan import Plan, even
 from accounting.precision import bytes_of

@@ -27,17 +27,6 @@ AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 SHARE_OF_MEMORY = 0.9
 #: Degrees whose product is the number of devices.
 DEGREES = ("data", "tensor", "pipeline", "context")
-_QUESTION = (
-    "hardware",
-    "batch",
-    "seq",
-    "precision",
-    "share_of_memory",
-    "memory_bytes",
-    "efficiency",
-    "time_limit",
-    "progress",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +89,7 @@ def plans_that_fit(
         plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
         if plan is None:
             continue
-        needed = _fullest_stage_bytes(model, plan, work)
+        needed = float(training_memory(model, plan, work).total)
         if needed > estimator.memory_bytes:
             continue
         step = step_time(model, plan, work, hardware=device, efficiency=efficiency)
@@ -138,40 +127,6 @@ def _valid_plan(model: Shape, work: Workload, plan_fields: dict[str, Any]) -> Pl
     except ValueError:
         return None
     return plan
-
-
-def _fullest_stage_bytes(model: Shape, plan: Plan, work: Workload) -> float:
-    """Return the bytes of the fullest stage.
-
-    If all layers are alike, the fullest stage is the first, the second or the last one.
-    """
-    stages = {0, min(1, plan.pipeline - 1), plan.pipeline - 1}
-    if model.experts or model.mixers or model.extra:
-        stages = set(range(plan.pipeline))
-    return max(
-        float(training_memory(model, plan, work, stage=stage).total) for stage in sorted(stages)
-    )
-
-
-@checks.entry(*AXES, *_QUESTION)
-def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> list[FittingPlan]:
-    """Return the plans that fit on the fewest devices, which are doubled up to `most`.
-
-    `question` are the other arguments of `plans_that_fit`. Raises `ValueError` if no plan fits.
-    """
-    devices = math.prod(question.get(name) or 1 for name in DEGREES)
-    while devices <= most:
-        fitting = plans_that_fit(model, devices=devices, **question)
-        if fitting:
-            return fitting
-        devices *= 2
-    settings = ", ".join(
-        f"{name}={value}" for name, value in question.items() if name != "hardware"
-    )
-    raise ValueError(
-        f"no plan of {model.name} with {settings} fits on up to {most:,} "
-        f"{find(question['hardware']).name}; pass a smaller batch or a larger `most`"
-    )
 
 
 @checks.entry(zero=(0, 1, 2, 3))

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.memory.training import device_parameters
+from accounting.memory.states import device_parameters
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
 from accounting.precision import bytes_of
@@ -58,14 +58,14 @@ def communication(
 def _states(
     model: Shape, plan: Plan, weight: Fraction, gradient: Fraction, stage: int
 ) -> Iterator[Collective]:
-    """Yield the collectives of data parallelism: gradients, and with ZeRO also weights."""
+    """Yield the collectives of data parallelism: reduced gradients and, with ZeRO, weights."""
     dense, routed = device_parameters(model, plan, stage)
     # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
     calls_per_step = plan.microbatches if plan.zero >= 2 else 1
     reduce = "reduce_scatter" if plan.zero else "all_reduce"
     gathers = calls_per_step * (2 if plan.reshard_after_forward else 1)
     if plan.zero == 3 and plan.pipeline > 1:
-        # See Note [FSDP2 under torch's pipeline schedules] in memory/training.py: gradients
+        # See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py: gradients
         # accumulate, and a backward leaves the weights unsharded for the next forward.
         calls_per_step = 1
         gathers = plan.microbatches + 1 if plan.reshard_after_forward else 1
@@ -90,7 +90,7 @@ def _states(
 def _tensor(
     stage_model: Shape, model: Shape, plan: Plan, call_bytes: int | Fraction, stage: int
 ) -> Iterator[Collective]:
-    """Yield Megatron's f and g: all-reduces after attention and MLP, forward and backward."""
+    """Yield the all-reduces of tensor parallelism: per attention and MLP, forward and backward."""
     # Each attention, mixer and MLP ends in a sum over the devices; parallel blocks share one sum.
     mixing_layers = {i for m in stage_model.mixers for i in m.layers} | set(
         stage_model.attention_layers or ()
@@ -132,7 +132,7 @@ def _experts(stage_model: Shape, plan: Plan, stream: Fraction) -> Iterator[Colle
 
 
 def _context(stage_model: Shape, model: Shape, plan: Plan, token: Fraction) -> Iterator[Collective]:
-    """Yield the passes of ring attention: keys and values, in the backward with their gradients."""
+    """Yield the traffic of ring attention: keys and values, and their gradients."""
     heads = max(1, model.kv_heads // plan.tensor) if model.heads else 0
     width = heads * (model.qk_dim + model.v_head_dim)
     if model.mla:

@@ -11,7 +11,6 @@ from accounting.model.matrices import matrices
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import bytes_of
-from accounting.time.measure import rate
 from accounting.workload import Workload
 
 #: Fraction of the dense peak that large products reach: 0.8 of an A100's 312 TFLOP/s. The fp8 value
@@ -44,8 +43,7 @@ def stage_seconds(
     utilization = MATMUL_SHARE.get(kind.compute, 0.8) * POWER_SHARE.get(device.name, 1.0)
     peak = device.peak(kind.compute) * utilization
     size, bandwidth = float(bytes_of(kind.activations)), device.memory_bandwidth * BANDWIDTH_SHARE
-    table = device.products.get(kind.compute)
-    compute = traffic = measured = 0.0
+    compute = traffic = 0.0
     for matrix in matrices(model):
         head = matrix.kind == "table" and model.tied and model.lm_head and matrix.split == "rows"
         if matrix.kind != "matrix" and not head:
@@ -60,23 +58,16 @@ def stage_seconds(
         copies = matrix.chosen if matrix.routed else 1
         entries = matrix.entries / split
         compute += repeats * 2 * tokens * copies * entries
-        if table:
-            # A measured rate includes the traffic of its matrices.
-            flops_per_second = rate(
-                table, tokens * copies / matrix.copies, matrix.rows, matrix.columns / split
-            )
-            measured += repeats * 2 * tokens * copies * entries / flops_per_second
-            continue
         # Each product reads its input and its matrix and writes its output.
         inside = matrix.copies / plan.expert if matrix.routed else 1
         width = matrix.rows + matrix.columns / split
         traffic += repeats * size * (tokens * copies * width + entries * inside)
     rest = tokens * _between(model, plan, work, size) * size
-    return measured if table else compute / peak, traffic / bandwidth, rest / bandwidth
+    return compute / peak, traffic / bandwidth, rest / bandwidth
 
 
 def _between(model: Shape, plan: Plan, work: Workload, size: float) -> float:
-    """Return the values per token that move through memory between the products."""
+    """Return the values per token that norms, activations, sums and the loss move."""
     wide = model.d_model / (plan.tensor if plan.sequence_parallel else 1)
     hidden = len(model.mlp_layers or ()) * model.d_ff
     if model.experts:

@@ -36,7 +36,7 @@ class Run:
 
     @property
     def hours_between_failures(self) -> float:
-        """Return M for the whole machine; infinite without failures."""
+        """Return the mean hours between failures of all devices, or infinity without failures."""
         rate = self.devices * self.failures_per_device_hour
         return 1 / rate if rate else math.inf
 
@@ -98,9 +98,10 @@ def young_daly_hours(checkpoint_hours: float, hours_between_failures: float) -> 
 
 @checks.entry()
 def best_interval_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
-    """Return the exact optimum, which Young's interval approaches for C << M.
+    """Return the hours of work between checkpoints that minimize the expected duration.
 
-    The derivative is zero for (1 - x) e^x = e^(-C/M) with x = tau / M, solved by bisection.
+    Young's interval approaches this optimum for C << M. The derivative is zero for (1 - x) e^x =
+    e^(-C/M) with x = tau / M, solved by bisection.
     """
     target = math.exp(-checkpoint_hours / hours_between_failures)
     low, high = 0.0, 1.0

@@ -3,7 +3,7 @@
 from accounting.breakdown import Breakdown, product, total
 from accounting.hardware import Hardware
 from accounting.memory.activations import activations
-from accounting.memory.training import device_parameters
+from accounting.memory.states import device_parameters
 from accounting.model.shape import Shape
 from accounting.plan import Plan, split
 from accounting.precision import bytes_of

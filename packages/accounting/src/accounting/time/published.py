@@ -187,7 +187,7 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
 
 
 def _without_constants(device: Hardware) -> Hardware:
-    """Return a device without fitted constants; the power factor, the overlap, the fp8 fraction."""
+    """Return a copy of a device to which the fitted power factor and fp8 fraction do not apply."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
         # This replaces the known fp8 fraction by the usual bf16 fraction.

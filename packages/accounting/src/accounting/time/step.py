@@ -127,7 +127,7 @@ def _stage_seconds(
 
 
 def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[float, float]:
-    """Return the operations of one device with recomputation: of matrices, and of attention.
+    """Return the operations of matrices and of attention on one device, with recomputation.
 
     Only the last stage has the head.
     """
@@ -144,7 +144,7 @@ def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[
 
 
 def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown | None:
-    """Return the time to read and write all states of a parameter once."""
+    """Return the seconds that the optimizer takes to read and write all states once."""
     if plan.offload == "optimizer":
         return None
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)

@@ -1,0 +1,65 @@
+"""Tensors that exist only during a backward: the loss, temporary gradients, a recomputed block."""
+
+from dataclasses import replace
+from typing import Any
+
+from accounting.breakdown import Breakdown, Number, product, total
+from accounting.memory.activations import activations, gradients_in_flight, head_activations
+from accounting.memory.states import alone, one_layer
+from accounting.model.shape import Shape
+from accounting.plan import Plan
+from accounting.precision import bytes_of
+from accounting.workload import Workload
+
+
+def end_of_model(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+    """Return the end of the model; GPipe saves the logits of every micro-batch."""
+    options: dict[str, Any] = work.head(model)
+    end = head_activations(model, tokens=work.tokens(plan), tensor=plan.tensor, **options)
+    often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
+    parts = (
+        part if "gradient" in part.name else times(part.name, part, micro_batches=often)
+        for part in end
+    )
+    return end if often == 1 else total(end.name, "B", *parts)
+
+
+def temporary_gradients(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+    """Return the temporary gradients of a stage that is not the last one.
+
+    A backward peaks inside a block, where the gradients of the tensors in use are alive together
+    with the gradient that the next stage sent.
+    """
+    tokens, size = work.tokens(plan), bytes_of(work.kind.activations)
+    keys = None if work.flash else work.seq
+    inside = max(gradients_in_flight(model, tokens=tokens, tensor=plan.tensor, keys=keys))
+    return total(
+        "gradients in flight",
+        "B",
+        product("inside a block", "B", numbers=inside, bytes=size),
+        product("from the next stage", "B", tokens=tokens, d_model=model.d_model, bytes=size),
+    )
+
+
+def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+    """Return the saved tensors of a block, which are alive while the block is recomputed."""
+    block = activations(
+        one_layer(model),
+        replace(alone(plan), recompute="none", offload="none"),
+        replace(work, fused_norm=True, fused_projections=False, fused_gate=False),
+    )
+    return total("one block recomputed", "B", *block.parts)
+
+
+def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
+    """Return a part that exists several times; each leaf is multiplied by a named factor."""
+    ((label, count),) = factor.items()
+    if not count:
+        return None
+
+    def scaled(node: Breakdown) -> Breakdown:
+        if node.factors:
+            return replace(node, factors=((label.replace("_", " "), count), *node.factors))
+        return replace(node, parts=tuple(map(scaled, node.parts)))
+
+    return replace(part if count == 1 else scaled(part), name=name, note="")

@@ -1,0 +1,153 @@
+"""The memory of FSDP2 modules in a pipeline, moment by moment."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+from accounting.breakdown import Breakdown, Sizes, product, total
+from accounting.memory.activations import activations
+from accounting.memory.backward import end_of_model, one_block, temporary_gradients, times
+from accounting.memory.states import fsdp_groups, stage_states
+from accounting.model.shape import Shape
+from accounting.plan import Plan, split
+from accounting.precision import bytes_of
+from accounting.workload import Workload
+
+# Note [FSDP2 under torch's pipeline schedules]
+# torch.distributed.pipelining runs every backward of an FSDP2 module with
+# set_requires_gradient_sync(False) and set_reshard_after_backward(False), and reduces once after
+# the last one (`_PipelineStageBase.backward_maybe_with_nosync`, `perform_reduce_grad`). Therefore:
+# - Gradients accumulate unsharded, in the reduction's dtype, from the first backward on.
+# - A backward leaves all weights of the stage unsharded. With `reshard_after_forward` the next
+#   forward reshards them block by block; without it they stay unsharded until the step ends.
+# - So a stage is fullest at the start of a backward (all activations, two blocks gathered), at its
+#   end (one block's activations, all weights and the buffer of the last all-gather), or when
+#   gradients are reduced (all weights but those of a group, and the group's copy).
+
+
+class FsdpStage:
+    """The memory of a pipeline stage of FSDP2 modules at the moments of a step.
+
+    See Note [FSDP2 under torch's pipeline schedules].
+    """
+
+    def __init__(self, model: Shape, plan: Plan, work: Workload, stage: int) -> None:
+        self.plan, self.kind = plan, work.kind
+        stage_model = plan.stage_model(model, stage)
+        self.layers = stage_model.layers
+        self.ends, self.block = fsdp_groups(model, plan, stage)
+        self.states = stage_states(model, plan, work.kind, stage)
+        self.saved = activations(model, plan, work, stage=stage)
+        self.recomputed = one_block(model, plan, work) if plan.recompute == "full" else None
+        self.temporary = temporary_gradients(model, plan, work)
+        table = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
+        self.table = table if stage == 0 else 0
+        self.head_matrix = table if stage_model.lm_head else 0
+        last = stage == plan.pipeline - 1
+        self.head = end_of_model(model, plan, work) if last else None
+        stream = {"tokens": work.tokens(plan), "d_model": model.d_model}
+        size = bytes_of(work.kind.activations)
+        self.stream = product("gradient of the stream", "B", **stream, bytes=size)
+
+    def between_steps(self, *, reduced: bool) -> Breakdown:
+        """Return the sharded states, with the gradients once they are `reduced`."""
+        states = (s for s in self.states if reduced or s.name != "gradients")
+        return total("states", "B", *states)
+
+    def forward(self, alive: int, *, accumulated: bool, whole: bool) -> Breakdown:
+        """Return the fuller moment of a forward: before the first block or after the last."""
+        grown = self._gradients(accumulated)
+        resharded = self.plan.reshard_after_forward
+        last = self._moment(
+            alive, self._gathered(2 if resharded else self.layers, not whole), grown
+        )
+        first = self._moment(alive - 1, self._gathered(self.layers if whole else 0), grown)
+        return max(first, last, key=lambda moment: moment.total)
+
+    def backward(self, alive: int, *, accumulated: bool, whole: bool) -> Breakdown:
+        """Return the fullest moment of a backward, from the head to the embedding."""
+        moments = self.start(alive, accumulated=accumulated, whole=whole)
+        moments += self.end(alive, accumulated=accumulated, whole=whole)
+        return max(moments, key=lambda moment: moment.total)
+
+    def start(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
+        """Return the moments at the start of a backward: in the last block, and in the head."""
+        whole = whole or not self.plan.reshard_after_forward
+        grown = self._gradients(accumulated)
+        block = self._gathered(self.layers if whole else 2)
+        moments = [self._moment(alive, block, grown, self.recomputed, self.temporary)]
+        if self.head:
+            # At the head no block is gathered yet. The head's gradient is computed as a whole
+            # before it is added to the accumulated one. At that moment the gradient of the logits
+            # exists, and their log-softmax is freed.
+            ends = self._gathered(self.layers if whole else 0)
+            fresh = self._fresh(self.head_matrix, accumulated)
+            without = replace(self.head, parts=self.head.parts[:-1])
+            moments.append(self._moment(alive, ends, grown, self.head))
+            moments.append(self._moment(alive, ends, grown, fresh, without))
+        return moments
+
+    def end(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
+        """Return the moments at the end of a backward: in the first block, and in the embedding."""
+        gathered = self._gathered(self.layers, self.plan.reshard_after_forward and not whole)
+        inside = Fraction(alive - 1) + Fraction(1, self.layers)
+        # The gradients of the first block come last.
+        grown = self._gradients(
+            True, missing=0 if accumulated else self.ends * bool(self.table) + self.block
+        )
+        more = (self._gradients(True), self._fresh(self.table, accumulated), self.stream)
+        return [
+            self._moment(inside, gathered, grown, self.recomputed, self.temporary),
+            self._moment(alive - 1, self._gathered(self.layers), *more),
+        ]
+
+    def reduction(self) -> list[Breakdown]:
+        """Return the moments at which the first block and then the ends are reduced."""
+        grown, size = self._gradients(True), bytes_of(self.kind.gradients)
+        block = product("gradients being reduced", "B", parameters=self.block, bytes=size)
+        ends = product(
+            "gradients being reduced", "B", parameters=self.block + self.ends, bytes=size
+        )
+        others = split(self.block * self.layers, self.plan.replicas)
+        reduced = product("gradients", "B", parameters=self.ends + others, bytes=size)
+        return [
+            self._moment(0, self._gathered(self.layers - 1), grown, block),
+            self._moment(0, None, reduced, ends),
+        ]
+
+    def fullest(self, alive: int) -> Breakdown:
+        """Return the fullest moment once gradients have accumulated."""
+        whole = self.plan.schedule == "gpipe"
+        moments = self.start(alive, accumulated=True, whole=whole)
+        moments += self.end(alive, accumulated=True, whole=whole) + self.reduction()
+        return max(moments, key=lambda moment: moment.total)
+
+    def _gradients(self, accumulated: bool, missing: int = 0) -> Breakdown:
+        count = (self.ends + self.block * self.layers - missing) * accumulated
+        return product("gradients", "B", parameters=count, bytes=bytes_of(self.kind.gradients))
+
+    def _fresh(self, count: int, accumulated: bool) -> Breakdown:
+        # Under mixed precision the first gradient is cast, so two copies exist.
+        there = accumulated or self.kind.cast_weights is not None
+        return product("fresh gradient", "B", parameters=count * there, bytes=self._size)
+
+    @property
+    def _size(self) -> Fraction:
+        return bytes_of(self.kind.cast_weights or self.kind.weights)
+
+    def _gathered(self, blocks: int, buffer: bool = False) -> Breakdown:
+        blocks, size = min(blocks, self.layers), self._size
+        several: Sizes = {"blocks": blocks, "parameters": self.block, "bytes": size}
+        return total(
+            "gathered",
+            "B",
+            product("weights of the ends", "B", parameters=self.ends, bytes=size),
+            product("weights of blocks", "B", **several),
+            product("buffer of the last gather", "B", parameters=self.block * buffer, bytes=size),
+        )
+
+    def _moment(self, alive: Fraction | int, *more: Breakdown | None) -> Breakdown:
+        if self.plan.offload == "activations":
+            alive = min(Fraction(alive), Fraction(1, self.layers))
+        states = (s for s in self.states if s.name != "gradients")
+        saved = times("activations", self.saved, in_flight=Fraction(alive))
+        return total("moment", "B", *states, saved, *more)

@@ -1,0 +1,154 @@
+"""Parameters of a device and the bytes of its weights, gradients and optimizer."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+
+from accounting import checks
+from accounting.breakdown import Breakdown, product, total
+from accounting.model.matrices import all_matrices, matrices
+from accounting.model.shape import Shape
+from accounting.plan import Plan, split
+from accounting.precision import Precision, bytes_of, recipe
+
+
+@checks.entry(count=0, zero=(0, 1, 2, 3))
+def model_states(
+    count: int,
+    *,
+    data: int = 1,
+    zero: int = 0,
+    precision: str | Precision = "mixed_bf16",
+    offload: bool = False,
+) -> Breakdown:
+    """Return weights, gradients and optimizer of `count` parameters over `data` ranks.
+
+    Per rank: (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for ZeRO stages 0 to 3,
+    with each shard rounded up to an integer (Rajbhandari et al. 2020, section 5).
+    """
+    kind = recipe(precision)
+    shard = split(count, data)
+
+    def state(name: str, sharded_from: int, size: Fraction) -> Breakdown:
+        return product(name, "B", parameters=shard if zero >= sharded_from else count, bytes=size)
+
+    master = bytes_of(kind.master) if kind.master else Fraction(0)
+    optimizer_states = (state("master weights", 1, master), state("moments", 1, kind.moment_bytes))
+    return total(
+        "model states",
+        "B",
+        state("weights", 3, bytes_of(kind.weights)),
+        state("gradients", 2, bytes_of(kind.gradients)),
+        total("optimizer", "B", *(() if offload else optimizer_states)),
+    )
+
+
+def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, int]:
+    """Return the parameters per device before ZeRO: all except experts, and the experts."""
+    dense = routed = 0
+    for matrix in all_matrices(plan.stage_model(model, stage)):
+        cut = matrix.tensor_ranks(plan.tensor, model.kv_heads)
+        if matrix.routed:
+            routed += split(matrix.size, cut * plan.expert)
+        else:
+            dense += split(matrix.size, cut)
+    return dense, routed
+
+
+def stage_states(model: Shape, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
+    """Return weights, gradients and optimizer of a device of a stage."""
+    dense, routed = device_parameters(model, plan, stage)
+
+    def states(count: int, ranks: int) -> Breakdown:
+        offload = plan.offload == "optimizer"
+        return model_states(count, data=ranks, zero=plan.zero, precision=kind, offload=offload)
+
+    if not routed:
+        return list(states(dense, plan.replicas).parts)
+    # Dense weights and experts are sharded over different groups.
+    both = {
+        "dense": states(dense, plan.replicas),
+        "experts": states(routed, plan.expert_replicas),
+    }
+    return [
+        total(name, "B", *(replace(s[name], name=of) for of, s in both.items() if name in s))
+        for name in ("weights", "gradients", "optimizer")
+    ]
+
+
+def distinct_stages(model: Shape, plan: Plan) -> list[int]:
+    """Return the first of all stages with the same kinds of layers and the same ends.
+
+    The other stages of the same kind have at most as many micro-batches in flight, so one of the
+    returned stages is the fullest.
+    """
+    kinds = _layer_kinds(model)
+    first: dict[Hashable, int] = {}
+    for stage in range(plan.pipeline):
+        counts = Counter(kinds[layer] for layer in plan.stage_layers(model, stage))
+        ends = stage == 0, stage == plan.pipeline - 1
+        first.setdefault((frozenset(counts.items()), ends), stage)
+    return list(first.values())
+
+
+@lru_cache
+def _layer_kinds(model: Shape) -> tuple[tuple[bool, ...], ...]:
+    """Return for each layer which of attention, MLP, experts, window and so on it has."""
+    parts: list[Iterable[int]] = [
+        model.attention_layers or (),
+        model.mlp_layers or (),
+        model.expert_layers,
+        model.windowed_layers,
+        *(mixer.layers for mixer in model.mixers),
+        *(matrix.layers or () for matrix in model.extra),
+    ]
+    sets = [frozenset(part) for part in parts]
+    return tuple(tuple(layer in part for part in sets) for layer in range(model.layers))
+
+
+@lru_cache
+def one_layer(model: Shape) -> Shape:
+    """Return the largest kind of layer of `model` as a model of one layer without a window."""
+    kinds = _layer_kinds(model)
+    first = {kind: kinds.index(kind) for kind in kinds}
+    return max(
+        (_layer(model, layer) for layer in first.values()),
+        key=lambda layer_model: sum(matrix.size for matrix in matrices(layer_model)),
+    )
+
+
+def _layer(model: Shape, layer: int) -> Shape:
+    def has(layers: Iterable[int] | None) -> tuple[int, ...]:
+        return (0,) if layer in (layers or ()) else ()
+
+    experts = model.experts if has(model.expert_layers) else None
+    return replace(
+        model,
+        layers=1,
+        experts=replace(experts, layers=(0,)) if experts else None,
+        window=None,
+        attention_layers=has(model.attention_layers),
+        mlp_layers=has(model.mlp_layers),
+        mixers=tuple(replace(m, layers=(0,)) for m in model.mixers if has(m.layers)),
+        extra=tuple(replace(m, layers=(0,)) for m in model.extra if has(m.layers)),
+    )
+
+
+def alone(plan: Plan) -> Plan:
+    """Return the plan without pipeline stages, for the memory of a single layer."""
+    return replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
+
+
+def fsdp_groups(model: Shape, plan: Plan, stage: int) -> tuple[int, int]:
+    """Return the unsharded parameters of FSDP's two kinds of groups: the ends, and one block.
+
+    All replicas shard a block's dense weights; the ranks with the same experts shard its experts.
+    """
+    stage_model = plan.stage_model(model, stage)
+    inside = replace(
+        one_layer(stage_model), vocab_size=0, positions=0, final_norm=False, encoder=None
+    )
+    block = sum(device_parameters(inside, alone(plan)))
+    return max(0, sum(device_parameters(model, plan, stage)) - block * stage_model.layers), block

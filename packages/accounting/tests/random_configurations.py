@@ -1,0 +1,121 @@
+"""Random configurations of every model type of transformers, counted on the meta device."""
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accounting import Transformer
+
+#: Automatic classes whose modules are compared: language models with and without a head, encoders
+#: with cross-attention, and vision-language models.
+MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+DEPTHS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers"),
+)
+#: Fields that select another architecture or no part of a model.
+FIXED = ("_", "add_cross", "is_decoder", "is_encoder", "layer_types", "num_labels", "output_")
+SIZES = ("size", "dim", "rank", "num_", "head", "window")
+
+
+def classes(family: str) -> list[str]:
+    """Return the classes of transformers that build a model type."""
+    from transformers.models.auto import modeling_auto
+
+    listed: dict[str, None] = {}
+    for mapping in MAPPINGS:
+        names = getattr(modeling_auto, mapping).get(family, ())
+        listed |= dict.fromkeys([names] if isinstance(names, str) else names)
+    return list(listed)
+
+
+def drawn(fields: dict[str, Any], rng: random.Random, nested: bool = False) -> dict[str, Any]:
+    """Return random values for about a third of the integers and switches of a configuration."""
+    chosen: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name.startswith(FIXED) or "token" in name or name == "model_type":
+            continue
+        if isinstance(value, dict) and value.get("model_type") and not nested:
+            inner = drawn(value, rng, nested=True)
+            chosen[name] = inner | {"model_type": value["model_type"]}
+        elif name in DEPTHS and isinstance(value, int):
+            chosen[name] = rng.choice((1, 2, 3, 4))
+        elif rng.random() < 0.65:
+            continue
+        elif isinstance(value, bool):
+            chosen[name] = rng.random() < 0.5
+        elif isinstance(value, int):
+            small = (0, 1, 2, 3) if value == 0 else (1, 2, 3, 4, 6, 8, 16, value, 2 * value)
+            chosen[name] = rng.choice((64, 96, 128, 192, 256, 384) if value > 64 else small)
+        elif value is None and any(part in name for part in SIZES):
+            chosen[name] = rng.choice((None, 2, 4, 16, 32, 64))
+    return chosen
+
+
+def built(name: str, family: str, sizes: dict[str, Any]) -> torch.nn.Module | None:
+    """Return a module of a class on the meta device, or None if transformers refuses the sizes."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings(), no_init_weights(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            config = transformers.AutoConfig.for_model(family, **sizes)
+            module: torch.nn.Module = getattr(transformers, name)(config)
+            # Without initialization, transformers does not tie weights either.
+            module.tie_weights()  # type: ignore[operator]
+    except Exception:
+        return None
+    return module
+
+
+def outcomes(
+    family: str, draws: int, seed: int = 0, needed: Mapping[str, Any] = {}
+) -> Counter[str]:
+    """Count random configurations that are exact, refused, or without their other parts.
+
+    A configuration is read twice: with all fields, and with the drawn fields only. `needed` are
+    fields without which no module is built. Raises `AssertionError` for a wrong count.
+    """
+    import transformers
+
+    counts: Counter[str] = Counter()
+    names = classes(family)
+    try:
+        fields = transformers.AutoConfig.for_model(family).to_dict()
+    except Exception:
+        return counts
+    rng = random.Random(f"{family} {seed}")
+    for _ in range(draws if names else 0):
+        sizes, name = drawn(fields, rng) | dict(needed), rng.choice(names)
+        module = built(name, family, sizes)
+        if module is None:
+            continue
+        counts["built"] += 1
+        actual = sum(parameter.numel() for parameter in module.parameters())
+        all_fields = module.config.to_dict()  # type: ignore[operator, union-attr]
+        for content in (all_fields, sizes | {"model_type": family}):
+            try:
+                model = Transformer.from_hf(content | {"architectures": [name]})
+            except ValueError as error:
+                counts["refused"] += 1
+                counts["type refused"] += "model_type" in str(error)
+                continue
+            if "without its other parts" in model.name:
+                counts["without other parts"] += 1
+                continue
+            assert model.size == actual, (name, model.size, actual, sizes)
+            counts["exact"] += 1
+        if counts["type refused"] > 8 and counts["type refused"] == 2 * counts["built"]:
+            break
+    return counts

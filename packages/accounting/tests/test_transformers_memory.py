@@ -1,0 +1,86 @@
+"""Peaks of real training steps of transformers' modules, compared with torch's MemTracker."""
+
+from typing import Any
+
+import pytest
+import torch
+from accounting import Transformer, Workload, peak_memory
+
+LLAMA: dict[str, Any] = {
+    **{"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 1024},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
+}
+MOE = {"moe_intermediate_size": 128, "num_experts": 8, "num_local_experts": 4}
+LATENT = {
+    **{"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    # The flash kernel of the CPU needs values that are as wide as the keys.
+    **{"v_head_dim": 24, "num_key_value_heads": 8, "first_k_dense_replace": 1},
+    **{"n_routed_experts": 8, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1},
+    # The rotary embedding has the width of the rotary part.
+    "head_dim": 8,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        **{"n_embd": 128, "n_layer": 3, "n_head": 8, "vocab_size": 1024},
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    },
+    "llama": LLAMA | {"tie_word_embeddings": True},
+    # Its activation is a squared ReLU.
+    "arcee": LLAMA,
+    "qwen3": LLAMA,
+    "mixtral": LLAMA | MOE | {"num_experts_per_tok": 2},
+    "qwen3_moe": LLAMA | MOE | {"num_experts_per_tok": 2},
+    "deepseek_v3": LLAMA | LATENT | {"num_experts_per_tok": 2},
+    "gemma3_text": LLAMA | {"sliding_window": 32},
+}
+#: Sequences, tokens and vocabulary: the step peaks at the logits, in a block, or in the optimizer.
+RUNS = [(2, 128, 4096), (4, 128, 64), (1, 32, 64)]
+
+
+def peaks(family: str, batch: int, seq: int, vocab_size: int) -> tuple[int, float]:
+    """Return the peak of the second step of a module, and that of `peak_memory`."""
+    import transformers
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    sizes = FAMILIES[family] | {"vocab_size": vocab_size}
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    tokens = torch.randint(0, vocab_size, (batch, seq))
+    tracker = MemTracker()
+    tracker.track_external(module, optimizer, tokens)
+    with tracker:
+        for step in range(2):
+            loss = module(tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                tracker.reset_mod_stats()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    work = Workload(batch=batch, seq=seq, transformers=True)
+    predicted = peak_memory(Transformer.from_module(module), work=work, foreach=False)
+    return int(peak["Total"]), float(predicted.total)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peak_of_transformers_step_equals_mem_tracker(family: str) -> None:
+    actual, predicted = peaks(family, *RUNS[0])
+    assert predicted == pytest.approx(actual, rel=0.03)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", RUNS[1:])
+# Inside a block, the backward of a squared ReLU allocates tensors that are not modeled.
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"arcee"}))
+def test_every_peak_of_transformers_step_equals_mem_tracker(
+    family: str, run: tuple[int, int, int]
+) -> None:
+    actual, predicted = peaks(family, *run)
+    assert predicted == pytest.approx(actual, rel=0.03)
+
+
+def test_compiled_step_of_transformers_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected transformers=False with compiled=True"):
+        Workload(batch=1, seq=8, compiled=True, transformers=True)
