@@ -164,7 +164,10 @@ def test_infinite_bfloat16_scores_give_nan(name, is_causal, length):
     tensors[name][0, 0, 5, 2] = torch.inf
     # All scores with this element are positive infinity.
     tensors["k" if name == "q" else "q"][..., 2].abs_().add_(0.1)
-    expected = attention_reference(*tensors.values(), is_causal=is_causal).isnan()
+    # With AMX, a matmul in bfloat16 also spreads a NaN to the row before, so the expected result is
+    # computed in float64.
+    wide = (x.double() for x in tensors.values())
+    expected = attention_reference(*wide, is_causal=is_causal).isnan()
     assert expected.any()
     assert torch.equal(flash_attention(*tensors.values(), is_causal=is_causal).isnan(), expected)
     out, _ = flash_attention(*tensors.values(), is_causal=is_causal, return_lse=True)

@@ -24,7 +24,11 @@ def attention_reference(
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Compute softmax attention from its definition, with the arguments of `flash_attention`."""
+    """Compute softmax attention from its definition, with the arguments of `flash_attention`.
+
+    Products are computed in the dtype of the inputs.  On CPUs with AMX, torch's product in bfloat16
+    may spread a NaN to the previous row; pass float32 inputs to see which rows depend on it.
+    """
     check_dense(q, k, v)
     spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
     has_heads = q.dim() == 4

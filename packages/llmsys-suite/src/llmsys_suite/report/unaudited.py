@@ -1,7 +1,8 @@
 """Figures that no check of the audit compares with an independent source, by stage.
 
 Each entry describes some figures in words and names them: a field of the stage's results, and a
-column. tests/reported_figures.py doubles every figure of a run and requires a failed check or an entry here.
+column. `tests/reported_figures.py` doubles every figure of a run; the audit must then fail, or the
+figure must have an entry here.
 """
 
 from __future__ import annotations
