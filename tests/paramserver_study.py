@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from emulated_hosts import emulated_hosts, run_everywhere, why_not
-from llmsys_suite.data import Corpus, load_corpus
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.text.data import Corpus, load_corpus
 from paramserver import (
     Asynchronous,
     BulkSynchronous,

@@ -13,12 +13,12 @@ import zero
 from accounting.memory.live import make_state, training_step_memory
 from llmsys_suite import splits
 from llmsys_suite.config import RunConfig
-from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.worker import Run
 from llmsys_suite.stages.plan import measured_peak_bytes, predict, transformer
+from llmsys_suite.text.data import load_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from worker_pool import run_ranks

@@ -335,7 +335,7 @@ import json, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from ddp import DDP
-from llmsys_suite.data import load_corpus
+from llmsys_suite.text.data import load_corpus
 from llmsys_suite.model import Decoder, ModelConfig
 from zero import FSDP
 dist.init_process_group("gloo")

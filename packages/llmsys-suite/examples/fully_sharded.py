@@ -12,8 +12,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from llmsys_suite.data import load_corpus
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.text.data import load_corpus
 from zero import FSDP
 
 STEPS, ROWS = 10, 8

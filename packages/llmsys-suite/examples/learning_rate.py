@@ -8,8 +8,8 @@ allows a higher rate; `fit_sweep` says up to which batch.
 """
 
 import torch
-from llmsys_suite.data import load_corpus
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.text.data import load_corpus
 from scaling import Sweep, sweep_learning_rate
 
 RATES = [1e-3 * 2**i for i in range(7)]

@@ -11,8 +11,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from llmsys_suite.data import load_corpus
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.text.data import load_corpus
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 

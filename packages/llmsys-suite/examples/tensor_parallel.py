@@ -12,8 +12,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from llmsys_suite.data import load_corpus
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.text.data import load_corpus
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,

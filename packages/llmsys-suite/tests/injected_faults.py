@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
 from llmsys_suite import splits
-from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
 from llmsys_suite.measure.interleaved import Interleaved
@@ -48,6 +47,7 @@ from llmsys_suite.stages import (
 )
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
+from llmsys_suite.text.data import Corpus
 from llmsys_suite.variants import VARIANTS, single
 from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.single import Variant

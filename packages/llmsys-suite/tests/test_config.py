@@ -17,9 +17,9 @@ from llmsys_suite.config import (
     with_dependencies,
 )
 from llmsys_suite.config_file import MEANING, read_toml
-from llmsys_suite.data import read_text, require_text
 from llmsys_suite.stages.plan import predict
 from llmsys_suite.start import execute
+from llmsys_suite.text.data import read_text, require_text
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 

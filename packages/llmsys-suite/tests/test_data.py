@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from llmsys_suite.config import RunConfig, UsageError, resolve
-from llmsys_suite.data import Text, epoch_steps, in_epochs, load_corpus, read_text, require_text
 from llmsys_suite.environment import forget_peak_memory, peak_memory_bytes
 from llmsys_suite.start import run as start
+from llmsys_suite.text.data import (
+    Text,
+    epoch_steps,
+    in_epochs,
+    load_corpus,
+    read_text,
+    require_text,
+)
 
 
 def test_the_standard_library_is_text_of_this_interpreter():

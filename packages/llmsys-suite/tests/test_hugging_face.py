@@ -7,9 +7,9 @@ import torch
 from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.generation import MODEL
 from llmsys_suite.hugging_face import export_model, import_model
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.text.generation import MODEL
 from safetensors.torch import save_file
 
 SHAPE = ModelConfig(d_model=16, d_ff=24, num_layers=2, num_heads=2, vocabulary=50, context=12)

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.generation import MODEL, generate_text, model_of
 from llmsys_suite.learning import state as training_state
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
@@ -21,6 +19,8 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Train
 from llmsys_suite.stages import learn
 from llmsys_suite.start import execute
+from llmsys_suite.text.data import load_corpus
+from llmsys_suite.text.generation import MODEL, generate_text, model_of
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.three_dimensional import ThreeDimensional
 from safetensors.torch import save_file

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from figures import assert_at_most
 from llmsys_suite.audit.probe import _probe_one
 from llmsys_suite.config import RunConfig
-from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import network
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.train import _train, counter, timed_step
+from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.single import Variant

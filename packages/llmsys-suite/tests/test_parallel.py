@@ -9,12 +9,12 @@ import torch
 from llmsys_suite import splits
 from llmsys_suite.audit import reference
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import parallel
+from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants.three_dimensional import ThreeDimensional
 from worker_pool import run_ranks
 

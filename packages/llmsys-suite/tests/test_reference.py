@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from llmsys_suite import plain
 from llmsys_suite.audit import reference
-from llmsys_suite.data import Corpus, load_corpus, read_text
 from llmsys_suite.measure import network
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+from llmsys_suite.text.data import Corpus, load_corpus, read_text
 from worker_pool import run_ranks
 
 SHAPE = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=256, context=9)

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite.config import RunConfig, resolve
-from llmsys_suite.data import epoch_steps, load_corpus, read_text
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.start import run as start
+from llmsys_suite.text.data import epoch_steps, load_corpus, read_text
 from llmsys_suite.variants import IN_EPOCHS
 from worker_pool import run_ranks
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from llmsys_suite import cli, tokens
+from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError, check, resolve
 from llmsys_suite.start import run as start
+from llmsys_suite.text import tokens
 
 pytest.importorskip("tokenizers")
 SENTENCES = "the cat sat on the mat, and the dog sat on the cat.\n" * 400

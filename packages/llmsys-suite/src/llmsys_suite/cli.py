@@ -280,8 +280,8 @@ def sample(
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
 ) -> None:
     """Generate text with the model that a run has trained."""
-    from llmsys_suite.generation import generate_text, model_of
-    from llmsys_suite.tokens import codec_of
+    from llmsys_suite.text.generation import generate_text, model_of
+    from llmsys_suite.text.tokens import codec_of
 
     run_folder = _run_folder(folder)
     codec, model = codec_of(run_folder.config, folder), model_of(run_folder)
@@ -297,8 +297,8 @@ def export(
     out: Annotated[Path, typer.Argument(help="A new folder for the model.")],
 ) -> None:
     """Write the trained model as a Hugging Face folder, which AutoModelForCausalLM loads."""
-    from llmsys_suite.generation import model_of
     from llmsys_suite.hugging_face import export_model
+    from llmsys_suite.text.generation import model_of
 
     run_folder = _run_folder(folder)
     tokenizer = folder / "tokenizer.json"

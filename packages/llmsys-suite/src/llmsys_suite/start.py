@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from llmsys_suite.config import RunConfig, UsageError, check
-from llmsys_suite.data import in_epochs, read_text, require_text
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
-from llmsys_suite.tokens import require_tokenizer
+from llmsys_suite.text.data import in_epochs, read_text, require_text
+from llmsys_suite.text.tokens import require_tokenizer
 
 
 def run(config: RunConfig) -> RunFolder:

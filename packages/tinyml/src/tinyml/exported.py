@@ -72,6 +72,7 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
         with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(wrapped, inputs)
+            _erase_metadata_checks(program.graph)
             calls = [node for node in program.graph.nodes if node.op == "call_function"]
             if not all(operator_name(node) in UNCHANGED for node in calls):
                 program = program.run_decompositions({})
@@ -88,6 +89,16 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
                 "module (training=self.training), or take it out"
             )
     return graph
+
+
+def _erase_metadata_checks(graph: fx.Graph) -> None:
+    """Erase the checks of dtype and device that `torch.export` inserts before conversions.
+
+    They compute nothing, but each of them would count as a consumer of the converted tensor.
+    """
+    for node in list(graph.nodes):
+        if operator_name(node) == "_assert_tensor_metadata":
+            graph.erase_node(node)
 
 
 class _TensorsOnly(nn.Module):

@@ -1,7 +1,7 @@
 """An independent reader of the text, and its comparison with the tokens of every rank.
 
-The reader shares no code with `llmsys_suite.data`, so that held-out text in the training tokens, or
-a different split point, is detected.
+The reader shares no code with `llmsys_suite.text.data`, so that held-out text in the training
+tokens, or a different split point, is detected.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import zero
 from torch import Tensor
 
 from llmsys_suite.config import BYTES, RunConfig, UsageError, restarts
-from llmsys_suite.data import load_corpus
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.text.data import load_corpus
 
 CHECKPOINT = "checkpoint"
 #: Number of steps if neither --learn nor a checkpoint decides.

@@ -21,15 +21,15 @@ import torch.distributed as dist
 import zero
 from torch import Tensor
 
-from llmsys_suite.data import row_digests
-from llmsys_suite.generation import MODEL, generate
 from llmsys_suite.learning.log import Log, open_log, traced_steps
 from llmsys_suite.learning.state import CHECKPOINT, beginning, require_same, resumed
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Learn
-from llmsys_suite.tokens import codec_of
+from llmsys_suite.text.data import row_digests
+from llmsys_suite.text.generation import MODEL, generate
+from llmsys_suite.text.tokens import codec_of
 from llmsys_suite.variants import VARIANTS, three_dimensional
 from llmsys_suite.variants.single import Variant
 from llmsys_suite.variants.three_dimensional import ThreeDimensional

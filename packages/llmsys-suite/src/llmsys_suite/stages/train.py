@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from llmsys_suite.data import epoch_steps, row_digests
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure import network, others, reference_matmul
 from llmsys_suite.measure.samples import (
@@ -25,6 +24,7 @@ from llmsys_suite.measure.samples import (
 )
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Plan, Train
+from llmsys_suite.text.data import epoch_steps, row_digests
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.final_weights import final_weights
 from llmsys_suite.variants.initial_weights import initial_weights

@@ -19,10 +19,10 @@ from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.generation import MODEL
 from llmsys_suite.learning.state import CHECKPOINT, DEFAULT_STEPS
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import learn
+from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.initial_weights import seeded
 
 

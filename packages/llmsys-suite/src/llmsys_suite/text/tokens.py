@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmsys_suite.config import BYTES, RunConfig, UsageError
-from llmsys_suite.data import Corpus, Text, load_corpus, read_text
+from llmsys_suite.text.data import Corpus, Text, load_corpus, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

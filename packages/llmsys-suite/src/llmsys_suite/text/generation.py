@@ -9,7 +9,7 @@ import torch
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.tokens import ByteCodec, PairCodec
+from llmsys_suite.text.tokens import ByteCodec, PairCodec
 
 MODEL = "model.safetensors"
 
