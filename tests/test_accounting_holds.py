@@ -29,7 +29,17 @@ MODEL = accounting.Transformer(layers=4, d_model=32, heads=4, d_ff=96, vocab_siz
 SINGLE_PRECISION = {"weights": "fp32", "gradients": "fp32", "activations": "fp32"}
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "medium", "large", "xl", "2.7B", "10B"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "tiny",
+        "xl",
+        *(
+            pytest.param(size, marks=pytest.mark.exhaustive)
+            for size in ("small", "medium", "large", "2.7B", "10B")
+        ),
+    ],
+)
 def test_parameters_and_flops_of_every_size_equal_torch_counts(size):
     config = RunConfig(size=size, rows=2, context=64)
     predicted = predict(config)
@@ -68,8 +78,8 @@ def predicted_peak(config, **options):
         ("small", 4, 256, False),
         ("small", 4, 256, True),
         ("medium", 1, 64, False),
-        ("large", 4, 256, True),
-        ("2.7B", 1, 64, True),
+        pytest.param("large", 4, 256, True, marks=pytest.mark.exhaustive),
+        pytest.param("2.7B", 1, 64, True, marks=pytest.mark.exhaustive),
         pytest.param("xl", 2, 1024, False, marks=pytest.mark.exhaustive),
         pytest.param("10B", 2, 1024, False, marks=pytest.mark.exhaustive),
     ],

@@ -244,7 +244,11 @@ def assert_gone(pids):
 
 @pytest.mark.parametrize(
     "how",
-    ["ctrl-c", "launcher killed", pytest.param("worker killed", marks=pytest.mark.exhaustive)],
+    [
+        "ctrl-c",
+        pytest.param("launcher killed", marks=pytest.mark.exhaustive),
+        pytest.param("worker killed", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_interrupted_run_keeps_its_samples_and_leaves_no_process(how, tmp_path):
     out = tmp_path / "run"

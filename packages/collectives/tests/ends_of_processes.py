@@ -66,22 +66,21 @@ def end_rank(folder: str, name: str, rank: int, where: str) -> object:
 
 
 def main() -> None:
-    """Run every scenario on one host and on two."""
-    folder = sys.argv[1]
+    """Run every scenario on one host or on two: `together` or `apart`."""
+    folder, where = sys.argv[1:]
     codes = {}
-    for where in ("together", "apart"):
-        children = {}
-        for name in SCENARIOS:
-            for rank in range(WORLD):
-                pid = os.fork()
-                if pid == 0:
-                    # Modules refer to global objects until the interpreter has ended.
-                    global pending_work
-                    pending_work = end_rank(folder, name, rank, where)
-                    sys.exit(0)
-                children[pid] = f"{where}, {name}, rank {rank}"
-        for pid, name in children.items():
-            codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    children = {}
+    for name in SCENARIOS:
+        for rank in range(WORLD):
+            pid = os.fork()
+            if pid == 0:
+                # Modules refer to global objects until the interpreter has ended.
+                global pending_work
+                pending_work = end_rank(folder, name, rank, where)
+                sys.exit(0)
+            children[pid] = f"{where}, {name}, rank {rank}"
+    for pid, name in children.items():
+        codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     print(json.dumps(codes))
 
 

@@ -346,6 +346,7 @@ main()
 """
 
 
+@pytest.mark.exhaustive
 def test_restart_by_torchrun_continues_in_the_folder_of_the_first_attempt(tmp_path):
     (tmp_path / "dies.py").write_text(DIES_ONCE)
     done = subprocess.run(

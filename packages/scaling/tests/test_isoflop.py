@@ -209,7 +209,7 @@ def coverage(law, sets, degree=None, **grid):
     ("law", "budgets"),
     [
         (Law(1.8, 300, 900, 0.3, 0.35), 9),
-        (SKEWED, 4),
+        pytest.param(SKEWED, 4, marks=pytest.mark.exhaustive),
         pytest.param(Law(1.8, 300, 900, 0.3, 0.35), 4, marks=pytest.mark.exhaustive),
         pytest.param(SKEWED, 9, marks=pytest.mark.exhaustive),
     ],
@@ -225,6 +225,13 @@ def test_interval_covers_the_truth_at_four_runs_per_budget(law, budgets):
     assert inside >= 33
 
 
+def test_wide_grids_do_not_bias_the_common_shape():
+    """Twenty-four tables; the exhaustive test below compares forty with a parabola."""
+    grid = {"budgets": np.geomspace(6e18, 3e21, 6), "per_budget": 6}
+    assert coverage(SKEWED, 24, **grid, span=100.0)[0] >= 19
+
+
+@pytest.mark.exhaustive
 def test_wide_and_off_center_grids_do_not_bias_the_common_shape():
     """A parabola is biased on such grids, with a narrow interval (arXiv 2603.22339)."""
     grid = {"budgets": np.geomspace(6e18, 3e21, 6), "per_budget": 6}
