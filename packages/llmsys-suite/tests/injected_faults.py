@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
 from llmsys_suite import splits
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure import samples
+from llmsys_suite.measure import phases, samples
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
@@ -595,7 +595,7 @@ FAULTS: list[Fault] = [
     Fault("train", "a rank reports half its time", lambda run:
         recorded(lambda keep, phase, s: keep(phase, s / 2 if run.rank == 1 else s))),
     Fault("train", "steps are timed by the thread's clock", lambda run:
-        mock.patch.object(Recorder, "_now", side_effect=time.thread_time)),
+        mock.patch.object(phases, "now", side_effect=lambda device: time.thread_time())),
     Fault("train", "a step's time is that of the fastest rank, and one rank straggles", lambda run:
         [around(samples, "step_seconds", fastest_rank), straggles((1,), run)]),
     Fault("train", "step times are in seconds, labeled milliseconds", lambda run:
