@@ -586,3 +586,13 @@ def test_position_ids_of_packed_texts_are_refused(
     decoder = describe(family("GPT2LMHeadModel"))
     with pytest.raises(ValueError, match=message):
         decoder(torch.ones(1, 5, dtype=torch.long), position_ids=torch.tensor(positions))
+
+
+def test_skipped_products_keep_their_bias() -> None:
+    x = torch.randn(2, 3, 4)
+    bias = torch.randn(5)
+    zeros = torch.zeros(()).expand(5, 4)
+    with verify._SkipZeroLayers():
+        assert torch.equal(F.linear(x, zeros, bias), bias.expand(2, 3, 5))
+        assert torch.equal(F.linear(x, zeros, bias=bias), bias.expand(2, 3, 5))
+        assert not F.linear(x, zeros).any()

@@ -161,7 +161,9 @@ class _SkipZeroLayers(TorchFunctionMode):
     ) -> Any:
         # Only the zeros of `_Draw` are a matrix that is expanded from one number.
         if func is F.linear and len(args) > 1 and args[1].stride() == (0, 0):
-            return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+            product = args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+            return product if bias is None else product + bias
         return func(*args, **(kwargs or {}))
 
 
