@@ -84,12 +84,13 @@ def compile_job(job):
             yield {**job, **code, "scores_of_a_thread": tile // 256}
     else:
         forward.forward(q, k, v, spec)
-        tile = forward.TILES[dim]
+        tile = forward.choose(dim, seq_q, spec)
         # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
         loops = 3 if job["left"] else 2
-        products = (loops + 1) * 2 * forward.CONSUMERS * tile.rows * tile.keys * dim
+        products = (loops + 1) * 2 * tile.consumers * forward.ROWS * tile.keys * dim
         # The code contains each consumer separately, issued by one warpgroup.
-        yield {**job, **facts_of(LAUNCH.launched.pop()[0], 1, products), "stages": tile.stages}
+        code = facts_of(LAUNCH.launched.pop()[0], 1, products)
+        yield {**job, **code, **tile._asdict(), "consumer_registers": tile.consumer_registers}
 
 
 def facts_of(compiled, warpgroups, products):

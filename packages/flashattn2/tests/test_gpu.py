@@ -10,6 +10,7 @@ import torch
 from against_float64 import assert_as_good_as_plain
 from flashattn2 import (
     attention_reference,
+    explain,
     flash_attention,
     flash_attention_varlen,
     flash_attention_with_kvcache,
@@ -42,14 +43,22 @@ def run(**fixed):
     return lambda *a, **o: flash_attention(*a, **o, **fixed)
 
 
-@pytest.mark.parametrize("dim", [16, 24, 32, 64, 80, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("deterministic", [True, False])
+HEAD_DIMS = (16, 24, 32, 64, 80, 128, 192, 256)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"),
+    [*((dtype, flag) for dtype in HALF for flag in (True, False)), (torch.float32, True)],
+    ids=str,
+)
 def test_every_head_dim_and_dtype_is_as_good_as_plain(dim, dtype, deterministic):
+    """Each pair of lengths meets each kind of options at some head dim."""
     fixed = run(backend="triton", deterministic=deterministic)
-    for lengths in ((333, 333), (100, 700), (700, 100)):
-        for options in ({}, {"is_causal": True}, {"window": (150, 20), "softcap": 5.0}):
-            assert_as_good_as_plain(fixed, tensors(dim, *lengths, dtype), **options)
+    kinds = ({}, {"is_causal": True}, {"window": (150, 20), "softcap": 5.0})
+    for i, lengths in enumerate(((333, 333), (100, 700), (700, 100))):
+        options = kinds[(i + HEAD_DIMS.index(dim)) % 3]
+        assert_as_good_as_plain(fixed, tensors(dim, *lengths, dtype), **options)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -211,6 +220,37 @@ def test_the_gluon_forward_takes_any_strides_and_is_compiled_in_one_graph():
     assert torch.equal(flash_attention(q, wide, v, backend="gluon"), expected)
     compiled = torch.compile(run(backend="gluon"), fullgraph=True)
     assert torch.equal(compiled(q, k, v), expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nan_is_kept(backend, name, is_causal):
+    """Every number that depends on a NaN is NaN, and no row of another head is."""
+    if backend == "gluon" and not is_hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    for row in (0, 150, 299):
+        inputs = tensors(64, 300, 300, kv_heads=4)
+        inputs["qkv".index(name)][0, 0, row, 3] = torch.nan
+        out, lse = flash_attention(*inputs, is_causal=is_causal, return_lse=True, backend=backend)
+        if name == "q":
+            assert out[0, 0, row].isnan().all()
+            assert lse[0, 0, row].isnan()
+        else:
+            seeing = slice(row if is_causal else 0, None)
+            columns = slice(3, 4) if name == "v" else slice(None)
+            assert out[0, 0, seeing, columns].isnan().all()
+        assert not out[0, 1:].isnan().any()
+        assert not out[1].isnan().any()
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_auto_uses_gluon_for_long_sequences_as_exactly_as_plain(dim):
+    inputs = tensors(dim, 2100, 2100, heads=8, kv_heads=4, batch=4)
+    for options in ({}, {"is_causal": True}, {"window": (300, 0)}):
+        assert explain(*inputs, **options).backend == "gluon"
+        assert_as_good_as_plain(flash_attention, inputs, **options)
 
 
 def test_memory_grows_with_the_sequence():

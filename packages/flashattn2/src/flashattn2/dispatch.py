@@ -16,6 +16,8 @@ KERNEL_BACKENDS = ("triton", "gluon")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 SMALLEST_HEAD_DIM = 16
 LARGEST_HEAD_DIM = 256
+#: The least number of queries and keys for which the Gluon kernels were measured to be faster.
+LEAST_GLUON_LENGTH = 1024
 
 
 class Method(NamedTuple):
@@ -62,6 +64,8 @@ def select_backend(
         )
     if backend == "auto":
         preferred = "aten" if q.device.type == "cpu" else "triton"
+        if split_size is None and _is_gluon_faster(q, k, v, spec, packed, max_logits):
+            preferred = "gluon"
         obstacle = _find_obstacle(preferred, q, k, v, spec, packed, max_logits)
         if preferred == "triton" and torch.version.hip is not None:
             obstacle = "the kernels were never compiled for ROCm"
@@ -83,6 +87,20 @@ def select_backend(
         _check_split_size(split_size, backend)
     method = Method(backend, precision, deterministic, split_size or 0, max_logits)
     return Choice(method, reason)
+
+
+def _is_gluon_faster(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, max_logits: bool
+) -> bool:
+    """Return True if the Gluon kernels support the input and are faster than the Triton kernels.
+
+    They do not split a few long sequences among all processors of a GPU, as the Triton kernels do.
+    """
+    if _find_gluon_obstacle(q, v, spec, packed, max_logits) is not None:
+        return False
+    shortest = min(q.shape[2], k.shape[2])
+    tiles = q.shape[0] * k.shape[1] * (shortest // 128)
+    return bool(shortest >= LEAST_GLUON_LENGTH and tiles >= _count_processors(q.device))
 
 
 def _find_obstacle(
@@ -170,10 +188,18 @@ def _find_gluon_obstacle(
 @constant_in_graphs
 def _find_gluon_device_obstacle(device: torch.device) -> str | None:
     """Return why Gluon kernels cannot run on a device, or None if they can."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+    # A GPU of AMD may have the number 9.0, too.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if is_nvidia and torch.cuda.get_device_capability(device) == (9, 0):
         obstacle: str | None = _find_triton_device_obstacle(device)
         return obstacle
-    return f"it needs a GPU of compute capability 9.0, got {device}"
+    return f"it needs an NVIDIA GPU of compute capability 9.0, got {device}"
+
+
+@constant_in_graphs
+def _count_processors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @constant_in_graphs

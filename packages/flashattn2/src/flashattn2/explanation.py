@@ -144,7 +144,7 @@ def _describe_tiles(
 
         dim = q.shape[-1]
         backward = gluon_backward.describe(dim, method.deterministic)
-        return (gluon_forward.describe(dim), *backward)
+        return (gluon_forward.describe(dim, q.shape[2], spec), *backward)
     if method.backend == "triton":
         from flashattn2.kernels.configs import has_atomic
 

@@ -53,14 +53,14 @@ def bench(
     *,
     device: str = "cpu",
     quick: bool = False,
-    worlds: Sequence[int] = (2,),
+    worlds: Sequence[int] = (),
     sizes: Sequence[int] = (),
     cases: Sequence[str] = CASES,
 ) -> list[Row]:
     """Measure the collectives at several sizes (bytes) and return the rows on rank 0.
 
     Under torchrun the launched group is measured. Otherwise this function starts processes, for
-    each number of processes in `worlds`.
+    each number of processes in `worlds`; by default two, or one on a machine with one GPU.
     """
     sizes = tuple(sizes) or (QUICK if quick else FULL)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -73,7 +73,8 @@ def bench(
             dist.destroy_process_group()
         return rows if int(os.environ["RANK"]) == 0 else []
     rows = []
-    for world in worlds:
+    default = min(2, torch.cuda.device_count()) if device == "cuda" else 2
+    for world in worlds or (default,):
         with tempfile.TemporaryDirectory() as folder:
             args = (world, folder, backend, device, sizes, quick, cases)
             start_processes(_run_rank, args=args, nprocs=world, start_method="spawn")
@@ -264,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="take seconds instead of minutes")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--world", type=int, nargs="+", default=[2], help="processes to start")
+    parser.add_argument("--world", type=int, nargs="+", default=[], help="processes to start")
     parser.add_argument("--sizes", type=int, nargs="+", default=[], help="bytes")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--plot", type=Path, help="draw bandwidth against size into this file")

@@ -1,6 +1,7 @@
 """Interleaved measurement of every design: step time and exposed communication.
 
-The command starts two processes. Under torchrun, or on emulated hosts, it joins their group:
+The command starts two processes, or one on a machine with one GPU. Under torchrun, or on emulated
+hosts, it joins their group:
 
     python tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python -m ddp.bench
 
@@ -61,9 +62,10 @@ def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]
     """
     options = Options(device=device, quick=quick, **more)
     if "RANK" not in os.environ:
+        world = min(2, torch.cuda.device_count()) if device == "cuda" else 2
         with tempfile.TemporaryDirectory() as folder:
             start_processes(
-                _run_process, (2, folder, asdict(options)), nprocs=2, start_method="spawn"
+                _run_process, (world, folder, asdict(options)), nprocs=world, start_method="spawn"
             )
             rows: list[Row] = json.loads(Path(folder, "rows.json").read_text())
             return rows

@@ -1,4 +1,4 @@
-"""Measurements: `flash` (batch 1), `train` (a full GPU), `decode` and `naive_memory`.
+"""Measurements: `flash` (batch 1), `train` (a full GPU), `packed`, `decode` and `naive_memory`.
 
 The FLOPs of every implementation are 4 · batch · heads · seq² · dim forward, half of that if
 causal, and 2.5 times that backward.  All implementations of a shape run interleaved, and `ratio_*`
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashattn2.attention import flash_attention
+from flashattn2.attention import flash_attention, flash_attention_varlen
 from flashattn2.bench.measure import (
     elapsed_ms,
     memory_bytes,
@@ -39,18 +39,23 @@ Attention = Callable[[Tensor, Tensor, Tensor], Any]
 Runs = dict[tuple[str, str], Callable[[], Any]]
 PASSES = ("forward", "backward", "both")
 OUT_OF_MEMORY = "out of memory"
+CASES = ("flash", "train", "packed", "decode", "naive_memory")
 
 
-def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Return the rows of every case; the first row describes the machine."""
+def bench(*, device: str = "cpu", quick: bool = False, cases: Sequence[str] = CASES) -> list[Row]:
+    """Return the rows of the cases; the first row describes the machine."""
     torch.manual_seed(0)
-    return [
-        machine(device),
-        *flash(device, quick),
-        *train(device, quick),
-        *decode(device, quick),
-        *naive_memory(device, quick),
-    ]
+    run = {
+        "flash": flash,
+        "train": train,
+        "packed": packed,
+        "decode": decode,
+        "naive_memory": naive_memory,
+    }
+    rows = [machine(device)]
+    for case in cases:
+        rows += run[case](device, quick)
+    return rows
 
 
 def machine(device: str) -> Row:
@@ -77,52 +82,106 @@ def flash(device: str, quick: bool) -> Iterator[Row]:
     for dtype, dim, seq in grid:
         if quick and device == "cuda" and (dim, seq) not in ((64, 1024), (128, 8192)):
             continue
-        yield from _compare("flash", (1, 1, seq, dim), dtype, device, quick)
+        every = implementations(device, quick, dim, dtype)
+        yield from _compare("flash", every, (1, 1, seq, dim), dtype, device, quick)
 
 
 def train(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for a batch and heads that fill the GPU: 16384 tokens of width 2048."""
-    seqs: tuple[int, ...] = (512, 2048, 8192, 16384) if device == "cuda" else (512,)
-    dims = (64, 128) if device == "cuda" else (64,)
-    for dim, seq in itertools.product(dims[:1] if quick else dims, seqs[:1] if quick else seqs):
-        if device == "cuda":
-            shape = (max(1, 16384 // seq), 2048 // dim, seq, dim)
-            yield from _compare("train", shape, torch.bfloat16, device, quick)
-        else:
-            yield from _compare("train", (2, 4, seq, dim), torch.float32, device, quick)
+    if device != "cuda":
+        every = implementations(device, quick, 64, torch.float32)
+        yield from _compare("train", every, (2, 4, 512, 64), torch.float32, device, quick)
+        return
+    seqs = (512,) if quick else (512, 1024, 2048, 4096, 8192, 16384)
+    for dim, is_causal, seq in itertools.product(
+        (64,) if quick else (64, 128), (True, False), seqs
+    ):
+        shape = (max(1, 16384 // seq), 2048 // dim, seq, dim)
+        every = fused_kernels(is_causal)
+        yield from _compare("train", every, shape, torch.bfloat16, device, quick, is_causal)
+
+
+def packed(device: str, quick: bool) -> Iterator[Row]:
+    """Yield rows for causal attention of 16384 packed tokens, beside torch's `varlen_attn`.
+
+    The lengths are those of documents: many short ones and a few long ones.  On a CPU, where torch
+    has no such function, there are no rows.
+    """
+    if device != "cuda":
+        return
+    from torch.nn.attention.varlen import varlen_attn
+
+    lengths = [*(16 * [128]), *(8 * [512]), *(3 * [2048]), 4096]
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    tokens, longest = sum(lengths), max(lengths)
+    for dim in (64,) if quick else (64, 128):
+        every: dict[str, Attention] = {
+            "ours": lambda q, k, v: flash_attention_varlen(q, k, v, cu, cu, is_causal=True),
+            "varlen_attn": lambda q, k, v: varlen_attn(
+                q, k, v, cu, cu, longest, longest, window_size=(-1, 0)
+            ),
+        }
+        q, k, v, grad = (
+            torch.randn(tokens, 2048 // dim, dim, device=device, dtype=torch.bfloat16)
+            for _ in range(4)
+        )
+        leaves = tuple(x.requires_grad_() for x in (q, k, v))
+        runs = {
+            key: run
+            for name, attention in every.items()
+            for key, run in _passes(name, attention, leaves, grad).items()
+        }
+        times = _interleave(runs, 3, device)
+        for which, name in itertools.product(PASSES, every):
+            head: Row = {"case": "packed", "dim": dim, "pass": which, "impl": name}
+            work = sum(flops((1, 2048 // dim, n, dim), which) for n in lengths)
+            yield _row(head, work, times[name, which], times["ours", which])
 
 
 def decode(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for one decoded token: append its key and value, then attend to all keys.
 
     SDPA does the same work: two copies into the caches, and a call on views of the filled part with
-    `enable_gqa` for grouped heads.
+    `enable_gqa` for grouped heads.  `gbps` is the size of the keys and values, each read once,
+    divided by the time.
     """
     shapes = [(1, 8, 8, 100), (1, 32, 8, 2000), (4, 32, 32, 2000)]
+    dtype, dim = torch.float32, 64
+    if device == "cuda":
+        shapes = [(16, 32, 8, 8192), (1, 32, 8, 65536), (64, 32, 32, 2048)]
+        dtype, dim = torch.bfloat16, 128
     for batch, heads, kv_heads, keys in shapes[:1] if quick else shapes:
-        q = torch.randn(batch, heads, 1, 64, device=device)
-        k, v = torch.randn(2, batch, kv_heads, 2 * keys, 64, device=device)
-        new = torch.randn(batch, kv_heads, 1, 64, device=device)
+        q = torch.randn(batch, heads, 1, dim, device=device, dtype=dtype)
+        k, v = torch.randn(2, batch, kv_heads, keys + 16, dim, device=device, dtype=dtype)
+        new = torch.randn(batch, kv_heads, 1, dim, device=device, dtype=dtype)
         runs: dict[str, Callable[[], Any]] = {
             "ours": functools.partial(
                 flash_attention_with_kvcache, q, k, v, new, new, cache_seqlens=keys
             ),
             "sdpa": functools.partial(_append_and_attend, q, k, v, new, keys),
         }
-        rounds = [
-            {name: elapsed_ms(run, 10, device) for name, run in runs.items()} for _ in range(31)
-        ]
+        if device == "cuda":
+            times = _interleave(runs, 9, device)
+        else:
+            rounds = [
+                {n: elapsed_ms(r, 10, device) / 10 for n, r in runs.items()} for _ in range(31)
+            ]
+            times = {name: [round[name] for round in rounds] for name in runs}
+        size = 2 * batch * kv_heads * (keys + 1) * dim * dtype.itemsize
         for name in runs:
-            ratios = [times[name] / times["ours"] for times in rounds]
+            ratios = [t / ours for t, ours in zip(times[name], times["ours"], strict=True)]
+            milliseconds = statistics.median(times[name])
             yield {
                 "case": "decode",
+                "dtype": str(dtype).removeprefix("torch."),
                 "batch": batch,
                 "heads": heads,
                 "kv_heads": kv_heads,
                 "keys": keys,
-                "dim": 64,
+                "dim": dim,
                 "impl": name,
-                "time_ms": statistics.median(times[name] for times in rounds) / 10,
+                "time_ms": milliseconds,
+                "gbps": size / milliseconds / 1e6,
                 "ratio_p50": statistics.median(ratios),
             }
 
@@ -220,6 +279,26 @@ def implementations(device: str, quick: bool, dim: int, dtype: torch.dtype) -> d
     }
 
 
+def fused_kernels(is_causal: bool) -> dict[str, Attention]:
+    """Return the kernels of a GPU for training in half precision, ours first."""
+
+    def sdpa(backend: SDPBackend) -> Attention:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel([backend]):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+        return run
+
+    ours = functools.partial(flash_attention, is_causal=is_causal)
+    return {
+        "ours": ours,
+        "ours atomic": functools.partial(ours, deterministic=False),
+        "ours triton": functools.partial(ours, backend="triton"),
+        "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    }
+
+
 def _flex() -> Attention:
     """Return compiled FlexAttention with one cached block mask per sequence length."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -251,16 +330,19 @@ def _is_supported(name: str, dtype: torch.dtype, shape: tuple[int, int, int, int
 
 
 def _compare(
-    case: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, quick: bool
+    case: str,
+    every: dict[str, Attention],
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    quick: bool,
+    is_causal: bool = True,
 ) -> Iterator[Row]:
     """Yield the rows of all implementations of one shape, timed in interleaved rounds."""
     batch, heads, seq, dim = shape
-    every = implementations(device, quick, dim, dtype)
     runs, failures, peaks = _prepare_runs(every, shape, dtype, device)
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for _ in range(3 if quick else 5):
-        for key, run in runs.items():
-            times[key].append(time_ms(run, device))
+    # On a GPU, each time is already a median of many.
+    times = _interleave(runs, 3 if quick or device == "cuda" else 5, device)
     for which, name in itertools.product(PASSES, every):
         head: Row = {
             "case": case,
@@ -269,6 +351,7 @@ def _compare(
             "heads": heads,
             "seq": seq,
             "dim": dim,
+            "causal": str(is_causal).lower(),
             "pass": which,
             "impl": name,
         }
@@ -276,29 +359,31 @@ def _compare(
             columns = ("time_ms", "tflops", "ratio_p50", "ratio_p10", "ratio_p90", "peak_mib")
             yield {**head, **dict.fromkeys(columns, failures[name])}
         elif (name, which) in times:
-            ours = times["ours", which]
-            yield _row(head, shape, which, times[name, which], ours, peaks[name])
+            work = flops(shape, which, is_causal)
+            row = _row(head, work, times[name, which], times["ours", which])
+            yield {**row, "peak_mib": peaks[name]}
 
 
-def _row(
-    head: Row,
-    shape: tuple[int, int, int, int],
-    which: str,
-    times: list[float],
-    reference_times: list[float],
-    peak_mib: float,
-) -> Row:
-    """Return the row of one implementation and pass."""
+def _interleave(runs: Runs | dict[str, Callable[[], Any]], rounds: int, device: str) -> Any:
+    """Return the times in milliseconds of each run, one per round."""
+    times: dict[Any, list[float]] = {key: [] for key in runs}
+    for _ in range(rounds):
+        for key, run in runs.items():
+            times[key].append(time_ms(run, device))
+    return times
+
+
+def _row(head: Row, work: float, times: list[float], reference_times: list[float]) -> Row:
+    """Return the row of one implementation and pass, which takes `work` FLOPs."""
     ratios = sorted(t / r for t, r in zip(times, reference_times, strict=True))
     milliseconds = statistics.median(times)
     return {
         **head,
         "time_ms": milliseconds,
-        "tflops": flops(shape, which) / milliseconds / 1e9,
+        "tflops": work / milliseconds / 1e9,
         "ratio_p50": statistics.median(ratios),
         "ratio_p10": ratios[len(ratios) // 10],
         "ratio_p90": ratios[math.ceil(0.9 * len(ratios)) - 1],
-        "peak_mib": peak_mib,
     }
 
 
@@ -354,9 +439,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m flashattn2.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--json", type=Path, help="write the rows, and nothing else, to this file")
     arguments = parser.parse_args(argv)
-    rows = bench(device=arguments.device, quick=arguments.quick)
+    rows = bench(device=arguments.device, quick=arguments.quick, cases=arguments.cases)
     print(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -54,51 +54,54 @@ else:
 class Tile(NamedTuple):
     """The tile sizes of one head dim."""
 
-    #: Queries per consumer; a warpgroup's wgmma has 64 rows.
-    rows: int
+    #: Warpgroups that compute; each has 64 queries, the rows of a wgmma.
+    consumers: int
     #: Keys per tile.
     keys: int
     #: Stages of the ring of key and value tiles.
     stages: int
 
+    @property
+    def consumer_registers(self) -> int:
+        """Return the registers per thread of a consumer, after the producer has released most.
+
+        At launch the 65,536 registers are shared evenly by all warps: those of the consumers, the
+        producer's one and three idle warps beside it.
+        """
+        return {2: 240, 3: 160}[self.consumers]
+
 
 #: The tile sizes of each supported head dim.
-TILES = {64: Tile(64, 128, 3), 128: Tile(64, 128, 2)}
-CONSUMERS = 2
-# A program has 12 warps, including three idle warps beside the producer.  Each thread is launched
-# with 168 of the 65,536 registers; then the producer releases most of its registers, and the
-# consumers acquire them.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+TILES = {64: Tile(2, 128, 3), 128: Tile(2, 128, 2)}
+#: At head dim 64 a third consumer has registers for its sums, and the matrix unit waits less for
+#: exponentials.  A left bound needs more registers, and few queries leave the third one idle.
+LONG_TILE = Tile(3, 128, 3)
+LONG = 2048
+ROWS = 64
+PRODUCER_REGISTERS = 24
 
 
 @gluon.jit
 def forward_kernel(
     q, k, v, out, lse, outer, tiles, heads, group, seq_q, seq_k, left, right,
-    D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    D: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output of 128 queries.  Grid: (query tiles · batch · heads).
+    """Compute the output of CONSUMERS · ROWS queries.  Grid: (query tiles · batch · heads).
 
     The tiles of the descriptors are [1, 1, ROWS or KEYS, D].
     """
     tile, batch, head, line, _ = program(tiles, heads, True)
-    first = tile * 2 * ROWS
-    last = gl.minimum(first + 2 * ROWS, seq_q) - 1
-    lo, all_lo, all_hi, hi = key_ranges(
-        first, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
-    )
+    first = tile * CONSUMERS * ROWS
+    last = gl.minimum(first + CONSUMERS * ROWS, seq_q) - 1
+    lo, _, _, hi = key_ranges(first, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1)
     # If no query sees a key, one fully masked tile is still loaded, because the consumers wait for
-    # at least one tile.
+    # at least one tile.  Tiles are processed from the last to the first.
     count = gl.maximum(gl.cdiv(hi - lo, KEYS), 1)
-    # Tiles are processed from the last to the first.  Tiles 0 to near - 1 are cut by the right edge
-    # of the band or the end of the keys, tiles near to far - 1 need no mask, and the left edge of
-    # the band cuts the remaining tiles.
-    near = gl.maximum(gl.cdiv(hi - all_hi, KEYS), 1)
-    far = gl.maximum(count - gl.cdiv(all_lo - lo, KEYS), near)
-    loop = (lo + (count - 1) * KEYS, count, near, far)
+    start = lo + (count - 1) * KEYS
 
-    q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, ROWS, D], q.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, D], v.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -110,9 +113,9 @@ def forward_kernel(
     mbarrier.init(q_ready, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(k_free.index(stage), count=CONSUMERS)
         mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=CONSUMERS)
     # Make the barriers, written by ordinary instructions, visible to TMA.
     fence_async_shared()
 
@@ -120,34 +123,44 @@ def forward_kernel(
     barriers = (q_ready, k_ready, k_free, v_ready, v_free)
     location = (batch, head, line, first)
     band = (seq_q, seq_k, left, right)
-    gl.warp_specialize(
-        [
-            (consumer, (out, lse, outer, memory, barriers, location, loop, band,
-                        0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-            (consumer, (out, lse, outer, memory, barriers, location, loop, band,
-                        1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-            (producer, (q, k, v, memory, barriers, location, loop, head // group,
-                        ROWS, KEYS, STAGES)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    inputs = (q, k, v, memory, barriers, location, head // group, start, count)
+    work = (out, lse, outer, memory, barriers, location, start, count, band)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (consumer, (work, 1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (producer, (inputs, CONSUMERS, ROWS, KEYS, STAGES)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (consumer, (work, 1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (consumer, (work, 2, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (producer, (inputs, CONSUMERS, ROWS, KEYS, STAGES)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 @gluon.jit
 def producer(
-    q, k, v, memory, barriers, location, loop, kv_head,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    inputs, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
+):
     """Load Q, then K and V of each tile as soon as its stage is free.  Runs in one warp."""
+    q, k, v, memory, barriers, location, kv_head, start, count = inputs
     q_tiles, k_tiles, v_tiles = memory
     q_ready, k_ready, k_free, v_ready, v_free = barriers
     batch, head, _, first = location
-    start, count, _, _ = loop
     # `expect` arrives at the barrier, and keeps the phase open until that many bytes have arrived.
-    mbarrier.expect(q_ready, 2 * q.block_type.nbytes)
-    load_tile(q, [batch, head, first, 0], q_ready, q_tiles.index(0))
-    load_tile(q, [batch, head, first + ROWS, 0], q_ready, q_tiles.index(1))
+    mbarrier.expect(q_ready, CONSUMERS * q.block_type.nbytes)
+    for which in gl.static_range(CONSUMERS):
+        load_tile(q, [batch, head, first + which * ROWS, 0], q_ready, q_tiles.index(which))
     for j in range(count):
         stage, phase = j % STAGES, (j // STAGES) & 1
         # The opposite parity: a wait for the phase before the first one returns at once, so the
@@ -166,17 +179,29 @@ def producer(
 
 @gluon.jit
 def consumer(
-    out, lse, outer, memory, barriers, location, loop, band, WHICH: gl.constexpr,
-    D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    work, WHICH: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Compute half of the queries over all tiles of keys.  Runs in four warps."""
-    q_ready, k_ready, k_free, v_ready, _ = barriers
+    """Compute the output of ROWS queries over the tiles that they see.  Runs in four warps."""
+    out, lse, outer, memory, barriers, location, start, count, band = work
+    q_ready, k_ready, k_free, v_ready, v_free = barriers
     batch, head, line, first = location
-    start, count, near, far = loop
-    seq_q, seq_k, _, _ = band
+    seq_q, seq_k, left, right = band
     row = first + WHICH * ROWS
     position = row + seq_k - seq_q
+    last = gl.minimum(row + ROWS, seq_q) - 1
+    lo, all_lo, all_hi, hi = key_ranges(
+        row, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
+    )
+    # Of the program's tiles, this consumer skips those before `begin`, which are to the right of
+    # its queries' keys, and those from `end` on.  Tiles begin to near - 1 are cut by the right edge
+    # of the band or the end of the keys, tiles near to far - 1 need no mask, and the left edge of
+    # the band cuts the others.
+    stop = start + KEYS
+    begin = gl.minimum(gl.maximum(stop - hi, 0) // KEYS, count - 1)
+    end = gl.maximum(gl.minimum((stop - lo) // KEYS, count), begin + 1)
+    near = gl.minimum(gl.maximum((stop - all_hi) // KEYS, begin + 1), end)
+    far = gl.minimum(gl.maximum((stop - all_lo) // KEYS, near), end)
     # The register layouts of wgmma results: a group of four threads has whole rows, so a row's
     # maximum and sum need two shuffles and no shared memory.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -186,21 +211,28 @@ def consumer(
     acc = gl.full([ROWS, D], 0.0, gl.float32, o_layout)  # [ROWS, D]
     zero = gl.full([ROWS, KEYS], 0.0, gl.float32, s_layout)  # [ROWS, KEYS]
 
+    # Queries of two consumers differ by fewer than STAGES tiles: a skipped tile is the first one in
+    # its stage, and is released without waiting for it.
+    for j in range(begin):
+        mbarrier.arrive(k_free.index(j), count=1)
+        mbarrier.arrive(v_free.index(j), count=1)
+
     # The first tile: only S, because P of a previous tile does not exist.
     q_memory = memory[0].index(WHICH)
     q_tile = q_memory.reshape([ROWS, D])  # [ROWS, D]
-    k_tile = memory[1].index(0).reshape([KEYS, D])  # [KEYS, D]
+    k_tile = memory[1].index(begin).reshape([KEYS, D])  # [KEYS, D]
     mbarrier.wait(q_ready, 0)
-    mbarrier.wait(k_ready.index(0), 0)
+    mbarrier.wait(k_ready.index(begin), 0)
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))  # [ROWS, KEYS]
-    mbarrier.arrive(k_free.index(0), count=1)
+    mbarrier.arrive(k_free.index(begin), count=1)
     p, maximum, total, _ = softmax(
-        s, maximum, total, position, start, outer, band, ROWS, KEYS, s_layout, LEFT, RIGHT, True
-    )
+        s, maximum, total, position, start - begin * KEYS, outer, band,
+        ROWS, KEYS, s_layout, LEFT, RIGHT, True,
+    )  # fmt: skip
     p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, o_layout, 2))
 
-    for j in range(1, near):
+    for j in range(begin + 1, near):
         acc, maximum, total, p = step(
             j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer, band,
             D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, True,
@@ -211,14 +243,14 @@ def consumer(
             D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, False,
         )  # fmt: skip
     if LEFT:
-        for j in range(far, count):
+        for j in range(far, end):
             acc, maximum, total, p = step(
                 j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer,
                 band, D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, True,
             )  # fmt: skip
 
     # P V of the last tile.  No later tile is loaded into its stage, so the stage is not released.
-    stage, phase = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
+    stage, phase = (end - 1) % STAGES, ((end - 1) // STAGES) & 1
     mbarrier.wait(v_ready.index(stage), phase)
     v_tile = memory[2].index(stage).reshape([KEYS, D])  # [KEYS, D]
     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
@@ -299,6 +331,11 @@ def softmax(
     return p, new, total * rescale + gl.sum(p, 1), rescale
 
 
+def choose(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
+    """Return the tile sizes that were measured to be the fastest."""
+    return LONG_TILE if dim == 64 and seq_q >= LONG and spec.left < 0 else TILES[dim]
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of `(batch, heads, seq, dim)`."""
     out = launch.empty_like_layout(q)
@@ -310,17 +347,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         for x in (q, k, v)
     )
     batch, heads, seq_q, dim = q.shape
-    tile = TILES[dim]
-    tiles = launch.cdiv(seq_q, CONSUMERS * tile.rows)
+    tile = choose(dim, seq_q, spec)
+    tiles = launch.cdiv(seq_q, tile.consumers * ROWS)
     outer = launch.score_factors(spec, False)[2]
     forward_kernel[(tiles * batch * heads,)](
-        *(descriptor(x, rows) for x, rows in ((q, tile.rows), (k, tile.keys), (v, tile.keys))),
-        descriptor(out, tile.rows), lse, outer, tiles, heads, heads // k.shape[1], seq_q,
+        *(descriptor(x, rows) for x, rows in ((q, ROWS), (k, tile.keys), (v, tile.keys))),
+        descriptor(out, ROWS), lse, outer, tiles, heads, heads // k.shape[1], seq_q,
         k.shape[2], spec.left, spec.right,
-        D=dim, ROWS=tile.rows, KEYS=tile.keys, STAGES=tile.stages,
-        LEFT=spec.left >= 0, RIGHT=spec.right >= 0,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
-        enable_fp_fusion=True,
+        D=dim, CONSUMERS=tile.consumers, ROWS=ROWS, KEYS=tile.keys, STAGES=tile.stages,
+        LEFT=spec.left >= 0, RIGHT=spec.right >= 0, CONSUMER_REGISTERS=tile.consumer_registers,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
@@ -338,10 +374,11 @@ def layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
 
 
-def describe(dim: int) -> str:
+def describe(dim: int, seq_q: int, spec: AttentionSpec) -> str:
     """Return the line that `explain` prints for the forward pass."""
-    tile = TILES[dim]
+    tile = choose(dim, seq_q, spec)
     return (
-        f"forward: {CONSUMERS * tile.rows} queries by {tile.keys} keys by head dim {dim}, 2 "
-        f"warpgroups and a loading warp, {tile.stages} stages, 1 splits, TMA descriptors"
+        f"forward: {tile.consumers * ROWS} queries by {tile.keys} keys by head dim {dim}, "
+        f"{tile.consumers} warpgroups and a loading warp, {tile.stages} stages, 1 splits, TMA "
+        "descriptors"
     )
