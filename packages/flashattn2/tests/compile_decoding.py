@@ -61,9 +61,9 @@ def jobs(paged, kind):
             "lse": "*fp32",
             "strides": THREE,
             "sizes": ("i32",) * 5,
-            **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M"), "constexpr"),
+            **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M", "BLOCK_S"), "constexpr"),
         },
-        {"D": 96, "BLOCK_D": 128, "BLOCK_M": 32},
+        {"D": 96, "BLOCK_D": 128, "BLOCK_M": 4, "BLOCK_S": 16},
     )
 
 

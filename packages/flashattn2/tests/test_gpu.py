@@ -190,10 +190,12 @@ on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute c
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_gluon_kernels_are_as_good_as_plain(dim, dtype, deterministic):
+    """Each pair of lengths meets each band for some head dim and dtype."""
     fixed = run(backend="gluon", deterministic=deterministic)
-    for lengths in ((333, 333), (100, 700), (700, 100), (1, 2000), (128, 4096)):
-        for options in ({}, {"is_causal": True}, {"window": (150, 20)}, {"window": (None, 40)}):
-            assert_as_good_as_plain(fixed, tensors(dim, *lengths, dtype), **options)
+    bands = ({}, {"is_causal": True}, {"window": (150, 20)}, {"window": (None, 40)})
+    shift = 2 * (dim == 64) + (dtype == torch.float16)
+    for i, lengths in enumerate(((333, 333), (100, 700), (700, 100), (1, 2000), (128, 4096))):
+        assert_as_good_as_plain(fixed, tensors(dim, *lengths, dtype), **bands[(i + shift) % 4])
 
 
 @on_hopper

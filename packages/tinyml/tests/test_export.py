@@ -76,6 +76,18 @@ def test_views_are_stored_separately(tmp_path):
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_layers_are_restored_on_the_device_of_the_model(name, tmp_path):
+    small = COMPRESSIONS[name](model())
+    save(small, tmp_path / "model.safetensors")
+    loaded = load(model().cuda(), tmp_path / "model.safetensors")
+    assert {tensor.device.type for tensor in loaded.state_dict().values()} == {"cuda"}
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(loaded(TOKENS.cuda()).cpu(), small(TOKENS), **close)
+
+
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_a_file_gives_the_model_back_bit_for_bit(name, tmp_path):
     compressed = COMPRESSIONS[name](model())

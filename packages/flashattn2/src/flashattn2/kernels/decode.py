@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn2.kernels import launch
-from flashattn2.kernels.forward import combine_kernel
+from flashattn2.kernels.forward import combine
 from flashattn2.kernels.tiles import (
     exponential,
     is_visible,
@@ -31,6 +31,12 @@ from flashattn2.kernels.tiles import (
     tanh,
 )
 from flashattn2.spec import AttentionSpec
+
+#: Programs that one processor runs at a time, so that loads of one follow those of the others.
+PROGRAMS_OF_A_PROCESSOR = 4
+MAX_SPLITS = 64
+#: Stages of the pipeline of loads.
+STAGES = 2
 
 
 def decode(
@@ -65,8 +71,8 @@ def decode(
         flag = -launch.cdiv(split_size, block_n) * block_n
         splits = launch.cdiv(capacity, -flag)
     else:
-        processors = launch.device_of(q.device).processors
-        flag = splits = launch.split_count(tiles * batch * kv_heads, loop, processors)
+        programs = PROGRAMS_OF_A_PROCESSOR * launch.device_of(q.device).processors
+        flag = splits = launch.split_count(tiles * batch * kv_heads, loop, programs, MAX_SPLITS)
     out = q.new_empty((batch, kv_heads, rows, v_dim))
     lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
     to_out, to_lse = out, lse
@@ -83,15 +89,10 @@ def decode(
         cuts, (0, 1) if table is None else tuple(table.shape),
         (tiles, kv_heads, rows, group, k.shape[0], k.shape[2]),
         launch.score_factors(spec, exact), meta,
-        num_warps=4, num_stages=2, enable_fp_fusion=True,
+        num_warps=4, num_stages=STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
-        tiles = launch.cdiv(rows, 32)
-        combine_kernel[launch.grid(tiles, batch * kv_heads, 1)](
-            to_out, to_lse, out, lse, out.stride()[:3],
-            (tiles, kv_heads, rows, splits, batch * kv_heads * rows),
-            D=v_dim, BLOCK_D=meta.BLOCK_DV, BLOCK_M=32, enable_fp_fusion=True,
-        )  # fmt: skip
+        combine(to_out, to_lse, out, lse, splits)
     # [batch, kv_heads, seq_q, group, ...] to [batch, heads, seq_q, ...]
     by_query = (x.unflatten(2, (seq_q, group)).transpose(2, 3) for x in (out, lse))
     out, lse = (x.flatten(1, 2).contiguous() for x in by_query)

@@ -128,10 +128,26 @@ def _attend(
     return acc, maximum, total
 
 
+def combine(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, splits: int) -> None:
+    """Write the outputs and log-sum-exps of all splits, combined, to `out` and `lse`."""
+    batch, heads, rows, dim = out.shape
+    tiles = launch.cdiv(rows, COMBINED_ROWS)
+    combine_kernel[launch.grid(tiles, batch * heads, 1)](
+        parts, part_lse, out, lse, out.stride()[:3],
+        (tiles, heads, rows, splits, batch * heads * rows),
+        D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=COMBINED_ROWS, BLOCK_S=COMBINED_SPLITS,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+#: Rows and splits that one program of `combine_kernel` loads at a time.
+COMBINED_ROWS, COMBINED_SPLITS = 4, 16
+
+
 @triton.jit
 def combine_kernel(
     parts, part_lse, out, lse, strides, sizes,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Combine the outputs of all splits, weighted by their log-sum-exps.
 
@@ -144,23 +160,28 @@ def combine_kernel(
     lines = first + tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, BLOCK_D)
     line = tl.cast(at, tl.int64) * rows + lines
+    # All parts together may have 2**31 elements or more, so offsets are int64.
+    numbers = tl.arange(0, BLOCK_S)
+    part_line = tl.cast(numbers, tl.int64)[:, None] * part_rows + line[None, :]  # [S, M]
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
-    for split in range(splits):
-        # All parts together may have 2**31 elements or more, so offsets are int64.
-        part_line = tl.cast(split, tl.int64) * part_rows + line
-        x = tl.load(part_lse + part_line, lines < rows, other=float("-inf"))
-        maximum = tl.maximum(maximum, x)
+    for start in range(0, splits, BLOCK_S):
+        exists = (start + numbers < splits)[:, None] & (lines < rows)[None, :]
+        offset = tl.cast(start, tl.int64) * part_rows
+        x = tl.load(part_lse + offset + part_line, exists, other=float("-inf"))
+        maximum = tl.maximum(maximum, tl.max(x, 0))
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.zeros([BLOCK_M], tl.float32)  # [M]
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [M, D]
-    inside = (lines < rows)[:, None] & (columns < D)[None, :]
-    for split in range(splits):
-        part_line = tl.cast(split, tl.int64) * part_rows + line
-        x = tl.load(part_lse + part_line, lines < rows, other=float("-inf"))
-        weight = tl.exp(x - base)  # [M]
-        total += weight
-        part = parts + part_line[:, None] * D + columns[None, :]
-        acc += weight[:, None] * tl.load(part, inside, other=0.0)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)  # [M]
+    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)  # [M, D]
+    for start in range(0, splits, BLOCK_S):
+        exists = (start + numbers < splits)[:, None] & (lines < rows)[None, :]
+        offset = tl.cast(start, tl.int64) * part_rows
+        x = tl.load(part_lse + offset + part_line, exists, other=float("-inf"))
+        weight = tl.exp(x - base[None, :])  # [S, M]
+        total += tl.sum(weight, 0)
+        cells = parts + (offset + part_line)[:, :, None] * D + columns[None, None, :]
+        inside = exists[:, :, None] & (columns < D)[None, None, :]
+        part = tl.load(cells, inside, other=0.0)  # [S, M, D]
+        acc += tl.sum(weight[:, :, None] * part, 0)
     safe = tl.where(total == 0.0, 1.0, total)
     store_tile(out, strides, (batch, head, 0, rows), first, acc / safe[:, None], D)
     tl.store(lse + line, maximum + tl.log(safe), lines < rows)
@@ -197,10 +218,5 @@ def forward(
         launch.score_factors(spec, meta.EXACT), meta, **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
-        tiles = launch.cdiv(rows, 32)
-        combine_kernel[launch.grid(tiles, batch * heads, 1)](
-            to_out, to_lse, out, lse, out.stride()[:3],
-            (tiles, heads, rows, splits, batch * heads * rows),
-            D=v_dim, BLOCK_D=plan.block_dv, BLOCK_M=32, enable_fp_fusion=True,
-        )  # fmt: skip
+        combine(to_out, to_lse, out, lse, splits)
     return out, lse, maxima

@@ -88,7 +88,10 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
 
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
-    """Return a copy of the uncompressed `model` with the compressed weights of a file."""
+    """Return a copy of the uncompressed `model` with the compressed weights of a file.
+
+    Each layer is on the device of the layer that it replaces.
+    """
     _, written, computed = _checksum(path)
     if written != computed:
         raise ValueError(
@@ -115,7 +118,8 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
                 f"the file has a layer {name!r} that the model lacks; load into the model it was "
                 "made from"
             ) from error
-        layer = _as_stored(model, name, layer, how, state, restored)
+        device = next((t.device for t in layer.state_dict().values()), None)
+        layer = _as_stored(model, name, layer, how, state, restored).to(device)
         parent, _, child = name.rpartition(".")
         if name:
             setattr(model.get_submodule(parent), child, layer)
