@@ -11,11 +11,11 @@ from torch import Tensor, is_grad_enabled
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import (
     apply_sinks,
-    is_untransformed,
     kernel_attention,
     run_attention,
 )
 from flashattn2.backends import aten
+from flashattn2.compilation import is_untransformed
 from flashattn2.dispatch import select_backend
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
 from flashattn2.spec import UNBOUNDED, Window, make_spec

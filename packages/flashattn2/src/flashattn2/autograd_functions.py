@@ -3,6 +3,7 @@
 Forward-mode derivatives and the double backward pass run in tiled PyTorch for every backend.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +13,9 @@ from torch.autograd import forward_ad
 
 from flashattn2 import autocast, derivatives
 from flashattn2.backends import aten
+from flashattn2.compilation import is_untransformed, needs_operator
 from flashattn2.dispatch import Method, select_backend
-from flashattn2.operators import backward_op, forward_op, map_sequences
+from flashattn2.operators import backward, backward_op, forward, forward_op, map_sequences
 from flashattn2.spec import UNBOUNDED, AttentionSpec, make_spec
 from flashattn2.validation import check_dense
 
@@ -50,11 +52,6 @@ def needs_no_autograd(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return is_untransformed()
 
 
-def is_untransformed() -> bool:
-    """Return True if neither forward-mode AD nor a `torch.func` transform is active."""
-    return forward_ad._current_level < 0 and not _are_functorch_transforms_active()
-
-
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add one sink per head to the output and log-sum-exp of `(batch, heads, seq, ...)`.
 
@@ -85,7 +82,8 @@ def _run(
     if _can_call_kernel_directly(method, cu_q):
         out, lse = aten.forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
         return out, lse, None
-    out, lse, max_logits = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
+    run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
+    out, lse, max_logits = run(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
     if forward_ad._current_level >= 0:
         # A tangent must have the strides of its tensor, and `derivatives` returns contiguous ones.
         out, lse = out.contiguous(), lse.contiguous()
@@ -287,9 +285,8 @@ def _gradients(
     """Run the backward pass of the selected backend."""
     if grad_lse is None and _can_call_kernel_directly(method, cu_q):
         return aten.gradients(q, k, v, out, lse, grad_out, spec)
-    dq, dk, dv = backward_op(
-        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.scalars(), *method
-    )
+    run: Callable[..., Any] = backward_op if needs_operator(q, k, v, grad_out) else backward
+    dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.scalars(), *method)
     return dq, dk, dv
 
 

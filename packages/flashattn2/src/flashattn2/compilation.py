@@ -1,7 +1,35 @@
-"""Support for `torch.compile`."""
+"""Support for `torch.compile` and for everything else that sees operators."""
 
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from flashattn2.validation import PLAIN_TYPES
+
+
+def needs_operator(*tensors: Tensor) -> bool:
+    """Return True if a function must be called as an operator of `torch.library`.
+
+    Graphs that are traced, modes such as FLOP counters, transforms and subclasses of `Tensor` see
+    operators only, and tensors on the meta device have no values to compute.
+    """
+    if is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack():
+        return True
+    is_plain = all(type(x) in PLAIN_TYPES and not x.is_meta for x in tensors)
+    return not (is_plain and is_untransformed())
+
+
+def is_untransformed() -> bool:
+    """Return True if neither forward-mode AD nor a `torch.func` transform is active."""
+    return forward_ad._current_level < 0 and not _are_functorch_transforms_active()
 
 
 def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,10 @@
 """The forward and backward pass as `torch.library` operators with fake kernels and autograd.
 
-Compiled and exported graphs contain these operators.  Eager calls run them inside the functions of
-`autograd_functions.py`, which support higher derivatives.  Dense inputs are `(batch, heads, seq,
-dim)`; packed sequences have the same form with batch 1 and the boundaries `cu_q` and `cu_k`.
+Compiled and exported graphs contain these operators.  Eager calls run inside the functions of
+`autograd_functions.py`, which support higher derivatives, and call `forward` and `backward` without
+the operators: the dispatch of an operator in Python takes longer than the launch of a kernel.
+Dense inputs are `(batch, heads, seq, dim)`; packed sequences have the same form with batch 1 and
+the boundaries `cu_q` and `cu_k`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +20,7 @@ from flashattn2.spec import AttentionSpec
 from flashattn2.validation import check_boundaries
 
 
-@torch.library.custom_op("flashattn2::forward", mutates_args=())
-def forward_op(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -48,10 +49,10 @@ def forward_op(
         with torch.cuda.device_of(q):
             out, lse = gluon_forward.forward(q, k, v, spec)
     elif backend == "triton":
-        from flashattn2.kernels import forward
+        from flashattn2.kernels import forward as triton_forward
 
         with torch.cuda.device_of(q):
-            out, lse, maxima = forward.forward(
+            out, lse, maxima = triton_forward.forward(
                 q, k, v, cu_q, cu_k, spec, precision, split_size, max_logits
             )
     elif backend == "aten":
@@ -67,6 +68,9 @@ def forward_op(
     if maxima.numel() == 0:
         return out, lse, lse.new_full(q.shape[1:2], -torch.inf)
     return out, lse, maxima.amax((0, 2))
+
+
+forward_op = torch.library.custom_op("flashattn2::forward", forward, mutates_args=())
 
 
 @forward_op.register_fake
@@ -85,8 +89,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, T
     return out, lse, lse.new_empty(q.shape[1] if max_logits else 0)
 
 
-@torch.library.custom_op("flashattn2::backward", mutates_args=())
-def backward_op(
+def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -116,10 +119,10 @@ def backward_op(
                 q, k, v, out, lse, grad_out, grad_lse, spec, deterministic
             )
     if backend == "triton":
-        from flashattn2.kernels import backward
+        from flashattn2.kernels import backward as triton_backward
 
         with torch.cuda.device_of(q):
-            return backward.backward(
+            return triton_backward.backward(
                 *(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k),
                 *(spec, precision, deterministic, split_size),
             )
@@ -134,6 +137,9 @@ def backward_op(
         cu_k,
     )
     return dq, dk, dv
+
+
+backward_op = torch.library.custom_op("flashattn2::backward", backward, mutates_args=())
 
 
 @backward_op.register_fake

@@ -22,7 +22,7 @@ The barriers are those of `gluon_forward.py`: X is ready, Y is ready, and the st
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
-import math
+import functools
 from typing import NamedTuple
 
 import torch
@@ -338,10 +338,7 @@ def backward(
     )
     heads, seq_q, dim = q.shape[1:]
     group, tile = heads // k.shape[1], TILES[dim]
-    lse = lse.contiguous()
-    delta = per_row(row_sums.delta(out, grad_out, grad_lse, lse))
-    # With a log-sum-exp of +inf, P of a row that sees no key is 0.
-    lse = per_row(torch.where(lse == -math.inf, math.inf, lse * math.log2(math.e)))
+    lse, delta = row_sums.padded_statistics(out, grad_out, grad_lse, lse.contiguous())
     outer = launch.score_factors(spec, False)[2]
 
     def run(resident, streamed, to, by_key, to_dq=None):
@@ -370,17 +367,15 @@ def backward(
     return dq, dk, dv
 
 
-def per_row(x: Tensor) -> Tensor:
-    """Return `(batch, heads, rows)` as `(batch · heads, rows)` with strides that TMA supports."""
-    x = x.flatten(0, 1)
-    room = x.new_empty(x.shape[0], launch.cdiv(x.shape[1], 4) * 4)[:, : x.shape[1]]
-    return room.copy_(x)
-
-
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Return a TMA descriptor for `rows` numbers of one line."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [1, rows], layout)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [1, rows], row_layout())
+
+
+@functools.cache
+def row_layout() -> gl.NVMMASharedLayout:
+    """Return the layout of the numbers of one line in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def describe(dim: int, deterministic: bool) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ every order in which the warps may be scheduled.
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -369,6 +370,7 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, layout(x.dtype))
 
 
+@functools.cache
 def layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Return the layout of tiles in shared memory: rows of 128 bytes, swizzled by 16 bytes."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)

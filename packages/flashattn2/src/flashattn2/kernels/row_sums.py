@@ -30,15 +30,36 @@ from flashattn2.spec import AttentionSpec
 
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
     """Return D = rowsum(dO ∘ O) - dL."""
-    batch, heads, rows, dim = out.shape
     d = torch.empty_like(lse)
+    _write_delta(out, grad_out, grad_lse, None, d, None, lse.shape[-1])
+    return d
+
+
+def padded_statistics(
+    out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return L in units of the scores and D, as `(batch · heads, rows)` with strides of 16 bytes.
+
+    L is +inf, so that P is 0, for rows that see no key.  TMA needs the strides.
+    """
+    batch, heads, rows = lse.shape
+    pitch = launch.cdiv(rows, 4) * 4
+    d, scaled = lse.new_empty(2, batch * heads, pitch)
+    _write_delta(out, grad_out, grad_lse, lse, d, scaled, pitch)
+    return scaled[:, :rows], d[:, :rows]
+
+
+def _write_delta(
+    out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor | None, d: Tensor,
+    scaled: Tensor | None, pitch: int,
+) -> None:  # fmt: skip
+    batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, 32)
     delta_kernel[launch.grid(tiles, batch * heads, 1)](
-        out, grad_out, None if grad_lse is None else grad_lse.float().contiguous(), d,
-        launch.strides(out, grad_out), (tiles, heads, rows),
+        out, grad_out, None if grad_lse is None else grad_lse.float().contiguous(), lse, d, scaled,
+        launch.strides(out, grad_out), (tiles, heads, rows, pitch),
         D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=32, enable_fp_fusion=True,
     )  # fmt: skip
-    return d
 
 
 def norm_and_delta(
@@ -76,22 +97,30 @@ def norm_and_delta(
 
 @triton.jit
 def delta_kernel(
-    out, grad_out, grad_lse, delta, strides, sizes,
+    out, grad_out, grad_lse, lse, delta, scaled, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute D = rowsum(dO ∘ O) - dL.  Grid: (row tiles · batch · heads)."""
+    """Compute D = rowsum(dO ∘ O) - dL and, if `scaled` is not None, L in units of the scores.
+
+    The last of `sizes` is the row stride of the results.  Grid: (row tiles · batch · heads).
+    """
     out_strides, grad_out_strides = strides
-    tiles, heads, rows = sizes
+    tiles, heads, rows, pitch = sizes
     tile, batch, head, at, _ = program(tiles, heads, False)
     first, sequence = tile * BLOCK_M, (batch, head, 0, rows)
     o = load_tile(out, out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     do = load_tile(grad_out, grad_out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
     lines = first + tl.arange(0, BLOCK_M)
-    line = tl.cast(at, tl.int64) * rows + lines
+    source = tl.cast(at, tl.int64) * rows + lines
+    target = tl.cast(at, tl.int64) * pitch + lines
     if grad_lse is not None:
-        d -= tl.load(grad_lse + line, lines < rows, other=0.0)
-    tl.store(delta + line, d, lines < rows)
+        d -= tl.load(grad_lse + source, lines < rows, other=0.0)
+    tl.store(delta + target, d, lines < rows)
+    if scaled is not None:
+        x = tl.load(lse + source, lines < rows, other=0.0)
+        x = tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
+        tl.store(scaled + target, x, lines < rows)
 
 
 @triton.jit

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashattn2.autocast import cast_for_autocast
-from flashattn2.autograd_functions import apply_sinks, is_untransformed
+from flashattn2.autograd_functions import apply_sinks
 from flashattn2.backends import aten
+from flashattn2.compilation import is_untransformed, needs_operator
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.kvcache import validation
-from flashattn2.kvcache.operators import append_op, decode_op
+from flashattn2.kvcache.operators import append, append_op, attend, decode_op
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
 from flashattn2.spec import UNBOUNDED, AttentionSpec, Window, make_spec
 from flashattn2.validation import check_sinks, check_tensors
@@ -99,10 +101,15 @@ def flash_attention_with_kvcache(
 
     # Run.
     lengths = validation.lengths(cache_seqlens, q, batch)
+    as_operator = needs_operator(q, k_cache, v_cache)
     if k is not None and v is not None:
-        append_op(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend)
+        write = append_op if as_operator else append
+        write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend)
+        if not as_operator:
+            torch.autograd.graph.increment_version((k_cache, v_cache))
         lengths = lengths + new
-    out, lse = decode_op(
+    run = decode_op if as_operator else attend
+    out, lse = run(
         *(q, k_cache, v_cache, lengths, block_table, cu_seqlens_q),
         *plan.spec.scalars(),
         *(plan.method.backend, plan.method.split_size),

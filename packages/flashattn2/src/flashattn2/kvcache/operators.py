@@ -12,8 +12,7 @@ from flashattn2.spec import AttentionSpec
 from flashattn2.validation import check_boundaries
 
 
-@torch.library.custom_op("flashattn2::decode", mutates_args=())
-def decode_op(
+def attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -44,6 +43,9 @@ def decode_op(
     return out.contiguous(), lse.contiguous()
 
 
+decode_op = torch.library.custom_op("flashattn2::decode", attend, mutates_args=())
+
+
 @decode_op.register_fake
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -51,8 +53,7 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Te
     return out, q.new_empty(q.shape[:-1], dtype=dtype)
 
 
-@torch.library.custom_op("flashattn2::append", mutates_args=("k_cache", "v_cache"))
-def append_op(
+def append(
     k_cache: Tensor,
     v_cache: Tensor,
     k: Tensor,
@@ -71,6 +72,11 @@ def append_op(
                 decode.append(cache, rows, lengths, block_table)
         else:
             eager.scatter_rows(cache, rows, lengths, block_table)
+
+
+append_op = torch.library.custom_op(
+    "flashattn2::append", append, mutates_args=("k_cache", "v_cache")
+)
 
 
 @append_op.register_fake

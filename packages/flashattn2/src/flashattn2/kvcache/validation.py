@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flashattn2 import autocast
-from flashattn2.autograd_functions import is_untransformed
+from flashattn2.compilation import is_untransformed
 from flashattn2.spec import MAX_ROWS
 from flashattn2.validation import DTYPES, check_boundary_tensor, check_heads, check_tensors
 
