@@ -5,6 +5,8 @@
     python docs/measure.py ddp:two-hosts    measure one run of a package's
     python docs/measure.py --write-only     write the pages from the newest results
 
+Runs whose names begin with `gpu` need a GPU and are left out without one; `tests/gpu.sh` makes
+them.
 A package's `measured.toml` lists the runs of its bench, the few rows that its README quotes, and
 how to read the table of each case. docs/results/PACKAGE.md has the tables of all cases, for every
 machine that was measured. No number in either is typed by hand: a test renders the results again
@@ -57,7 +59,7 @@ def main() -> None:
     if not arguments.write_only:
         for wanted in arguments.packages or PACKAGES:
             name, _, label = wanted.partition(":")
-            for run in [label] if label else settings(name)["runs"]:
+            for run in [label] if label else runs_here(name):
                 measure(name, run)
     for name in PACKAGES:
         write_pages(name)
@@ -66,6 +68,13 @@ def main() -> None:
 def settings(name: str) -> dict[str, Any]:
     """Return `runs` (command lines) and `readme` (the quoted rows) of a package."""
     return tomllib.loads((ROOT / "packages" / name / "measured.toml").read_text())
+
+
+def runs_here(name: str) -> list[str]:
+    """Return the runs of a package that this machine can make."""
+    from llmsys_suite.config import count_gpus
+
+    return [run for run in settings(name)["runs"] if not run.startswith("gpu") or count_gpus()]
 
 
 def measure(name: str, label: str) -> None:

@@ -25,17 +25,19 @@ def case_table(rows: Iterable[Row], layout: Mapping[str, Any]) -> list[str]:
     `layout` has the keys
 
     - `read`: sentences that say what was measured and how to read the columns;
-    - `columns` (optional): the columns to show, in order; by default all of them;
+    - `columns` (optional): the columns to show, in order, of those that the rows have; by default
+      all of them;
     - `best` (optional): a column to "lowest" or "highest"; the best figure is set in bold;
-    - `within` (optional): columns; the best figure is marked within each combination of them;
+    - `within` (optional): columns; the best figure is marked within each combination of them.  Results
+      of an older bench may lack some;
     - `references` (optional): a column to values; rows with such a value are never the best.
     """
     rows = [_with_merged_percentiles(row) for row in rows]
-    wanted = layout.get("columns") or [c for c in _columns(rows) if c != "case"]
-    unknown = set(wanted) | set(layout.get("best", {})) | set(layout.get("within", ()))
-    unknown -= set(_columns(rows))
+    known = _columns(rows)
+    wanted = [c for c in layout.get("columns") or known if c in known and c != "case"]
+    unknown = {*layout.get("best", {})} - {*known}
     if unknown:
-        raise ValueError(f"expected columns of {_columns(rows)}, got {sorted(unknown)}")
+        raise ValueError(f"expected columns of {known}, got {sorted(unknown)}")
     varying = [c for c in wanted if len(rows) == 1 or len({str(r.get(c)) for r in rows}) > 1]
     shared = [c for c in wanted if c not in varying]
     lines = [layout["read"].strip(), ""]

@@ -65,7 +65,7 @@ bench() {
     command="-m $name.bench --device $DEVICE${QUICK:+ --quick}"
     # shellcheck disable=SC2086
     if attempt "$name.bench" "$PYTHON" $command --json "$rows"; then
-        "$PYTHON" - "$rows" "$OUT/$name.json" "python $command" <<'STORE' || failed="$failed $name.json"
+        "$PYTHON" - "$rows" "$OUT/$name-gpu.json" "python $command" <<'STORE' || failed="$failed $name-gpu.json"
 import json, sys
 from pathlib import Path
 from llmsys_suite.environment import environment

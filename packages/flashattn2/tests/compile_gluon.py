@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 import triton
 from compile_kernels import issued_flops, resources
-from flashattn2.experimental import gluon_backward as backward
-from flashattn2.experimental import gluon_forward as forward
+from flashattn2.hopper import backward, forward
 from flashattn2.kernels import row_sums
 from flashattn2.spec import AttentionSpec
 from triton.backends.compiler import GPUTarget

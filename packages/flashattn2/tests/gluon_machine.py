@@ -11,8 +11,7 @@ import threading
 from types import FunctionType, SimpleNamespace
 
 import torch
-from flashattn2.experimental import gluon_backward as backward
-from flashattn2.experimental import gluon_forward as forward
+from flashattn2.hopper import backward, forward
 from flashattn2.kernels import tiles
 from gluon_schedules import after
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -19,8 +19,7 @@ from flashattn2 import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from flashattn2.experimental import gluon_backward as backward
-from flashattn2.experimental import gluon_forward as forward
+from flashattn2.hopper import backward, forward
 from gluon_machine import Machine
 from gluon_schedules import explore
 from triton.experimental.gluon import language as gl

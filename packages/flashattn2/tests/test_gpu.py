@@ -86,6 +86,7 @@ def test_two_deterministic_runs_are_bit_equal():
         assert torch.equal(first, second)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_packed_sequences_do_not_wait_and_equal_separate_calls():
     cu = torch.tensor([0, 70, 71, 400, 400, 777], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(777, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")

@@ -95,8 +95,8 @@ def flash_attention(
         split_size: Number of keys per split of the Triton forward pass, rounded up to whole tiles.
             A fixed size makes a result independent of its batch.  None splits the keys only if the
             GPU would otherwise be idle.
-        backend: "triton", "aten" (torch's CPU kernel), "torch" (tiled PyTorch), "gluon"
-            (experimental kernels for Hopper), or "auto", which never selects "gluon".
+        backend: "triton", "gluon" (kernels for Hopper), "aten" (torch's CPU kernel), "torch"
+            (tiled PyTorch), or "auto".
 
     Returns:
         The output `(batch, heads, seq_q, dim_v)`.  The log-sum-exp `(batch, heads, seq_q)` is

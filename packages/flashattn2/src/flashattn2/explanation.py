@@ -140,7 +140,8 @@ def _describe_tiles(
     if method.backend == "torch":
         return (f"forward and backward: tiles of {TILE} queries by {TILE} keys",)
     if method.backend == "gluon":
-        from flashattn2.experimental import gluon_backward, gluon_forward
+        from flashattn2.hopper import backward as gluon_backward
+        from flashattn2.hopper import forward as gluon_forward
 
         dim = q.shape[-1]
         backward = gluon_backward.describe(dim, method.deterministic)

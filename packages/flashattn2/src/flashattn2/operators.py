@@ -44,7 +44,7 @@ def forward(
     spec = AttentionSpec(scale, left, right, softcap)
     maxima: Tensor | None = None
     if backend == "gluon":
-        from flashattn2.experimental import gluon_forward
+        from flashattn2.hopper import forward as gluon_forward
 
         with torch.cuda.device_of(q):
             out, lse = gluon_forward.forward(q, k, v, spec)
@@ -112,7 +112,7 @@ def backward(
     """Return the gradients of q, k and v."""
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "gluon":
-        from flashattn2.experimental import gluon_backward
+        from flashattn2.hopper import backward as gluon_backward
 
         with torch.cuda.device_of(q):
             return gluon_backward.backward(

@@ -1,8 +1,5 @@
 """The backward pass for Hopper with one loading warp and eight computing warps.
 
-Status: experimental.  The kernels were compiled for sm_90, and their lines and schedules were
-tested in Python; they never ran on a GPU.  `backend="auto"` does not select them.
-
 A program keeps the tiles A and B of 128 rows resident and streams the tiles X and Y.  With resident
 keys, A, B = K, V and X, Y = Q, dO, five products compute the gradients.  S and P are then
 transposed, [keys, queries], so that P and dS are left operands in registers of the products for dV
@@ -17,7 +14,7 @@ shared memory, both warpgroups read all of it, and TMA adds the tile's dQ to glo
 varying order.  For a fixed order the same kernel runs a second time with resident queries, A, B =
 Q, dO, and streamed keys, X, Y = K, V: dA is then dQ, and dB does not exist.
 
-The barriers are those of `gluon_forward.py`: X is ready, Y is ready, and the stage of both is free.
+The barriers are those of `forward.py`: X is ready, Y is ready, and the stage of both is free.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -38,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn2.experimental.gluon_forward import (
+from flashattn2.hopper.forward import (
     PRODUCER_REGISTERS,
     descriptor,
     load_tile,

@@ -1,8 +1,5 @@
 """The forward pass for Hopper with one loading warp and eight computing warps.
 
-Status: experimental.  The kernels were compiled for sm_90, and their lines and schedules were
-tested in Python; they never ran on a GPU.  `backend="auto"` does not select them.
-
 A program computes 128 queries.  One warp, the producer, issues TMA loads of key and value tiles.
 Two warpgroups, the consumers, compute 64 queries each.  Products run asynchronously: a consumer
 issues the next S = Q Kᵀ and then O += P V of the previous tile, and computes the softmax of that S
