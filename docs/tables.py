@@ -28,8 +28,8 @@ def case_table(rows: Iterable[Row], layout: Mapping[str, Any]) -> list[str]:
     - `columns` (optional): the columns to show, in order, of those that the rows have; by default
       all of them;
     - `best` (optional): a column to "lowest" or "highest"; the best figure is set in bold;
-    - `within` (optional): columns; the best figure is marked within each combination of them.  Results
-      of an older bench may lack some;
+    - `within` (optional): columns; the best figure is marked within each combination of them.
+      Results of an older bench may lack some;
     - `references` (optional): a column to values; rows with such a value are never the best.
     """
     rows = [_with_merged_percentiles(row) for row in rows]

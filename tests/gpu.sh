@@ -5,6 +5,7 @@
 #     tests/gpu.sh --dry    the same commands on a CPU, with the smallest sizes; DEVICE=cpu implies it
 #
 # Besides torch and pytest this needs numpy and hypothesis; the suite needs matplotlib, rich, safetensors, scipy and typer.
+# With pytest-xdist, WORKERS=12 runs the tests in 12 processes: most of their time is compilation.
 # Results are written to $OUT (default: docs/results/DATE-gpu, or a temporary folder with --dry), in the form from which
 # docs/measure.py --write-only makes the tables of the READMEs. Each command may take $LIMIT seconds (1800), so that one that hangs
 # does not end the others. The exit status is 1 if any command failed.
@@ -78,7 +79,8 @@ STORE
 }
 
 # Without a GPU every test that is marked gpu skips; the dry run shows that all of them can be imported and collected.
-attempt "tests marked gpu" "$PYTHON" -m pytest -q -m gpu ${DRY:+--collect-only} packages tests
+attempt "tests marked gpu" "$PYTHON" -m pytest -q -rfE -m gpu ${DRY:+--collect-only} ${WORKERS:+-p no:benchmark -n "$WORKERS"} \
+    packages tests
 for name in $BENCHES; do
     bench "$name"
 done

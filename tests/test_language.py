@@ -137,7 +137,7 @@ def last_line(node: ast.stmt) -> int:
 
 def misplaced_format_skips(path: Path, text: str, tree: ast.AST) -> Iterator[int]:
     """Yield lines whose formatting is switched off outside kernels and tables."""
-    if {"kernels", "gluon", "experimental"} & set(path.parts):
+    if {"kernels", "hopper"} & set(path.parts):
         return
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     for row, line in enumerate(text.splitlines(), 1):

@@ -56,7 +56,7 @@ def test_implementation_out_of_memory_is_reported_in_its_row():
 
 
 def test_json_option_writes_only_the_rows(rows, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "bench", lambda **_: rows)
+    monkeypatch.setattr(bench, "measured_rows", lambda *_: rows)
     monkeypatch.chdir(tmp_path)
     bench.main(["--json", "rows.json"])
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]

@@ -164,19 +164,19 @@ def test_attention_over_a_cache_equals_the_reference(dtype, page_size):
                 table = torch.arange(4 * pages, device="cuda", dtype=torch.int32).flip(0)
                 table = table.view(4, pages)
             counts = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+            fixed = {"cache_seqlens": counts, "block_table": table, "backend": "triton"}
             out, lse = flash_attention_with_kvcache(
-                q, *caches, *added, cache_seqlens=counts, block_table=table, return_lse=True,
-                backend="triton", **options
-            )  # fmt: skip
+                q, *caches, *added, return_lse=True, **fixed, **options
+            )
             for b, n in enumerate(lengths):
-                one = slice(b, b + 1)
-                keys, values = (x[one, :, : n + new].double() for x in (k, v))
+                single = slice(b, b + 1)
+                keys, values = (x[single, :, : n + new].double() for x in (k, v))
                 expected = attention_reference(
-                    q[one].double(), keys, values, return_lse=True, **options
+                    q[single].double(), keys, values, return_lse=True, **options
                 )
-                close = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
-                torch.testing.assert_close(out[one].double(), expected[0], **close or TIGHT)
-                torch.testing.assert_close(lse[one].double(), expected[1], **close or TIGHT)
+                close = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else TIGHT
+                torch.testing.assert_close(out[single].double(), expected[0], **close)
+                torch.testing.assert_close(lse[single].double(), expected[1], **close)
 
 
 def is_hopper():

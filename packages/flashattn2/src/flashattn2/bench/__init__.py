@@ -42,8 +42,13 @@ OUT_OF_MEMORY = "out of memory"
 CASES = ("flash", "train", "packed", "decode", "naive_memory")
 
 
-def bench(*, device: str = "cpu", quick: bool = False, cases: Sequence[str] = CASES) -> list[Row]:
-    """Return the rows of the cases; the first row describes the machine."""
+def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
+    """Return the rows of every case; the first row describes the machine."""
+    return list(measured_rows(device, quick, CASES))
+
+
+def measured_rows(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Row]:
+    """Yield the row of the machine and those of the cases."""
     torch.manual_seed(0)
     run = {
         "flash": flash,
@@ -52,10 +57,9 @@ def bench(*, device: str = "cpu", quick: bool = False, cases: Sequence[str] = CA
         "decode": decode,
         "naive_memory": naive_memory,
     }
-    rows = [machine(device)]
+    yield machine(device)
     for case in cases:
-        rows += run[case](device, quick)
-    return rows
+        yield from run[case](device, quick)
 
 
 def machine(device: str) -> Row:
@@ -104,8 +108,8 @@ def train(device: str, quick: bool) -> Iterator[Row]:
 def packed(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for causal attention of 16384 packed tokens, beside torch's `varlen_attn`.
 
-    The lengths are those of documents: many short ones and a few long ones.  On a CPU, where torch
-    has no such function, there are no rows.
+    The lengths are those of documents: many short ones and a few long ones.  There are
+    no rows for a CPU, on which torch lacks this function.
     """
     if device != "cuda":
         return
@@ -442,10 +446,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--json", type=Path, help="write the rows, and nothing else, to this file")
     arguments = parser.parse_args(argv)
-    rows = bench(device=arguments.device, quick=arguments.quick, cases=arguments.cases)
+    rows = []
+    for row in measured_rows(arguments.device, arguments.quick, arguments.cases):
+        rows.append(row)
+        if arguments.json:
+            # After every row, so that a run that is ended leaves what it measured.
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def table(rows: list[Row]) -> str:

@@ -191,8 +191,8 @@ def consumer(
     lo, all_lo, all_hi, hi = key_ranges(
         row, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
     )
-    # Of the program's tiles, this consumer skips those before `begin`, which are to the right of
-    # its queries' keys, and those from `end` on.  Tiles begin to near - 1 are cut by the right edge
+    # This consumer skips the tiles of the program before `begin`, which are to the right of its
+    # queries' keys, and those from `end` on.  Tiles begin to near - 1 are cut by the right edge
     # of the band or the end of the keys, tiles near to far - 1 need no mask, and the left edge of
     # the band cuts the others.
     stop = start + KEYS
