@@ -103,15 +103,21 @@ class BucketReduction:
         else:
             self._track(following)
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         """Record the time if the running collective has completed, which may be before `advance`.
+
+        Returns True if another call would record nothing.
 
         A callback would be more precise. But gloo runs it on its own thread, which aborts a process
         whose interpreter ends meanwhile, as after an exception in a backward pass.
         """
         work = self.collectives[-1].work
-        if self._is_on_cpu and type(work) is dist.Work and work.is_completed():
-            self.completion_times.setdefault(len(self.collectives), time.perf_counter())
+        if not self._is_on_cpu or type(work) is not dist.Work:
+            return True
+        if not work.is_completed():
+            return False
+        self.completion_times.setdefault(len(self.collectives), time.perf_counter())
+        return True
 
     def _track(self, collective: Collective) -> None:
         self.collectives.append(collective)

@@ -81,6 +81,8 @@ class Reducer:
         self.slots: dict[int, tuple[Bucket, int]] = {}
         #: Reductions of the current step, in the order of launches.
         self.reductions: list[BucketReduction] = []
+        #: Reductions whose running collective may complete before they are waited for.
+        self._polled: list[BucketReduction] = []
         #: True from the first gradient of a step until `finish`.
         self.is_open = False
         self.num_steps = 0
@@ -162,14 +164,15 @@ class Reducer:
         """Start summing a bucket over the ranks."""
         for observer in self._observers:
             observer.before_bucket_launch(bucket, is_participating=is_participating)
-        for reduction in self.reductions:
-            reduction.poll()
+        self._polled = [other for other in self._polled if not other.poll()]
         reduction = BucketReduction(bucket, self.compression, self._group, self._failures)
         self.reductions.append(reduction)
+        self._polled.append(reduction)
         if len(self.reductions) > SECOND_COLLECTIVE_LAG:
             earlier = self.reductions[-1 - SECOND_COLLECTIVE_LAG]
             if earlier.has_next:
                 earlier.advance()
+                self._polled.append(earlier)
 
     def finish(self, *, is_participating: bool = True) -> set[int]:
         """Launch the remaining buckets, wait for all, and close the step.
@@ -307,9 +310,10 @@ class Reducer:
     def _wait(self) -> None:
         # A round waits for the collective of each bucket and launches its next one, so that the
         # next ones of all buckets overlap.
-        running = self.reductions
-        for reduction in running:
+        for reduction in self._polled:
             reduction.poll()
+        self._polled = []
+        running = self.reductions
         while running:
             for reduction in running:
                 reduction.advance()
