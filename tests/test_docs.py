@@ -92,6 +92,10 @@ def test_the_readme_quotes_the_newest_run():
     assert "| torch DDP |" in text
 
 
+def test_figures_without_a_check_are_those_of_the_report():
+    assert (ROOT / "docs" / "benchmarking.md").read_text() == COMPUTED.benchmarking()
+
+
 def test_pictures_are_drawn_from_their_rows():
     pictures = DOCS / "answers" / "pictures"
     drawings = COMPUTED.drawings()

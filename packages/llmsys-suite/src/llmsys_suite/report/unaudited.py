@@ -29,6 +29,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     "train": {
         "hidden and exposed communication": ("rows.hidden_ms", "rows.exposed_ms"),
         "the boundaries between phases": (),
+        "bytes on the wire on a GPU": (),
         "the peak memory of each variant within a step": (),
     },
     "learn": {
