@@ -8,13 +8,19 @@ import itertools
 import pytest
 import torch
 from against_float64 import assert_as_good_as_plain
-from flashattn2 import flash_attention, flash_attention_varlen
+from flashattn2 import (
+    attention_reference,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 HALF = (torch.bfloat16, torch.float16)
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +53,10 @@ def test_every_head_dim_and_dtype_is_as_good_as_plain(dim, dtype, deterministic)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_pairs_of_options_are_as_good_as_plain(dim):
-    for is_causal, window, softcap, scale in itertools.product(
-        (False, True), (None, (70, None), 33), (None, 3.0), (None, 0.3)
-    ):
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, (70, None), 33])
+def test_pairs_of_options_are_as_good_as_plain(dim, is_causal, window):
+    for softcap, scale in itertools.product((None, 3.0), (None, 0.3)):
         options = {"is_causal": is_causal, "window": window, "softcap": softcap, "scale": scale}
         assert_as_good_as_plain(run(backend="triton"), tensors(dim, 257, 511), **options)
 
@@ -123,6 +129,46 @@ def test_tf32_precisions_are_as_good_as_their_bits(precision, bits):
     assert (out - exact).abs().max() <= 2.0**-bits * exact.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("page_size", [None, 16, 48])
+def test_attention_over_a_cache_equals_the_reference(dtype, page_size):
+    """One new token, several, and more queries than a tile has, over short and long caches."""
+    lengths, new = (0, 70, 3000, 1025), 2
+    for seq_q, dim in ((1, 128), (3, 64), (40, 64)):
+        q = torch.randn(len(lengths), 8, seq_q, dim, device="cuda", dtype=dtype)
+        k, v = torch.randn(2, len(lengths), 2, 3024, dim, device="cuda", dtype=dtype)
+        for options in ({}, {"is_causal": True, "softcap": 2.0}, {"window": (500, 0)}):
+            caches, table = [k.clone(), v.clone()], None
+            added = [
+                torch.stack([x[b, :, n : n + new] for b, n in enumerate(lengths)]) for x in (k, v)
+            ]
+            for cache, b in itertools.product(caches, range(len(lengths))):
+                cache[b, :, lengths[b] :] = torch.nan
+            if page_size:
+                # Pages in reverse order.
+                pages = 3024 // page_size
+                caches = [
+                    x.unflatten(2, (pages, page_size)).transpose(1, 2).flatten(0, 1).flip(0)
+                    for x in caches
+                ]
+                table = torch.arange(4 * pages, device="cuda", dtype=torch.int32).flip(0)
+                table = table.view(4, pages)
+            counts = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+            out, lse = flash_attention_with_kvcache(
+                q, *caches, *added, cache_seqlens=counts, block_table=table, return_lse=True,
+                backend="triton", **options
+            )  # fmt: skip
+            for b, n in enumerate(lengths):
+                one = slice(b, b + 1)
+                keys, values = (x[one, :, : n + new].double() for x in (k, v))
+                expected = attention_reference(
+                    q[one].double(), keys, values, return_lse=True, **options
+                )
+                close = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
+                torch.testing.assert_close(out[one].double(), expected[0], **close or TIGHT)
+                torch.testing.assert_close(lse[one].double(), expected[1], **close or TIGHT)
+
+
 def is_hopper():
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -133,11 +179,12 @@ on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute c
 @on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_the_gluon_forward_is_as_good_as_plain(dim, dtype):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_gluon_kernels_are_as_good_as_plain(dim, dtype, deterministic):
+    fixed = run(backend="gluon", deterministic=deterministic)
     for lengths in ((333, 333), (100, 700), (700, 100), (1, 2000), (128, 4096)):
         for options in ({}, {"is_causal": True}, {"window": (150, 20)}, {"window": (None, 40)}):
-            inputs = tensors(dim, *lengths, dtype)
-            assert_as_good_as_plain(run(backend="gluon"), inputs, **options)
+            assert_as_good_as_plain(fixed, tensors(dim, *lengths, dtype), **options)
 
 
 @on_hopper

@@ -7,6 +7,8 @@ scores, probabilities and sums of the tiled backend to the lower precision.
 import torch
 from torch import Tensor
 
+from flashattn2.compilation import constant_in_graphs
+
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors in the autocast dtype, as SDPA casts them.
@@ -29,4 +31,10 @@ def disabled(x: Tensor) -> torch.autocast:
 
 def is_enabled(device: str) -> bool:
     """Return True if autocast is enabled; False for devices without autocast, such as meta."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return bool(_is_available(device)) and torch.is_autocast_enabled(device)
+
+
+@constant_in_graphs
+def _is_available(device: str) -> bool:
+    """Return True if torch has autocast for a type of device.  Dynamo of torch 2.11 cannot ask."""
+    return torch.amp.is_autocast_available(device)

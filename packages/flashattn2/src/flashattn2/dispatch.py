@@ -1,13 +1,13 @@
 """Selection of a backend.  The public functions and `explain` share these rules."""
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashattn2.backends import aten
+from flashattn2.compilation import constant_in_graphs
 from flashattn2.spec import AttentionSpec
 
 BACKENDS = ("auto", "triton", "gluon", "aten", "torch")
@@ -17,14 +17,6 @@ PRECISIONS = ("ieee", "tf32x3", "tf32")
 SMALLEST_HEAD_DIM = 16
 LARGEST_HEAD_DIM = 256
 
-
-def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function as `torch.compiler.assume_constant_result` does.
-
-    The original would import the whole compiler to set this attribute.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 class Method(NamedTuple):
@@ -127,7 +119,7 @@ def _check_split_size(split_size: int, backend: str) -> None:
         )
 
 
-@_constant
+@constant_in_graphs
 def _default_precision() -> str:
     """Return the float32 precision that torch is set to."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -176,7 +168,7 @@ def _find_gluon_obstacle(
 
 
 # The following functions are constants of a compiled graph: a graph is compiled for one machine.
-@_constant
+@constant_in_graphs
 def _find_gluon_device_obstacle(device: torch.device) -> str | None:
     """Return why Gluon kernels cannot run on a device, or None if they can."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
@@ -185,7 +177,7 @@ def _find_gluon_device_obstacle(device: torch.device) -> str | None:
     return f"it needs a GPU of compute capability 9.0, got {device}"
 
 
-@_constant
+@constant_in_graphs
 def _is_bfloat16_interpreted_correctly() -> bool:
     """Return False if Triton's interpreter is on and computes 1 * 1 incorrectly in bfloat16."""
     if importlib.util.find_spec("triton") is None:
@@ -204,7 +196,7 @@ def _is_bfloat16_interpreted_correctly() -> bool:
     return bool(product.data.item() == 1.0)
 
 
-@_constant
+@constant_in_graphs
 def _find_triton_device_obstacle(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on a device, or None if they can."""
     if importlib.util.find_spec("triton") is None:
