@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread a process: two ranks on two cores otherwise wait for each other's threads.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help sync run test test-timing test-exhaustive test-isolated test-gpu mutate lint types bench docs site report pins
+.PHONY: help sync run test test-timing test-exhaustive test-isolated test-oldest-torch test-gpu mutate lint types bench docs site report pins
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -42,6 +42,9 @@ test-isolated: sync  ## Run each package's tests in an environment that holds th
 		UV_COMPILE_BYTECODE=0 $(UV) run --isolated --package $$leaf \
 			pytest -o "pythonpath=. tests" -m "$(USUAL)" packages/$$leaf || exit 1; \
 	done
+
+test-oldest-torch: sync  ## Run the tests of "make test" with the oldest torch and triton that packages accept
+	$(UV) run python tests/oldest_torch.py -n 5 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" packages $(ARGS)
 
 test-gpu:  ## Run the GPU tests and benches with what python has there: no uv, no index
 	tests/gpu.sh $(ARGS)

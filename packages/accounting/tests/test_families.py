@@ -16,6 +16,7 @@ import torch
 from accounting import Transformer, flops, kv_cache, parameters
 from accounting.model.registry import _MULTIMODAL, ENCODERS, FAMILIES, transformer_arguments
 from random_configurations import outcomes
+from transformers_cache import cache_name
 
 # Four layers are enough to tell the kinds of layers apart.
 DEPTHS = (
@@ -708,7 +709,7 @@ def forward_agrees(family: str) -> None:
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
     ):
-        layers = module(input_ids=tokens, use_cache=True).past_key_values.layers
+        layers = getattr(module(input_ids=tokens, use_cache=True), cache_name(module)).layers
     model = Transformer.from_module(module)
     ours = flops(model, seq=10, batch=2, phase="forward", attention="full")
     assert ours.total == counter.get_total_flops()

@@ -72,7 +72,7 @@ def test_chunks_of_llama_4_are_those_of_its_mask() -> None:
     config = Llama4TextConfig(attention_chunk_size=4, num_hidden_layers=4)
     config._attn_implementation = "eager"
     embeds = torch.zeros(1, 11, 8)
-    mask = create_chunked_causal_mask(config, embeds, None, past_key_values=None)
+    mask = create_chunked_causal_mask(config, embeds, None, None)
     shape = Transformer.from_hf(config)
     assert pairs(shape, 11)[1] == int((mask == 0).sum())
 

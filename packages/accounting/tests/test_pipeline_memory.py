@@ -33,6 +33,11 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
 }
 
+releases_outputs = pytest.mark.skipif(
+    not hasattr(PipelineStage, "release_fwd_send_outputs"),
+    reason="stages of torch 2.11 keep sent outputs and the receive buffers of all micro-batches",
+)
+
 
 class Chunk(nn.Module):
     """Some layers, with the embedding before the first of all and the head after the last."""
@@ -146,12 +151,14 @@ def agrees(schedule: str, pipeline: int, stage: int, virtual: int = 1) -> None:
     assert total == pytest.approx(result, rel=0.03), predicted
 
 
+@releases_outputs
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stage_peak_equals_torch_schedule(schedule: str, stage: int) -> None:
     agrees(schedule, 2, stage)
 
 
+@releases_outputs
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -159,6 +166,7 @@ def test_four_stage_peaks_equal_torch_schedule(schedule: str, stage: int) -> Non
     agrees(schedule, 4, stage)
 
 
+@releases_outputs
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
 def test_interleaved_stage_peaks_equal_torch_schedule(stage: int) -> None:
@@ -208,11 +216,13 @@ def agrees_with_fsdp(seed: int) -> None:
     assert whole >= predicted.total * (1 - 1e-9)
 
 
+@releases_outputs
 @pytest.mark.parametrize("seed", [0, 2])
 def test_fsdp_in_pipeline_stores_unsharded_weights_and_gradients(seed: int) -> None:
     agrees_with_fsdp(seed)
 
 
+@releases_outputs
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [1, 3, *range(4, 52)])
 def test_fifty_fsdp_stages_peak_like_live_tensors(seed: int) -> None:

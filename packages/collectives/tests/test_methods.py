@@ -14,7 +14,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 # Methods and properties of torch's base class that apply to this backend: names, ranks, registered
 # backends and supported features. torch defines that backends without ephemeral timeouts ignore
-# `_add_ephemeral_timeout`.
+# `_add_ephemeral_timeout`. `_set_sequence_number_for_group` of torch 2.11 starts gloo's counter.
 INHERITED = frozenset(
     {
         "_add_ephemeral_timeout",
@@ -27,9 +27,9 @@ INHERITED = frozenset(
         "_set_default_backend",
         "_set_group_desc",
         "_set_group_name",
+        "_set_sequence_number_for_group",
         "bound_device_id",
         "boxed",
-        "get_group_store",
         "group_desc",
         "group_name",
         "name",

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 from worker_pool import run_ranks
 
@@ -260,6 +260,18 @@ def train_compiled() -> bool:
     return True
 
 
+class Block(nn.Module):
+    """A block that is compiled in place, which torch 2.11 does not do with `nn.Sequential`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
 def train_compiled_blocks() -> tuple:
     import torch._dynamo
 
@@ -270,7 +282,7 @@ def train_compiled_blocks() -> tuple:
         return graph
 
     torch._dynamo.utils.counters.clear()
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
+    blocks = [Block() for _ in range(4)]
     together = nn.Sequential(*copy.deepcopy(blocks))
     for block in blocks:
         block.compile(backend=count)
@@ -313,7 +325,7 @@ def test_compiled_module_and_compiled_wrapper_train_like_one_process() -> None:
 def test_importing_and_wrapping_do_not_import_the_compiler() -> None:
     program = """
 import sys, tempfile, torch, torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from ddp import DDP
 with tempfile.NamedTemporaryFile() as file:
     dist.init_process_group("gloo", store=dist.FileStore(file.name, 1), rank=0, world_size=1)

@@ -26,6 +26,7 @@ os.environ |= {"BACKEND": "gloo", "TEMP_DIR": str(FOLDER), "MASTER_ADDR": "127.0
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  before the patches below, because it lists all functions of torch
 import torch.distributed.device_mesh as device_mesh  # noqa: E402
+import torch.distributed.optim  # noqa: E402  before them too, because it is scripted in torch 2.11
 from torch import nn  # noqa: E402
 
 

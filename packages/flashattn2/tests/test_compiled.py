@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import shipped
 import torch
+import triton
 import tune
 from flashattn2.kernels import configs, launch
 from flashattn2.spec import AttentionSpec
@@ -76,6 +77,10 @@ def results(every_result):
 FEW_BYTES = 48
 
 
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
+    reason="the tiles were chosen with triton 3.9; the README names what triton 3.6 spills",
+)
 def test_no_shipped_tile_spills_more_than_a_few_bytes(results):
     assert [r for r in results if r["stack_bytes"] > FEW_BYTES] == []
 

@@ -12,6 +12,7 @@ from interp import (
     record_patterns,
 )
 from torch import Tensor
+from transformers_cache import cache_name
 
 
 @pytest.fixture
@@ -156,6 +157,7 @@ def test_positions_count_from_the_start_of_a_text_in_the_cache() -> None:
     )
     model = transformers.LlamaForCausalLM(config).eval()
     tokens, site = torch.randint(31, (1, 9)), "model.layers.*"
+    name = cache_name(model)
     for split in (3, 5):
         whole = at_positions([4, 6], lambda x: x + 1)
         with patch(model, {site: whole}):
@@ -163,18 +165,18 @@ def test_positions_count_from_the_start_of_a_text_in_the_cache() -> None:
         parts = at_positions([4, 6], lambda x: x + 1)
         with patch(model, {site: parts}):
             first = model(tokens[:, :split], use_cache=True)
-            rest = model(tokens[:, split:], past_key_values=first.past_key_values)
+            rest = model(tokens[:, split:], **{name: getattr(first, name)})
         torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected)
     # The beginning of this prompt is in the cache.
-    cache = model(tokens[:, :3], use_cache=True).past_key_values
+    cache = {name: getattr(model(tokens[:, :3], use_cache=True), name)}
     with patch(model, {site: at_positions([4, 6], lambda x: x + 1)}):
-        rest = model(tokens[:, 3:], past_key_values=cache)
+        rest = model(tokens[:, 3:], **cache)
     torch.testing.assert_close(rest.logits, expected[:, 3:])
     with (
         pytest.raises(RuntimeError, match="got one with 9 tokens in its cache; pass cached=True"),
         patch(model, {site: at_positions([0], torch.zeros_like, cached=False)}),
     ):
-        model(tokens[:, :1], past_key_values=cache)
+        model(tokens[:, :1], **cache)
     with (
         pytest.raises(RuntimeError, match="the activation has 1 positions, and the call 9 tokens"),
         patch(model, {"lm_head": at_positions([0], torch.zeros_like)}),

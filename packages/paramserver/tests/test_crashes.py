@@ -1,8 +1,11 @@
 """A job that is killed at any change of its journals equals an undisturbed one."""
 
+import multiprocessing
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -112,53 +115,52 @@ def train(folder, policy, servers):
     return version, trained, [host.staleness for host in hosts]
 
 
-def in_a_fork(function):
+def in_a_fork(function, *args):
     """Call `function` in a child process and return the exit status of the child."""
     child = os.fork()
     if not child:
         code = 1
         try:
             torch.set_num_threads(1)
-            code = function()
+            function(*args)
+            code = 0
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def count_changes(folder, policy, servers):
-    def count():
-        injector = Injector()
-        injector.install()
-        train(folder, policy, servers)
-        (folder / "count").write_text(str(injector.count))
-        return 0
-
-    folder.mkdir()
-    assert in_a_fork(count) == 0
-    return int((folder / "count").read_text())
+    injector = Injector()
+    injector.install()
+    train(folder, policy, servers)
+    (folder / "count").write_text(str(injector.count))
 
 
 def die_at(kill_at, folder, policy, servers):
-    def die():
-        Injector(kill_at).install()
-        train(folder, policy, servers)
-        return 0
-
-    return in_a_fork(die)
+    Injector(kill_at).install()
+    train(folder, policy, servers)
 
 
 def kill_at_points(tmp_path, policy, servers, points):
     version, expected, staleness = train(tmp_path / "undisturbed", policy, servers)
-    changes = count_changes(tmp_path / "counted", policy, servers)
-    assert changes > 100
-    for kill_at in points(changes):
-        folder = tmp_path / f"killed-{kill_at}"
-        assert die_at(kill_at, folder, policy, servers) == KILLED, kill_at
-        resumed = train(folder, policy, servers)
-        assert resumed[0] == version, kill_at
-        for parameter, other in zip(resumed[1], expected, strict=True):
-            assert torch.equal(parameter, other), kill_at
-        assert resumed[2] == staleness, kill_at
+    counted = tmp_path / "counted"
+    counted.mkdir()
+    # autograd refuses to run in a fork of a process in which it has started threads. Optimizers
+    # import torch._dynamo, which takes seconds if every fork does it.
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, context, import_module, ("torch._dynamo",)) as clean:
+        assert clean.submit(in_a_fork, count_changes, counted, policy, servers).result() == 0
+        changes = int((counted / "count").read_text())
+        assert changes > 100
+        for kill_at in points(changes):
+            folder = tmp_path / f"killed-{kill_at}"
+            killed = clean.submit(in_a_fork, die_at, kill_at, folder, policy, servers)
+            assert killed.result() == KILLED, kill_at
+            resumed = train(folder, policy, servers)
+            assert resumed[0] == version, kill_at
+            for parameter, other in zip(resumed[1], expected, strict=True):
+                assert torch.equal(parameter, other), kill_at
+            assert resumed[2] == staleness, kill_at
 
 
 def test_a_job_killed_at_some_changes_of_its_journals_equals_the_undisturbed_one(tmp_path):

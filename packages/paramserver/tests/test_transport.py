@@ -68,6 +68,17 @@ def test_ranks_of_an_existing_group_equal_one_process(world, servers):
         assert_equal_parameters(parameters, expected)
 
 
+def join_repeatedly(steps):
+    return [join_and_train(steps, (0,), ADAMW) for _ in range(3)]
+
+
+def test_group_can_be_joined_repeatedly():
+    expected = train_alone(2, 2, ADAMW)
+    for results in run_ranks(join_repeatedly, 2, 2):
+        for parameters in results:
+            assert_equal_parameters(parameters, expected)
+
+
 def join_part_of_a_group(steps):
     part = dist.new_group([0, 2])
     if dist.get_rank() == 1:

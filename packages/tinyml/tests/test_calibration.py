@@ -245,7 +245,9 @@ def test_progress_and_cache():
 def peak_bytes(call):
     """Return the most bytes that `call` allocates at a time, and its result."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
         result = call()
     events = profile.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import PrefixCache, SoftPrompt, adapt, meta_loss
 from torch import nn
+from transformers_cache import cache_name
 
 
 class Decoder(nn.Module):
@@ -205,7 +206,8 @@ def test_transformers_prefix_cache_can_be_reused():
     prompt, tokens = SoftPrompt(5, 8).double(), torch.randint(19, (2, 7))
     embeddings = model.transformer.wte(tokens)
     whole = model(inputs_embeds=prompt(embeddings)).logits[:, 5:]
-    cache = PrefixCache.of(prompt, lambda x: model(inputs_embeds=x).past_key_values)
+    name = cache_name(model)
+    cache = PrefixCache.of(prompt, lambda x: getattr(model(inputs_embeds=x), name))
     for _ in range(2):
-        cached = model(inputs_embeds=embeddings, past_key_values=cache.expand(2)).logits
+        cached = model(inputs_embeds=embeddings, **{name: cache.expand(2)}).logits
         torch.testing.assert_close(cached, whole, rtol=1e-12, atol=1e-12)

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
 from collectives.communicator import Communicator
@@ -129,7 +129,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         deadline = time.monotonic() + timeout.total_seconds()
         store = fresh_store(options.store, world, deadline)
         options = copy_options(options, store=store)
-        super().__init__(store, rank, world)
+        # Up to torch 2.11 the constructor that takes the store cannot create a Python subclass.
+        super().__init__(rank, world)
         # Needed to create a backend of another device, or a group from this one.
         self._options = options
         self._backend_options = backend_options
@@ -363,6 +364,11 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of calls so far."""
         return self.communicator.operation.number
+
+    def get_group_store(self) -> Store:
+        """Return the store of the group."""
+        store: Store = self._options.store
+        return store
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""

@@ -115,7 +115,9 @@ def _window_bounds(window: Window) -> tuple[int, int]:
         )
     bounds = []
     for side in sides:
-        is_int = hasattr(side, "__index__") and not isinstance(side, (bool, Tensor))
+        # torch.compile of torch 2.11 cannot trace `hasattr` of a symbolic int.
+        is_index = isinstance(side, int) or hasattr(side, "__index__")
+        is_int = is_index and not isinstance(side, (bool, Tensor))
         if side is not None and not (is_int and side >= 0):
             raise ValueError(
                 f"expected each side of window to be an int >= 0, the number of keys seen beyond "

@@ -116,9 +116,9 @@ def _to_sparse(gradient: Tensor, piece: Piece) -> Tensor:
 
 
 def _coalesced(indices: Tensor, values: Tensor, piece: Piece) -> Tensor:
-    return torch.sparse_coo_tensor(
-        indices[None], values, piece.view_shape, is_coalesced=True, check_invariants=False
-    )
+    # torch 2.11 warns about the argument check_invariants, but not about this context.
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(indices[None], values, piece.view_shape, is_coalesced=True)
 
 
 def _elements(piece: Piece, rows: Tensor) -> tuple[Tensor, Tensor]:

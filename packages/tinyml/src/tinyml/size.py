@@ -133,8 +133,13 @@ def _recurrent_flops(inputs: Any, from_input: Any, from_state: Any, *_: Any, **_
     return 2 * prod(inputs[:-1]) * (prod(from_input) + prod(from_state))
 
 
-#: Operators that torch's counter counts as zero.
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+#: Operators that torch's counter counts as zero. Later versions than 2.11 count attention on CPUs.
 _FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten.dot: lambda left, *_, **__: 2 * prod(left),
     torch.ops.aten.mv: lambda matrix, *_, **__: 2 * prod(matrix),
     torch.ops.aten._trilinear: lambda left, weight, *_, **__: 2 * left[0] * prod(weight),

@@ -42,12 +42,13 @@ def average_sparse(
 def _coalesced_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        gradient = torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.long, device=parameter.device),
-            parameter.new_zeros(0, *parameter.shape[1:]),
-            parameter.shape,
-            check_invariants=True,
-        )
+        # torch 2.11 warns about the argument check_invariants, but not about this context.
+        with torch.sparse.check_sparse_tensor_invariants():
+            gradient = torch.sparse_coo_tensor(
+                torch.zeros(1, 0, dtype=torch.long, device=parameter.device),
+                parameter.new_zeros(0, *parameter.shape[1:]),
+                parameter.shape,
+            )
     gradient = gradient.detach()
     if not gradient.is_sparse:
         gradient = gradient.to_sparse(1)

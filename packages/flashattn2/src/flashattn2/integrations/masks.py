@@ -56,6 +56,10 @@ class Rule:
         """Return True if a query's position decides which keys it sees."""
         return self.left is not None or self.right is not None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Rule":
+        # Guards of torch 2.11 copy the rule, whose symbolic sizes in a graph cannot be copied.
+        return self
+
 
 class AttentionMask(Tensor):
     """A mask `(batch, heads, seq_q, seq_k)` that only flashattn2's attention function can read.

@@ -62,5 +62,7 @@ def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
         activities=activities,
         schedule=profiler.schedule(wait=SKIPPED - 1, warmup=1, active=TRACED, repeat=1),
         on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+        # Without it torch 2.11 warns that events of earlier cycles are cleared; there is one cycle.
+        acc_events=True,
     ) as recording:
         yield recording

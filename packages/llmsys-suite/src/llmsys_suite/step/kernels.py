@@ -33,7 +33,7 @@ def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
         summary = summarize(seen.key_averages(), step.device.type)
         rows.append({"phase": phase, "timer_ms": seconds * 1e3} | summary)
     if trace is not None:
-        with profile(activities=activities) as whole:
+        with profile(activities=activities, acc_events=True) as whole:
             step.timed()
         whole.export_chrome_trace(str(trace))
     rows[0] |= attention_flops(step.case)

@@ -82,15 +82,14 @@ class DistributedChannel(Channel):
 
     def _send(self, data: Tensor) -> None:
         try:
-            dist.send(data, group=self._group, group_dst=self._rank, tag=self._send_tag)
+            self._group.send([data], self._rank, self._send_tag).wait()
         except RuntimeError as error:
             raise ConnectionResetError(str(error).splitlines()[0]) from error
 
     def _receive(self, data: Tensor, timeout: float | None) -> None:
         start = time.monotonic()
         try:
-            work = dist.irecv(data, group=self._group, group_src=self._rank, tag=self._receive_tag)
-            assert work is not None
+            work = self._group.recv([data], self._rank, self._receive_tag)
             work.wait(_IDLE if timeout is None else timedelta(seconds=timeout))
         except RuntimeError as error:
             if timeout is not None and time.monotonic() - start >= timeout:
@@ -157,8 +156,7 @@ def join(
         drop_after=drop_after,
     )
     shards = job.shards()
-    ranks = dist.get_process_group_ranks(group)
-    private: Any = dist.new_group(ranks, _IDLE, "gloo", use_local_synchronization=True)
+    private = _connect_gloo(group)
     threads = []
     connections = list[Connection]()
     try:
@@ -185,9 +183,21 @@ def join(
     finally:
         for thread in threads:
             thread.join(timeout + GRACE)
-        # A thread that still waits for a hanging rank needs the group until the process ends.
-        if not any(thread.is_alive() for thread in threads):
-            dist.destroy_process_group(private)
+
+
+def _connect_gloo(group: dist.ProcessGroup | None) -> Any:
+    """Return a new gloo group of the same ranks, which torch.distributed does not register.
+
+    `new_group` of torch 2.11 may reuse the name of a destroyed group, and with it the addresses
+    in the store. Here the prefix is the number of earlier calls by each rank.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    store: Any = group.get_group_store()
+    world = group.size()
+    number = (store.add("paramserver/joined", 1) - 1) // world
+    prefixed = dist.PrefixStore(f"paramserver/{number}", store)
+    return dist.ProcessGroupGloo(prefixed, group.rank(), world, _IDLE)
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,13 @@ def _cached(tokens: Tensor) -> _Call:
     """Return a call that computes the last position from the cache of the others."""
 
     def call(model: nn.Module) -> Any:
-        past = model(tokens[:, :-1], use_cache=True).past_key_values
+        output = model(tokens[:, :-1], use_cache=True)
+        # transformers 5.24 renamed `past_key_values` to `cache`.
+        name = "cache" if hasattr(output, "cache") else "past_key_values"
+        past = getattr(output, name)
         if past is None:
             raise ValueError("no cache")
-        return model(tokens[:, -1:], past_key_values=past, use_cache=True)
+        return model(tokens[:, -1:], **{name: past}, use_cache=True)
 
     return call
 
