@@ -1,10 +1,10 @@
-"""The forward pass for Hopper with one loading warp and eight computing warps.
+"""The forward pass for Hopper with one loading warp and two or three groups of computing warps.
 
-A program computes 128 queries.  One warp, the producer, issues TMA loads of key and value tiles.
-Two warpgroups, the consumers, compute 64 queries each.  Products run asynchronously: a consumer
-issues the next S = Q Kᵀ and then O += P V of the previous tile, and computes the softmax of that S
-while the second product is still running (`wait_group 1`; Shah et al. 2024, section 3.2).  While
-one consumer computes its softmax, the matrix unit is free for the other consumer.
+One warp, the producer, issues TMA loads of key and value tiles.  Warpgroups of four warps, the
+consumers, compute 64 queries each.  Products run asynchronously: a consumer issues the next
+S = Q Kᵀ and then O += P V of the previous tile, and computes the softmax of that S while the second
+product is still running (`wait_group 1`; Shah et al. 2024, section 3.2).  While one consumer
+computes its softmax, the matrix unit is free for the others.
 
     matrix unit   | S0 |    | S1 |  O += P0 V0  |    | S2 |  O += P1 V1  |
     softmax             P0        P1                       P2
@@ -12,7 +12,7 @@ one consumer computes its softmax, the matrix unit is free for the other consume
 Barriers guard each tile of shared memory.  Each stage of the ring has two barriers:
 
     ready    the load has finished: consumers may read the tile
-    free     both consumers have read the tile: the producer may overwrite it
+    free     every consumer has read or skipped the tile: the producer may overwrite it
 
 A barrier counts phases, and a warp waits for the parity of a phase.  Tile j is in stage j % STAGES,
 as the (j // STAGES)-th tile of that stage.  The tests run these functions line by line and explore
@@ -52,7 +52,7 @@ else:
 class Tile(NamedTuple):
     """The tile sizes of one head dim."""
 
-    #: Warpgroups that compute; each has 64 queries, the rows of a wgmma.
+    #: Number of warpgroups that compute.
     consumers: int
     #: Keys per tile.
     keys: int
@@ -71,10 +71,12 @@ class Tile(NamedTuple):
 
 #: The tile sizes of each supported head dim.
 TILES = {64: Tile(2, 128, 3), 128: Tile(2, 128, 2)}
-#: At head dim 64 a third consumer has registers for its sums, and the matrix unit waits less for
-#: exponentials.  A left bound needs more registers, and few queries leave the third one idle.
+#: The tile sizes for head dim 64 and at least `LONG` queries without a left bound.  With a third
+#: consumer the matrix unit waits less for exponentials.  A left bound would need more registers,
+#: and fewer queries were measured to be slower.
 LONG_TILE = Tile(3, 128, 3)
 LONG = 2048
+#: Queries of a consumer: the rows of a wgmma.
 ROWS = 64
 PRODUCER_REGISTERS = 24
 
