@@ -50,7 +50,7 @@ def test_contradicting_methods_are_reported():
     runs = isoflop_runs(LAW, span=10, per_budget=9)
     bottom = 3e8 * (runs.compute / 6e18) ** 0.7
     u = np.log(runs.parameters / LAW.optimal(6e18).parameters) - np.log(bottom / 3e8) / 2
-    errors = np.exp(1e-3 * np.random.default_rng(0).standard_normal(len(u)))
+    errors = np.exp(3e-4 * np.random.default_rng(0).standard_normal(len(u)))
     loss = (1.5 + 1.5 * (runs.compute / 6e18) ** -0.1 + 0.03 * u**2) * errors
     odd = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": loss})
     fits = []

@@ -88,7 +88,7 @@ def _plot_optima(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) ->
         axes.plot(c, [valley.tokens for valley in fit.valleys], "C1o", ms=4)
     axes.axvline(fit.runs.compute.max(), color="0.6", ls=":", label="largest run")
     axes.set(xscale="log", yscale="log", xlabel="compute (FLOPs)", title="Compute-optimal N and D")
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)
 
 
 def _optima(fit: ParametricFit | IsoflopFit, compute: Array) -> list[Optimum]:
@@ -142,7 +142,7 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
     axes.axhline(1, color="0.6", lw=1)
     axes.set(xlabel="FLOPs of the largest run fitted")
     axes.set(ylabel="predicted best size / that by all runs", title="Backtest, 95 % intervals")
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper right", fontsize=8)
 
 
 def _plot_contours(axes: "Axes", fit: ParametricFit, up_to: float) -> None:
@@ -159,7 +159,7 @@ def _plot_contours(axes: "Axes", fit: ParametricFit, up_to: float) -> None:
     axes.plot(fit.runs.compute, fit.runs.parameters, "k.", ms=3, label="runs")
     axes.set(xscale="log", yscale="log", xlabel="compute (FLOPs)", ylabel="parameters")
     axes.set_title("Loss (nats)")
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)
 
 
 def _plot_residuals(axes: "Axes", fit: ParametricFit) -> None:
@@ -195,7 +195,7 @@ def _plot_interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
     axes.axvline(math.log10(fit.law.optimal(compute).parameters), color="k", lw=1)
     axes.set(xlabel=f"log10 best parameters at {compute:.3g} FLOPs", ylabel="probability")
     axes.set_title("Uncertainty of the best size")
-    axes.legend(fontsize=8)
+    axes.legend(loc="center right", fontsize=8)
 
 
 def _plot_losses(axes: "Axes", sweep: Sweep) -> None:
@@ -211,7 +211,7 @@ def _plot_losses(axes: "Axes", sweep: Sweep) -> None:
         axes.axvline(best, color=color, lw=0.5, ls=":")
     axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="final loss")
     axes.set_title(f"{sweep.task}, {sweep.optimizer}")
-    axes.legend(title="batch size", fontsize=7)
+    axes.legend(loc="upper left", title="batch size", fontsize=7)
 
 
 def _plot_best_rates(axes: "Axes", sweep: Sweep) -> None:
@@ -230,4 +230,4 @@ def _plot_best_rates(axes: "Axes", sweep: Sweep) -> None:
     if len(sizes) >= 2 and math.isfinite(sweep.critical_batch_size):
         axes.axvline(sweep.critical_batch_size, color="0.6", ls=":", label="gradient noise scale")
     axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="best learning rate")
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)
