@@ -328,8 +328,8 @@ def test_patching_affected_positions_equals_patching_whole_rows(name: str) -> No
         # Other hooks may read whole rows, so with a hook all positions are computed.
         with record(decoder, "blocks.1.mlp"):
             whole = scan(heads=heads.get(part, 1))
-        # DeepSeek's routing weights are computed in float32.
-        exact = 1e-7 if decoder.settings.router_in_float32 else 1e-9
+        # DeepSeek's routing weights are rounded to float32 in each layer.
+        exact = 1e-6 if decoder.settings.router_in_float32 else 1e-9
         close = {"rtol": exact, "atol": 0.1 * exact * float(whole.values.abs().max())}
         torch.testing.assert_close(ours.values, whole.values, **close)
         assert ours.values.std() > 0

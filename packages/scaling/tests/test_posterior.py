@@ -80,8 +80,9 @@ def test_interval_is_that_of_the_profile_likelihood():
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize(
     ("sets", "least"),
-    # At a coverage of 95 %, fewer than 15 of 18 have a probability of 0.1 %.
-    [(3, 15 / 18), pytest.param(70, 0.92, marks=pytest.mark.exhaustive)],
+    # The two intervals of a fit often miss together. At a coverage of 95 %, four or more of nine
+    # fits miss with a probability of 0.06 %.
+    [(3, 12 / 18), pytest.param(70, 0.92, marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize(("budgets", "per_budget"), [(3, 2), (4, 3), (4, 4)])
 def test_intervals_of_few_runs_cover_the_truth(budgets, per_budget, sets, least):
