@@ -479,6 +479,17 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
     assert len(load_runs(scaled)) == 24
 
 
+def test_settings_that_are_written_differently_are_one_setting():
+    rows = [
+        {"N": n, "D": 2e9, "lr": lr, "seed": seed, "loss": 3 + (lr == "1e-3") + seed / 100}
+        for n in (1e8, 4e8)
+        for seed, form in enumerate(("3e-4", "0.0003", "0.00030000001"))
+        for lr in (form, "1e-3")
+    ]
+    with pytest.warns(ScalingWarning, match=r"\['lr'\] differ.*6 runs of other settings"):
+        assert sorted(load_runs(rows).loss) == [3.0, 3.0, 3.01, 3.01, 3.02, 3.02]
+
+
 def test_setting_under_an_unusual_name_is_reported():
     """Runs of several settings are reported if the column has an unusual name."""
     rows = [

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import blank_cells, list_some, parse_numbers, uses_decimal_comma
-from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS
+from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
 from scaling.tables.source import Table, read_table
 from scaling.tables.states import keep_finished
+from scaling.units import Array
 
 #: Texts of losses of diverged runs.
 DIVERGED = ("nan", "inf", "infinity", "diverged")
@@ -74,7 +75,7 @@ def fit_sweeps(
             f"by = {by!r}: no column {missing[0]!r}; there are {sorted(table.columns)}"
         )
     chosen = _choose_columns(table, columns or {})
-    codes = table.codes(names)
+    codes = setting_codes(table, names)
     sweeps = {}
     for code in range(codes.max() + 1):
         group = table.select(codes == code)
@@ -142,11 +143,11 @@ def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[
         return values if _relative_range(cells) > SAME_SIZE else []
     if recognize(name, "tokens") or recognize(name, "compute"):
         # At a fixed number of steps, larger batches see more tokens, so batches are compared apart.
-        batches = _groups(cells, table.codes([chosen["batch_size"]]))
+        batches = _groups(cells, setting_codes(table, [chosen["batch_size"]]))
         return values if any(_relative_range(group) > SAME_TOKENS for group in batches) else []
     # Any other column is a setting if repetitions differ by it and it has few values. A name, a
     # date or a measurement has as many values as there are rows.
-    repetitions = table.codes([chosen["batch_size"], chosen["rate"]])
+    repetitions = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
     differs = any(len({*map(str, group)}) > 1 for group in _groups(cells, repetitions))
     return values if differs and len(values) * 3 <= len(table) else []
 
@@ -206,7 +207,6 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     trained = [text == "nan" or not b for text, b in zip(texts, blank, strict=True)]
     numbers = {ours: parse_numbers(c, comma, ours != "loss") for ours, c in cells.items()}
     numbers["loss"][[text in DIVERGED for text in texts]] = math.inf
-    runs: RunsBySetting = {}
     for i in np.flatnonzero(trained):
         for ours, name in chosen.items():
             number = numbers[ours][i]
@@ -215,9 +215,21 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
                     f"column {name!r} must be positive{'' if ours == 'loss' else ' and finite'},"
                     f" but row {rows[i]}: {cells[ours][i]!r}"
                 )
-        setting = (float(numbers["batch_size"][i]), float(numbers["rate"][i]))
+    runs: RunsBySetting = {}
+    sizes, rates = (_merge_rounded(numbers[k][trained]) for k in ("batch_size", "rate"))
+    for i, size, rate in zip(np.flatnonzero(trained), sizes, rates, strict=True):
+        setting = (float(size), float(rate))
         runs.setdefault(setting, []).append((rows[i], float(numbers["loss"][i])))
     return runs
+
+
+def _merge_rounded(values: Array) -> Array:
+    """Return values of which those that differ by rounding are replaced by the least of them."""
+    codes = cluster(values, SAME_SETTING, 1 + SAME_SETTING)
+    least = np.full(len(values), np.inf)
+    np.minimum.at(least, codes, values)
+    merged: Array = least[codes]
+    return merged
 
 
 def _mark_diverged(runs: RunsBySetting) -> list[int]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from scaling.tables.cells import blank_cells, list_some, parse_numbers
 from scaling.tables.derived import TIMES
-from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster
+from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
 from scaling.tables.reading import Reading
 from scaling.tables.scales import FEWEST
@@ -80,7 +80,7 @@ def keep_best_settings(reading: Reading) -> None:
         return
     rows = np.arange(len(reading.table))
     design = _designs(reading, sets, rows)
-    setting = reading.table.codes(names)
+    setting = setting_codes(reading.table, names)
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
@@ -120,7 +120,7 @@ def _setting_columns(reading: Reading) -> tuple[list[str], list[str]]:
         words = split_words(name)
         stems = {"".join(words[i:]) for i in range(len(words))}
         if name not in used and stems & known:
-            if reading.table.codes([name]).any():
+            if setting_codes(reading.table, [name]).any():
                 names.append(name)
         elif words and words[-1] in WORDS["sets"]:
             sets.append(name)
