@@ -61,7 +61,8 @@ def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[n
     has_names = False
     for column in candidates:
         codes = reading.table.codes([column])
-        has_names = has_names or codes.max() + 1 == len(codes)
+        is_unique = codes.max() + 1 == len(codes)
+        has_names = has_names or (is_unique and not _counts_rows(reading, column))
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
         # Rows of one size with different tokens are the same training at different times.
@@ -75,6 +76,14 @@ def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[n
     if not has_names:
         _refuse_checkpoints(reading, rising, size, progress)
     return None
+
+
+def _counts_rows(reading: Reading, column: str) -> bool:
+    """Return True if a column `id` numbers the rows, like the key of a database or an index."""
+    if column.lower() not in ("id", "uid"):
+        return False
+    numbers = parse_numbers(reading.table.cells(column), False)
+    return bool((np.diff(numbers) > 0).all())
 
 
 def _refuse_checkpoints(

@@ -33,7 +33,7 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
     other of the two. Raise `ValueError` if the table does not have both.
     """
     for name in reading.table.columns:
-        ours, wanted, reason = COUNTS.get("".join(split_words(name)[-1:]), ("", "", ""))
+        ours, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
         column = reading.columns.get(ours)
         if column is None or ours in named:
             continue
@@ -51,6 +51,15 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
         reading.choices.append(
             f"{ours} by C / 6 of the {other}, not {column.name!r}, which {reason}"
         )
+
+
+def _counted(name: str) -> str:
+    """Return the key of `COUNTS` that a name such as n_expert or expert_count stands for."""
+    words = split_words(name)
+    if "per" in words:
+        return ""
+    stem = "".join(words).removesuffix("count")
+    return next((key for key in COUNTS if stem.endswith((key, key[:-1]))), "")
 
 
 def drop_rows_without_loss(reading: Reading) -> None:
@@ -122,9 +131,19 @@ def _setting_columns(reading: Reading) -> tuple[list[str], list[str]]:
         if name not in used and stems & known:
             if setting_codes(reading.table, [name]).any():
                 names.append(name)
-        elif words and words[-1] in WORDS["sets"]:
+        elif name not in used and _names_a_set(name):
             sets.append(name)
     return names, sets
+
+
+def _names_a_set(name: str) -> bool:
+    """Return True if a column distinguishes data sets or vocabularies, as `dataset_name` does."""
+    words = split_words(name)
+    if words[-2:] == ["vocab", "size"]:
+        return True
+    if words[-1:] in (["name"], ["id"]):
+        words = words[:-1]
+    return bool(words) and words[-1] in WORDS["sets"]
 
 
 def _report_unknown_settings(
@@ -179,8 +198,9 @@ def drop_small_letters(reading: Reading) -> None:
 
 def datasets_message(reading: Reading) -> list[str]:
     """Return a warning if the rows are of several data sets, whose losses follow different laws."""
+    used = {column.name for column in reading.columns.values()}
     for name in reading.table.columns:
-        if name.lower().rsplit(".")[-1] in WORDS["sets"]:
+        if name not in used and _names_a_set(name):
             seen = dict.fromkeys(map(str, reading.table.cells(name)))
             if 1 < len(seen) <= len(reading.table) / 4:
                 return [
