@@ -311,6 +311,26 @@ def test_only_the_last_row_of_a_training_history_is_kept():
     assert len(load_runs([{k: v for k, v in row.items() if k != "run"} for row in rows])) == 9
 
 
+def test_run_that_diverged_at_the_end_of_a_history_is_reported():
+    rows = [
+        {"run": f"r{i}", "N": n, "tokens": s * 1e9, "step": s, "loss": 4 - 0.1 * s - i / 9}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+        for s in range(1, 11)
+    ]
+    diverged = [r | ({"loss": "NaN"} if r["run"] == "r1" and r["step"] > 4 else {}) for r in rows]
+    # Evaluations that are not logged at every step are usual.
+    sparse = [r | ({"loss": ""} if r["step"] % 3 else {}) for r in rows]
+    messages = []
+    for table in (diverged, sparse):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runs = load_runs(table)
+        assert len(runs) == 3
+        messages.append("\n".join(str(warning.message) for warning in caught))
+    assert "blank or nan at the end of runs r1: their last loss is not the final one" in messages[0]
+    assert "at the end of runs" not in messages[1]
+
+
 def history_rows(column):
     """Return four evaluations of each of three runs that are named by a column."""
     return [

@@ -73,6 +73,7 @@ def drop_rows_without_loss(reading: Reading) -> None:
             f"column {column!r} is blank in {blank.sum()} rows"
             f" ({list_some(reading.table.rows[blank])}): left out"
         )
+        reading.without_loss = reading.table.select(blank)
         reading.table = reading.table.select(~blank)
 
 
