@@ -699,6 +699,7 @@ def test_batch_tokens_and_logarithms_are_not_read_as_tokens(name):
     "name",
     [
         *("reducible_loss", "initial_loss", "excess_loss", "loss_gap", "log_loss", "ln_loss"),
+        *("init_loss", "start_loss", "target_loss", "teacher_loss", "kl_loss", "mtp_loss"),
         *("loss_ratio", "relative_loss", "predicted_val_loss", "val_loss_accuracy", "log10_ppl"),
     ],
 )
@@ -777,7 +778,7 @@ def test_several_data_sets_in_one_table_are_reported():
         for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
     ]
     names = ["dataset", "set", "subset", "config.recipe", "tokenizer", "tokenizer_name"]
-    for name in [*names, "train_dataset", "vocab_size"]:
+    for name in [*names, "train_dataset", "vocab_size", "model_family"]:
         renamed = [{name: row["dataset"]} | row | {"dataset": "one"} for row in rows]
         with pytest.warns(ScalingWarning, match=f"'{name}' names 2 sets of runs"):
             assert len(load_runs(rows if name == "dataset" else renamed)) == 8
