@@ -115,6 +115,18 @@ def test_seeds_names_dates_and_measurements_are_not_settings():
     assert sweep.best_rates == pytest.approx([1e-3, 2e-3], rel=0.02)
 
 
+def test_history_of_a_sweep_is_refused():
+    """The early losses of a run are not repetitions of its final one."""
+    rows = [row | {"run_id": f"r{i}"} for i, row in enumerate(curve(1e-3))]
+    early = [row | {"loss": row["loss"] + 2} for row in rows]
+    with pytest.raises(ValueError, match="'run_id' names a run in several rows"):
+        fit_sweep([*rows, *early])
+    with pytest.raises(ValueError, match="'run_id' names a run in several rows"):
+        fit_sweeps([row | {"N": 1e8} for row in [*rows, *early]], by="N")
+    named = [row | {"run_id": f"r{i}"} for i, row in enumerate(curve(1e-3) * 2)]
+    assert fit_sweep(named).best_rates == pytest.approx([1e-3], rel=0.01)
+
+
 def test_unfinished_runs_of_a_sweep_are_left_out():
     rows = curve(1e-3, status="FINISHED") + [
         row | {"loss": 1.0} for row in curve(1e-3, status="FAILED")

@@ -21,6 +21,9 @@ from scaling.units import Array
 #: Texts of losses of diverged runs.
 DIVERGED = ("nan", "inf", "infinity", "diverged")
 
+#: Names of columns that identify a run, and not a group of repetitions.
+RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
+
 #: Rise of log loss above the least loss beyond which a language model has diverged.
 DIVERGENCE_JUMP = 0.5
 
@@ -116,6 +119,12 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
 
 def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     """Raise `ValueError` if the rows are of several model sizes, lengths or other settings."""
+    for name in table.columns:
+        if _normalize(name) in RUN_IDS and _repeats_runs(table, name, chosen):
+            raise ValueError(
+                f"column {name!r} names a run in several rows, so the rows are a history: keep the"
+                " last row of each run, whose loss is the final one"
+            )
     settings = {}
     for name in table.columns:
         if name not in chosen.values() and (values := _setting_values(name, table, chosen)):
@@ -131,6 +140,17 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
         f" {values[0]!r}}}, or fit each setting with fit_sweeps(…, by={sizes or name!r}); columns"
         f" that differ so: {list_some(settings)}"
     )
+
+
+def _repeats_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
+    """Return True if names of runs repeat, and each of them has one rate and batch size.
+
+    Numbers that start again at every setting are repetitions.
+    """
+    runs = table.codes([name])
+    pairs = np.stack([runs, setting_codes(table, [chosen["batch_size"], chosen["rate"]])])
+    count = int(runs.max()) + 1
+    return count < len(runs) and np.unique(pairs, axis=1).shape[1] == count
 
 
 def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[str]:
