@@ -429,10 +429,41 @@ def test_refused_family_reports_reason_and_remedy(family: str, why: str) -> None
         ("mt5", {"is_gated_act": False}),
         ("mpt", {"expansion_ratio": 8}),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
+        ("persimmon", {"num_key_value_heads": 2}),
     ],
 )
 def test_only_fields_that_class_reads_count(family: str, changed: dict[str, Any]) -> None:
     agrees(family, small(family) | changed)
+
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("cohere2", {"sliding_window_pattern": 3}),
+        ("exaone4", {"sliding_window_pattern": 3}),
+        ("exaone4", {"sliding_window_pattern": "LFF", "layer_types": [SLIDING, FULL] * 3}),
+        ("llama4_text", {"no_rope_layers": [1, 0, 0, 1, 1, 0]}),
+        ("llama4_text", {"no_rope_layers": []}),
+        ("llama4_text", {"no_rope_layer_interval": 3}),
+        ("ministral", {"layer_types": [SLIDING, FULL] * 3}),
+        ("ministral", {"layer_types": None}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
+        ("smollm3", {"use_sliding_window": False, "sliding_window": 8}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1] * 6}),
+    ],
+)
+def test_layers_with_a_window_are_those_of_the_class(family: str, changed: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6}
+    sizes |= {"intermediate_size": 64, "vocab_size": 99, "num_key_value_heads": 2} | changed
+    import transformers
+
+    kinds = transformers.AutoConfig.for_model(family, **sizes).layer_types
+    windowed = {layer for layer, kind in enumerate(kinds) if kind != FULL}
+    assert Transformer.from_hf({"model_type": family, **sizes}).windowed_layers == windowed
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))

@@ -3,6 +3,7 @@ import random
 import statistics
 
 import pytest
+from accounting import fermi
 from accounting.time.goodput import (
     LLAMA3_405B,
     OPT_175B,
@@ -13,6 +14,13 @@ from accounting.time.goodput import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+
+
+def test_utilization_in_percent_is_refused() -> None:
+    for utilization in (40, fermi.Range(0.3, 1.5)):
+        with pytest.raises(ValueError, match="expected 0 < utilization <= 1"):
+            fermi.training_usd(1e24, utilization=utilization)
+    assert fermi.gpu_hours(1e24, utilization=1) == fermi.gpu_hours(1e24)
 
 
 def simulate(run: Run, *, interval_hours: float, seed: int) -> float:

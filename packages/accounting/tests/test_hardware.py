@@ -83,6 +83,22 @@ def test_own_hardware_is_read_from_a_file(tmp_path: Path) -> None:
     assert main(["serve", "layers=2,d_model=64,heads=4,vocab_size=9", "--hardware", str(file)]) == 0
 
 
+@pytest.mark.parametrize("known", ["H100", "H200", "A100 40GB"])
+def test_file_may_replace_the_peaks_of_a_known_device(known: str, tmp_path: Path) -> None:
+    """The entries of H200 and A100 40GB copy the peaks of another device."""
+    file = tmp_path / "mine.toml"
+    file.write_text(f'[mine]\nlike = "{known}"\npublished = {{ bf16 = 400e12 }}\n')
+    assert find(str(file)).peak("bf16") == 400_000_000_000_000
+    assert find(str(file)).peak("fp16") == find(known).peak("fp16")
+    cores = "{ clock_hz = 1_000_000_000, units = 10, fma = { bf16 = 512 } }"
+    file.write_text(f'[mine]\nlike = "{known}"\ncores = [{cores}]\n')
+    assert find(str(file)).peak("bf16") == 2 * 1_000_000_000 * 10 * 512
+    for rate in ("0", '"400e12"', "-1"):
+        file.write_text(f'[mine]\nlike = "{known}"\npublished = {{ bf16 = {rate} }}\n')
+        with pytest.raises(ValueError, match="to have one table with the fields"):
+            find(str(file))
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

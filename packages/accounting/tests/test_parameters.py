@@ -1,3 +1,4 @@
+import pytest
 import torch
 from accounting import Transformer, parameters
 from hypothesis import given, settings
@@ -21,6 +22,12 @@ def test_attention_and_mlp_equal_torch_layers() -> None:
         mlp_bias=True,
     )
     assert parameters(ours).total == sum(p.numel() for p in block.parameters())
+
+
+def test_active_parameters_of_a_module_are_refused() -> None:
+    """A module does not say which of its experts a token uses."""
+    with pytest.raises(ValueError, match="a Transformer with active=True, got Linear"):
+        parameters(nn.Linear(2, 2), active=True)
 
 
 def test_shared_weights_of_module_are_counted_once() -> None:

@@ -24,7 +24,7 @@ from accounting import (
     training_memory,
 )
 from accounting.cli.main import main
-from accounting.cli.questions import amount, serving
+from accounting.cli.questions import amount, serving, stored_dtype
 from accounting.memory.states import device_parameters
 from accounting.plan import even
 from accounting.search.launch import command_lines
@@ -425,6 +425,23 @@ def test_serve_reads_quantization_config(
     assert main([*words, "--weights", "fp8"]) == 0
 
 
+@pytest.mark.parametrize("outer", [{}, {"text_config": {"model_type": "llama"}}])
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_quantization_is_read_wherever_a_file_states_it(
+    field: str, outer: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    for method, dtype in (("fp8", "fp8"), ("compressed-tensors", None)):
+        stated = {field: {"quant_method": method}}
+        nested = {name: inner | stated for name, inner in outer.items()} or stated
+        path.write_text(json.dumps({"model_type": "llava"} | nested))
+        if dtype:
+            assert stored_dtype(str(path)) == dtype
+        else:
+            with pytest.raises(ValueError, match="got 'compressed-tensors'; pass the dtype"):
+                stored_dtype(str(path))
+
+
 def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
     # Seven ranks that are data-parallel, and a batch of 9 = 7 + 2.
     reason = r"divisibility fails, not memory.*multiple of 7, and batch=9 is 2 more.*batch=7 or 14"
@@ -448,6 +465,20 @@ def test_refusal_says_how_much_memory_is_missing() -> None:
     # The need is that of the best plan, which offloads its optimizer.
     answer = plan_for(SMALL, gpus=2, batch=2, seq=64, memory_bytes=1.2 * needed * 2**20 / 0.9)
     assert answer.plan.offload == "optimizer"
+
+
+def test_answer_prints_the_memory_that_was_passed() -> None:
+    answer = plan_for(SMALL, gpus=2, batch=2, seq=64, memory_bytes=40 * 2**30)
+    assert " of 40 GiB" in str(answer)
+
+
+def test_unknown_price_is_not_zero_in_json() -> None:
+    question: dict[str, Any] = {"gpus": 2, "hardware": "A100 40GB", "batch": 2, "seq": 64}
+    unknown = plan_for(SMALL, **question)
+    assert "price      unknown" in str(unknown)
+    assert unknown.to_dict()["usd"] is None
+    assert unknown.to_dict()["goodput"]["usd"] is None
+    assert plan_for(SMALL, **question, usd_per_hour=1.0).to_dict()["usd"]["middle"] > 0
 
 
 def test_search_stops_at_time_limit_and_reports_progress() -> None:

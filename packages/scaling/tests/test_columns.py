@@ -183,6 +183,12 @@ def test_run_without_a_state_among_runs_with_states_is_left_out(blank):
         ("sys/failed", "False", "True"),
         ("crashed", 0, 1),
         ("diverged", "false", "true"),
+        ("diverged", "N", "Y"),
+        ("failed", "F", "T"),
+        ("diverged", "", "x"),
+        ("done", "x", ""),
+        ("notes", "", "diverged"),
+        ("problem", None, "OOM"),
         ("exit_code", 0, 137),
         ("exitCode", "0", "1"),
         ("exit_status", "0", ""),
@@ -235,6 +241,22 @@ def test_column_in_another_unit_is_refused_unless_its_unit_is_passed(column, oth
     else:
         with pytest.raises(ValueError, match=r"unit|scale"):
             load_runs(everything)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-3, 1e3])
+@pytest.mark.parametrize("column", ["N", "D"])
+def test_row_in_another_unit_is_refused_with_its_cell(column, factor):
+    table = {"N": np.repeat([1e8, 3e8, 1e9, 3e9], 3), "loss": LOSS[:12]}
+    table["D"] = table["N"] * np.tile([10, 20, 40], 4)
+    assert len(load_runs(table)) == 12
+    table[column][7] *= factor
+    with pytest.raises(ValueError, match=rf"row 8.*'{column}'|'{column}' is .* in row 8"):
+        load_runs(table)
+    named = {"N (M)": table["N"] / 1e6, "D (B)": table["D"] / 1e9, "loss": LOSS[:12]}
+    with pytest.raises(ValueError, match="row 8"):
+        load_runs(named)
+    if table[column].min() > 1000:
+        assert len(load_runs(table, units={"parameters": 1, "tokens": 1})) == 12
 
 
 def test_both_columns_in_millions_are_refused():

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from scaling import Law, ScalingWarning, fit_isoflop, fit_parametric, isoflop_runs, load_runs
+from scaling import Law, ScalingWarning, fit_isoflop, fit_parametric, isoflop_runs, load_runs, plan
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 
@@ -69,6 +69,15 @@ def test_answer_far_from_any_run_is_reported_once():
     assert "times smaller than the smallest" in " ".join(served)
     beyond = messages_of(lambda: fit.optimal(1e27))
     assert sum("times the compute of the largest" in m for m in beyond) == 1
+
+
+def test_prediction_far_from_any_run_is_reported():
+    """Sizes and tokens in billions are the usual reason."""
+    fit = fit_parametric(isoflop_runs(LAW, noise=1e-3))
+    assert not messages_of(lambda: fit.predict(7e9, 140e9))
+    for answer in (lambda: fit.predict(7, 140), lambda: plan(fit, 1e24, parameters=7)):
+        messages = messages_of(answer)
+        assert sum("parameters and" in m and "far from any run" in m for m in messages) == 1
 
 
 def test_same_problem_of_many_budgets_is_one_warning():

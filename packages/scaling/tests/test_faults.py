@@ -191,6 +191,7 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: gradient_noise_scale([1, 2], [1.0, math.nan]), "must be positive and finite"),
         (lambda f: fit_rate_law([1, 2], [1, 2]), "five or more batch sizes"),
         (lambda f: gradient_noise_scale([4, 4], [1, 1]), "two different ones"),
+        (lambda f: gradient_noise_scale([8, 16], [1.0, 1.5]), "rise with the batch sizes"),
     ],
 )
 def test_bad_arguments_are_refused_with_their_value(call, message):

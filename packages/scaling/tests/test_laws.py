@@ -112,6 +112,9 @@ def test_custom_form_is_fitted():
     fit = fit_law(form, {"x": x, "y": 2 + 3 * x**-0.7}, prove=True)
     assert fit.constants == pytest.approx({"a": 2, "b": 3, "p": 0.7})
     assert fit.predict(x=4.0) == pytest.approx(2 + 3 * 4**-0.7)
+    for wrong in ({}, {"x": 4.0, "z": 1.0}, {"x": -4.0}, {"x": np.nan}, {"x": [1.0, 0.0]}):
+        with pytest.raises(ValueError, match=r"expected the inputs \['x'\]|must be positive"):
+            fit.predict(**wrong)
     assert fit.proof.holds
     with pytest.raises(ValueError, match=r"'-q \* x' uses the unknown names \['q'\]"):
         Form("own", ["x"], {"b": "-q * x"}, {"p": [0.1, 2.0]})

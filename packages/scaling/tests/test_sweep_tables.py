@@ -48,6 +48,23 @@ def test_rate_at_which_one_repetition_diverged_is_not_used():
     assert np.isinf(sweep.log_loss[0, -2:]).all()
 
 
+def test_rates_that_differ_by_rounding_are_one_rate():
+    """A tracker may store one of two seeds in float32, or write 3e-4 as 0.0003."""
+    rows = curve(7e-4, seed=0) + [r | {"lr": float(np.float32(r["lr"]))} for r in curve(7e-4)]
+    rows = [r | {"seed": i // 7} for i, r in enumerate(rows)]
+    sweep = fit_sweep(rows)
+    assert sweep.rates == pytest.approx(RATES)
+    assert sweep.best_rates == pytest.approx([7e-4], rel=0.01)
+    # The rows of one rate differ by another setting, even if the rate is written in two forms.
+    texts = [
+        {"lr": text, "bs": 8, "loss": 3 + 0.1 * abs(i - 1), "width": width}
+        for width, form in ((256, "{:g}"), (512, "{:.1e}"))
+        for i, text in enumerate(map(form.format, (1e-4, 3e-4, 9e-4)))
+    ]
+    with pytest.raises(ValueError, match="'width' takes 2 values"):
+        fit_sweep(texts)
+
+
 def test_steep_curves_do_not_count_as_diverged():
     """Half the mean squared error of a regression spans decades on both sides of its best rate."""
     rows = [{"lr": rate, "bs": 8, "loss": (1e-6 + np.log(rate / 1e-3) ** 2) ** 2} for rate in RATES]
@@ -96,6 +113,18 @@ def test_seeds_names_dates_and_measurements_are_not_settings():
         warnings.simplefilter("error")
         sweep = fit_sweep(rows)
     assert sweep.best_rates == pytest.approx([1e-3, 2e-3], rel=0.02)
+
+
+def test_history_of_a_sweep_is_refused():
+    """The early losses of a run are not repetitions of its final one."""
+    rows = [row | {"run_id": f"r{i}"} for i, row in enumerate(curve(1e-3))]
+    early = [row | {"loss": row["loss"] + 2} for row in rows]
+    with pytest.raises(ValueError, match="'run_id' names a run in several rows"):
+        fit_sweep([*rows, *early])
+    with pytest.raises(ValueError, match="'run_id' names a run in several rows"):
+        fit_sweeps([row | {"N": 1e8} for row in [*rows, *early]], by="N")
+    named = [row | {"run_id": f"r{i}"} for i, row in enumerate(curve(1e-3) * 2)]
+    assert fit_sweep(named).best_rates == pytest.approx([1e-3], rel=0.01)
 
 
 def test_unfinished_runs_of_a_sweep_are_left_out():

@@ -311,6 +311,26 @@ def test_only_the_last_row_of_a_training_history_is_kept():
     assert len(load_runs([{k: v for k, v in row.items() if k != "run"} for row in rows])) == 9
 
 
+def test_run_that_diverged_at_the_end_of_a_history_is_reported():
+    rows = [
+        {"run": f"r{i}", "N": n, "tokens": s * 1e9, "step": s, "loss": 4 - 0.1 * s - i / 9}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+        for s in range(1, 11)
+    ]
+    diverged = [r | ({"loss": "NaN"} if r["run"] == "r1" and r["step"] > 4 else {}) for r in rows]
+    # Evaluations that are not logged at every step are usual.
+    sparse = [r | ({"loss": ""} if r["step"] % 3 else {}) for r in rows]
+    messages = []
+    for table in (diverged, sparse):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runs = load_runs(table)
+        assert len(runs) == 3
+        messages.append("\n".join(str(warning.message) for warning in caught))
+    assert "blank or nan at the end of runs r1: their last loss is not the final one" in messages[0]
+    assert "at the end of runs" not in messages[1]
+
+
 def history_rows(column):
     """Return four evaluations of each of three runs that are named by a column."""
     return [
@@ -335,7 +355,10 @@ def test_rows_that_may_be_a_history_are_refused_with_both_readings(column):
     with pytest.warns(ScalingWarning, match="9 earlier ones are left out"):
         assert len(load_runs(rows, history=column)) == 3
     assert len(load_runs(rows, history=False)) == 12
-    assert len(load_runs([row | {"id": i} for i, row in enumerate(rows)])) == 12
+    assert len(load_runs([row | {"id": f"a{i}"} for i, row in enumerate(rows)])) == 12
+    # An index or the key of a database counts rows, so it does not show that each is a run.
+    with pytest.raises(ValueError, match="'_step' rises with the tokens"):
+        load_runs([row | {"id": i} for i, row in enumerate(rows)])
     with pytest.raises(ValueError, match="history='no' is not a column"):
         load_runs(rows, history="no")
     with pytest.raises(ValueError, match="one size and different tokens"):
@@ -422,8 +445,42 @@ def test_sweep_is_recognized_if_tokens_differ_by_rounding():
         assert load_runs(rows).loss.tolist() == [3.0, 3.0]
 
 
+def test_steps_of_warmup_and_evaluation_are_not_factors_of_tokens():
+    table = {"N": BASE["N"], "batch_tokens": [1e6] * 3, "loss": BASE["loss"]}
+    table |= {"warmup_steps": [500] * 3, "eval_steps": [99] * 3, "eval_batch_tokens": [1e5] * 3}
+    table |= {"gradient_accumulation_steps": [4] * 3}
+    with pytest.raises(ValueError, match="expected a loss and two of"):
+        load_runs(table)
+    assert load_runs(table | {"total_steps": [1e3, 4e3, 9e3]}).tokens.tolist() == [1e9, 4e9, 9e9]
+
+
+@pytest.mark.parametrize("name", ["n_expert", "expert_count", "numexperts", "num_local_experts"])
+def test_number_of_experts_is_recognized_by_its_usual_names(name):
+    base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
+    with pytest.raises(ValueError, match="all parameters or the active ones"):
+        load_runs(base | {name: [8, 8, 8]})
+
+
+def test_whole_numbers_under_a_single_letter_are_not_read_as_losses():
+    """L may be the number of layers, beside a loss that has an unusual name."""
+    table = {"N": BASE["N"], "D": BASE["D"], "L": [6, 8, 12], "final": BASE["loss"]}
+    with pytest.raises(ValueError, match=r"'L' has only whole numbers.*may count layers"):
+        load_runs(table)
+    assert len(load_runs(table, columns={"loss": "final"})) == 3
+    assert len(load_runs(table, units={"loss": 1})) == 3
+
+
+@pytest.mark.parametrize("name", ["loss_base2", "loss (base 2)", "eval loss, base 10"])
+def test_loss_in_another_base_is_not_read_as_nats(name):
+    with pytest.raises(ValueError, match="expected a loss and two of"):
+        load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
+
+
 def test_tokens_of_a_data_set_beside_epochs_are_refused():
     base = {"N": BASE["N"], "dataset_tokens": BASE["D"], "loss": BASE["loss"]}
+    for name in ("epoch", "n_epoch", "train_epochs"):
+        with pytest.raises(ValueError, match="may count the data set"):
+            load_runs(base | {name: [1, 2, 4]})
     table = base | {"num_epochs": [1, 2, 4]}
     with pytest.raises(ValueError, match=r"may count the data set or the tokens of all epochs"):
         load_runs(table)
@@ -477,6 +534,17 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
     # A rate per size is not a sweep.
     scaled = [row | {"config.lr": 1 / row["N"], "loss": 3 + i / 99} for i, row in enumerate(rows)]
     assert len(load_runs(scaled)) == 24
+
+
+def test_settings_that_are_written_differently_are_one_setting():
+    rows = [
+        {"N": n, "D": 2e9, "lr": lr, "seed": seed, "loss": 3 + (lr == "1e-3") + seed / 100}
+        for n in (1e8, 4e8)
+        for seed, form in enumerate(("3e-4", "0.0003", "0.00030000001"))
+        for lr in (form, "1e-3")
+    ]
+    with pytest.warns(ScalingWarning, match=r"\['lr'\] differ.*6 runs of other settings"):
+        assert sorted(load_runs(rows).loss) == [3.0, 3.0, 3.01, 3.01, 3.02, 3.02]
 
 
 def test_setting_under_an_unusual_name_is_reported():
@@ -631,6 +699,7 @@ def test_batch_tokens_and_logarithms_are_not_read_as_tokens(name):
     "name",
     [
         *("reducible_loss", "initial_loss", "excess_loss", "loss_gap", "log_loss", "ln_loss"),
+        *("init_loss", "start_loss", "target_loss", "teacher_loss", "kl_loss", "mtp_loss"),
         *("loss_ratio", "relative_loss", "predicted_val_loss", "val_loss_accuracy", "log10_ppl"),
     ],
 )
@@ -665,6 +734,12 @@ def test_index_levels_of_a_dataframe_are_columns_and_repeated_columns_are_refuse
         np.testing.assert_allclose(load_runs(frame.set_index(index)).tokens, BASE["D"])
     with pytest.raises(ValueError, match=r"several columns \['loss'\]"):
         load_runs(pandas.concat([frame, frame[["loss"]]], axis=1))
+
+
+def test_unit_of_an_unknown_name_is_refused():
+    for name in ("N", "loss_bits"):
+        with pytest.raises(ValueError, match=rf"in units=…, got \['{name}'\]"):
+            load_runs(BASE, units={name: 1e6})
 
 
 def test_unit_can_be_passed():
@@ -702,7 +777,8 @@ def test_several_data_sets_in_one_table_are_reported():
         for i, s in enumerate(("c4", "web"))
         for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
     ]
-    for name in ("dataset", "set", "subset", "config.recipe", "tokenizer"):
+    names = ["dataset", "set", "subset", "config.recipe", "tokenizer", "tokenizer_name"]
+    for name in [*names, "train_dataset", "vocab_size", "model_family"]:
         renamed = [{name: row["dataset"]} | row | {"dataset": "one"} for row in rows]
         with pytest.warns(ScalingWarning, match=f"'{name}' names 2 sets of runs"):
             assert len(load_runs(rows if name == "dataset" else renamed)) == 8

@@ -204,6 +204,8 @@ def gpu_hours(
     flops: Quantity, *, flops_per_second: Quantity = H200_FP8_FLOPS, utilization: Quantity = 1.0
 ) -> Quantity:
     """Return the device-hours for a compute budget at a fraction of the peak."""
+    if as_range(utilization).high > 1:
+        raise ValueError(f"expected 0 < utilization <= 1, got {utilization}")
     return flops / (flops_per_second * utilization) / 3600.0
 
 

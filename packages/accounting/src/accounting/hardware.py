@@ -21,12 +21,17 @@ class Peak:
     clock_hz: int = 0
     units: int = 0
     fma_per_clock: int = 0
-    published: int = 0
+    published: float = 0
+
+    def __post_init__(self) -> None:
+        checks.fields(Peak, vars(self), clock_hz=0, units=0, fma_per_clock=0, published=0)
+        if not self.flops:
+            raise ValueError(f"expected the operations per second of a dtype, got {self}")
 
     @property
     def flops(self) -> int:
         """Return the dense operations per second."""
-        return self.published or self.clock_hz * self.units * self.fma_per_clock * 2
+        return int(self.published) or self.clock_hz * self.units * self.fma_per_clock * 2
 
 
 @checks.named
@@ -129,15 +134,15 @@ def _plain(name: str) -> str:
 
 
 def _peaks(entry: dict[str, Any]) -> dict[str, Peak]:
-    if "peaks_of" in entry:
-        return _peaks(_ENTRIES[entry["peaks_of"]])
+    # A file may replace single rates of a device that has the peaks of another device.
+    copied = _peaks(_ENTRIES[entry["peaks_of"]]) if "peaks_of" in entry else {}
     derived = {
         dtype: Peak(clock_hz=cores["clock_hz"], units=cores["units"], fma_per_clock=width)
         for cores in entry.get("cores", ())
         for dtype, width in cores["fma"].items()
     }
     published = entry.get("published", {})
-    return derived | {dtype: Peak(published=flops) for dtype, flops in published.items()}
+    return copied | derived | {dtype: Peak(published=flops) for dtype, flops in published.items()}
 
 
 def _hardware(name: str, entry: dict[str, Any]) -> Hardware:

@@ -27,7 +27,13 @@ def parameters(model: Shape | nn.Module, *, active: bool = False) -> Breakdown:
     if not isinstance(model, Shape):
         from accounting.model.module import count_module
 
-        return count_module(model)
+        counted = count_module(model)
+        if active:
+            raise ValueError(
+                f"expected model to be a Transformer with active=True, got {type(model).__name__}, "
+                "which does not state the experts per token; pass Transformer.from_module(model)"
+            )
+        return counted
 
     def leaf(matrix: Matrix) -> Breakdown:
         factors = {}

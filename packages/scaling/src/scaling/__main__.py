@@ -58,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     ):
         add(option, action="append", default=[], metavar=example, help=description)
     add("--without-highest", type=int, default=0, metavar="K", help="drop the K highest losses")
-    add("--loss", choices=get_args(Loss), default="huber")
     add("--json", action="store_true")
     flops: dict[str, Any] = {"type": float, "metavar": "FLOPS"}
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
@@ -67,10 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--at", nargs="+", default=[], **flops)
     fit.add_argument("--method", choices=["parametric", "parabola"], default="parametric")
     fit.add_argument("--nearest", type=int, help="runs per parabola; default: all")
+    fit.add_argument("--loss", choices=get_args(Loss), help="of a parametric fit; default: huber")
     fit.add_argument("--plot", **file)
     fit.set_defaults(command=_fit)
 
     planned = commands.add_parser("plan", parents=[source], help="a model for a budget and a load")
+    planned.add_argument("--loss", choices=get_args(Loss), help="default: huber")
     planned.add_argument("--budget", required=True, **flops)
     planned.add_argument("--served", type=float, default=0.0, metavar="TOKENS")
     planned.add_argument("--size", type=float, metavar="PARAMETERS", help="default: the best")
@@ -123,7 +124,9 @@ def _fit(arguments: argparse.Namespace) -> Output:
     at = arguments.at or [float(10 * runs.compute.max())]
     fit: ParametricFit | IsoflopFit
     if arguments.method == "parametric":
-        fit = fit_parametric(runs, arguments.loss, prove=True)
+        if arguments.nearest is not None:
+            raise ValueError("--nearest is an option of --method parabola: drop one of them")
+        fit = fit_parametric(runs, arguments.loss or "huber", prove=True)
         # The intervals of the answers include drift, unlike those of the constants.
         best = [fit.optimal(c) for c in at]
         constants = asdict(fit.law) | {"exponent": fit.law.exponent}
@@ -138,6 +141,8 @@ def _fit(arguments: argparse.Namespace) -> Output:
             f"{fit.proof.converged} converged starts reached it"
         )
     else:
+        if arguments.loss is not None:
+            raise ValueError("--loss is an option of --method parametric: drop one of them")
         fit = fit_isoflop(runs, nearest=arguments.nearest)
         best = [fit.optimal(c) for c in at]
         lines = [runs.explanation]
@@ -156,7 +161,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
 
 def _plan(arguments: argparse.Namespace) -> Output:
     runs = _load(arguments)
-    fit = fit_parametric(runs, arguments.loss)
+    fit = fit_parametric(runs, arguments.loss or "huber")
     model = plan(fit, arguments.budget, served_tokens=arguments.served, parameters=arguments.size)
     lines = [
         runs.explanation,

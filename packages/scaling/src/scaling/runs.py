@@ -124,6 +124,8 @@ def load_runs(
     A `ScalingWarning` also reports a compute that differs from 6 N D, a loss above 20 nats, and
     repeated rows.
     """
+    if unknown := set(units or {}) - set(COLUMNS):
+        raise ValueError(f"expected names among {list(COLUMNS)} in units=…, got {sorted(unknown)}")
     name = str(source) if isinstance(source, str | Path) else "the table"
     table = read_table(source, delimiter)
     total = len(table)

@@ -288,17 +288,24 @@ def stored_dtype(text: str) -> str:
     """
     if not Path(text).exists():
         return "bf16"
-    quantization = content_of(text).get("quantization_config")
-    if quantization is None:
-        return "bf16"
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method != "fp8":
-        raise ValueError(
-            f"expected quantization_config with quant_method 'fp8', got {method!r}; pass the dtype "
-            "of the weights with --weights"
-        )
-    return "fp8"
+    content = content_of(text)
+    # A multimodal file may state the quantization of its language model inside that model's part.
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+    stated = [part[name] for part in parts for name in _QUANTIZATION if part.get(name) is not None]
+    for quantization in stated:
+        method = quantization
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
+        if method != "fp8":
+            raise ValueError(
+                f"expected quantization_config with quant_method 'fp8', got {method!r}; pass the "
+                "dtype of the weights with --weights"
+            )
+    return "fp8" if stated else "bf16"
 
+
+#: Fields of a config.json with the quantization of the weights; the second is of older files.
+_QUANTIZATION = ("quantization_config", "compression_config")
 
 _RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}
 

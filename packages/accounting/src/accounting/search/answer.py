@@ -71,7 +71,9 @@ class Answer:
         return command_lines(self.model, self.plan, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and numbers for `json.dumps`."""
+        """Return plain dictionaries and numbers for `json.dumps`; an unknown price is None."""
+        usd: dict[str, Any] = {"usd": asdict(self.usd) if self._has_price else None}
+        failures = asdict(self.failures) | ({} if self._has_price else usd)
         return {
             "model": self.model.name,
             "hardware": self.hardware.name,
@@ -83,13 +85,13 @@ class Answer:
             "plan": asdict(self.plan),
             "memory": self.memory.to_dict(),
             "step_time": self.step.to_dict(),
-            "goodput": asdict(self.failures),
+            "goodput": failures,
             "commands": self.commands(),
             "others": [asdict(other) for other in self.others],
             "seconds": asdict(self.seconds),
             "mfu": asdict(self.mfu),
             "days": asdict(self.days),
-            "usd": asdict(self.usd),
+            **usd,
             "megawatt_hours": asdict(self.megawatt_hours),
         }
 
@@ -148,6 +150,9 @@ def plan_for(
     those of `plans_that_fit`.
     """
     device = find(hardware)
+    if memory_bytes is not None:
+        # The answer prints this memory, so that a limit in a wrong unit is seen.
+        device = replace(device, memory_bytes=math.ceil(memory_bytes))
     price = (device.usd_per_hour or 0.0) if usd_per_hour is None else usd_per_hour
     if precision is None:
         precision = "megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"
@@ -159,15 +164,14 @@ def plan_for(
         batch = -(-max(batch, unit) // unit) * unit
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
-    question |= {"precision": kind, "memory_bytes": memory_bytes}
-    question |= {"time_limit": time_limit, "progress": progress}
+    question |= {"precision": kind, "time_limit": time_limit, "progress": progress}
     candidates = plans_that_fit(model, **question, **fixed)
     # If nothing fits, offload a part to the host.
     for offload in ("optimizer", "activations"):
         if not candidates and "offload" not in fixed:
             candidates = plans_that_fit(model, **question, **fixed, offload=offload)
     if not candidates:
-        raise ValueError(no_room(model, device, gpus, work, fixed, memory_bytes))
+        raise ValueError(no_room(model, device, gpus, work, fixed))
     best, *others = candidates
     seconds = predicted(best.step_seconds, model=model, hardware=device, precision=kind)
     useful = float(flops(model, seq=seq, batch=batch).total) / gpus / device.peak(kind.compute)
@@ -202,7 +206,6 @@ def no_room(
     gpus: int,
     work: Workload,
     fixed: Mapping[str, Any],
-    memory_bytes: float | None = None,
 ) -> str:
     """Return the reason why no plan fits, for an error message.
 
@@ -214,7 +217,7 @@ def no_room(
         return contradiction
     settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
     head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
-    capacity = SHARE_OF_MEMORY * (device.memory_bytes if memory_bytes is None else memory_bytes)
+    capacity = SHARE_OF_MEMORY * device.memory_bytes
     searched = [fixed["offload"]] if "offload" in fixed else ["none", "optimizer", "activations"]
     estimators = [
         Estimator(model, device, gpus, work, capacity, {**fixed, "offload": offload})

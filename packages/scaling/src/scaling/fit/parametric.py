@@ -29,6 +29,7 @@ from scaling.uncertainty.diagnostics import (
     BEND_P_VALUE,
     bend_p_value,
     warn_of_optimum,
+    warn_of_prediction,
 )
 from scaling.uncertainty.drift import Drift, measure_drift
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
@@ -76,6 +77,7 @@ class ParametricFit(Estimate):
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return `Law.predict`, with the 95 % interval of a further run, its noise included."""
         mean = self.posterior.predict(parameters, tokens)
+        warn_of_prediction(parameters, tokens, self.runs)
         interval = self.drift.interval_of_run(mean, parameters, tokens, self.residuals)
         return Prediction(mean.loss, interval)
 

@@ -65,7 +65,16 @@ class LawFit(ComparesArrays):
         return self.problem.to_constants(ends.theta)
 
     def predict(self, **inputs: ArrayLike) -> Array:
-        """Return the predictions of the fitted law at other inputs."""
+        """Return the predictions of the fitted law at other inputs.
+
+        Raises `ValueError` unless the inputs are those of the form, positive and finite.
+        """
+        if set(inputs) != set(self.form.inputs):
+            raise ValueError(
+                f"expected the inputs {[*self.form.inputs]} of {self.form.name}, got {[*inputs]}"
+            )
+        for name in inputs:
+            _column(inputs, name, name in self.form.zero)
         return self.form.predict(self.constants, **inputs)
 
     def interval(
@@ -261,7 +270,8 @@ def _column(rows: Rows, name: str, zero_allowed: bool = False) -> Array:
     valid = np.isfinite(column) & ((column > 0) | (zero_allowed & (column == 0)))
     for row in np.flatnonzero(~valid):
         raise ValueError(
-            f"column {name!r} must be positive and finite, but row {row + 1} is {column[row]}"
+            f"column {name!r} must be positive and finite, but row {row + 1} is"
+            f" {column.reshape(-1)[row]}"
         )
     return column
 

@@ -89,6 +89,11 @@ def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) ->
         raise ValueError(f"batch sizes {b.tolist()}: a noise scale needs two different ones")
     # Relative errors are equal at all batch sizes; polyfit squares its weights.
     trace, square = np.polyfit(1 / b, squares, 1, w=1 / squares)
+    if trace < -1e-9 * abs(square):
+        raise ValueError(
+            f"the squared norms {squares.tolist()} rise with the batch sizes {b.tolist()}, but with"
+            " noise they fall: pass mean squared norms of gradients at one point of a training"
+        )
     return float(trace / square) if square > 0 else math.inf
 
 

@@ -12,13 +12,17 @@ from numpy.typing import NDArray
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import blank_cells, list_some, parse_numbers, uses_decimal_comma
-from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS
+from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
 from scaling.tables.source import Table, read_table
 from scaling.tables.states import keep_finished
+from scaling.units import Array
 
 #: Texts of losses of diverged runs.
 DIVERGED = ("nan", "inf", "infinity", "diverged")
+
+#: Names of columns that identify a run, and not a group of repetitions.
+RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
 
 #: Rise of log loss above the least loss beyond which a language model has diverged.
 DIVERGENCE_JUMP = 0.5
@@ -74,7 +78,7 @@ def fit_sweeps(
             f"by = {by!r}: no column {missing[0]!r}; there are {sorted(table.columns)}"
         )
     chosen = _choose_columns(table, columns or {})
-    codes = table.codes(names)
+    codes = setting_codes(table, names)
     sweeps = {}
     for code in range(codes.max() + 1):
         group = table.select(codes == code)
@@ -115,6 +119,12 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
 
 def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     """Raise `ValueError` if the rows are of several model sizes, lengths or other settings."""
+    for name in table.columns:
+        if _normalize(name) in RUN_IDS and _repeats_runs(table, name, chosen):
+            raise ValueError(
+                f"column {name!r} names a run in several rows, so the rows are a history: keep the"
+                " last row of each run, whose loss is the final one"
+            )
     settings = {}
     for name in table.columns:
         if name not in chosen.values() and (values := _setting_values(name, table, chosen)):
@@ -132,6 +142,17 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     )
 
 
+def _repeats_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
+    """Return True if names of runs repeat, and each of them has one rate and batch size.
+
+    Numbers that start again at every setting are repetitions.
+    """
+    runs = table.codes([name])
+    pairs = np.stack([runs, setting_codes(table, [chosen["batch_size"], chosen["rate"]])])
+    count = int(runs.max()) + 1
+    return count < len(runs) and np.unique(pairs, axis=1).shape[1] == count
+
+
 def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[str]:
     """Return the values of a column that distinguishes settings, or an empty list."""
     cells = table.columns[name]
@@ -142,11 +163,11 @@ def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[
         return values if _relative_range(cells) > SAME_SIZE else []
     if recognize(name, "tokens") or recognize(name, "compute"):
         # At a fixed number of steps, larger batches see more tokens, so batches are compared apart.
-        batches = _groups(cells, table.codes([chosen["batch_size"]]))
+        batches = _groups(cells, setting_codes(table, [chosen["batch_size"]]))
         return values if any(_relative_range(group) > SAME_TOKENS for group in batches) else []
     # Any other column is a setting if repetitions differ by it and it has few values. A name, a
     # date or a measurement has as many values as there are rows.
-    repetitions = table.codes([chosen["batch_size"], chosen["rate"]])
+    repetitions = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
     differs = any(len({*map(str, group)}) > 1 for group in _groups(cells, repetitions))
     return values if differs and len(values) * 3 <= len(table) else []
 
@@ -206,7 +227,6 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     trained = [text == "nan" or not b for text, b in zip(texts, blank, strict=True)]
     numbers = {ours: parse_numbers(c, comma, ours != "loss") for ours, c in cells.items()}
     numbers["loss"][[text in DIVERGED for text in texts]] = math.inf
-    runs: RunsBySetting = {}
     for i in np.flatnonzero(trained):
         for ours, name in chosen.items():
             number = numbers[ours][i]
@@ -215,9 +235,21 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
                     f"column {name!r} must be positive{'' if ours == 'loss' else ' and finite'},"
                     f" but row {rows[i]}: {cells[ours][i]!r}"
                 )
-        setting = (float(numbers["batch_size"][i]), float(numbers["rate"][i]))
+    runs: RunsBySetting = {}
+    sizes, rates = (_merge_rounded(numbers[k][trained]) for k in ("batch_size", "rate"))
+    for i, size, rate in zip(np.flatnonzero(trained), sizes, rates, strict=True):
+        setting = (float(size), float(rate))
         runs.setdefault(setting, []).append((rows[i], float(numbers["loss"][i])))
     return runs
+
+
+def _merge_rounded(values: Array) -> Array:
+    """Return values of which those that differ by rounding are replaced by the least of them."""
+    codes = cluster(values, SAME_SETTING, 1 + SAME_SETTING)
+    least = np.full(len(values), np.inf)
+    np.minimum.at(least, codes, values)
+    merged: Array = least[codes]
+    return merged
 
 
 def _mark_diverged(runs: RunsBySetting) -> list[int]:

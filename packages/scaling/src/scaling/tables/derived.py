@@ -6,7 +6,7 @@ step, in sequences or in tokens, so a table that has no other is refused with th
 
 from collections.abc import Mapping, Sequence
 
-from scaling.tables.names import PRODUCT_NAMES, recognize, split_words
+from scaling.tables.names import PRODUCT_NAMES, WORDS, recognize, split_words
 
 #: Columns whose product is the number of tokens, by the kinds in names.toml.
 PRODUCTS = (
@@ -60,6 +60,8 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
 def _kind(name: str) -> str:
     """Return which factor of the tokens a column is; empty if it is none."""
     words = split_words(name)
+    if {*words} & {*WORDS["no_factors"]}:
+        return ""
     stems = ["".join(words[start:]) for start in range(len(words))]
     for stem in stems:
         for kind, names in PRODUCT_NAMES.items():

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from scaling.tables.cells import parse_numbers
+from scaling.tables.source import Table
 from scaling.units import Array
 
 #: Relative differences up to which sizes, tokens and compute of two runs count as equal.
 SAME_SIZE = 0.01
 
 SAME_TOKENS = 0.05
+
+#: Relative differences by rounding, up to which two numbers of a setting count as equal.
+SAME_SETTING = 1e-4
 
 
 def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np.intp]:
@@ -33,6 +38,24 @@ def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np
     codes = np.empty(len(values), np.intp)
     codes[order] = np.cumsum(is_start) - 1
     return codes
+
+
+def setting_codes(table: Table, names: Sequence[str]) -> NDArray[np.intp]:
+    """Return an index from 0 of the settings that each row has in some columns.
+
+    Numbers that are written differently, such as 3e-4 and 0.0003, or that differ by rounding to
+    float32, are one setting.
+    """
+    keys = []
+    for name in names:
+        codes = table.codes([name])
+        numbers = parse_numbers(table.cells(name), False)
+        is_positive = np.isfinite(numbers) & (numbers > 0)
+        groups = cluster(numbers[is_positive], SAME_SETTING, 1 + SAME_SETTING)
+        codes[is_positive] = len(table) + groups
+        keys.append(codes)
+    index: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
+    return index
 
 
 def below_cuts(axis: Array, fractions: Sequence[float]) -> list[NDArray[np.bool_]]:

@@ -1,11 +1,13 @@
 """Histories: tables with several rows per training, of which the last row is kept."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.tables.cells import parse_numbers
+from scaling.tables.cells import list_some, parse_numbers
+from scaling.tables.columns import parse_columns
 from scaling.tables.names import WORDS
 from scaling.tables.reading import Reading
 from scaling.units import Array
@@ -15,6 +17,10 @@ from scaling.units import Array
 EVEN_CHECKPOINTS = 4
 
 ANY_CHECKPOINTS = 20
+
+#: Tokens of a run relative to those of its last loss beyond which the final loss is missing. The
+#: losses of an evaluation are logged at a few percent of the steps.
+MISSING_END = 1.25
 
 
 def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
@@ -34,6 +40,30 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
         f" each run; {len(reading.table) - len(last)} earlier ones are left out"
     )
     reading.select(last)
+    _report_missing_ends(reading, column)
+
+
+def _report_missing_ends(reading: Reading, column: str) -> None:
+    """Add a message on runs whose last tokens have no loss, for example because they diverged."""
+    progress = "tokens" if "tokens" in reading.values else "compute"
+    if reading.without_loss is None:
+        return
+    rows = replace(reading, table=reading.without_loss)
+    try:
+        later = parse_columns(rows, {progress: reading.columns[progress]})[0][progress]
+    except ValueError:
+        return  # Rows without a loss may have no tokens either.
+    trained: dict[str, float] = {}
+    for name, value in zip(map(str, rows.table.cells(column)), later.tolist(), strict=True):
+        trained[name] = max(value, trained.get(name, 0.0))
+    ends = zip(reading.table.cells(column), reading.values[progress].tolist(), strict=True)
+    early = [name for name, end in ends if trained.get(str(name), 0.0) > end * MISSING_END]
+    if early:
+        reading.exclusions.append(
+            f"column {reading.columns['loss'].name!r} is blank or nan at the end of runs"
+            f" {list_some(early)}: their last loss is not the final one; leave out the runs that"
+            " diverged"
+        )
 
 
 def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[np.intp]] | None:
@@ -61,7 +91,8 @@ def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[n
     has_names = False
     for column in candidates:
         codes = reading.table.codes([column])
-        has_names = has_names or codes.max() + 1 == len(codes)
+        is_unique = codes.max() + 1 == len(codes)
+        has_names = has_names or (is_unique and not _counts_rows(reading, column))
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
         # Rows of one size with different tokens are the same training at different times.
@@ -75,6 +106,14 @@ def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[n
     if not has_names:
         _refuse_checkpoints(reading, rising, size, progress)
     return None
+
+
+def _counts_rows(reading: Reading, column: str) -> bool:
+    """Return True if a column `id` numbers the rows, like the key of a database or an index."""
+    if column.lower() not in ("id", "uid"):
+        return False
+    numbers = parse_numbers(reading.table.cells(column), False)
+    return bool((np.diff(numbers) > 0).all())
 
 
 def _refuse_checkpoints(

@@ -281,6 +281,8 @@ def _recognize_loss(name: str, words: list[str]) -> Column | None:
     """Return a column if its name is recognized as a loss, otherwise None."""
     if set(words) & {*WORDS["no_loss"], *LOGARITHMS}:
         return None
+    if re.search(r"\bbase ?(?:2|10)\b", " ".join(words)):
+        return None
     joined = "".join(words)
     description, unit = _loss_unit(words)
     units = {"nats", "bits"} if unit != 1 or "nats" in words else set()

@@ -24,6 +24,8 @@ class Reading:
     #: The user's decimal mark.
     decimal: str | None
     values: dict[str, Array] = field(default_factory=dict)
+    #: The rows that were left out because they have no loss.
+    without_loss: Table | None = None
     #: Sentences about choices, for `Runs.explanation`.
     choices: list[str] = field(default_factory=list)
     #: Sentences about rows that were left out, also issued as warnings.

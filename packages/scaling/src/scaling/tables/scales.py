@@ -17,6 +17,10 @@ FEWEST = 1000.0
 #: wrong by a thousand leaves this range for any of them.
 TOKENS_PER_PARAMETER = (0.1, 2000.0)
 
+#: Factor between the tokens per parameter of some rows and those of all other rows beyond which the
+#: rows are in another unit. The rows of published tables have gaps of at most a factor of five.
+SCALE_GAP = 100.0
+
 #: Usual ratio of tokens to parameters, with which the unit of a column is guessed in a message.
 USUAL_TOKENS_PER_PARAMETER = 20
 
@@ -36,6 +40,7 @@ def complete(reading: Reading) -> None:
             values[k] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values[other])
     _check_smallest(reading)
     _check_ratio(reading, with_unit)
+    _check_ratio_of_rows(reading)
     _check_compute(reading)
     _check_loss(reading)
 
@@ -117,6 +122,32 @@ def _check_ratio(reading: Reading, with_unit: Container[str]) -> None:
             )
 
 
+def _check_ratio_of_rows(reading: Reading) -> None:
+    """Raise `ValueError` if the tokens per parameter of a few rows are on another scale."""
+    values = reading.values
+    present = [k for k in COLUMNS if k in reading.columns and k != "loss"]
+    if len(present) == 3 or {*present} <= {*reading.units}:
+        return
+    ratio = values["tokens"] / values["parameters"]
+    order = np.argsort(ratio)
+    gaps = np.flatnonzero(np.diff(np.log(ratio[order])) > np.log(SCALE_GAP)) + 1
+    parts = np.split(order, gaps)
+    most = max(parts, key=len)
+    low, high = TOKENS_PER_PARAMETER
+    for part in parts:
+        i = int(part[0])
+        # Few runs at random sizes and tokens have such gaps too, but seldom with one run beyond.
+        if len(part) * 10 > len(ratio) or low <= ratio[i] <= high:
+            continue
+        first, second = (f"{reading.columns[k].name!r} is {values[k][i]:.4g}" for k in present)
+        confirmed = ", ".join(f"{k!r}: 1" for k in present)
+        raise ValueError(
+            f"in row {reading.rows[i]} {first} and {second}, which makes {ratio[i]:.2g} tokens per"
+            f" parameter, while most rows have {ratio[most].min():.2g} to {ratio[most].max():.2g}:"
+            f" correct the unit of the cell, or confirm the numbers with units={{{confirmed}}}"
+        )
+
+
 def _check_compute(reading: Reading) -> None:
     """Raise `ValueError` if the compute differs from 6 N D by more than a factor of ten."""
     values = reading.values
@@ -138,11 +169,20 @@ def _check_compute(reading: Reading) -> None:
 
 
 def _check_loss(reading: Reading) -> None:
-    """Raise `ValueError` if most losses are worse than guessing."""
+    """Raise `ValueError` if most losses are worse than guessing, or count something."""
     loss = reading.values["loss"]
-    if "loss" not in reading.units and np.median(loss) > LARGEST_LOSS:
+    column = reading.columns["loss"].name
+    if "loss" in reading.units:
+        return
+    if len(column) == 1 and (loss == np.round(loss)).all():
         raise ValueError(
-            f"column {reading.columns['loss'].name!r} is {loss[0]:.4g} in row {reading.rows[0]},"
+            f"column {column!r} has only whole numbers, such as {loss[0]:g} in row"
+            f" {reading.rows[0]}, so it may count layers: name the loss with columns={{'loss':"
+            " '…'}, or confirm it with units={'loss': 1}"
+        )
+    if np.median(loss) > LARGEST_LOSS:
+        raise ValueError(
+            f"column {column!r} is {loss[0]:.4g} in row {reading.rows[0]},"
             f" and above {LARGEST_LOSS:g} nats in most rows: worse than guessing; for hundredths"
             " pass units={'loss': 0.01}, name a perplexity so, and confirm nats with {'loss': 1}"
         )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from scaling.tables.cells import blank_cells, list_some, parse_numbers
 from scaling.tables.derived import TIMES
-from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster
+from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
 from scaling.tables.reading import Reading
 from scaling.tables.scales import FEWEST
@@ -33,7 +33,7 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
     other of the two. Raise `ValueError` if the table does not have both.
     """
     for name in reading.table.columns:
-        ours, wanted, reason = COUNTS.get("".join(split_words(name)[-1:]), ("", "", ""))
+        ours, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
         column = reading.columns.get(ours)
         if column is None or ours in named:
             continue
@@ -53,6 +53,15 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
         )
 
 
+def _counted(name: str) -> str:
+    """Return the key of `COUNTS` that a name such as n_expert or expert_count stands for."""
+    words = split_words(name)
+    if "per" in words:
+        return ""
+    stem = "".join(words).removesuffix("count")
+    return next((key for key in COUNTS if stem.endswith((key, key[:-1]))), "")
+
+
 def drop_rows_without_loss(reading: Reading) -> None:
     """Leave out the rows whose loss is blank."""
     column = reading.columns["loss"].name
@@ -64,6 +73,7 @@ def drop_rows_without_loss(reading: Reading) -> None:
             f"column {column!r} is blank in {blank.sum()} rows"
             f" ({list_some(reading.table.rows[blank])}): left out"
         )
+        reading.without_loss = reading.table.select(blank)
         reading.table = reading.table.select(~blank)
 
 
@@ -80,7 +90,7 @@ def keep_best_settings(reading: Reading) -> None:
         return
     rows = np.arange(len(reading.table))
     design = _designs(reading, sets, rows)
-    setting = reading.table.codes(names)
+    setting = setting_codes(reading.table, names)
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
@@ -120,11 +130,21 @@ def _setting_columns(reading: Reading) -> tuple[list[str], list[str]]:
         words = split_words(name)
         stems = {"".join(words[i:]) for i in range(len(words))}
         if name not in used and stems & known:
-            if reading.table.codes([name]).any():
+            if setting_codes(reading.table, [name]).any():
                 names.append(name)
-        elif words and words[-1] in WORDS["sets"]:
+        elif name not in used and _names_a_set(name):
             sets.append(name)
     return names, sets
+
+
+def _names_a_set(name: str) -> bool:
+    """Return True if a column distinguishes data sets or vocabularies, as `dataset_name` does."""
+    words = split_words(name)
+    if words[-2:] == ["vocab", "size"]:
+        return True
+    if words[-1:] in (["name"], ["id"]):
+        words = words[:-1]
+    return bool(words) and words[-1] in WORDS["sets"]
 
 
 def _report_unknown_settings(
@@ -179,8 +199,9 @@ def drop_small_letters(reading: Reading) -> None:
 
 def datasets_message(reading: Reading) -> list[str]:
     """Return a warning if the rows are of several data sets, whose losses follow different laws."""
+    used = {column.name for column in reading.columns.values()}
     for name in reading.table.columns:
-        if name.lower().rsplit(".")[-1] in WORDS["sets"]:
+        if name not in used and _names_a_set(name):
             seen = dict.fromkeys(map(str, reading.table.cells(name)))
             if 1 < len(seen) <= len(reading.table) / 4:
                 return [

@@ -22,10 +22,15 @@ ENUMERATION_PREFIX = re.compile(r"^(?:job|run|trial|task)_?(?:state|status)[._]"
 BOOLEANS = {
     "true": True,
     "yes": True,
+    "t": True,
+    "y": True,
+    "x": True,
     "1": True,
     "1.0": True,
     "false": False,
     "no": False,
+    "f": False,
+    "n": False,
     "0": False,
     "0.0": False,
 }
@@ -80,6 +85,9 @@ def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
         has_both = present & STATES["finished"] and present & STATES["unfinished"]
         if has_both or present & STATES["broken"]:
             finished = _finished_states(name, texts, table)
+            # A column of notes says nothing about the runs that finished.
+            if finished is not None and not present & STATES["finished"]:
+                finished |= {""}
     return None if finished is None else np.array([text in finished for text in texts])
 
 

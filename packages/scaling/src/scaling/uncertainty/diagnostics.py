@@ -84,6 +84,19 @@ def warn_of_optimum(best: Optimum, runs: Runs, other: Optimum | None = None) -> 
         warnings.warn(message, ScalingWarning, stacklevel=3)
 
 
+def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
+    """Issue a `ScalingWarning` if a model whose loss is predicted is far from any run."""
+    compute = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
+    distances = _distances(Optimum(compute, parameters, tokens, math.nan), runs)
+    if distances:
+        warnings.warn(
+            f"a model of {parameters:.3g} parameters and {tokens:.3g} tokens is far from any run:"
+            f" {' and '.join(distances)}",
+            ScalingWarning,
+            stacklevel=3,
+        )
+
+
 def _optimum_messages(best: Optimum, runs: Runs, other: Optimum | None) -> Iterator[str]:
     interval = best.intervals["parameters"] if best.intervals else None
     prefix = f"at {best.compute:.3g} FLOPs the best size"
@@ -109,7 +122,7 @@ def _optimum_messages(best: Optimum, runs: Runs, other: Optimum | None) -> Itera
 
 
 def _distances(best: Optimum, runs: Runs) -> list[str]:
-    """Return in which respects an optimum is far from all runs."""
+    """Return in which respects a model is far from all runs."""
     ratios = runs.tokens / runs.parameters
     ratio = best.tokens / best.parameters
     largest = float((FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens).max())
