@@ -101,7 +101,8 @@ def patch(
                 f"the patch of {site!r} returned a {type(value).__name__}; return a tensor"
             )
         try:
-            value = value.to(old).expand_as(old)
+            # Cloned, because the model may change the activation in place.
+            value = value.to(old).expand_as(old).clone()
             return value.flatten(-2) if heads else value
         except RuntimeError as error:
             raise ValueError(
