@@ -75,11 +75,15 @@ class Restart:
     def _require_no_state(self) -> None:
         stateful = (
             f"called again, {self.block_names[0]} ... {self.block_names[-1]} return another "
-            "stream; they must not keep state (a cache, dropout): use eval() and turn caches off"
+            "stream; they must not keep state (a cache, dropout) or mix the rows of a batch (batch "
+            "norm): use eval() and turn caches off"
         )
+        # Copied, because blocks may work in place. Patches share a batch, so another row is added.
+        rows = [self.block_inputs[0], -self.block_inputs[0]]
+        streams = torch.cat(rows[: min(self.batch, 2)])
         # A cache that grew makes keys longer than masks, which fails deep inside a block.
         try:
-            repeated = self(self.block_inputs[0], 0)
+            repeated = self(streams, 0)[:1]
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ValueError(stateful) from error
         if not is_close(repeated, self.final_stream):
