@@ -19,6 +19,7 @@ from interp import (
     view,
 )
 from interp.circuits.induction import repeated_tokens
+from interp.lens import head_outputs
 from interp.patching import drop_heads
 from torch import Tensor, nn
 
@@ -89,6 +90,22 @@ def model() -> AttentionOnly:
         ),
         (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "at least one component"),
         (lambda: drop_heads(0, 2, heads=2), r"heads \(0, 2\) are not all within 0 and 1"),
+        (
+            lambda: drop_heads(0, heads=3)(torch.ones(1, 4, 8)),
+            "expected 8 features to be a multiple of heads, got heads=3",
+        ),
+        (
+            lambda: head_outputs(torch.ones(1, 4, 30), torch.ones(8, 30), heads=4),
+            "expected 30 features to be a multiple of heads, got heads=4",
+        ),
+        (
+            lambda: detect_heads([EVEN], TOKENS, queries=torch.tensor([3])),
+            r"queries are torch.int64 \(1,\); pass a slice, or booleans \(4,\) or \(1, 4\)",
+        ),
+        (
+            lambda: detect_heads([EVEN], TOKENS, queries=torch.tensor([0, 1, 2, 3])),
+            r"queries are torch.int64 \(4,\); pass a slice, or booleans",
+        ),
         (lambda: repeated_tokens(1, 9, 5, periods=(3, 5)), r"\(3, 5\) must be within 1 and 4"),
         (
             lambda: AttentionOnly(vocabulary=3, context=3, d_model=5, layers=1, heads=2),
