@@ -140,12 +140,17 @@ class Decoder(nn.Module):
         tokens follow padding and positions are learned; otherwise a warning is issued.
 
         With a `cache` of earlier tokens, `attention_mask` covers these tokens too, and the new
-        tokens are added to the cache.
+        tokens are added to the cache. If the earlier tokens include padding, it must be passed.
         """
         self.require_fresh()
         past = 0 if cache is None else cache.get_seq_length()
         self._require_tokens(input_ids, past)
         padding = None if attention_mask is None else attention_mask == 0
+        if padding is None and cache is not None and cache.has_padding:
+            raise ValueError(
+                "the cache contains padding, to which the new tokens would attend; pass the "
+                f"attention_mask {(len(input_ids), past + input_ids.shape[1])} of all tokens"
+            )
         if padding is not None and padding.shape != (len(input_ids), past + input_ids.shape[1]):
             raise ValueError(
                 f"attention_mask is {tuple(padding.shape)}; pass "
@@ -162,7 +167,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x, padding, position, positions, cache)
         if cache is not None and positions is not None:
-            cache.commit(positions)
+            cache.commit(positions, padding)
         return self._logits(x)
 
     def positions(
