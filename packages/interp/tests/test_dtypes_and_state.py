@@ -218,3 +218,23 @@ def test_metrics_of_another_shape_are_refused() -> None:
         attribution_patching(model, ["blocks.0"], CLEAN, CORRUPTED[:, :4], lambda out: out.sum())
     with pytest.raises(ValueError, match="prompts of the same number and length"):
         path_patching(model, "blocks.0", ["blocks.1:input"], CLEAN, CORRUPTED[:, :4])
+
+
+def test_patching_refuses_dropout_in_front_of_the_blocks() -> None:
+    model = MixingModel()
+    model.embed = nn.Sequential(model.embed, nn.Dropout(0.5))
+    with pytest.raises(ValueError, match=r"'blocks.0:input' differs.*dropout.*use eval\(\)"):
+        scan(model)
+    assert torch.equal(scan(model.eval()), scan(model.eval()))
+
+
+def test_attribution_patching_refuses_dropout_behind_its_sites() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"'output 0' differs.*dropout.*use eval\(\)"):
+        attribution_patching(model, ["1"], CLEAN, CORRUPTED, lambda out: out.sum())
+    model.eval()
+    effects = attribution_patching(model, ["1"], CLEAN, CORRUPTED, lambda out: out.sum())["1"]
+    # The model is linear behind the site, so that the estimate is exact.
+    gap = model(CLEAN).sum(-1) - model(CORRUPTED).sum(-1)
+    torch.testing.assert_close(effects, gap)

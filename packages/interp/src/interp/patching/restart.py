@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderBlock
-from interp.prompts import Prompt, forward, is_close
+from interp.prompts import Prompt, forward, is_close, require_repeatable
 from interp.tap import expand_sites, record
 
 # The modules of a Decoder's blocks. Attention alone mixes positions; all others act on each
@@ -70,6 +70,9 @@ class Restart:
                     "the residual stream, in order"
                 )
         if not projections:  # The blocks of a Decoder have no state.
+            with record(model, inputs[0], clone=True) as seen_again:
+                forward(model, prompt)
+            require_repeatable(seen, seen_again)
             self._require_no_state()
 
     def _require_no_state(self) -> None:
