@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import prune
+from tinyml import gptq, kmeans_quantize, prepare_qat, prune, quantize
 from tinyml.pruning.magnitude import input_norms, pattern_mask, smallest_mask
 from torch import nn
 
@@ -99,3 +99,20 @@ def test_wanda_weighs_by_the_norm_of_the_inputs():
 def test_bad_requests_say_what_to_ask_for(arguments, message):
     with pytest.raises(ValueError, match=message):
         prune(mlp(), **arguments)
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda m: quantize(m, 4),
+        lambda m: kmeans_quantize(m, 2),
+        lambda m: prepare_qat(m, 4),
+        lambda m: gptq(m, [torch.randn(4, 8)]),
+    ],
+)
+def test_frozen_weights_stay_frozen_when_a_compressed_model_is_pruned(compress):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    pruned, _ = prune(compress(model), 0.5)
+    assert [p.requires_grad for p in pruned[0].parameters()] == [False, False]
+    assert [p.requires_grad for p in pruned[1].parameters()] == [True, True]

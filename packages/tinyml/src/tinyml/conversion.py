@@ -90,7 +90,8 @@ def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     """Make a layer's weight a parameter again; return all layers of `model` that share it."""
     sharing = [m for m in model.modules() if weight_identity(m) == weight_identity(layer)]
     if compressed_weight(layer) is not None:
-        weight = nn.Parameter(weight_of(layer).clone())
+        stored = cast(Any, layer).parametrizations.weight.original
+        weight = nn.Parameter(weight_of(layer).clone(), stored.requires_grad)
         for shared in sharing:
             # torch.nn.utils.parametrize.remove_parametrizations would also affect every copy
             # of the model, because the copies share the generated class.
