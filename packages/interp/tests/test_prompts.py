@@ -130,6 +130,18 @@ def test_patching_refuses_another_number_of_heads_than_the_decoder_has(part: str
     assert patch_parts(decoder, "blocks.*", part, *pair, metric, heads=2).values.shape == (2, 2, 12)
 
 
+def test_additive_masks_are_refused() -> None:
+    decoder = described("LlamaForCausalLM")
+    additive = torch.zeros(2, 12)
+    with pytest.raises(ValueError, match=r"from 0 to 0; each row must be 1.*\(mask == 0\)"):
+        decoder(TOKENS, attention_mask=additive)
+    additive[0, :3] = float("-inf")
+    with pytest.raises(ValueError, match=r"from -inf to 0; each row must be 1"):
+        decoder(TOKENS, attention_mask=additive)
+    expected = decoder(TOKENS, attention_mask=MASK)
+    assert torch.equal(decoder(TOKENS, attention_mask=(additive == 0).long()), expected)
+
+
 def test_a_cache_with_padding_needs_the_mask_of_all_tokens() -> None:
     decoder = described("LlamaForCausalLM")
     cache = Cache()

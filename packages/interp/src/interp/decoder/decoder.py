@@ -85,6 +85,17 @@ def _warn_if_tokens_follow(padding: Tensor) -> None:
         )
 
 
+def _require_zeros_and_ones(mask: Tensor) -> None:
+    """Raise ValueError unless each row of a mask is 1 at some tokens and 0 at padding."""
+    is_valid = ((mask == 0) | (mask == 1)).all() & mask.any(-1).all()
+    if not bool(is_valid):
+        raise ValueError(
+            f"attention_mask has values from {float(mask.min()):.3g} to {float(mask.max()):.3g}; "
+            "each row must be 1 at its tokens and 0 at padding: convert an additive mask with "
+            "(mask == 0).long()"
+        )
+
+
 def _require_one_text_per_row(position_ids: Tensor, padding: Tensor | None) -> None:
     """Raise ValueError if a row of positions (batch, seq) packs several texts."""
     for row, ids in enumerate(position_ids):
@@ -157,6 +168,8 @@ class Decoder(nn.Module):
                 f"{(len(input_ids), past + input_ids.shape[1])}, the shape of the tokens"
                 + (" and those in the cache" if past else "")
             )
+        if attention_mask is not None:
+            _require_zeros_and_ones(attention_mask)
         positions = self.positions(input_ids, padding, position_ids, cache)
         x, position = self.embed_norm(self.embed(input_ids)), None
         if self.position is not None:
