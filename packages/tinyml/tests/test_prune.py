@@ -101,6 +101,16 @@ def test_bad_requests_say_what_to_ask_for(arguments, message):
         prune(mlp(), **arguments)
 
 
+def test_global_pruning_needs_the_input_norms_of_all_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 10))
+    norms = input_norms(model, [torch.randn(4, 3, 8, 8)])
+    with pytest.raises(ValueError, match=r"norms of all layers.*none of \['0'\]; pass layers="):
+        prune(model, 0.5, scope="global", input_norms=norms)
+    _, masks = prune(model, 0.5, scope="global", input_norms=norms, layers=(nn.Linear,))
+    assert list(masks) == ["2.weight"]
+
+
 @pytest.mark.parametrize(
     "compress",
     [
