@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import gptq, kmeans_quantize, prepare_qat, prune, quantize
+from tinyml import gptq, kmeans_quantize, prepare_qat, prune, quantize, smoothquant
 from tinyml.pruning.magnitude import input_norms, pattern_mask, smallest_mask
 from torch import nn
 
@@ -126,3 +126,30 @@ def test_frozen_weights_stay_frozen_when_a_compressed_model_is_pruned(compress):
     pruned, _ = prune(compress(model), 0.5)
     assert [p.requires_grad for p in pruned[0].parameters()] == [False, False]
     assert [p.requires_grad for p in pruned[1].parameters()] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda m: quantize(m, 8, activations="dynamic"),
+        lambda m: smoothquant(m, [torch.arange(9)]),
+    ],
+)
+def test_tied_weights_stay_tied_when_a_model_with_replaced_layers_is_pruned(replace):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(20, 16)
+            self.body = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 20, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.head(self.body(self.embed(tokens)))
+
+    small = replace(Tied())
+    pruned, _ = prune(small, 0.5)
+    assert pruned.embed.weight is pruned.head.weight
+    assert torch.equal(pruned.embed.weight == 0, pruned.head.weight == 0)
+    plain, _ = prune(small, 0.0)
+    assert torch.equal(plain.embed.weight, small.embed.weight)

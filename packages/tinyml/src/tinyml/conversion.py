@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -116,6 +116,9 @@ class Replacement(nn.Module):
         """Return a plain layer with the dense weight that this module computes with."""
         raise NotImplementedError
 
+    def tie(self, restored: Mapping[nn.Module, nn.Module]) -> None:
+        """Tie the restored layer to other restored layers; by default there is nothing to tie."""
+
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """Return a copy of `model` in which every `Replacement` is a plain layer again."""
@@ -123,6 +126,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)
     }
+    for module in replacements:
+        cast(Replacement, module).tie(replacements)
     return replace_modules(model, replacements)
 
 
