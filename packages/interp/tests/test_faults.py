@@ -65,6 +65,10 @@ def model() -> AttentionOnly:
         (lambda: detect_heads([EVEN * float("nan")], TOKENS), "pattern sum to nan"),
         (lambda: detect_heads([EVEN], TOKENS[None]), r"tokens have shape \(1, 1, 4\)"),
         (lambda: detect_heads([EVEN], TOKENS).best("copy"), "'copy' is not one of previous"),
+        (
+            lambda: logit_lens(torch.ones(2, 4, 3), None, torch.ones(5, 3)),
+            r"\(layers, batch, seq, d_model\), got \(2, 4, 3\); pass a single stream as \[stream\]",
+        ),
         (lambda: logit_lens([], None, torch.ones(5, 3)), "at least one residual stream"),
         (
             lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), targets=TOKENS[0]),
@@ -152,6 +156,17 @@ def test_patches_of_wrong_shape_or_type_are_refused_and_leave_no_hook(
     ):  # type: ignore[dict-item,return-value]
         model(TOKENS)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("patterns", [("blocks.0", "blocks.*"), ("**", "blocks.0")])
+def test_two_patches_of_one_site_are_refused(
+    model: AttentionOnly, patterns: tuple[str, str]
+) -> None:
+    with (
+        pytest.raises(ValueError, match=r"both replace '[\w.]+'; pass one replacement per site"),
+        patch(model, dict.fromkeys(patterns, torch.zeros_like)),
+    ):
+        model(TOKENS)
 
 
 def test_a_patch_that_never_ran_is_an_error(model: AttentionOnly) -> None:

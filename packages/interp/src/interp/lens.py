@@ -61,6 +61,11 @@ def logit_lens(
     or any function to logits: with a cap on logits (Gemma 2), pass `None` and `decoder.decode`.
     `targets` (batch, seq) are token ids whose probability and rank are computed per layer.
     """
+    if isinstance(residuals, Tensor) and residuals.ndim < 4:
+        raise ValueError(
+            f"expected one tensor (layers, batch, seq, d_model), got {tuple(residuals.shape)}; "
+            "pass a single stream as [stream]"
+        )
     if isinstance(residuals, Mapping):
         names, streams = tuple(residuals), list(residuals.values())
     else:
