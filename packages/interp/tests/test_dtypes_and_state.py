@@ -238,3 +238,14 @@ def test_attribution_patching_refuses_dropout_behind_its_sites() -> None:
     # The model is linear behind the site, so that the estimate is exact.
     gap = model(CLEAN).sum(-1) - model(CORRUPTED).sum(-1)
     torch.testing.assert_close(effects, gap)
+
+
+def test_path_patching_refuses_dropout_behind_its_sender() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"'output 0' differs.*dropout.*use eval\(\)"):
+        path_patching(model, "0", ["1:input"], CLEAN, CORRUPTED)
+    model.eval()
+    torch.testing.assert_close(
+        path_patching(model, "0", ["1:input"], CLEAN, CORRUPTED), model(CLEAN)
+    )

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.attention import DecoderAttention
@@ -32,6 +31,7 @@ from interp.prompts import (
     require_repeatable,
     require_several_pairs,
     split_pairs,
+    tensors_of,
     tokens_of,
 )
 from interp.tap import patch, record
@@ -73,22 +73,16 @@ def attribution_patching(
     with torch.no_grad(), record(model, *sites, clone=True) as seen:
         forward(model, clean)
         before = dict(seen)
-        expected = _tensors_of(forward(model, corrupted))
+        expected = tensors_of(forward(model, corrupted))
     require_equal_shapes(before, seen)
 
     def metric_of_repeated(out: Any, final_stream: Tensor) -> Tensor:
         # The sites may come before a dropout that makes the gradients random.
-        require_repeatable(expected, _tensors_of(out))
+        require_repeatable(expected, tensors_of(out))
         return metric(out)
 
     gradients = _gradients(model, corrupted, metric_of_repeated, seen)
     return {site: ((before[site] - seen[site]) * gradients[site]).sum(-1) for site in seen}
-
-
-def _tensors_of(out: Any) -> dict[str, Tensor]:
-    """Return copies of the floating tensors of a model's output."""
-    tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
-    return {f"output {i}": x.detach().clone() for i, x in enumerate(tensors)}
 
 
 def attribute_parts(
