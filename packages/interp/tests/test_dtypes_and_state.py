@@ -128,6 +128,56 @@ def test_blocks_with_a_cache_are_refused_with_a_remedy() -> None:
         path_patching(CachedModel(clears=False), "blocks.0", ["blocks.1:input"], CLEAN, CORRUPTED)
 
 
+class Mixing(nn.Module):
+    """A block that adds to its input, in place or with batch norm."""
+
+    def __init__(self, *, in_place: bool, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.in_place, self.norm = in_place, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.norm(self.linear(x).cumsum(1).mT).mT
+        if not self.in_place:
+            return x + added
+        x += added
+        return x
+
+
+class MixingModel(nn.Module):
+    """An embedding and two blocks."""
+
+    def __init__(
+        self, *, in_place: bool = False, norm: Callable[[int], nn.Module] = nn.Identity
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(12, 4)
+        self.blocks = nn.Sequential(*(Mixing(in_place=in_place, norm=norm(4)) for _ in range(2)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.blocks(self.embed(tokens))
+        return out
+
+
+def scan(model: nn.Module, batch: int = 64) -> Tensor:
+    def metric(streams: Tensor) -> Tensor:
+        return streams.square().sum((1, 2))
+
+    return patch_streams(model, "blocks.*", CLEAN, CORRUPTED, metric, batch=batch).values
+
+
+def test_blocks_that_work_in_place_have_the_effects_of_other_blocks() -> None:
+    torch.testing.assert_close(scan(MixingModel(in_place=True)), scan(MixingModel()))
+
+
+def test_blocks_that_mix_the_rows_of_a_batch_are_refused() -> None:
+    model = MixingModel(norm=nn.BatchNorm1d)
+    with pytest.raises(ValueError, match=r"mix the rows of a batch.*use eval\(\)"):
+        scan(model)
+    torch.testing.assert_close(scan(model.eval()), scan(model.eval(), batch=1))
+
+
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])
 def test_hugging_face_models_with_caches_are_patched(family: str) -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
@@ -168,3 +218,34 @@ def test_metrics_of_another_shape_are_refused() -> None:
         attribution_patching(model, ["blocks.0"], CLEAN, CORRUPTED[:, :4], lambda out: out.sum())
     with pytest.raises(ValueError, match="prompts of the same number and length"):
         path_patching(model, "blocks.0", ["blocks.1:input"], CLEAN, CORRUPTED[:, :4])
+
+
+def test_patching_refuses_dropout_in_front_of_the_blocks() -> None:
+    model = MixingModel()
+    model.embed = nn.Sequential(model.embed, nn.Dropout(0.5))
+    with pytest.raises(ValueError, match=r"'blocks.0:input' differs.*dropout.*use eval\(\)"):
+        scan(model)
+    assert torch.equal(scan(model.eval()), scan(model.eval()))
+
+
+def test_attribution_patching_refuses_dropout_behind_its_sites() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"'output 0' differs.*dropout.*use eval\(\)"):
+        attribution_patching(model, ["1"], CLEAN, CORRUPTED, lambda out: out.sum())
+    model.eval()
+    effects = attribution_patching(model, ["1"], CLEAN, CORRUPTED, lambda out: out.sum())["1"]
+    # The model is linear behind the site, so that the estimate is exact.
+    gap = model(CLEAN).sum(-1) - model(CORRUPTED).sum(-1)
+    torch.testing.assert_close(effects, gap)
+
+
+def test_path_patching_refuses_dropout_behind_its_sender() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"'output 0' differs.*dropout.*use eval\(\)"):
+        path_patching(model, "0", ["1:input"], CLEAN, CORRUPTED)
+    model.eval()
+    torch.testing.assert_close(
+        path_patching(model, "0", ["1:input"], CLEAN, CORRUPTED), model(CLEAN)
+    )

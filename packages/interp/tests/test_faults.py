@@ -19,6 +19,7 @@ from interp import (
     view,
 )
 from interp.circuits.induction import repeated_tokens
+from interp.lens import head_outputs
 from interp.patching import drop_heads
 from torch import Tensor, nn
 
@@ -64,6 +65,10 @@ def model() -> AttentionOnly:
         (lambda: detect_heads([EVEN * float("nan")], TOKENS), "pattern sum to nan"),
         (lambda: detect_heads([EVEN], TOKENS[None]), r"tokens have shape \(1, 1, 4\)"),
         (lambda: detect_heads([EVEN], TOKENS).best("copy"), "'copy' is not one of previous"),
+        (
+            lambda: logit_lens(torch.ones(2, 4, 3), None, torch.ones(5, 3)),
+            r"\(layers, batch, seq, d_model\), got \(2, 4, 3\); pass a single stream as \[stream\]",
+        ),
         (lambda: logit_lens([], None, torch.ones(5, 3)), "at least one residual stream"),
         (
             lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), targets=TOKENS[0]),
@@ -89,6 +94,22 @@ def model() -> AttentionOnly:
         ),
         (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "at least one component"),
         (lambda: drop_heads(0, 2, heads=2), r"heads \(0, 2\) are not all within 0 and 1"),
+        (
+            lambda: drop_heads(0, heads=3)(torch.ones(1, 4, 8)),
+            "expected 8 features to be a multiple of heads, got heads=3",
+        ),
+        (
+            lambda: head_outputs(torch.ones(1, 4, 30), torch.ones(8, 30), heads=4),
+            "expected 30 features to be a multiple of heads, got heads=4",
+        ),
+        (
+            lambda: detect_heads([EVEN], TOKENS, queries=torch.tensor([3])),
+            r"queries are torch.int64 \(1,\); pass a slice, or booleans \(4,\) or \(1, 4\)",
+        ),
+        (
+            lambda: detect_heads([EVEN], TOKENS, queries=torch.tensor([0, 1, 2, 3])),
+            r"queries are torch.int64 \(4,\); pass a slice, or booleans",
+        ),
         (lambda: repeated_tokens(1, 9, 5, periods=(3, 5)), r"\(3, 5\) must be within 1 and 4"),
         (
             lambda: AttentionOnly(vocabulary=3, context=3, d_model=5, layers=1, heads=2),
@@ -135,6 +156,17 @@ def test_patches_of_wrong_shape_or_type_are_refused_and_leave_no_hook(
     ):  # type: ignore[dict-item,return-value]
         model(TOKENS)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("patterns", [("blocks.0", "blocks.*"), ("**", "blocks.0")])
+def test_two_patches_of_one_site_are_refused(
+    model: AttentionOnly, patterns: tuple[str, str]
+) -> None:
+    with (
+        pytest.raises(ValueError, match=r"both replace '[\w.]+'; pass one replacement per site"),
+        patch(model, dict.fromkeys(patterns, torch.zeros_like)),
+    ):
+        model(TOKENS)
 
 
 def test_a_patch_that_never_ran_is_an_error(model: AttentionOnly) -> None:

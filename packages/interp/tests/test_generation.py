@@ -21,6 +21,18 @@ def model() -> AttentionOnly:
     return AttentionOnly(vocabulary=11, context=9, d_model=8, layers=2, heads=2)
 
 
+def test_rows_of_new_values_belong_to_the_positions_in_their_order(model: AttentionOnly) -> None:
+    rows = torch.stack([torch.full((8,), 2.0), torch.full((8,), 5.0)])
+    tokens = torch.randint(11, (1, 9))
+    at = at_positions([2, 5], rows)
+    with patch(model, {"blocks.0": at}), record(model, "blocks.0") as seen:
+        model(tokens)
+    assert torch.equal(seen["blocks.0"][0, [2, 5]], rows)
+    for positions in ([5, 2], [2, 2], slice(5, 2, -1)):
+        with pytest.raises(ValueError, match=r"expected ascending positions.*sort them"):
+            at_positions(positions, rows.flip(0))
+
+
 def hooks(model: torch.nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 

@@ -184,3 +184,17 @@ def test_autoencoders_of_mismatched_shapes_are_refused() -> None:
     sae = autoencoder()
     with pytest.raises(ValueError, match=r"w_dec of shape \(20, 8\) .* got \(8, 20\)"):
         SparseAutoencoder(w_enc=sae.w_enc, w_dec=sae.w_dec.T, b_enc=sae.b_enc, b_dec=sae.b_dec)
+
+
+def test_an_autoencoder_refuses_a_mask_in_place_of_the_indices_to_ablate() -> None:
+    autoencoder = SparseAutoencoder(
+        w_enc=torch.randn(4, 6), w_dec=torch.randn(6, 4), b_enc=torch.ones(6), b_dec=torch.ones(4)
+    )
+    mask = torch.zeros(6, dtype=torch.bool)
+    mask[3] = True
+    for wrong in (mask, mask.tolist()):
+        with pytest.raises(ValueError, match=r"got torch.bool; for a mask pass mask.nonzero"):
+            autoencoder.replace(ablate=wrong)
+    x = torch.randn(2, 4)
+    by_index = autoencoder.replace(ablate=mask.nonzero()[:, 0])(x)
+    assert torch.equal(by_index, autoencoder.replace(ablate=[3])(x))

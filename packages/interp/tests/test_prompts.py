@@ -24,6 +24,7 @@ from interp.patching import (
     edge_attribution,
     logit_difference,
     patch_edges,
+    patch_parts,
     patch_streams,
 )
 from interp.text import encode, pairs_of
@@ -117,6 +118,39 @@ def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("part", ["attention.k", "attention.v"])
+def test_patching_refuses_another_number_of_heads_than_the_decoder_has(part: str) -> None:
+    decoder = described("LlamaForCausalLM")
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    pair = TOKENS[:1], TOKENS[1:]
+    with pytest.raises(ValueError, match=rf"'{part}' of this decoder has 2 heads, got heads=4"):
+        patch_parts(decoder, "blocks.*", part, *pair, metric, heads=4)
+    with pytest.raises(ValueError, match=r"'attention\.q' of this .* 4 heads, got heads=2"):
+        ablate_parts(decoder, "blocks.*", "attention.q", pair[0], metric, heads=2)
+    assert patch_parts(decoder, "blocks.*", part, *pair, metric, heads=2).values.shape == (2, 2, 12)
+
+
+def test_additive_masks_are_refused() -> None:
+    decoder = described("LlamaForCausalLM")
+    additive = torch.zeros(2, 12)
+    with pytest.raises(ValueError, match=r"from 0 to 0; each row must be 1.*\(mask == 0\)"):
+        decoder(TOKENS, attention_mask=additive)
+    additive[0, :3] = float("-inf")
+    with pytest.raises(ValueError, match=r"from -inf to 0; each row must be 1"):
+        decoder(TOKENS, attention_mask=additive)
+    expected = decoder(TOKENS, attention_mask=MASK)
+    assert torch.equal(decoder(TOKENS, attention_mask=(additive == 0).long()), expected)
+
+
+def test_a_cache_with_padding_needs_the_mask_of_all_tokens() -> None:
+    decoder = described("LlamaForCausalLM")
+    cache = Cache()
+    decoder(TOKENS[:, :8], MASK[:, :8], POSITIONS[:, :8], cache=cache)
+    with pytest.raises(ValueError, match=r"cache contains padding.*attention_mask \(2, 9\)"):
+        decoder(TOKENS[:, 8:9], cache=cache)
+    assert cache.get_seq_length() == 8
+
+
 def test_patches_of_a_cached_text_act_at_their_positions() -> None:
     decoder = describe(peer("LlamaForCausalLM"))
     with patch(decoder, {"blocks.0": at_positions([2, 7], torch.zeros(24))}):

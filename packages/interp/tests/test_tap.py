@@ -151,3 +151,26 @@ def test_records_overwritten_in_place_raise_or_are_cloned() -> None:
         with context(), record(model, "0", clone=context is torch.no_grad) as seen:
             model(x)
         assert torch.equal(seen["0"], model[0](x))
+
+
+def test_a_model_that_works_in_place_does_not_change_the_new_values_of_a_patch() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            residual = self.first(x)
+            out = self.second(residual)
+            out += residual
+            return out
+
+    model, x = InPlace(), torch.randn(2, 4)
+    new = torch.randn(2, 4)
+    before = new.clone()
+    for replacement in (new, lambda old: new):
+        with torch.no_grad(), patch(model, {"second": replacement}):
+            first, second = model(x), model(x)
+        assert torch.equal(new, before)
+        torch.testing.assert_close(first, new + model.first(x))
+        assert torch.equal(first, second)

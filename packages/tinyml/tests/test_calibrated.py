@@ -200,3 +200,12 @@ def test_a_state_dict_goes_from_one_smoothed_model_into_another():
         target = copy.deepcopy(target)
         target.load_state_dict(saved.state_dict())
         assert torch.equal(target(batches[0]), saved(batches[0]))
+
+
+@pytest.mark.parametrize("padding", [float("-inf"), -1e9, 0.0])
+def test_additive_masks_are_refused(padding):
+    model, inputs = Masked(nn.Linear(16, 8)), torch.randn(2, 6, 16)
+    additive = torch.zeros(2, 6)
+    additive[:, 4:] = padding
+    with pytest.raises(ValueError, match=r"attention_mask to be 1 at tokens.*\(mask == 0\)"):
+        gptq(model, [{"inputs": inputs, "attention_mask": additive}])

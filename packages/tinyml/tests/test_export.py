@@ -104,6 +104,17 @@ def test_a_file_gives_the_model_back_bit_for_bit(name, tmp_path):
     json.loads(content[8:header])
 
 
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_weights_that_the_model_ties_and_the_file_does_not_are_loaded_separately(name, tmp_path):
+    untied = model()
+    untied.head.weight = nn.Parameter(untied.head.weight.detach().flip(0) * 0.5)
+    compressed = COMPRESSIONS[name](untied)
+    save(compressed, tmp_path / "model.safetensors")
+    back = load(Tied(), tmp_path / "model.safetensors")
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS), compressed(TOKENS))
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     save(model(), path)

@@ -248,3 +248,14 @@ def test_progress_of_layers_is_reported(bits):
     model, calls = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32)), []
     quantize(model, bits, activations="auto", progress=lambda *call: calls.append(call))
     assert calls == [("0", 1, 2), ("2", 2, 2)]
+
+
+@pytest.mark.parametrize("compress", [lambda m: quantize(m, 4), lambda m: prune(m, 0.5).model])
+@pytest.mark.parametrize(
+    "layer", [nn.ConvTranspose2d(4, 8, 3), nn.EmbeddingBag(20, 8), nn.Bilinear(4, 4, 8)]
+)
+def test_weights_of_other_kinds_of_layers_are_named(compress, layer):
+    model = nn.Sequential(layer, nn.Linear(8, 8))
+    with pytest.warns(UserWarning, match=r"stay dense: 0.weight; protect"):
+        small = compress(model)
+    assert torch.equal(small[0].weight, layer.weight)

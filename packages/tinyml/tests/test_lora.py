@@ -400,3 +400,21 @@ def test_factors_that_change_while_merged_are_an_error(how):
     merged = merge(unmerge(model))(inputs)
     assert not torch.allclose(merged, exact)
     torch.testing.assert_close(merged, unmerge(model)(inputs))
+
+
+def test_dropout_that_attention_would_not_apply_is_refused():
+    attention = nn.MultiheadAttention(16, 4)
+    with pytest.raises(ValueError, match=r"dropout=0.5 would have no effect; pass dropout=0"):
+        add_lora(attention, 2, dropout=0.5)
+    assert all(parameter.requires_grad for parameter in attention.parameters())
+    add_lora(attention, 2)
+
+
+def test_attention_refuses_a_merged_weight_whose_factors_have_changed():
+    attention = add_lora(nn.MultiheadAttention(16, 4), 2)
+    merge(attention)
+    x = torch.randn(3, 2, 16)
+    attention(x, x, x)
+    nn.init.ones_(attention.out_proj.lora_B)
+    with pytest.raises(RuntimeError, match="call unmerge first"):
+        attention(x, x, x)

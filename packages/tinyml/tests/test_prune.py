@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import prune
+from tinyml import gptq, kmeans_quantize, prepare_qat, prune, quantize, smoothquant
 from tinyml.pruning.magnitude import input_norms, pattern_mask, smallest_mask
 from torch import nn
 
@@ -99,3 +99,57 @@ def test_wanda_weighs_by_the_norm_of_the_inputs():
 def test_bad_requests_say_what_to_ask_for(arguments, message):
     with pytest.raises(ValueError, match=message):
         prune(mlp(), **arguments)
+
+
+def test_global_pruning_needs_the_input_norms_of_all_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 10))
+    norms = input_norms(model, [torch.randn(4, 3, 8, 8)])
+    with pytest.raises(ValueError, match=r"norms of all layers.*none of \['0'\]; pass layers="):
+        prune(model, 0.5, scope="global", input_norms=norms)
+    _, masks = prune(model, 0.5, scope="global", input_norms=norms, layers=(nn.Linear,))
+    assert list(masks) == ["2.weight"]
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda m: quantize(m, 4),
+        lambda m: kmeans_quantize(m, 2),
+        lambda m: prepare_qat(m, 4),
+        lambda m: gptq(m, [torch.randn(4, 8)]),
+    ],
+)
+def test_frozen_weights_stay_frozen_when_a_compressed_model_is_pruned(compress):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    pruned, _ = prune(compress(model), 0.5)
+    assert [p.requires_grad for p in pruned[0].parameters()] == [False, False]
+    assert [p.requires_grad for p in pruned[1].parameters()] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda m: quantize(m, 8, activations="dynamic"),
+        lambda m: smoothquant(m, [torch.arange(9)]),
+    ],
+)
+def test_tied_weights_stay_tied_when_a_model_with_replaced_layers_is_pruned(replace):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(20, 16)
+            self.body = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 20, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.head(self.body(self.embed(tokens)))
+
+    small = replace(Tied())
+    pruned, _ = prune(small, 0.5)
+    assert pruned.embed.weight is pruned.head.weight
+    assert torch.equal(pruned.embed.weight == 0, pruned.head.weight == 0)
+    plain, _ = prune(small, 0.0)
+    assert torch.equal(plain.embed.weight, small.embed.weight)

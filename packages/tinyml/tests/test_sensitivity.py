@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tinyml import kmeans_quantize, sensitivity
+from tinyml import kmeans_quantize, quantize, round_weight, sensitivity
 from tinyml.pruning.sensitivity import prune_weight
 from tinyml.quantization.kmeans import kmeans
 from torch import nn
@@ -55,6 +55,28 @@ def test_a_scan_has_the_metric_of_compressed_copies(metric):
     model = Residual()
     scan = sensitivity(model, batches(), metric, amounts=(0.5, 0.9))
     assert (scan.baseline, scan.values) == whole(model, batches(), metric, (0.5, 0.9))
+
+
+def test_batches_of_a_generator_are_read_once():
+    model = Residual()
+    scan = sensitivity(model, iter(batches()), accuracy, amounts=(0.5,))
+    assert scan == sensitivity(model, batches(), accuracy, amounts=(0.5,))
+    with pytest.raises(ValueError, match=r"at least one .* batch, got none"):
+        sensitivity(model, iter([]), accuracy)
+
+
+def test_a_scan_over_bits_rounds_a_transposed_layer_as_quantize_does():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.Sequential(conv1d(16, 8), nn.ReLU(), conv1d(4, 16))
+    model[0].weight.data *= 30 * torch.rand(16)
+    inputs, targets = torch.randn(5, 8), torch.randn(5, 4)
+    loss = nn.functional.mse_loss
+    scan = sensitivity(model, [(inputs, targets)], loss, amounts=(2, 3), compress=round_weight)
+    for name, values in scan.values.items():
+        for bits, value in values.items():
+            quantized = quantize(model, {name: bits})
+            assert value == pytest.approx(loss(quantized(inputs), targets).item())
 
 
 def test_what_is_compressed_is_scanned():

@@ -193,6 +193,12 @@ def _queries_and_keys(
         chosen = torch.zeros_like(chosen)
         chosen[:, queries] = True
     elif queries is not None:
+        is_boolean = bool(((queries == 0) | (queries == 1)).all())
+        if queries.shape not in (tokens.shape, tokens.shape[1:]) or not is_boolean:
+            raise ValueError(
+                f"queries are {queries.dtype} {tuple(queries.shape)}; pass a slice, or booleans "
+                f"{tuple(tokens.shape[1:])} or {tuple(tokens.shape)} that are True at the queries"
+            )
         chosen = queries.to(tokens.device).bool().expand(tokens.shape)
     if mask is not None:
         real = mask.to(tokens.device).bool()

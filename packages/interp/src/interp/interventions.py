@@ -170,7 +170,12 @@ class SparseAutoencoder:
         `keep_error=True` adds the reconstruction error of the unchanged features, so that only the
         ablated features have an effect.
         """
-        index = torch.tensor(list(ablate), dtype=torch.long)
+        index = torch.tensor(list(ablate)) if len(ablate) else torch.empty(0, dtype=torch.long)
+        if index.dtype == torch.bool or index.is_floating_point():
+            raise ValueError(
+                f"expected indices of features to ablate, got {index.dtype}; for a mask pass "
+                "mask.nonzero()[:, 0]"
+            )
 
         def reconstruct(x: Tensor) -> Tensor:
             features = self.encode(x)

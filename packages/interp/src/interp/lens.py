@@ -61,6 +61,11 @@ def logit_lens(
     or any function to logits: with a cap on logits (Gemma 2), pass `None` and `decoder.decode`.
     `targets` (batch, seq) are token ids whose probability and rank are computed per layer.
     """
+    if isinstance(residuals, Tensor) and residuals.ndim < 4:
+        raise ValueError(
+            f"expected one tensor (layers, batch, seq, d_model), got {tuple(residuals.shape)}; "
+            "pass a single stream as [stream]"
+        )
     if isinstance(residuals, Mapping):
         names, streams = tuple(residuals), list(residuals.values())
     else:
@@ -227,8 +232,18 @@ def head_outputs(
     `mixed` (..., heads * d_head) is the input of the output projection, and `w_o` its weight
     (d_model, heads * d_head).
     """
+    require_whole_heads(mixed, heads)
     parts = zip(mixed.chunk(heads, -1), w_o.chunk(heads, -1), strict=True)
     return {f"{prefix}{i}": x @ w.mT for i, (x, w) in enumerate(parts)}
+
+
+def require_whole_heads(mixed: Tensor, heads: int) -> None:
+    """Raise ValueError if (..., features) is not divided evenly into heads."""
+    if heads < 1 or mixed.shape[-1] % heads:
+        raise ValueError(
+            f"expected {mixed.shape[-1]} features to be a multiple of heads, got heads={heads}; "
+            "pass the number of heads of this activation"
+        )
 
 
 def _expected(log_p: Tensor, values: Tensor) -> Tensor:

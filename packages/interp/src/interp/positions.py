@@ -6,6 +6,8 @@ the prompt, and each later call the new tokens.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +77,7 @@ class AtPositions:
     """A patch of some positions of one text, created by `at_positions`."""
 
     def __init__(
-        self, positions: range | frozenset[int], new: Replacement, *, cached: bool
+        self, positions: range | tuple[int, ...], new: Replacement, *, cached: bool
     ) -> None:
         self.positions = positions
         self.new = new
@@ -141,7 +143,8 @@ def at_positions(
 
     A patch belongs to one text. Raises RuntimeError if it is used for another text or for prompts
     that are padded on the left, and if none of the positions occurred. Raises ValueError for
-    negative positions, which depend on the length.
+    negative positions, which depend on the length, and for positions that do not ascend, because
+    the rows of `new` follow the order of the text.
     """
     ends = positions if not isinstance(positions, slice) else [positions.start, positions.stop]
     if any(end is not None and end < 0 for end in ends):
@@ -150,5 +153,14 @@ def at_positions(
             "length; pass positions >= 0"
         )
     if isinstance(positions, slice):
-        return AtPositions(range(*positions.indices(sys.maxsize)), new, cached=cached)
-    return AtPositions(frozenset(map(int, positions)), new, cached=cached)
+        chosen: range | tuple[int, ...] = range(*positions.indices(sys.maxsize))
+        is_ascending = positions.step is None or positions.step > 0
+    else:
+        chosen = tuple(operator.index(position) for position in positions)
+        is_ascending = all(before < after for before, after in itertools.pairwise(chosen))
+    if not is_ascending:
+        raise ValueError(
+            f"expected ascending positions, got {positions}; sort them together with the rows of "
+            "the new values"
+        )
+    return AtPositions(chosen, new, cached=cached)

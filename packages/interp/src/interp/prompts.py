@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 #: A function of final residual streams (n, seq, d_model) with results (n,).
 Metric = Callable[[Tensor], Tensor]
@@ -155,6 +156,12 @@ def forward(model: nn.Module, prompt: Prompt) -> Any:
     if isinstance(prompt, Tensor):
         return model(prompt, **options)
     return model(**prompt, **options)
+
+
+def tensors_of(out: Any) -> dict[str, Tensor]:
+    """Return copies of the floating tensors of a model's output."""
+    tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
+    return {f"output {i}": x.detach().clone() for i, x in enumerate(tensors)}
 
 
 def measure(metric: Metrics, streams: Tensor) -> Tensor:

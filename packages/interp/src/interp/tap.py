@@ -88,7 +88,8 @@ def patch(
     old one, and is converted to its dtype and device. Nested contexts act in the order of entry: a
     `record` inside a `patch` sees the patched value.
 
-    Raises ValueError for a wrong shape, and RuntimeError at the end if a patch never ran.
+    Raises ValueError for a wrong shape and for two replacements of a site, and RuntimeError at the
+    end if a patch never ran.
     """
     reached: set[str] = set()
 
@@ -101,7 +102,8 @@ def patch(
                 f"the patch of {site!r} returned a {type(value).__name__}; return a tensor"
             )
         try:
-            value = value.to(old).expand_as(old)
+            # Cloned, because the model may change the activation in place.
+            value = value.to(old).expand_as(old).clone()
             return value.flatten(-2) if heads else value
         except RuntimeError as error:
             raise ValueError(
@@ -110,13 +112,12 @@ def patch(
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
     positioned: dict[str, AtPositions] = {}
-    for pattern, new in replacements.items():
-        for site, heads in _points(model, (pattern,), names).values():
-            if isinstance(new, AtPositions):
-                positioned[site] = new
-                hooks[site] = partial(replace, site, heads, new.replace)
-            else:
-                hooks[site] = partial(replace, site, heads, new)
+    for site, heads, new in _replaced_points(model, replacements, names):
+        if isinstance(new, AtPositions):
+            positioned[site] = new
+            hooks[site] = partial(replace, site, heads, new.replace)
+        else:
+            hooks[site] = partial(replace, site, heads, new)
     with report_calls(model, positioned), tapped(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
@@ -140,6 +141,22 @@ def _points(
     from interp.hook_points import hook_points  # imports this module
 
     return hook_points(model, patterns, names)
+
+
+def _replaced_points(
+    model: nn.Module, replacements: Mapping[str, Replacement | AtPositions], names: str | None
+) -> list[tuple[str, int, Replacement | AtPositions]]:
+    """Return each site, its number of heads or 0, and its replacement."""
+    points: dict[str, tuple[str, int, Replacement | AtPositions]] = {}
+    for pattern, new in replacements.items():
+        for site, heads in _points(model, (pattern,), names).values():
+            if site in points:
+                raise ValueError(
+                    f"{pattern!r} and an earlier pattern both replace {site!r}; pass one "
+                    "replacement per site, or nest two patches"
+                )
+            points[site] = site, heads, new
+    return list(points.values())
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from tinyml.compressed_weight import (
     refuse_save_pretrained,
 )
 from tinyml.layers import (
+    QUANTIZABLE,
     is_instance_of,
     layers_of,
     protected_modules,
@@ -59,11 +60,11 @@ def compress_weights(
 
 
 def warn_of_dense_weights(model: nn.Module, protected: Collection[str]) -> None:
-    """Warn of matrices that stay dense because they are not the weight of a layer.
+    """Warn of matrices that stay dense because they are not the weight of a known kind of layer.
 
-    Examples are fused experts, `in_proj_weight`, and the tensors from which `weight_norm` computes
-    a weight. No warning is given if they hold less than a hundredth of the model's elements, or for
-    the modules in `protected`.
+    Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
+    tensors from which `weight_norm` computes a weight. No warning is given if they hold less than a
+    hundredth of the model's elements, or for the modules in `protected`.
     """
     dense: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -72,16 +73,19 @@ def warn_of_dense_weights(model: nn.Module, protected: Collection[str]) -> None:
         if is_parametrized:
             owner = layer[1:]
             is_known = compressed_weight(model.get_submodule(owner)) is not None
+        elif key == "weight":
+            is_known = is_instance_of(model.get_submodule(owner), QUANTIZABLE)
         else:
-            is_known = key in ("weight", "lora_A", "lora_B")
+            is_known = key in ("lora_A", "lora_B")
         if parameter.dim() > 1 and not is_known and owner not in protected:
             dense[name] = parameter.numel()
     total = sum(tensor.numel() for tensor in model.state_dict().values())
     if sum(dense.values()) > total / 100:
         shown = ", ".join(list(dense)[:4]) + (", ..." if len(dense) > 4 else "")
         warnings.warn(
-            f"{len(dense)} matrices are not weights of layers and stay dense: {shown}; "
-            "protect their modules to leave them dense without this warning",
+            f"{len(dense)} matrices are not weights of linear layers, convolutions or embeddings "
+            f"and stay dense: {shown}; protect their modules to leave them dense without this "
+            "warning",
             stacklevel=4,
         )
 
@@ -90,7 +94,8 @@ def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     """Make a layer's weight a parameter again; return all layers of `model` that share it."""
     sharing = [m for m in model.modules() if weight_identity(m) == weight_identity(layer)]
     if compressed_weight(layer) is not None:
-        weight = nn.Parameter(weight_of(layer).clone())
+        stored = cast(Any, layer).parametrizations.weight.original
+        weight = nn.Parameter(weight_of(layer).clone(), stored.requires_grad)
         for shared in sharing:
             # torch.nn.utils.parametrize.remove_parametrizations would also affect every copy
             # of the model, because the copies share the generated class.
@@ -111,6 +116,9 @@ class Replacement(nn.Module):
         """Return a plain layer with the dense weight that this module computes with."""
         raise NotImplementedError
 
+    def tie(self, restored: Mapping[nn.Module, nn.Module]) -> None:
+        """Tie the restored layer to other restored layers; by default there is nothing to tie."""
+
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """Return a copy of `model` in which every `Replacement` is a plain layer again."""
@@ -118,6 +126,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)
     }
+    for module in replacements:
+        cast(Replacement, module).tie(replacements)
     return replace_modules(model, replacements)
 
 

@@ -85,6 +85,17 @@ def _warn_if_tokens_follow(padding: Tensor) -> None:
         )
 
 
+def _require_zeros_and_ones(mask: Tensor) -> None:
+    """Raise ValueError unless each row of a mask is 1 at some tokens and 0 at padding."""
+    is_valid = ((mask == 0) | (mask == 1)).all() & mask.any(-1).all()
+    if not bool(is_valid):
+        raise ValueError(
+            f"attention_mask has values from {float(mask.min()):.3g} to {float(mask.max()):.3g}; "
+            "each row must be 1 at its tokens and 0 at padding: convert an additive mask with "
+            "(mask == 0).long()"
+        )
+
+
 def _require_one_text_per_row(position_ids: Tensor, padding: Tensor | None) -> None:
     """Raise ValueError if a row of positions (batch, seq) packs several texts."""
     for row, ids in enumerate(position_ids):
@@ -140,18 +151,25 @@ class Decoder(nn.Module):
         tokens follow padding and positions are learned; otherwise a warning is issued.
 
         With a `cache` of earlier tokens, `attention_mask` covers these tokens too, and the new
-        tokens are added to the cache.
+        tokens are added to the cache. If the earlier tokens include padding, it must be passed.
         """
         self.require_fresh()
         past = 0 if cache is None else cache.get_seq_length()
         self._require_tokens(input_ids, past)
         padding = None if attention_mask is None else attention_mask == 0
+        if padding is None and cache is not None and cache.has_padding:
+            raise ValueError(
+                "the cache contains padding, to which the new tokens would attend; pass the "
+                f"attention_mask {(len(input_ids), past + input_ids.shape[1])} of all tokens"
+            )
         if padding is not None and padding.shape != (len(input_ids), past + input_ids.shape[1]):
             raise ValueError(
                 f"attention_mask is {tuple(padding.shape)}; pass "
                 f"{(len(input_ids), past + input_ids.shape[1])}, the shape of the tokens"
                 + (" and those in the cache" if past else "")
             )
+        if attention_mask is not None:
+            _require_zeros_and_ones(attention_mask)
         positions = self.positions(input_ids, padding, position_ids, cache)
         x, position = self.embed_norm(self.embed(input_ids)), None
         if self.position is not None:
@@ -162,7 +180,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x, padding, position, positions, cache)
         if cache is not None and positions is not None:
-            cache.commit(positions)
+            cache.commit(positions, padding)
         return self._logits(x)
 
     def positions(

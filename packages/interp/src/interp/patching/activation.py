@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from interp.decoder.decoder import Decoder
+from interp.lens import require_whole_heads
 from interp.patching.batching import Patches, run_patches
 from interp.patching.restart import Restart
 from interp.prompts import (
@@ -122,7 +124,7 @@ def patch_parts(
         patch_pair = partial(patch_parts, model, blocks, part, heads=heads, batch=batch)
         return mean_over_pairs([patch_pair(*pair) for pair in pairs])
     run = Restart(model, blocks, corrupted, batch=batch)
-    sites = _part_sites(run, part)
+    sites = _part_sites(run, part, heads)
     with record(model, *sites, run.block_names[-1], clone=True) as seen:
         forward(model, clean)
     length, device = run.final_stream.shape[1], run.final_stream.device
@@ -172,7 +174,7 @@ def ablate_parts(
     mask = None if reference is None else _mask_of(reference)
     if how == "resample" and mask is not None:
         _require_whole_prompts(mask, length)
-    sites = _part_sites(run, part)
+    sites = _part_sites(run, part, heads)
     with record(model, *sites, clone=True) as seen:
         forward(model, prompt if reference is None else reference)
     sources = [_split_heads(site, seen[site], heads, None) for site in sites]
@@ -206,9 +208,27 @@ def _require_whole_prompts(mask: Tensor, length: int) -> None:
         )
 
 
-def _part_sites(run: Restart, part: str) -> list[str]:
+def _part_sites(run: Restart, part: str, heads: int) -> list[str]:
+    if isinstance(run.model, Decoder):
+        _require_heads_of_decoder(run.model, part, heads)
     separator = "" if part.startswith(":") else "."
     return [f"{name}{separator}{part}" for name in run.block_names]
+
+
+def _require_heads_of_decoder(model: Decoder, part: str, heads: int) -> None:
+    """Raise ValueError if a part has another number of heads; 1 patches all heads together."""
+    attention = model.layers[0].attention
+    known = {
+        "attention.q": attention.heads,
+        "attention.k": attention.kv_heads,
+        "attention.v": attention.kv_heads,
+        "attention.o:input": attention.heads,
+    }
+    if part in known and heads not in (1, known[part]):
+        raise ValueError(
+            f"{part!r} of this decoder has {known[part]} heads, got heads={heads}; pass "
+            f"heads={known[part]}, or 1 to patch all heads together"
+        )
 
 
 def _split_heads(site: str, value: Tensor, heads: int, length: int | None) -> Tensor:
@@ -260,6 +280,7 @@ def drop_heads(*dropped: int, heads: int, to: Tensor | None = None) -> Callable[
         raise ValueError(f"heads {dropped} are not all within 0 and {heads - 1}")
 
     def drop(mixed: Tensor) -> Tensor:
+        require_whole_heads(mixed, heads)
         replacement = torch.zeros_like(mixed) if to is None else to.to(mixed).expand_as(mixed)
         parts = list(mixed.chunk(heads, -1))
         for head in dropped:

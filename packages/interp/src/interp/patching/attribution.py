@@ -31,6 +31,7 @@ from interp.prompts import (
     require_repeatable,
     require_several_pairs,
     split_pairs,
+    tensors_of,
     tokens_of,
 )
 from interp.tap import patch, record
@@ -72,9 +73,15 @@ def attribution_patching(
     with torch.no_grad(), record(model, *sites, clone=True) as seen:
         forward(model, clean)
         before = dict(seen)
-        forward(model, corrupted)
+        expected = tensors_of(forward(model, corrupted))
     require_equal_shapes(before, seen)
-    gradients = _gradients(model, corrupted, lambda out, final_stream: metric(out), seen)
+
+    def metric_of_repeated(out: Any, final_stream: Tensor) -> Tensor:
+        # The sites may come before a dropout that makes the gradients random.
+        require_repeatable(expected, tensors_of(out))
+        return metric(out)
+
+    gradients = _gradients(model, corrupted, metric_of_repeated, seen)
     return {site: ((before[site] - seen[site]) * gradients[site]).sum(-1) for site in seen}
 
 

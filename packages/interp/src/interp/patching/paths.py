@@ -24,6 +24,7 @@ from interp.prompts import (
     require_equal_shapes,
     require_repeatable,
     split_pairs,
+    tensors_of,
 )
 from interp.tap import patch, record
 
@@ -89,8 +90,9 @@ def path_patching(
     with record(model, sender, clone=True) as seen:
         forward(model, clean)
         clean_output = seen[sender]
-        forward(model, corrupted)
+        expected = tensors_of(forward(model, corrupted))
     require_equal_shapes({sender: clean_output}, seen)
+    require_repeatable(expected, tensors_of(forward(model, corrupted)))
     change = clean_output - seen[sender]
     with (
         patch(model, {site: partial(torch.add, change) for site in receivers}),

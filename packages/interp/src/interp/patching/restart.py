@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderBlock
-from interp.prompts import Prompt, forward, is_close
+from interp.prompts import Prompt, forward, is_close, require_repeatable
 from interp.tap import expand_sites, record
 
 # The modules of a Decoder's blocks. Attention alone mixes positions; all others act on each
@@ -70,16 +70,23 @@ class Restart:
                     "the residual stream, in order"
                 )
         if not projections:  # The blocks of a Decoder have no state.
+            with record(model, inputs[0], clone=True) as seen_again:
+                forward(model, prompt)
+            require_repeatable(seen, seen_again)
             self._require_no_state()
 
     def _require_no_state(self) -> None:
         stateful = (
             f"called again, {self.block_names[0]} ... {self.block_names[-1]} return another "
-            "stream; they must not keep state (a cache, dropout): use eval() and turn caches off"
+            "stream; they must not keep state (a cache, dropout) or mix the rows of a batch (batch "
+            "norm): use eval() and turn caches off"
         )
+        # Copied, because blocks may work in place. Patches share a batch, so another row is added.
+        rows = [self.block_inputs[0], -self.block_inputs[0]]
+        streams = torch.cat(rows[: min(self.batch, 2)])
         # A cache that grew makes keys longer than masks, which fails deep inside a block.
         try:
-            repeated = self(self.block_inputs[0], 0)
+            repeated = self(streams, 0)[:1]
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ValueError(stateful) from error
         if not is_close(repeated, self.final_stream):

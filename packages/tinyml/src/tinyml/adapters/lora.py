@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
@@ -56,6 +57,11 @@ class LoRA(Replacement):
         if not 1 <= rank <= min(inputs, outputs):
             raise ValueError(
                 f"expected 1 <= rank <= {min(inputs, outputs)}, the smaller side of W; got {rank}"
+            )
+        if dropout and isinstance(base, NonDynamicallyQuantizableLinear):
+            raise ValueError(
+                "nn.MultiheadAttention reads the weight of out_proj without calling the layer, so "
+                f"dropout={dropout} would have no effect; pass dropout=0, or protect=['out_proj']"
             )
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"expected a finite alpha, got {alpha}")
@@ -98,7 +104,9 @@ class LoRA(Replacement):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight with the update."""
+        """Return the weight with the update; raise `RuntimeError` if a merged one is stale."""
+        if self.merged:
+            self._check_unchanged()
         weight = cast(Tensor, self.base.weight)
         return weight if self.merged else (weight + self.update).to(weight)
 

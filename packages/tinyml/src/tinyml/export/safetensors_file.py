@@ -90,7 +90,8 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
 def load(model: nn.Module, path: str | Path) -> nn.Module:
     """Return a copy of the uncompressed `model` with the compressed weights of a file.
 
-    Each layer is on the device of the layer that it replaces.
+    Each layer is on the device of the layer that it replaces. Weights that `model` ties and the
+    file stores separately, as after merging an adapter into one of them, are not tied in the copy.
     """
     _, written, computed = _checksum(path)
     if written != computed:
@@ -110,7 +111,9 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
     state |= {name: state[first] for name, first in json.loads(metadata["same"]).items()}
     restored: dict[str, nn.Module] = {}
-    for name, how in json.loads(metadata["layers"]).items():
+    layers = json.loads(metadata["layers"])
+    _untie(model, layers, json.loads(metadata["same"]))
+    for name, how in layers.items():
         try:
             layer = model.get_submodule(name)
         except AttributeError as error:
@@ -133,6 +136,21 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     }
     model.load_state_dict(state | empty)
     return check_before_loading(model)
+
+
+def _untie(model: nn.Module, layers: dict[str, dict[str, Any]], same: dict[str, str]) -> None:
+    """Give each weight of the file its own parameter, in place, if the model ties several."""
+    tied: dict[nn.Parameter, dict[str, nn.Parameter]] = {}
+    for owner, module in model.named_modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{owner}.{key}".lstrip(".")
+            how = layers.get(owner, {}) if key == "weight" else {}
+            origin = how.get("table") or how.get("same") or same.get(name, name)
+            by_origin = tied.setdefault(parameter, {origin: parameter})
+            if origin not in by_origin:
+                value = parameter.detach().clone()
+                by_origin[origin] = nn.Parameter(value, parameter.requires_grad)
+            setattr(module, key, by_origin[origin])
 
 
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -101,6 +101,11 @@ def prune(
         make_dense(model, layer)
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
     input_norms = input_norms or {}
+    if scope == "global" and input_norms and (missing := sorted(chosen.keys() - input_norms)):
+        raise ValueError(
+            f"expected input norms of all layers for scope='global', which compares their weights, "
+            f"got none of {missing}; pass layers=(nn.Linear,), or protect these layers"
+        )
     for name in named_layers(input_norms, layers_of(model, layers), model):
         check_finite(f"the input norm of {name}", input_norms[name])
     scores = {

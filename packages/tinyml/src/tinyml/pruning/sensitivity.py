@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import dense_copy
-from tinyml.layers import PRUNABLE, layers_of
+from tinyml.layers import PRUNABLE, layers_of, outputs_first, weight_of
 from tinyml.pruning.magnitude import importance, smallest_mask
 from tinyml.validation import check_finite
 
@@ -46,17 +46,16 @@ def sensitivity(
 
     `batches` are pairs (inputs, targets), and `metric(model(inputs), targets)` is a number. Batches
     are weighted by their length. `compress(weight, amount)` returns the trial weight: pruned to a
-    sparsity by default, but any function is possible, such as rounding to `amount` bits.
+    sparsity by default, but any function is possible, such as rounding to `amount` bits. The first
+    dimension of these weights is that of the outputs.
     """
+    batches = list(batches)  # they are read several times
     if not batches:
         raise ValueError("expected at least one (inputs, targets) batch, got none")
     model = dense_copy(model).eval()
-    weights = {
-        name: layer.get_parameter("weight")
-        for name, layer in layers_of(model, layers, protect).items()
-    }
-    for name, weight in weights.items():
-        check_finite(f"{name}.weight".lstrip("."), weight)
+    chosen = layers_of(model, layers, protect)
+    for name, layer in chosen.items():
+        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
     samples = sum(len(targets) for _, targets in batches)
 
     def mean_metric() -> float:
@@ -64,11 +63,13 @@ def sensitivity(
         return total / samples
 
     values: dict[str, dict[float, float]] = {}
-    for name, weight in weights.items():
+    for name, layer in chosen.items():
+        weight = layer.get_parameter("weight")
         dense = weight.data
         values[name] = {}
         for amount in amounts:
-            weight.data = compress(dense, amount)
+            trial = compress(outputs_first(layer, dense), amount)
+            weight.data = outputs_first(layer, trial)
             values[name][amount] = mean_metric()
         weight.data = dense
     return Sensitivity(mean_metric(), values)

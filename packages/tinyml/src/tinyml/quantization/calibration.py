@@ -287,6 +287,9 @@ def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
         masks["decoder_attention_mask"] = (
             None if decoder_tokens is None else torch.ones_like(decoder_tokens)
         )
+    for name, mask in masks.items():
+        if mask is not None and mask.dim() == 2:
+            _require_zeros_and_ones(name, mask)
     present = [mask.bool() for mask in masks.values() if mask is not None]
     if len(present) == 2 and present[0].shape == present[1].shape and not torch.equal(*present):
         raise ValueError(
@@ -295,6 +298,16 @@ def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
             "another length"
         )
     return present
+
+
+def _require_zeros_and_ones(name: str, mask: Tensor) -> None:
+    """Raise `ValueError` unless a mask is 1 at some tokens and 0 at padding."""
+    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
+        raise ValueError(
+            f"expected {name} to be 1 at tokens and 0 at padding, got values from "
+            f"{float(mask.min()):.3g} to {float(mask.max()):.3g}; convert an additive mask with "
+            "(mask == 0).long()"
+        )
 
 
 def _without_padding(inputs: Tensor, masks: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ of the weight at its first use. Prepared weights are never in a state dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -211,8 +211,12 @@ class TiedEmbedding(Replacement):
         return self.table.weight
 
     def restored(self) -> nn.Module:
-        """Return an `nn.Embedding` that is no longer tied."""
+        """Return an `nn.Embedding` that is not tied yet."""
         return nn.Embedding.from_pretrained(self.weight.to(self.table.dtype), freeze=False)
+
+    def tie(self, restored: Mapping[nn.Module, nn.Module]) -> None:
+        """Share the weight of the restored linear layer."""
+        cast(Any, restored[self]).weight = restored[self.table].weight
 
     def forward(self, input: Tensor) -> Tensor:
         """Map indices (...) to vectors (..., width)."""

@@ -17,6 +17,8 @@ class Cache:
         self.grown: dict[int, tuple[Tensor, Tensor]] = {}
         #: The positions of all tokens, (batch, tokens), once there are any.
         self.position_ids: Tensor | None = None
+        #: True if some of the tokens are padding.
+        self.has_padding = False
 
     def get_seq_length(self) -> int:
         """Return the number of tokens."""
@@ -29,7 +31,8 @@ class Cache:
         self.grown[layer] = k, v
         return k, v
 
-    def commit(self, position_ids: Tensor) -> None:
+    def commit(self, position_ids: Tensor, padding: Tensor | None) -> None:
         """Store the keys and values of a call that reached the last layer."""
         self.layers, self.position_ids = self.grown, position_ids
+        self.has_padding = padding is not None and bool(padding.any())
         self.grown = {}
