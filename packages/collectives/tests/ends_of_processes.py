@@ -8,7 +8,9 @@ The result is a JSON object on standard output: the exit codes of all ranks by s
 import json
 import os
 import sys
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import collectives
@@ -27,6 +29,8 @@ SCENARIOS = (
     "callback runs",
     "other rank has ended",
     "exception is raised",
+    "daemon thread makes calls",
+    "daemon thread waits",
 )
 
 
@@ -49,7 +53,20 @@ def run_scenario(name: str, rank: int) -> object:
     if name == "exception is raised":
         work = dist.all_reduce(total, async_op=True)
         raise RuntimeError(work)
+    if name == "daemon thread makes calls":
+        threading.Thread(target=make_calls, args=(total,), daemon=True).start()
+        time.sleep(0.2)
+    if name == "daemon thread waits" and rank == 0:
+        threading.Thread(target=dist.all_reduce, args=(total,), daemon=True).start()
+        time.sleep(0.2)
     return None
+
+
+def make_calls(tensor: torch.Tensor) -> None:
+    """Make calls until the process ends, or until the other rank has ended."""
+    with suppress(collectives.RankLost):
+        while True:
+            dist.all_reduce(tensor)
 
 
 def end_rank(folder: str, name: str, rank: int, where: str) -> object:

@@ -414,6 +414,6 @@ def test_process_can_end_while_threads_are_inside_torch(tmp_path, where):
     command = [sys.executable, str(script), str(tmp_path), where]
     result = subprocess.run(command, stdout=subprocess.PIPE, timeout=300, check=True)
     codes = json.loads(result.stdout)
-    assert len(codes) == 14
+    assert len(codes) == 18
     for name, code in codes.items():
         assert code == ("exception is raised" in name), name

@@ -32,7 +32,7 @@ from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
 from collectives.errors import UNUSABLE, RankLost
 from collectives.execution.progress import CLOSE_SECONDS, ProgressQueue
-from collectives.execution.threads import join_threads, start_thread
+from collectives.execution.threads import is_daemon_of_user, join_threads, start_thread
 from collectives.execution.work import Work
 from collectives.failure_detection import (
     MIN_POLL_SECONDS,
@@ -115,14 +115,19 @@ def _watch_groups() -> None:
 def _end_threads() -> None:
     """End all threads before the interpreter ends: see Note [Threads at exit]."""
     _is_exiting.set()
-    running = [comm for comm in list(_all) if comm.stop()]
+    running = list(_all)
+    for comm in running:
+        comm.stop()
     deadline = time.monotonic() + CLOSE_SECONDS
     for comm in running:
-        if not comm.progress.join(max(0.0, deadline - time.monotonic())):
+        if not comm.progress.join(deadline):
             # The store may have ended before this process.
             with suppress(Exception):
                 comm.leave(f"rank {comm.rank} ended before its calls had finished")
-    join_threads(EXIT_SECONDS)
+    deadline = time.monotonic() + EXIT_SECONDS
+    for comm in running:
+        comm.progress.join(deadline)
+    join_threads(max(0.0, deadline - time.monotonic()))
 
 
 class Communicator:
@@ -285,12 +290,12 @@ class Communicator:
         """Leave the group for this reason, which names this rank; end all waits."""
         self.failures.give_up(RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation)
 
-    def stop(self) -> bool:
-        """End the threads after the queued calls; return True if the progress thread runs."""
+    def stop(self) -> None:
+        """End the threads after the queued calls."""
         self._stop_watching.set()
         # The process ends without leaving the group, so other ranks learn that it has ended.
         self._is_stopping = True
-        return self.progress.stop()
+        self.progress.stop()
 
     def close(self) -> None:
         """Announce to the other ranks that this rank leaves, after the queued calls."""
@@ -314,6 +319,8 @@ class Communicator:
         self.topology.close()
 
     def _count(self, compare_calls: bool, packed: bytes) -> None:
+        if _is_exiting.is_set() and is_daemon_of_user():
+            raise SystemExit  # ends the thread silently: see Note [Threads at exit]
         broken = self.failures.broken
         if broken is not None:
             raise RankLost(broken.ranks, f"an earlier call has failed: {broken}")

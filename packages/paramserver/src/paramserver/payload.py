@@ -36,14 +36,6 @@ class Gradients:
         self._parameters = parameters
         self._shards = shards
         self._connections = connections
-        for name, parameter in parameters.items():
-            sizes = zip(parameter.stride(), parameter.shape, strict=True)
-            if any(stride == 0 and size > 1 for stride, size in sizes):
-                raise ValueError(
-                    f"expected parameters whose elements have their own memory, got {name} with "
-                    f"strides {tuple(parameter.stride())}; set parameter.data = "
-                    "parameter.data.contiguous() before creating the worker"
-                )
         self._cuda_devices = {p.device for p in parameters.values() if p.is_cuda}
         if self._cuda_devices:
             buffers = [b for c in connections for b in (c.parameters, c.gradients, c.home)]

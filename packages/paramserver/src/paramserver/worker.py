@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory, Updater, spec_of
-from paramserver.partition import partition
+from paramserver.partition import partition, require_separate_memory
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.messages import Kind, Message
 from paramserver.protocol.replica import layout
@@ -433,5 +433,11 @@ def local_of(consistency: Consistency | None) -> LocalSteps | None:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are stored on servers: those that require a gradient, by name."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+    """Return the parameters that are stored on servers: those that require a gradient, by name.
+
+    Raises:
+        ValueError: elements of these parameters share memory.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    require_separate_memory(parameters)
+    return parameters

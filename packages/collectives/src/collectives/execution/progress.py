@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
@@ -139,18 +140,24 @@ class ProgressQueue:
         elif thread is not threading.current_thread():
             thread.join(CLOSE_SECONDS)
 
-    def stop(self) -> bool:
-        """End the progress thread after the queued calls; return True if there is one."""
-        if self._thread is None or not self._thread.is_alive():
-            return False
-        self._put(None, None)
-        return True
+    def stop(self) -> None:
+        """End the progress thread, if there is one, after the queued calls."""
+        if self._thread is not None and self._thread.is_alive():
+            self._put(None, None)
 
-    def join(self, seconds: float) -> bool:
-        """Return True if the progress thread ends within `seconds`."""
-        assert self._thread is not None
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+    def join(self, deadline: float) -> bool:
+        """Return True if the progress thread and the call that runs end by `deadline`.
+
+        `deadline` is a value of time.monotonic. The call may run on a daemon thread of the user.
+        """
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                return False
+        if not self.running.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return False
+        self.running.release()
+        return True
 
     def _put(self, work: Work | None, job: Job | None) -> None:
         self._queue.put(work)

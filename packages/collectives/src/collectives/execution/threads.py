@@ -5,8 +5,10 @@
 # A daemon thread that returns from torch's C++ code while the interpreter ends is terminated inside
 # a C++ destructor, which aborts the process ("terminate called without an active exception"). Every
 # thread of this package may be inside torch. At exit, the queued calls of each group therefore get
-# `CLOSE_SECONDS` to finish. A group whose calls wait for other ranks is aborted, which ends these
-# waits. Then all threads are joined, for `EXIT_SECONDS` at most.
+# `CLOSE_SECONDS` to finish, and so does a call on a daemon thread of the user. A group whose calls
+# wait for other ranks is aborted, which ends these waits. Then all threads are joined, for
+# `EXIT_SECONDS` at most. A daemon thread of the user that makes another call is ended by
+# `SystemExit`. The main thread can still make calls, in functions that run at exit.
 
 import threading
 import time
@@ -22,6 +24,12 @@ def start_thread(name: str, function: Callable[[], object]) -> threading.Thread:
     _threads.add(thread)
     thread.start()
     return thread
+
+
+def is_daemon_of_user() -> bool:
+    """Return True if the current thread is a daemon that this package has not started."""
+    thread = threading.current_thread()
+    return thread.daemon and thread not in _threads
 
 
 def abandon(thread: threading.Thread) -> None:

@@ -1,5 +1,6 @@
 """The description of a job that all of its processes share, and the result of a run."""
 
+import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,23 @@ class Job:
     whole: bool = False
     drop_after: float | None = None
     fsync: bool = False
+
+    def pack(self) -> bytes:
+        """Return the job as bytes for another process.
+
+        Unlike `pickle.dumps`, `torch.save` preserves that tensors of the module share memory, such
+        as a buffer that is a view of a parameter.
+        """
+        file = io.BytesIO()
+        torch.save(self, file)
+        return file.getvalue()
+
+    @staticmethod
+    def unpack(packed: bytes) -> "Job":
+        """Return the job that `pack` returned."""
+        job = torch.load(io.BytesIO(packed), weights_only=False)
+        assert isinstance(job, Job)
+        return job
 
     def shards(self) -> list[Shard]:
         """Return the shard of each server."""

@@ -5,7 +5,6 @@ that noticed, and an error of the training function rather than the `PeerLost` o
 """
 
 import multiprocessing
-import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,7 +113,7 @@ def run(
         server_ends, worker_ends = _connect(transport, shards, workers, folder)
         # Pickled here, because multiprocessing would put the parameters into shared memory, so that
         # all workers would have the same ones.
-        packed = pickle.dumps(job)
+        packed = job.pack()
         with Processes(context, folder, timeout + GRACE, progress) as processes:
             for i, (shard, end) in enumerate(zip(shards, server_ends, strict=True)):
                 processes.start(f"server {i}", _serve, packed, shard, end)
@@ -144,7 +143,7 @@ def _connect(
 def _serve(
     packed: bytes, shard: Shard, end: Ends, report_progress: ReportProgress | None = None
 ) -> ServerReport:
-    job: Job = pickle.loads(packed)
+    job = Job.unpack(packed)
     channels = end if isinstance(end, tuple) else end.open()
     server = job.server(shard, memory=channels[0].home)
     for thread in serve(server, dict(enumerate(channels))):
@@ -156,7 +155,7 @@ def _serve(
 
 
 def _work(packed: bytes, rank: int, end: Ends) -> Any:
-    job: Job = pickle.loads(packed)
+    job = Job.unpack(packed)
     channels = end if isinstance(end, tuple) else end.open()
     connections = [RemoteConnection(channel, job.timeout + GRACE) for channel in channels]
     with job.worker(rank, connections) as worker:

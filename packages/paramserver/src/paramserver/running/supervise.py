@@ -5,7 +5,6 @@ address, and a restarted worker joins again.
 """
 
 import json
-import pickle
 import secrets
 import tempfile
 from collections import Counter
@@ -109,7 +108,7 @@ def run_on_zeromq(
     progress: ReportProgress | None,
 ) -> Result:
     """Do what `run` does, with processes that are restarted when they die."""
-    packed = pickle.dumps(job)
+    packed = job.pack()
     shards = job.shards()
     if journal is not None:
         require_journals(Path(journal), job.servers, range(job.servers))
@@ -151,11 +150,11 @@ def run_on_zeromq(
 def _serve(
     packed: bytes, number: int, address: str, journal: str | None, *report: ReportProgress
 ) -> None:
-    open_server(pickle.loads(packed), number, address, journal=journal).serve(*report)
+    open_server(Job.unpack(packed), number, address, journal=journal).serve(*report)
 
 
 def _work(packed: bytes, rank: int, addresses: Sequence[str], journal: str | None) -> Any:
-    job: Job = pickle.loads(packed)
+    job = Job.unpack(packed)
     checkpoint = None
     if journal is not None and local_of(job.consistency):
         Path(journal).mkdir(parents=True, exist_ok=True)

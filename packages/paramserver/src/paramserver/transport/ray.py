@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.partition import Shard
+from paramserver.partition import Shard, require_separate_memory
 from paramserver.protocol.messages import Message, PeerLost
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble, report
 from paramserver.running.processes import ReportProgress
@@ -21,6 +21,9 @@ from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, i
 def run_on_ray(job: Job, shards: list[Shard], progress: ReportProgress | None = None) -> Result:
     """Do what `run` does on the connected Ray cluster, or on a new local one."""
     ray = import_extra("ray", "ray")
+    # Ray serializes each tensor separately, so frozen parameters and buffers would be separated.
+    tensors = [*job.module.named_parameters(), *job.module.named_buffers()]
+    require_separate_memory(dict(tensors))
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
     serve: Any = ray.remote(max_concurrency=job.workers + 2)(_ServerActor)
