@@ -1,8 +1,9 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from accounting import Transformer, kv_cache
+from accounting import Transformer, flops, kv_cache, training_memory
 from accounting.kv_cache import kv_entries
 from accounting.model.records import MLA, Window
 from hypothesis import given
@@ -14,6 +15,16 @@ def test_cache_size_equals_tensors_saved_by_decoding() -> None:
     keys = torch.empty(3, 2, 7, 2, 4, dtype=torch.bfloat16)
     values = torch.empty(3, 2, 7, 2, 5, dtype=torch.bfloat16)
     assert kv_cache(shape, seq=7, batch=2).total == keys.nbytes + values.nbytes
+
+
+@pytest.mark.parametrize("cost", [flops, kv_cache, training_memory])
+def test_sequence_beyond_the_table_of_positions_is_refused(cost: Callable[..., Any]) -> None:
+    """GPT-2 cannot read more tokens than its table has rows; the default of `serve` is 8,192."""
+    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16}
+    model = Transformer.from_hf(gpt2 | {"vocab_size": 9})
+    assert cost(model, seq=16, batch=1).total
+    with pytest.raises(ValueError, match="expected seq <= 16, the rows of the position table"):
+        cost(model, seq=17, batch=1)
 
 
 @given(heads=st.sampled_from([4, 8]), seq=st.integers(1, 100))

@@ -24,6 +24,19 @@ def test_attention_and_mlp_equal_torch_layers() -> None:
     assert parameters(ours).total == sum(p.numel() for p in block.parameters())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_packed_weights_are_refused() -> None:
+    """A quantized module of torch has no parameters, and a shard has none of the others' rows."""
+    quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear})
+    with pytest.raises(ValueError, match="those of '0' are quantized and packed"):
+        parameters(quantized)
+    for attribute, reason in (("quant_state", "quantized"), ("ds_numel", "sharded by DeepSpeed")):
+        module = nn.Sequential(nn.Linear(8, 8))
+        setattr(module[0].weight, attribute, 64)
+        with pytest.raises(ValueError, match=f"those of '0' are {reason}"):
+            parameters(module)
+
+
 def test_active_parameters_of_a_module_are_refused() -> None:
     """A module does not say which of its experts a token uses."""
     with pytest.raises(ValueError, match="a Transformer with active=True, got Linear"):

@@ -60,6 +60,7 @@ def test_drift_widens_intervals_continuously_beyond_the_largest_run():
     assert outside.high / outside.low == pytest.approx(inside.high / inside.low, rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.* is far from any run:scaling.ScalingWarning")
 def test_models_outside_the_runs_have_drift_in_every_direction():
     """Also smaller models, fewer tokens and less compute than the runs have are extrapolations."""
     fit = fit_parametric(isoflop_runs(LAW, noise=3e-3))

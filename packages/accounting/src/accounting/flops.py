@@ -63,6 +63,7 @@ def flops(
         raise ValueError(
             f"expected phase 'forward' or 'training' for the encoder {model.name}, got {phase!r}"
         )
+    model.check_positions(seq)
     source = model.source_tokens(encoder_seq, seq)
     rows = {
         "tokens": tokens,

@@ -30,6 +30,7 @@ def kv_cache(
             f"expected tensor to divide kv_heads={model.kv_heads} or to be a multiple of it, "
             f"got tensor={tensor}"
         )
+    model.check_positions(seq)
     entry = bytes_of(dtype)
     parts = []
 

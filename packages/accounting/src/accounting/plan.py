@@ -127,6 +127,7 @@ class Plan:
         """Raise `ValueError` if this plan is not valid for the model, the batch or the sequence."""
         self._check_stages(model)
         self._check_shards(model)
+        model.check_positions(seq)
         ranks = self.data * self.microbatches
         if batch and batch % ranks:
             raise ValueError(f"expected data x microbatches = {ranks} to divide batch, got {batch}")

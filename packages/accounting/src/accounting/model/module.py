@@ -13,10 +13,19 @@ if TYPE_CHECKING:
 
 UNIT = "parameters"
 
+#: Attributes of modules and parameters whose weights are stored in fewer elements than they have:
+#: those of torch's quantized modules, of bitsandbytes with 4 bits, and of DeepSpeed's ZeRO-3.
+_PACKED = {
+    "_packed_params": "quantized and packed",
+    "quant_state": "quantized and packed",
+    "ds_numel": "sharded by DeepSpeed",
+}
+
 
 def count_module(module: nn.Module) -> Breakdown:
     """Count parameters by direct child; a shared parameter counts for the first child."""
     _check(module)
+    _refuse_packed(module)
     seen: set[int] = set()
 
     def child_parameters(name: str, child: nn.Module) -> Breakdown:
@@ -46,3 +55,14 @@ def _check(module: object) -> None:
             f"expected a model, a Transformer or an nn.Module, got {type(module).__name__}; "
             "a config.json is read with Transformer.from_hf"
         )
+
+
+def _refuse_packed(module: nn.Module) -> None:
+    """Raise `ValueError` if weights are stored in fewer elements than they have."""
+    for name, child in module.named_modules():
+        for attribute, reason in _PACKED.items():
+            if any(hasattr(x, attribute) for x in (child, *child.parameters(recurse=False))):
+                raise ValueError(
+                    f"expected weights with one element per parameter, but those of {name!r} are "
+                    f"{reason}; count the module before that, also on the meta device"
+                )

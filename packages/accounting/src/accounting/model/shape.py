@@ -178,6 +178,17 @@ class Shape:
             )
         return 0
 
+    def check_positions(self, seq: int) -> None:
+        """Raise `ValueError` if a decoder's table of positions is shorter than a sequence.
+
+        Encoders of images may interpolate their table.
+        """
+        if self.causal and 0 < self.positions < seq:
+            raise ValueError(
+                f"expected seq <= {self.positions}, the rows of the position table of {self.name}, "
+                f"got seq={seq}"
+            )
+
     @property
     def qk_dim(self) -> int:
         """Return the width of a query or key in attention."""
