@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import gptq, kmeans_quantize, prepare_qat, prune, quantize, smoothquant
+from tinyml import convert, gptq, kmeans_quantize, prepare_qat, prune, quantize, smoothquant
 from tinyml.pruning.magnitude import input_norms, pattern_mask, smallest_mask
 from torch import nn
 
@@ -117,6 +117,7 @@ def test_global_pruning_needs_the_input_norms_of_all_layers():
         lambda m: quantize(m, 4),
         lambda m: kmeans_quantize(m, 2),
         lambda m: prepare_qat(m, 4),
+        lambda m: convert(prepare_qat(m, 4)),
         lambda m: gptq(m, [torch.randn(4, 8)]),
     ],
 )

@@ -78,7 +78,8 @@ def convert(model: nn.Module) -> nn.Module:
     stored: dict[int, GridWeight] = {}
     for layer in layers.values():
         rounded = cast(RoundedWeight, compressed_weight(layer))
-        weight = cast(Any, layer).parametrizations.weight.original.detach()
+        original = cast(Any, layer).parametrizations.weight.original
+        weight = original.detach()
         if id(rounded) not in stored:
             rows, grid = rounded.grid(weight)
             stored[id(rounded)] = GridWeight(
@@ -88,5 +89,5 @@ def convert(model: nn.Module) -> nn.Module:
         # because both copies of a layer share the generated class.
         slot = cast(Any, layer).parametrizations.weight
         slot[0] = stored[id(rounded)]
-        slot.original = nn.Parameter(slot[0].right_inverse(weight), weight.requires_grad)
+        slot.original = nn.Parameter(slot[0].right_inverse(weight), original.requires_grad)
     return model
