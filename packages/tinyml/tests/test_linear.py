@@ -250,6 +250,19 @@ def test_progress_of_layers_is_reported(bits):
     assert calls == [("0", 1, 2), ("2", 2, 2)]
 
 
+def test_subclasses_of_linear_layers_that_are_not_replaced_are_named():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8))
+    with pytest.warns(UserWarning, match=r"plain linear layers, .* stay dense: 1.weight; protect"):
+        small = quantize(model, 8, activations="dynamic")
+    assert small[1].weight.dtype == torch.float32
+    assert quantize(model, 8, activations="dynamic", protect=["1"])[1].weight.shape == (8, 8)
+    assert torch.equal(quantize(model, 8)[1].bias, model[1].bias)  # its weight is compressed
+
+
 @pytest.mark.parametrize("compress", [lambda m: quantize(m, 4), lambda m: prune(m, 0.5).model])
 @pytest.mark.parametrize(
     "layer", [nn.ConvTranspose2d(4, 8, 3), nn.EmbeddingBag(20, 8), nn.Bilinear(4, 4, 8)]

@@ -154,3 +154,12 @@ def test_tied_weights_stay_tied_when_a_model_with_replaced_layers_is_pruned(repl
     assert torch.equal(pruned.embed.weight == 0, pruned.head.weight == 0)
     plain, _ = prune(small, 0.0)
     assert torch.equal(plain.embed.weight, small.embed.weight)
+
+
+def test_masks_refuse_the_optimizer_of_the_model_before_pruning():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruned, masks = prune(model, 0.5)
+    with pytest.raises(ValueError, match=r"trains none of the masked weights; create it from"):
+        masks.keep(pruned, optimizer)
+    masks.keep(pruned, torch.optim.SGD(pruned[0].parameters(), lr=0.1))

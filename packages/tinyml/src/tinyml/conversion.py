@@ -59,12 +59,15 @@ def compress_weights(
     return check_before_loading(model)
 
 
-def warn_of_dense_weights(model: nn.Module, protected: Collection[str]) -> None:
+def warn_of_dense_weights(
+    model: nn.Module, protected: Collection[str], skipped: Collection[nn.Module] = ()
+) -> None:
     """Warn of matrices that stay dense because they are not the weight of a known kind of layer.
 
     Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
     tensors from which `weight_norm` computes a weight. No warning is given if they hold less than a
-    hundredth of the model's elements, or for the modules in `protected`.
+    hundredth of the model's elements, or for the modules in `protected`. `skipped` are layers of a
+    known kind that stay dense all the same.
     """
     dense: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -74,7 +77,8 @@ def warn_of_dense_weights(model: nn.Module, protected: Collection[str]) -> None:
             owner = layer[1:]
             is_known = compressed_weight(model.get_submodule(owner)) is not None
         elif key == "weight":
-            is_known = is_instance_of(model.get_submodule(owner), QUANTIZABLE)
+            module = model.get_submodule(owner)
+            is_known = is_instance_of(module, QUANTIZABLE) and module not in skipped
         else:
             is_known = key in ("lora_A", "lora_B")
         if parameter.dim() > 1 and not is_known and owner not in protected:
@@ -83,9 +87,9 @@ def warn_of_dense_weights(model: nn.Module, protected: Collection[str]) -> None:
     if sum(dense.values()) > total / 100:
         shown = ", ".join(list(dense)[:4]) + (", ..." if len(dense) > 4 else "")
         warnings.warn(
-            f"{len(dense)} matrices are not weights of linear layers, convolutions or embeddings "
-            f"and stay dense: {shown}; protect their modules to leave them dense without this "
-            "warning",
+            f"{len(dense)} matrices are not weights of plain linear layers, convolutions or "
+            f"embeddings and stay dense: {shown}; protect their modules to leave them dense "
+            "without this warning",
             stacklevel=4,
         )
 

@@ -60,8 +60,16 @@ class Masks(dict[str, Tensor]):
         return pairs
 
     def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Apply the masks after every step of `optimizer`, for fine-tuning."""
-        self._fitting(model)
+        """Apply the masks after every step of `optimizer`, for fine-tuning.
+
+        Raise `ValueError` if `optimizer` trains none of the masked weights.
+        """
+        masked = {parameter for parameter, _ in self._fitting(model)}
+        if masked.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "expected an optimizer of the pruned model, which is a copy, got one that trains "
+                "none of the masked weights; create it from model.parameters() after prune"
+            )
         optimizer.register_step_post_hook(lambda *_: self.apply(model))
 
 

@@ -269,7 +269,9 @@ def with_fastest_linears(
     replacements |= _tied_embeddings(model, by_weight)
     _avoid_fused_operators(model, replacements)
     model = replace_modules(model, replacements)
-    warn_of_dense_weights(model, protected)
+    # The forward of a subclass may differ from that of nn.Linear, so it is not replaced.
+    subclasses = {module for module in model.modules() if isinstance(module, nn.Linear)}
+    warn_of_dense_weights(model, protected, subclasses - linears.keys())
     return check_before_loading(model)
 
 
