@@ -394,7 +394,7 @@ def lose_the_store(port):
     with pytest.raises(collectives.RankLost) as caught:
         dist.all_reduce(torch.ones(3))
     assert caught.value.ranks == (0,)
-    with pytest.raises(collectives.RankLost, match="rank 0 is lost: the group's store"):
+    with pytest.raises(collectives.RankLost, match="the group's store does not answer"):
         collectives.rebuild()
     return True
 
@@ -405,6 +405,52 @@ def test_rebuild_without_the_store_is_refused():
         port = free.getsockname()[1]
     outcomes = try_ranks(lose_the_store, 3, port, backend="")
     assert [outcome.value for outcome in outcomes[1:]] == [True, True], outcomes
+
+
+def hang_the_store(port, pid):
+    """Stop the process that serves the store, which is not a rank; then lose rank 2."""
+    import collectives.backend
+
+    emulate_hosts("apart")
+    rank = int(os.environ["RANK"])
+    limit = timedelta(seconds=4)
+    store = dist.TCPStore("127.0.0.1", port, timeout=limit)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=3, timeout=limit)
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    dist.all_reduce(total)
+    start_time = time.monotonic()
+    with pytest.raises(collectives.RankLost, match="the group's store does not answer") as caught:
+        dist.new_group(timeout=limit)
+    assert time.monotonic() - start_time < limit.total_seconds() + 2
+    assert caught.value.ranks == ()
+    dist.all_reduce(total)
+    if rank == 2:
+        os._exit(1)
+    with pytest.raises(collectives.RankLost, match="the group's store does not answer") as caught:
+        dist.all_reduce(total)
+    # Without the store, rank 1 cannot know why rank 0 closes its connections.
+    assert caught.value.ranks == ()
+    return True
+
+
+def test_store_that_hangs_is_named_and_no_rank_is_blamed_for_it():
+    serve = (
+        "import time, torch.distributed as dist\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE)
+    try:
+        port = int(process.stdout.readline())
+        outcomes = try_ranks(hang_the_store, 3, port, process.pid, backend="")
+    finally:
+        process.kill()
+        process.communicate()
+    assert [outcome.value for outcome in outcomes[:2]] == [True, True], outcomes
 
 
 @pytest.mark.parametrize("where", ["apart", pytest.param("together", marks=pytest.mark.exhaustive)])

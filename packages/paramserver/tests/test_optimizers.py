@@ -111,6 +111,15 @@ def test_a_schedule_on_the_servers_equals_one_process(scheduler, servers):
     assert_equal_parameters(trained, train_alone(spec, 8))
 
 
+def test_servers_of_one_process_do_not_share_a_learning_rate_that_is_a_tensor():
+    lr = torch.tensor(0.05, dtype=torch.float64)
+    schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5)
+    spec = OptimizerSpec(partial(torch.optim.Adam, lr=lr), schedule)
+    trained = train(servers_of(model(), spec, servers=3), 8)
+    assert lr.item() == 0.05
+    assert_equal_parameters(trained, train_alone(spec, 8))
+
+
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_groups_by_name_equal_one_process_wherever_tensors_are_split(servers):
     spec = OptimizerSpec(ADAMW, groups=no_decay)

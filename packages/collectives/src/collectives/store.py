@@ -24,6 +24,10 @@ MIN_PAUSE_SECONDS = 1e-3
 MAX_PAUSE_SECONDS = 0.1
 # Interval at which a rank that waits for another one checks whether that rank has ended.
 CHECK_SECONDS = 0.5
+STORE_LOST = (
+    "the group's store does not answer: the process that serves it (a launcher, or rank 0 of the "
+    "default group) has ended or hangs"
+)
 T = TypeVar("T")
 
 
@@ -82,11 +86,14 @@ def run_within(
 def query_store(
     seconds: float, function: Callable[[], T], last_answer: Callable[[], float] = lambda: 0.0
 ) -> T:
-    """Run a query on a store as `run_within` does; raise RankLost if the store does not answer."""
+    """Run a query on a store as `run_within` does; raise RankLost if the store does not answer.
+
+    The error names no rank: a store may be served by a launcher, or by a rank outside the group.
+    """
     try:
         return run_within(seconds, function, last_answer)
     except (TimeoutError, RuntimeError) as error:
-        raise RankLost([0], "rank 0 is lost: the group's store does not answer") from error
+        raise RankLost([], STORE_LOST) from error
 
 
 def fetch(

@@ -90,6 +90,7 @@ class Updater:
         self._scheduler: LRScheduler | None = None
         if self.targets:
             self.optimizer = spec.optimizer(self._groups(shapes) if spec.groups else self.targets)
+            _copy_tensor_options(self.optimizer)
             if spec.groups:
                 _require_known_options(self.optimizer)
             if self.needs_dense_gradients and isinstance(self.optimizer, torch.optim.SparseAdam):
@@ -178,6 +179,17 @@ class Updater:
             group = groups.setdefault(repr(sorted(options.items())), {"params": [], **options})
             group["params"].append(target)
         return list(groups.values())
+
+
+def _copy_tensor_options(optimizer: Optimizer) -> None:
+    """Copy options that are tensors, such as `lr`, which a schedule changes in place.
+
+    A factory passes the same tensor to the optimizers of several servers or workers.
+    """
+    for group in optimizer.param_groups:
+        for name, option in group.items():
+            if isinstance(option, Tensor):
+                group[name] = option.clone()
 
 
 def _require_known_options(optimizer: Optimizer) -> None:
