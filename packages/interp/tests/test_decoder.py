@@ -304,7 +304,7 @@ def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> 
             decoder(corrupted)
         expected = metric(last["norm:input"]).item()
         assert scan.values[layer, head, position].item() == pytest.approx(expected, rel=1e-9)
-    with pytest.raises(ValueError, match="for 5 heads and 13 tokens|got heads=5"):
+    with pytest.raises(ValueError, match=r"for 5 heads and 13 tokens|got heads=5"):
         patch_parts(decoder, "blocks.*", part, clean, corrupted, metric, heads=5)
 
 
