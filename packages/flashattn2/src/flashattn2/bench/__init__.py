@@ -244,17 +244,20 @@ def flops(shape: tuple[int, int, int, int], which: str, is_causal: bool = True) 
     return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[which]
 
 
+def sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
+    """Return torch's attention by one of its kernels."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return run
+
+
 @functools.cache
 def implementations(device: str, quick: bool, dim: int, dtype: torch.dtype) -> dict[str, Attention]:
     """Return the available implementations of causal attention, ours first."""
     torch._dynamo.reset()
-
-    def sdpa(*backends: SDPBackend) -> Attention:
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(list(backends)):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        return run
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attention_reference(q, k, v, is_causal=True)
@@ -267,7 +270,7 @@ def implementations(device: str, quick: bool, dim: int, dtype: torch.dtype) -> d
     if not quick:
         every["compiled"] = torch.compile(plain)
     if device == "cpu":
-        return {**every, "sdpa": sdpa(SDPBackend.FLASH_ATTENTION)}
+        return {**every, "sdpa": sdpa(True, SDPBackend.FLASH_ATTENTION)}
     return {
         **every,
         "ours atomic": lambda q, k, v: flash_attention(
@@ -276,30 +279,22 @@ def implementations(device: str, quick: bool, dim: int, dtype: torch.dtype) -> d
         "ours gluon": lambda q, k, v: flash_attention(q, k, v, is_causal=True, backend="gluon"),
         "ours tf32": lambda q, k, v: flash_attention(q, k, v, is_causal=True, precision="tf32"),
         "ours tf32x3": lambda q, k, v: flash_attention(q, k, v, is_causal=True, precision="tf32x3"),
-        "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
-        "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "sdpa efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
+        "sdpa flash": sdpa(True, SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": sdpa(True, SDPBackend.CUDNN_ATTENTION),
+        "sdpa efficient": sdpa(True, SDPBackend.EFFICIENT_ATTENTION),
         "flex": _flex(),
     }
 
 
 def fused_kernels(is_causal: bool) -> dict[str, Attention]:
     """Return the kernels of a GPU for training in half precision, ours first."""
-
-    def sdpa(backend: SDPBackend) -> Attention:
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel([backend]):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-        return run
-
     ours = functools.partial(flash_attention, is_causal=is_causal)
     return {
         "ours": ours,
         "ours atomic": functools.partial(ours, deterministic=False),
         "ours triton": functools.partial(ours, backend="triton"),
-        "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
-        "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "sdpa flash": sdpa(is_causal, SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": sdpa(is_causal, SDPBackend.CUDNN_ATTENTION),
     }
 
 

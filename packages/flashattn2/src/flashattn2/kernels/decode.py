@@ -32,12 +32,6 @@ from flashattn2.kernels.tiles import (
 )
 from flashattn2.spec import AttentionSpec
 
-#: Programs that one processor runs at a time, so that loads of one follow those of the others.
-PROGRAMS_OF_A_PROCESSOR = 4
-MAX_SPLITS = 64
-#: Stages of the pipeline of loads.
-STAGES = 2
-
 
 def decode(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, cu_q: Tensor | None,
@@ -71,8 +65,8 @@ def decode(
         flag = -launch.cdiv(split_size, block_n) * block_n
         splits = launch.cdiv(capacity, -flag)
     else:
-        programs = PROGRAMS_OF_A_PROCESSOR * launch.device_of(q.device).processors
-        flag = splits = launch.split_count(tiles * batch * kv_heads, loop, programs, MAX_SPLITS)
+        processors = launch.device_of(q.device).processors
+        flag = splits = launch.split_count(tiles * batch * kv_heads, loop, processors)
     out = q.new_empty((batch, kv_heads, rows, v_dim))
     lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
     to_out, to_lse = out, lse
@@ -89,7 +83,7 @@ def decode(
         cuts, (0, 1) if table is None else tuple(table.shape),
         (tiles, kv_heads, rows, group, k.shape[0], k.shape[2]),
         launch.score_factors(spec, exact), meta,
-        num_warps=4, num_stages=STAGES, enable_fp_fusion=True,
+        num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         combine(to_out, to_lse, out, lse, splits)

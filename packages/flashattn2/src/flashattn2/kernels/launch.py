@@ -182,14 +182,14 @@ def _paths(
     return ("packed" if packed else "tma", "hopper", "pointers")
 
 
-def split_count(programs: int, loop: int, processors: int, most: int = MAX_SPLITS) -> int:
-    """Return the number of splits, at most `most`, that occupies every processor.
+def split_count(programs: int, loop: int, processors: int) -> int:
+    """Return the number of splits that occupies every processor.
 
     Each split loops over at least four tiles.
     """
     if programs >= processors:
         return 1
-    return max(1, min(processors // programs, loop // 4, most))
+    return max(1, min(processors // programs, loop // 4, MAX_SPLITS))
 
 
 def can_use_tma(x: Tensor) -> bool:
