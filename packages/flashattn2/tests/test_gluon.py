@@ -463,24 +463,22 @@ def test_auto_selects_gluon_for_long_sequences_that_fill_the_gpu(machine, monkey
     monkeypatch.setattr(dispatch, "_count_processors", lambda _: 132)
 
     def selected(heads, seq_q, seq_k, dim=64, dtype=torch.bfloat16, kv_heads=2, **options):
-        q, k, v = tensors(seq_q, seq_k, dim, dtype, heads, kv_heads, batch=9)
+        q, k, v = tensors(seq_q, seq_k, dim, dtype, heads, kv_heads, batch=5)
         return explain(q, k, v, **options)
 
-    explanation = selected(8, 1024, 1024, is_causal=True)
-    assert explanation.backend == "gluon"
-    assert "128 queries" in explanation.tiles[0]
     explanation = selected(8, 2048, 2048, is_causal=True)
+    assert explanation.backend == "gluon"
     assert "192 queries" in explanation.tiles[0]
     assert "128 queries" in selected(8, 2048, 2048, window=(100, 0)).tiles[0]
     for other in (
-        {"seq_k": 1023},
-        {"seq_q": 1023},
+        {"seq_k": 2047},
+        {"seq_q": 2047},
         {"dim": 80},
         {"dtype": torch.float32},
         {"softcap": 2.0},
         {"kv_heads": 1},
     ):
-        case = {"heads": 8, "seq_q": 1024, "seq_k": 1024} | other
+        case = {"heads": 8, "seq_q": 2048, "seq_k": 2048} | other
         assert selected(**case).backend != "gluon", other
 
 

@@ -16,8 +16,9 @@ KERNEL_BACKENDS = ("triton", "gluon")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 SMALLEST_HEAD_DIM = 16
 LARGEST_HEAD_DIM = 256
-#: The least number of queries and keys for which the Gluon kernels were measured to be faster.
-LEAST_GLUON_LENGTH = 1024
+#: The least number of queries and keys for which the Gluon kernels were measured to be faster.  At
+#: 512 their backward pass was slower, and no length between was measured.
+LEAST_GLUON_LENGTH = 2048
 
 
 class Method(NamedTuple):
