@@ -36,7 +36,7 @@ def calls(kind, size):
 def num_rounds(size):
     if size <= 1 << 20:
         return 25
-    return 9 if size <= 16 << 20 else 3
+    return 5 if size <= 16 << 20 else 3
 
 
 def main(path, sizes):

@@ -78,36 +78,27 @@ def test_busy_core_never_makes_ours_slower_than_gloo(size):
         assert_at_least(f"collectives: gloo over {name}, {size} bytes, busy core", 1.0, ratio)
 
 
-LINK_SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)
 NO_HOSTS = why_not()
 needs_hosts = pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
 
 
-def by_case(rows):
-    return {(row["case"], row["algorithm"], row["size_bytes"]): row for row in rows}
-
-
-@pytest.fixture(scope="module")
-def on_a_slow_link(tmp_path_factory):
-    path = tmp_path_factory.mktemp("link") / "rows.json"
+@needs_hosts
+def test_reduce_scatter_on_a_slow_link_sends_half_of_gloos_bytes(tmp_path):
+    path, size = tmp_path / "rows.json", 16 * MIB
     command = [sys.executable, "-m", "collectives.bench", "--json", str(path)]
-    command += ["--sizes", *map(str, LINK_SIZES)]
+    command += ["--cases", "reduce_scatter", "all_reduce", "--sizes", str(size)]
     with emulated_hosts(2, "1gbit") as hosts:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         assert run_everywhere(hosts, command, environment, seconds=300) == [0, 0]
     rows = json.loads(path.read_text())
     assert {row["hosts"] for row in rows} == {2}
-    return by_case(rows)
-
-
-@needs_hosts
-def test_reduce_scatter_on_a_slow_link_sends_half_of_gloos_bytes(on_a_slow_link):
-    size = LINK_SIZES[-1]
-    gloo, ring = (on_a_slow_link["reduce_scatter", name, size] for name in ("gloo", "ring"))
+    by_case = {(row["case"], row["algorithm"]): row for row in rows}
+    gloo, ring = (by_case["reduce_scatter", name] for name in ("gloo", "ring"))
     assert ring["wire_bytes"] <= 0.51 * gloo["wire_bytes"]
     assert_at_most("collectives: ring over gloo, reduce-scatter", 0.55, 1 / ring["ratio_p50"])
-    # Frames and acknowledgements add less than 2 %.
-    assert 1.0 <= on_a_slow_link["all_reduce", "ring", size]["wire_bytes"] / size < 1.02
+    # Headers add less than 2 %. A call may return while its last bytes wait in the send buffer of
+    # the socket, where they are not counted yet.
+    assert 0.99 < by_case["all_reduce", "ring"]["wire_bytes"] / size < 1.02
 
 
 @needs_hosts

@@ -140,6 +140,10 @@ def test_ten_million_weights_take_at_most_two_sorts():
     assert_at_most("tinyml: k-means of ten million weights over a sort", 2, sorted(ratios)[1])
 
 
+def squared_error(weights, rounded):
+    return (weights.double() - rounded.double()).square().sum()
+
+
 @pytest.mark.timing
 def test_ten_million_weights_are_nearer_than_by_sklearn_and_sooner():
     cluster = pytest.importorskip("sklearn.cluster", reason="scikit-learn is not installed")
@@ -149,6 +153,8 @@ def test_ten_million_weights_are_nearer_than_by_sklearn_and_sooner():
     middle = time.process_time()
     centroids, codes = kmeans(weights, 16)
     ours = time.process_time() - middle
-    error = (weights.double() - centroids[codes.int()]).square().sum()
-    assert error < theirs.inertia_
+    # scikit-learn adds up its own error in float32.
+    their_centroids = torch.from_numpy(theirs.cluster_centers_[:, 0])
+    error = squared_error(weights, centroids[codes.int()])
+    assert error < squared_error(weights, their_centroids[torch.from_numpy(theirs.labels_)])
     assert_at_least("tinyml: k-means of scikit-learn over ours", 2, (middle - start) / ours)

@@ -23,7 +23,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path
 
 
 def command(path):
-    return [sys.executable, "-m", "zero.bench", "--rounds", "9", "--json", str(path)]
+    return [sys.executable, "-m", "zero.bench", "--rounds", "7", "--json", str(path)]
 
 
 def steps(path):
@@ -72,7 +72,7 @@ def evicted(path):
 
 
 def reading_and_loading(path, write):
-    """Return the times of reading from the disk, and of a load, of the same files.
+    """Return the time of reading files twice, from the disk and from memory, over that of a load.
 
     A load checks every byte before it changes any, and holds no copy of what it has checked: it
     reads once from the disk and once from the page cache.
@@ -104,14 +104,13 @@ def reading_and_loading(path, write):
         load_checkpoint(path, model)
         dist.barrier()
         load = time.perf_counter() - start
-        ratios.append((from_disk / load, (from_disk + from_cache) / load))
-    return [statistics.median(ratio) for ratio in zip(*ratios, strict=True)]
+        ratios.append((from_disk + from_cache) / load)
+    return statistics.median(ratios)
 
 
 @pytest.mark.parametrize("write", [save_checkpoint, save_safetensors])
-def test_loading_takes_little_longer_than_the_disk(tmp_path, record_property, write):
+def test_loading_takes_little_longer_than_the_disk(tmp_path, write):
     torch.manual_seed(0)
     arguments = str(tmp_path / "last"), write
-    disk, twice = run_ranks(reading_and_loading, 2, *arguments, timeout=400)[0]
-    record_property("share_of_the_disks_bandwidth", disk)
+    twice = run_ranks(reading_and_loading, 2, *arguments, timeout=400)[0]
     assert_at_least(f"zero: {write.__name__}, reading twice over a load", 0.9, twice)
