@@ -487,6 +487,14 @@ def test_attention_to_another_model_is_refused(family: str) -> None:
         Transformer.from_hf(content | {"architectures": None})
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "kimi_linear"])
+def test_dense_layers_between_experts_are_refused(family: str) -> None:
+    content = defaults(family) | {"architectures": None, "moe_layer_freq": 1}
+    Transformer.from_hf(content)
+    with pytest.raises(ValueError, match="moe_layer_freq is not 1"):
+        Transformer.from_hf(content | {"moe_layer_freq": 2})
+
+
 def test_model_type_that_is_not_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected model_type to be a name, got \['llama'\]"):
         Transformer.from_hf({"model_type": ["llama"]})

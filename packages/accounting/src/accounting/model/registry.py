@@ -443,7 +443,8 @@ def _joined(above: Table, entries: Table) -> Table:
         for key in ("fields", "let")
         if key in above and key in entries
     }
-    return above | entries | both
+    refuse = [*above.get("refuse", ()), *entries.get("refuse", ())]
+    return above | entries | both | {"refuse": refuse}
 
 
 _FILES = {
