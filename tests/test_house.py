@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 
 import pytest
 from workspace import PACKAGES, ROOT, folder, module, source
@@ -12,20 +13,24 @@ MOST_FILES_IN_A_FOLDER = 14
 
 
 def imports(path, package=None):
-    """Yield the modules of `package` that a file imports, also inside functions.
+    """Return the modules of `package` that a file imports, also inside functions.
 
-    Without `package`, yield those of the package that contains the file.
+    Without `package`, return those of the package that contains the file.
     """
     package = package or path.relative_to(ROOT / "packages").parts[2]
+    return {name for name in imported_names(path) if name.split(".")[0] == package}
+
+
+@cache
+def imported_names(path):
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             # `from package import name`: the name may be a module.
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        yield from (name for name in names if name.split(".")[0] == package)
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def files_of(package):
@@ -40,7 +45,7 @@ def files_of(package):
 def test_no_two_files_import_each_other(package):
     # An import of a public name from the package is an import of its file, not of __init__.py.
     files = {name: path for name, path in files_of(package) if path.name != "__init__.py"}
-    graph = {name: {*imports(path)} & {*files} - {name} for name, path in files.items()}
+    graph = {name: imports(path) & {*files} - {name} for name, path in files.items()}
     pairs = {(a, b) for a in graph for b in graph[a] if a < b and a in graph[b]}
     assert not pairs
 
@@ -49,7 +54,7 @@ def test_no_two_files_import_each_other(package):
 def test_package_has_a_short_minimal_implementation_that_tests_compare_with(package):
     (path,) = source(package).rglob("plain.py")
     assert len(path.read_text().splitlines()) <= LONGEST_PLAIN_FILE
-    assert not [*imports(path)]
+    assert not imports(path)
     tests = folder(package).glob("tests/**/*.py")
     tested = {name for test in tests for name in imports(test, module(package))}
     assert f"{module(package)}.plain" in tested

@@ -10,6 +10,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from workspace import PACKAGES, ROOT
 
 #: A docstring or comment that opens with one of these words is a fragment without a subject.
 FRAGMENT = re.compile(r"(?:Of|What|Whether|Which|Who|Whose|How|Those|That|Nobody|None)\b")
+
+FORMAT_SKIP = re.compile(r"#\s*fmt:\s*(?:skip|off)\s*$")
 
 #: Words that say nothing about what a name stands for.
 FILLER = frozenset(
@@ -48,6 +51,7 @@ IDIOMS = (
 )
 
 
+@cache
 def areas() -> dict[str, list[Path]]:
     """Return the files of each area: two per package, its tests apart, and those of the root."""
     found = {}
@@ -65,9 +69,9 @@ def areas() -> dict[str, list[Path]]:
     return found
 
 
-def prose(text: str) -> Iterator[tuple[int, str]]:
+def prose(text: str, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the line and text of each docstring and of each block of comments."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             if docstring:
@@ -95,9 +99,9 @@ def comments(text: str) -> Iterator[tuple[int, str]]:
         yield first, " ".join(block)
 
 
-def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each function, class, argument and assigned variable."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -135,13 +139,13 @@ def last_line(node: ast.stmt) -> int:
     return node.end_lineno or node.lineno
 
 
-def misplaced_format_skips(path: Path, text: str, tree: ast.AST) -> Iterator[int]:
+def misplaced_format_skips(path: Path, text: str, nodes: list[ast.AST]) -> Iterator[int]:
     """Yield lines whose formatting is switched off outside kernels and tables."""
     if {"kernels", "hopper"} & set(path.parts):
         return
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    statements = [node for node in nodes if isinstance(node, ast.stmt)]
     for row, line in enumerate(text.splitlines(), 1):
-        if not re.search(r"#\s*fmt:\s*(?:skip|off)\s*$", line):
+        if not FORMAT_SKIP.search(line):
             continue
         around = [node for node in statements if first_line(node) <= row <= last_line(node)]
         innermost = max(around, key=lambda node: node.lineno, default=None)
@@ -149,9 +153,9 @@ def misplaced_format_skips(path: Path, text: str, tree: ast.AST) -> Iterator[int
             yield row
 
 
-def shapes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def shapes(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield code that is dense for its own sake, with the line it stands on."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.IfExp) and (
             isinstance(node.orelse, ast.IfExp) or isinstance(node.body, ast.IfExp)
         ):
@@ -183,18 +187,18 @@ def idioms(text: str) -> Iterator[str]:
 def findings_in_python(path: Path) -> Iterator[tuple[int, str]]:
     """Yield every finding in a Python file."""
     text = path.read_text()
-    tree = ast.parse(text)
-    for row, words in prose(text):
+    nodes = list(ast.walk(ast.parse(text)))
+    for row, words in prose(text, nodes):
         if FRAGMENT.match(words):
             yield row, f"opens with a fragment: {words[:40]!r}"
         for idiom in idioms(words):
             yield row, idiom
-    for row, name in names(tree):
+    for row, name in names(nodes):
         if is_filler(name):
             yield row, f"filler name {name!r}"
-    for row in misplaced_format_skips(path, text, tree):
+    for row in misplaced_format_skips(path, text, nodes):
         yield row, "formatting is switched off outside a kernel signature or a table"
-    yield from shapes(tree)
+    yield from shapes(nodes)
 
 
 def findings_in_markdown(path: Path) -> Iterator[tuple[int, str]]:
