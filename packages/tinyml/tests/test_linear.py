@@ -37,6 +37,19 @@ def test_the_error_is_at_most_half_a_step(bits, symmetric, seed, shift):
     assert torch.equal(grid.dequantize(grid.quantize(zeros)), zeros)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("largest", [1e-7, 4e-6, 1.1e-5, 1e-3, 1.0])
+def test_small_rows_of_float16_are_as_close_as_their_scales_allow(largest, symmetric):
+    linear = nn.Linear(64, 8, bias=False).half()
+    values = torch.linspace(-1, 1, 8 * 64).view(8, 64).sin() * largest
+    linear.weight.data.copy_(values)
+    weight = linear.weight.detach().float()
+    error = (quantize(nn.Sequential(linear), 8, symmetric=symmetric)[0].weight - weight).abs()
+    extreme = weight.abs().amax(1, keepdim=True)
+    # Half a step; float16 rounds the step and the value, by 2**-24 at least.
+    assert (error <= extreme / 127 / 2 + extreme * 2.0**-10 + 2.0**-24).all()
+
+
 def test_finer_scales_are_closer():
     torch.manual_seed(0)
     model = nn.Linear(64, 32)

@@ -34,9 +34,16 @@ class Grid:
         return self.scale * (codes - self.zero)
 
     def stored_as(self, dtype: torch.dtype) -> Grid:
-        """Return the grid with scales that `dtype` represents exactly."""
-        scale = self.scale.to(dtype).to(self.scale.dtype)
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # underflow in `dtype`
+        """Return the grid with scales that `dtype` represents exactly.
+
+        Scales below the normal numbers of `dtype` have few digits there. They are rounded up, so
+        that the codes still reach the largest value of their row.
+        """
+        rounded = self.scale.to(dtype).to(self.scale.dtype)
+        limits = torch.finfo(dtype)
+        spacing = limits.tiny * limits.eps
+        up = (self.scale / spacing).ceil() * spacing
+        scale = torch.where(self.scale < limits.tiny, up, rounded)
         return Grid(scale, self.zero, self.low, self.high)
 
 
