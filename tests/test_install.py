@@ -137,7 +137,8 @@ def test_pip_install_of_the_suite_brings_our_nine(install):
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this copy is not a git checkout")
-@pytest.mark.parametrize("package", ["zero", pytest.param(SUITE, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("package", ["zero", SUITE])
 def test_pip_install_from_git_and_a_subdirectory_gives_ours(package, install):
     address = f"git+file://{ROOT}#subdirectory=packages/{package}"
     assert_ours(install(package, address), PACKAGES if package == SUITE else [package])

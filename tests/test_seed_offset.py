@@ -12,9 +12,11 @@ from seed_offset import VARIABLE
 from worker_pool import run_ranks
 from workspace import ROOT
 
-pytestmark = pytest.mark.skipif(
-    VARIABLE in os.environ, reason="the seeds of this run are shifted already"
-)
+# `make test-exhaustive` is the only target that shifts seeds.
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(VARIABLE in os.environ, reason="the seeds of this run are shifted already"),
+]
 
 DRAWS = """
 import random, numpy, torch
@@ -77,7 +79,6 @@ def test_processes_that_a_rank_starts_shift_their_seeds_too():
     assert shifted == np.random.rand()  # noqa: NPY002
 
 
-@pytest.mark.exhaustive
 def test_option_reaches_the_ranks_that_a_test_starts(tmp_path):
     # In another process, because the option changes the process that collects the file.
     file = tmp_path / "test_draws.py"
