@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib import metadata
 
 import pytest
@@ -23,12 +24,16 @@ SECTIONS = [
 ]
 
 
+@cache
 def imported_modules(path):
+    """Return the names of the top-level modules that a file imports, also inside functions."""
+    imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module.split(".")[0]
+            imported.add(node.module.split(".")[0])
+    return imported
 
 
 def test_packages_folder_contains_the_listed_packages_only():
@@ -39,7 +44,7 @@ def test_packages_folder_contains_the_listed_packages_only():
 def test_a_leaf_imports_no_sibling(leaf):
     siblings = {module(package) for package in PACKAGES if package != leaf}
     for path in [*folder(leaf).rglob("src/**/*.py"), *folder(leaf).rglob("tests/*.py")]:
-        assert not siblings & set(imported_modules(path)), path
+        assert not siblings & imported_modules(path), path
 
 
 def names(requirements):
@@ -61,7 +66,7 @@ def test_leaf_and_its_tests_import_declared_dependencies_only(leaf):
     declared = names(project(leaf).get("dependencies", []) + development)
     distributions = metadata.packages_distributions()
     for path in [*folder(leaf).rglob("src/**/*.py"), *tests]:
-        for name in {*imported_modules(path)} - ours_or_skipped - sys.stdlib_module_names:
+        for name in imported_modules(path) - ours_or_skipped - sys.stdlib_module_names:
             assert declared & {*distributions.get(name, [])}, f"{path} imports {name}"
 
 

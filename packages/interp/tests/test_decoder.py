@@ -53,6 +53,10 @@ SAMPLED = [
     name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in FAMILIES
 ]
+#: A name with a second word has other options of its family. It is tested in the exhaustive run.
+EACH_FAMILY = [
+    pytest.param(name, marks=[pytest.mark.exhaustive] * (" " in name)) for name in FAMILIES
+]
 
 
 def peer(name: str, attention: str = "eager") -> torch.nn.Module:
@@ -79,7 +83,7 @@ def described(name: str) -> Decoder:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH_FAMILY)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model = peer(name)
     expected = model(TOKENS).logits
