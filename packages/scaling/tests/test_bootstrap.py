@@ -70,7 +70,7 @@ def test_runs_with_a_common_error_are_resampled_together():
         fit = fit_parametric(runs)
         for by in covered:
             covered[by] += truth in bootstrap(fit, resamples=120, by=by).interval(target)
-    assert covered["budget"] >= 14
+    assert covered["budget"] >= 12  # the 0.7 % quantile of 16 tables at a coverage of 95 %
     assert covered[None] <= covered["budget"] - 2
 
 

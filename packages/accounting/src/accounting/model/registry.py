@@ -443,8 +443,7 @@ def _joined(above: Table, entries: Table) -> Table:
         for key in ("fields", "let")
         if key in above and key in entries
     }
-    refuse = [*above.get("refuse", ()), *entries.get("refuse", ())]
-    return above | entries | both | {"refuse": refuse}
+    return above | entries | both
 
 
 _FILES = {

@@ -61,8 +61,11 @@ def visit_layers(
     `moment` is H, the sum of x x^T over the tokens x of the layer's first call in every batch;
     batches are those of `watch_inputs`. Later layers are calibrated with the layer as `visit`
     leaves it. Layers that receive the same tensor, such as queries, keys and values, share H.
+    Batches may reach different layers, as in a mixture of experts: a layer is visited after all
+    layers that any batch reaches before it. Which layers a batch reaches is determined before the
+    first one is changed.
     """
-    replay = _Replay(model, batches, layers)
+    replay = _Replay(model, batches, layers, _paths(model, batches, layers))
     with _input_hooks(layers, replay.reach), replay.blocks(), _without_cache(model):
         while (stage := replay.next_stage()) is not None:
             for name in stage.layers:
@@ -70,6 +73,20 @@ def visit_layers(
                 replay.done.add(name)
                 if progress is not None:
                     progress(name, len(replay.done), len(layers))
+
+
+def _paths(
+    model: nn.Module, batches: Sequence[Any], layers: Mapping[str, nn.Module]
+) -> list[list[str]]:
+    """Return the layers that each batch reaches, in the order of their first calls."""
+    paths: list[list[str]] = []
+    called: dict[str, None] = {}
+    with _input_hooks(layers, lambda name, _: called.setdefault(name)):
+        for batch in batches:
+            called.clear()
+            _run(model, batch)
+            paths.append(list(called))
+    return paths
 
 
 class _StopRun(BaseException):
@@ -94,10 +111,14 @@ class _Replay:
     """Runs of batches up to the next layer that is not done (Note [Replayed blocks])."""
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Any], layers: Mapping[str, nn.Module]
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        layers: Mapping[str, nn.Module],
+        paths: Sequence[Sequence[str]],
     ) -> None:
         self.done: set[str] = set()
-        self._model, self._batches = model, batches
+        self._model, self._batches, self._paths = model, batches, paths
         self._blocks = _blocks_with(model, layers)
         self._order: dict[str, None] = {}
         self._finished: set[int] = set()
@@ -115,8 +136,9 @@ class _Replay:
         self._reached: list[str] = []
 
     def next_stage(self) -> _Stage | None:
-        """Run all batches to their next layer; return the stage that was reached first."""
+        """Run all batches to their next layer; return a stage that all its batches have reached."""
         stages: dict[str, _Stage] = {}
+        ahead: dict[str, set[str]] = {}
         for number, batch in enumerate(self._batches):
             if number in self._finished:
                 continue
@@ -131,8 +153,29 @@ class _Replay:
             stage = stages[first]
             stage.layers = [name for name in stage.layers if name in self._reached]
             stage.add(_without_padding(self._copy, _masks_of(self._model, batch)))
-        # Batches may follow different paths; the layer that was reached first is next.
-        return next((stages[name] for name in self._order if name in stages), None)
+            ahead.setdefault(first, set()).update(self._after(first, self._paths[number]))
+        for first, stage in stages.items():
+            # The tokens of batches that reach a layer later are missing.
+            others = set().union(*(ahead[other] for other in stages if other != first))
+            stage.layers = [name for name in stage.layers if name not in others]
+        waiting = [first for first in self._order if first in stages]
+        for first in waiting:
+            if first in stages[first].layers:
+                return stages[first]
+        if waiting:
+            raise ValueError(
+                f"expected batches that reach {' and '.join(waiting)} in the same order, because "
+                "each layer is calibrated on the outputs of those before it; pass the batches of "
+                "one order"
+            )
+        return None
+
+    def _after(self, name: str, path: Sequence[str]) -> Sequence[str]:
+        """Return the layers of a path that come after a layer."""
+        if name in path:
+            return path[path.index(name) + 1 :]
+        # Changed layers led the batch to a layer that it did not reach before.
+        return [other for other in path if other not in self.done]
 
     def _run_to_next_layer(self, number: int, batch: Any) -> None:
         self._number = number
