@@ -60,8 +60,10 @@ TILED_OPTIONS = {n: x for n, x in OPTIONS.items() if n not in ("splits", "tma", 
 def test_every_pair_of_options_is_as_good_as_plain(case):
     case = dict(case)
     case |= sinks(case.pop("sinks"), case["shape"])
+    # One query has few errors, so the median of their largest needs more draws.
+    draws = 25 if case["shape"] == "one query" else 9
     shape = tensors(case.pop("shape"), case.pop("dim"))
-    assert_as_good_as_plain(run("torch"), shape, draws=9, **case)
+    assert_as_good_as_plain(run("torch"), shape, draws=draws, **case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
