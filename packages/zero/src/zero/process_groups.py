@@ -151,6 +151,26 @@ class Communicator:
         """The number of ranks whose gradients are summed: shards times replicas."""
         return self.world * (self.replicas.world if self.replicas else 1)
 
+    def divide_before_sum(self, gradients: Tensor) -> None:
+        """Divide float16 gradients, in place, so that their sum over ranks does not overflow.
+
+        The divisor is a power of two, so only subnormal numbers are rounded.
+        """
+        if gradients.dtype == torch.float16:
+            gradients /= self._headroom
+
+    def divide_after_sum(self, total: Tensor, sent_dtype: torch.dtype) -> None:
+        """Make the average, in place, of the sum over ranks of gradients sent in `sent_dtype`."""
+        divisor: float = self.num_gradients
+        if sent_dtype == torch.float16:
+            divisor /= self._headroom
+        total /= divisor
+
+    @property
+    def _headroom(self) -> int:
+        """The smallest power of two that is not below the number of summed gradients."""
+        return 1 << (self.num_gradients - 1).bit_length()
+
     def uses_same_groups(self, other: Communicator) -> bool:
         """Return True if both communicators use the same process-group objects."""
         if self._process_group is not other._process_group:

@@ -115,6 +115,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for parameter in exchange.scatter_full_tensors():
             # torch's tools need the state to be empty on all ranks or on none.
             optimizer.state.setdefault(parameter, {})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            location = find_unit(parameter)
+            if location is not None and parameter.grad is not None:
+                unit, sharded = location
+                unit.mark_changed(sharded)
 
 
 class ShardOptimizer:

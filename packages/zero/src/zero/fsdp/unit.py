@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from zero.cpu_offload import to_device, to_host
 from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard, register_shard
@@ -229,6 +230,15 @@ class Unit:
                 )
             stored.copy_(data)
             shard.data = stored
+
+    def mark_changed(self, parameter: ShardedParameter) -> None:
+        """Let autograd refuse a backward through a graph that has saved the earlier values.
+
+        The storage of the full parameter is refilled with the new values, so the gradient would
+        silently be wrong.
+        """
+        increment_version(parameter.full)
+        self._full_versions = [p.full._version for p in self.parameters]
 
     @property
     def unsharded_bytes(self) -> int:
