@@ -275,9 +275,9 @@ def norms(stage):
         count = (parameter.grad > 0).sum()
         assert count.dtype == torch.int64
         assert count == (whole > 0).sum()
-        # Stage 3 replicates the LayerNorm.
-        if stage < 3 or not name.startswith("module.2."):
-            torch.testing.assert_close(parameter.grad.full_tensor(), whole)
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole)
+        assert torch.signbit((-torch.zeros_like(parameter.grad)).full_tensor()).all()
+        assert torch.equal((parameter.grad > 0).full_tensor(), whole > 0)
         if stage < 3:
             assert tuple(parameter.grad.shape) == shapes[name]
             with pytest.raises(RuntimeError, match="full_tensor"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.gradients.rules import REDUCTIONS, UNSCALE
-from zero.process_groups import Communicator
+from zero.process_groups import Communicator, as_bytes
 
 
 class PartialGradient(Tensor):
@@ -34,8 +34,9 @@ def gather_runs(
     whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)
     for start, stop, values in runs:
         whole[start:stop] = values.reshape(-1)
-    # Every element is nonzero on one rank only, so the order of the sum does not matter.
-    communicator.all_reduce(whole).wait()
+    # Every byte is nonzero on one rank only, so the sum has the bits of the elements. A sum of
+    # elements would lose the sign of zero.
+    communicator.all_reduce(as_bytes(whole)).wait()
     return whole.to(first.device).view(shape)
 
 
