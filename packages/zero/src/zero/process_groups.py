@@ -112,11 +112,13 @@ class Communicator:
                 f"expected a group that contains this rank, got one without global rank "
                 f"{dist.get_rank()}: pass this rank's group"
             )
-        backend = dist.get_backend(group)
-        if backend == "gloo":
+        # The name of the backend does not show that "cpu:gloo" is gloo for all devices, nor the
+        # default one without a GPU.
+        config = dist.get_backend_config(group)
+        if all(device.endswith(":gloo") for device in config.split(",")):
             self._reduce_scatter = reduce_scatter_tensor or direct_reduce_scatter
             self._all_gather = all_gather_into_tensor or direct_all_gather
-        if backend == "nccl":
+        if dist.get_backend(group) == "nccl":
             self.device = torch.device("cuda")
         self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
 
