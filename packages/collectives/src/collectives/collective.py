@@ -185,7 +185,10 @@ def run(
 
     source = inputs[0] if inputs else output
     make_job = partial(dispatch.make_job, comm, call, output, source)
-    return comm.run(call, source, body, async_op=async_op, result=output, make_job=make_job)
+    # A broadcast overwrites the tensors of the other ranks, which may contain anything.
+    is_passed = call.kind != "broadcast" or comm.rank == call.root
+    passed = [source] if is_passed else []
+    return comm.run(call, passed, body, async_op=async_op, result=output, make_job=make_job)
 
 
 def _separate_unless_in_place(comm: Communicator, output: Tensor, tensor: Tensor) -> Tensor:
