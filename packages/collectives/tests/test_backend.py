@@ -474,6 +474,36 @@ def new_timeout():
     return values
 
 
+def timeouts_of_single_calls():
+    """Make single calls with a timeout, which ends long before that of the group."""
+    begin(seconds=60)
+    limit = timedelta(seconds=0.3)
+    barrier_options = dist.BarrierOptions()
+    barrier_options.timeout = limit
+    tensor = torch.ones(3)
+    calls = [
+        lambda group: collectives.barrier(group, timeout=limit),
+        lambda group: group.barrier(barrier_options).wait(),
+        lambda group: group.allreduce(tensor, dist.ReduceOp.SUM, limit).wait(),
+    ]
+    for call in calls:
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        collectives.barrier(group, timeout=timedelta(seconds=20))
+        assert collectives.describe(group).timeout_seconds == 60
+        if dist.get_rank() == 0:
+            start = time.monotonic()
+            with pytest.raises(collectives.RankLost, match="rank 1"):
+                call(group)
+            assert time.monotonic() - start < 20
+        dist.barrier()
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_call_can_have_another_timeout():
+    assert all(run_ranks(timeouts_of_single_calls, 2, backend=""))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_changed_timeout_applies_to_later_calls():
     assert run_ranks(new_timeout, 2, backend="")[0] == [60.0, 31.0, 32.0]

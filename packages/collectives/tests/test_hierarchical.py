@@ -22,6 +22,11 @@ def on_two_hosts():
     rank, world = dist.get_rank(), dist.get_world_size()
     assert comm.topology.hosts == [[0, 1], list(range(2, world))]
     for algorithm in (*candidates("all_reduce", (2, world - 2)), "auto"):
+        for dtype in (torch.float16, torch.bfloat16, torch.float8_e5m2):
+            # The average is in range, and the sum of one host is not.
+            tensor = torch.full((3,), 49152.0, dtype=dtype)
+            collectives.all_reduce(tensor, dist.ReduceOp.AVG, algorithm=algorithm)
+            assert tensor.tolist() == [49152.0] * 3, (algorithm, dtype)
         for numel in (1, 1000, 300_001):
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
                 parts = torch.randint(

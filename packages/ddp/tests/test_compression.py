@@ -77,6 +77,43 @@ def test_custom_all_reduce_receives_the_rounded_buffer() -> None:
     assert [sent for _, sent in run_ranks(sum_small_terms, 2, True)] == [[torch.bfloat16]] * 2
 
 
+def sum_in_wider_dtype(dtype: torch.dtype, gradient_dtype: torch.dtype) -> tuple:
+    """Sum 1 on rank 0 and a small number, which rounding at every rank would lose, on others."""
+    module = nn.Linear(1, 1, bias=False, dtype=dtype)
+    model = DDP(module, gradient_dtype=gradient_dtype)
+    # Half a unit in the last place of 1.
+    value = 1.0 if dist.get_rank() == 0 else torch.finfo(dtype).eps / 2
+    (dist.get_world_size() * value * model(torch.ones(1, 1, dtype=dtype))).sum().backward()
+    return module.weight.grad.item(), model.meter.last.gradient_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient_dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_wider_gradient_dtype_is_sent_and_added(dtype, gradient_dtype) -> None:
+    one_unit_more = 1 + 2 * torch.finfo(dtype).eps
+    ranks = run_ranks(sum_in_wider_dtype, 4, dtype, gradient_dtype)
+    assert ranks == [(one_unit_more, gradient_dtype.itemsize)] * 4
+
+
+def bytes_of_other_dtype() -> int:
+    """Send float16 gradients as bfloat16, which has the same size."""
+    module = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    model = DDP(module, gradient_dtype=torch.bfloat16)
+    # bfloat16 rounds this number to 1.
+    (model(torch.ones(1, 1, dtype=torch.float16)) * (1 + 2**-10)).sum().backward()
+    return module.weight.grad.item()
+
+
+def test_gradient_dtype_of_the_same_size_is_sent() -> None:
+    assert run_ranks(bytes_of_other_dtype, 2) == [1.0, 1.0]
+
+
 def test_powersgd_sends_low_rank_products() -> None:
     ranks = run_ranks(gradients, 2, {"compression": PowerSGD(1)}, 1)
     local, mean, (gradient_bytes, _, calls) = ranks[0]

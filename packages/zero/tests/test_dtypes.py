@@ -167,6 +167,64 @@ def test_collectives_support_every_dtype():
     assert all(run_ranks(move_and_sum, 3, timeout=DEADLINE))
 
 
+class Scaled(nn.Module):
+    """A parameter times a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(7, dtype=torch.float16))
+
+    def forward(self, scale):
+        return (self.values * scale).sum()
+
+
+def average_large_halves(stage):
+    """Average gradients of float16 whose sum over ranks is above the largest float16."""
+    model = nn.ModuleList([Scaled(), Scaled()])
+    if stage == 3:
+        # The second module is replicated.
+        model = FSDP(model, shard=("0",))
+    else:
+        options = {"lr": 0.1, "shard_gradients": stage == 2}
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, **options)
+        assert optimizer.param_groups
+    modules = model.module if stage == 3 else model
+    # Exact in float16, also after a division by a power of two.
+    scales = [40960.0, 32768.0, 57344.0]
+    sum(module(scales[dist.get_rank()]) for module in modules).backward()
+    average = sum(scales) / 3
+    for parameter in modules.parameters():
+        gradient = parameter.grad
+        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        assert full.dtype == torch.float16
+        torch.testing.assert_close(
+            full.double(), torch.full((7,), average).double(), rtol=1e-3, atol=0
+        )
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_averages_of_large_halves_do_not_overflow(stage):
+    assert all(run_ranks(average_large_halves, 3, stage, timeout=DEADLINE))
+
+
+def refuse_dtypes_of_gradients():
+    layer = nn.Linear(3, 3, dtype=torch.bfloat16)
+    if not hasattr(layer.weight, "grad_dtype"):
+        return True
+    layer.weight.grad_dtype = torch.float32
+    message = "gradients of parameter .* in its dtype torch.bfloat16, got grad_dtype=torch.float32"
+    with pytest.raises(ValueError, match=message):
+        FSDP(layer)
+    with pytest.raises(ValueError, match=message):
+        ShardedOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1)
+    return True
+
+
+def test_parameters_with_gradients_of_another_dtype_are_refused():
+    assert all(run_ranks(refuse_dtypes_of_gradients, 1, timeout=DEADLINE))
+
+
 def refuse_eight_bits():
     parameter = nn.Parameter(torch.ones(7).to(torch.float8_e4m3fn))
     message = "a dtype with arithmetic for parameter .*, got torch.float8_e4m3fn"

@@ -100,6 +100,33 @@ def rules_and_whole_parameters():
     return True
 
 
+def change_between_state_dicts():
+    """Make several state dicts of one unit without a forward in between."""
+    model = FSDP(make(), shard=lambda name, module: not name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean_square(model, batch(0, 0)).backward()
+    loaded = make(1).state_dict()
+    changes = {
+        "nothing": lambda: None,
+        "a step": optimizer.step,
+        "a load": lambda: model.module.load_state_dict(loaded),
+        "data": lambda: [p.data.mul_(2) for p in model.parameters()],
+    }
+    for change in changes.values():
+        change()
+        state = {name: value.full_tensor() for name, value in model.module.state_dict().items()}
+        assert same(state, model.gather_full_params())
+    with model.summon_full_params():
+        model.module[0].weight.data.zero_()
+        assert not model.module.state_dict()["0.weight"].any()
+        model.module.load_state_dict(loaded)
+    return same(model.gather_full_params(), loaded)
+
+
+def test_state_dicts_have_the_values_of_their_time():
+    assert all(run_ranks(change_between_state_dicts, 2, timeout=DEADLINE))
+
+
 def load_by_assignment():
     model, ours, twin, theirs = pair(lr=0.1)
     state = {name: torch.full_like(value, 0.5) for name, value in twin.state_dict().items()}

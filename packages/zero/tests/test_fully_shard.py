@@ -3,6 +3,7 @@
 import copy
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -139,6 +140,21 @@ def test_policies_of_mixed_precision_cast_as_torchs():
     assert all(run_ranks(mix_precision, 2, timeout=DEADLINE))
 
 
+def reduce_by_default():
+    """Compute in bfloat16; without `reduce_dtype`, gradients are reduced in float32."""
+    layer = nn.Linear(4, 3, bias=False)
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    scale = 1 + 2**-7 * dist.get_rank()
+    (layer(torch.ones(1, 4)) * scale).sum().backward()
+    # The average has more digits than bfloat16.
+    expected = torch.full((3, 4), 1 + 2**-8)
+    return torch.equal(layer.weight.grad.full_tensor(), expected)
+
+
+def test_gradients_are_reduced_in_the_dtype_of_the_parameters_by_default():
+    assert all(run_ranks(reduce_by_default, 2, timeout=DEADLINE))
+
+
 def synchronize_some():
     """Hold back the gradients of one block only, and sum them in a later backward."""
     results = []
@@ -195,6 +211,16 @@ def test_sharded_modules_have_fsdp2s_methods_and_are_saved(tmp_path):
     assert all(run_ranks(use_methods, 2, str(tmp_path / "last"), timeout=DEADLINE))
 
 
+class OverridingPolicy(NamedTuple):
+    """A policy of torch 2.15; earlier versions do not have the last field."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Any = len
+
+
 def refuse():
     tied = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     tied[1].weight = tied[0].weight
@@ -211,6 +237,10 @@ def refuse():
         (
             lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: None),
             "shard_placement_fn is not supported",
+        ),
+        (
+            lambda: fully_shard(nn.Linear(2, 2), mp_policy=OverridingPolicy()),
+            "param_dtype_override_fn is not supported, as a unit has one dtype",
         ),
         (
             lambda: fully_shard(nn.Sequential(part, nn.Linear(4, 4)), mesh=zero_mesh()),

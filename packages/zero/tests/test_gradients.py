@@ -15,7 +15,7 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from zero import FSDP, ShardedOptimizer
+from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike
 
 DEADLINE = 300.0
@@ -275,9 +275,9 @@ def norms(stage):
         count = (parameter.grad > 0).sum()
         assert count.dtype == torch.int64
         assert count == (whole > 0).sum()
-        # Stage 3 replicates the LayerNorm.
-        if stage < 3 or not name.startswith("module.2."):
-            torch.testing.assert_close(parameter.grad.full_tensor(), whole)
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole)
+        assert torch.signbit((-torch.zeros_like(parameter.grad)).full_tensor()).all()
+        assert torch.equal((parameter.grad > 0).full_tensor(), whole > 0)
         if stage < 3:
             assert tuple(parameter.grad.shape) == shapes[name]
             with pytest.raises(RuntimeError, match="full_tensor"):
@@ -290,6 +290,72 @@ def norms(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_norms_and_sums_of_gradients_are_over_all_ranks(stage):
     assert all(run_ranks(norms, 3, stage, timeout=DEADLINE))
+
+
+def change_before_backward(stage, folder):
+    """Change parameters whose earlier values a graph has saved, as one process refuses too."""
+    model, ours, _, _ = pair(stage)
+    module = getattr(model, "module", model)
+    state = {k: v.clone() for k, v in make_model().state_dict().items()}
+    save_checkpoint(folder, model, ours)
+
+    def step():
+        loss_of(model, 1, 0).backward()
+        ours.step()
+        ours.zero_grad()
+
+    changes = [step, lambda: module.load_state_dict(state), lambda: load_checkpoint(folder, model)]
+    for change in changes:
+        loss = loss_of(model, 0, dist.get_rank())
+        change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model.zero_grad()
+    # A parameter that was not stepped may be needed.
+    some = torch.optim.SGD([p for n, p in model.named_parameters() if n.endswith("3.bias")], lr=1)
+    if stage == 3:
+        loss = loss_of(model, 0, 0)
+        loss_of(model, 1, 0).backward()
+        some.step()
+        loss.backward()
+    return True
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
+def test_a_backward_through_changed_parameters_is_refused(stage, tmp_path):
+    folder = str(tmp_path / "saved")
+    assert all(run_ranks(change_before_backward, 2, stage, folder, timeout=DEADLINE))
+
+
+def clip_over_two_groups(stage):
+    """Clip, in one call, gradients that are sharded over all ranks and over some of them."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    part = groups[dist.get_rank() // 2]
+    whole, inner = make_model(), make_model()
+    optimizers = []
+    if stage == 3:
+        whole, inner = FSDP(whole), FSDP(inner, group=part)
+    else:
+        for module, group in ((whole, None), (inner, part)):
+            options = {"lr": 0.1, "group": group, "shard_gradients": True}
+            optimizers.append(ShardedOptimizer(module.parameters(), torch.optim.SGD, **options))
+    (loss_of(whole, 0, dist.get_rank()) + loss_of(inner, 1, dist.get_rank())).backward()
+    parameters = [*inner.parameters(), *whole.parameters()]
+    norms = [torch.linalg.vector_norm(p.grad.full_tensor()) for p in parameters]
+    for foreach in (True, False):
+        total = nn.utils.clip_grad_norm_(parameters, 1e9, foreach=foreach)
+        torch.testing.assert_close(total, torch.linalg.vector_norm(torch.stack(norms)))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="over one group, got several"):
+            scaler.unscale_(torch.optim.SGD(parameters, lr=0.1))
+    return True
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_norms_of_gradients_of_several_groups_are_over_the_ranks_of_each(stage):
+    assert all(run_ranks(clip_over_two_groups, 3, stage, timeout=DEADLINE))
 
 
 def scale(stage, scaler_cls):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from worker_pool import run_ranks
 from zero import (
     FSDP,
+    Communicator,
     DryRun,
     ShardedOptimizer,
     direct_all_gather,
@@ -121,6 +122,19 @@ def scatter_and_gather():
         scatter(dtype, 7)
         gather(dtype, 7)
     return True
+
+
+def uses_direct_collectives(backend):
+    store = dist.FileStore(os.environ["STORE_FILE"], 1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return Communicator().sums_in_place
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
+def test_direct_collectives_are_used_on_gloo_by_any_name(backend):
+    if backend is None and torch.cuda.is_available():
+        pytest.skip("the default backend of GPUs is not gloo")
+    assert run_ranks(uses_direct_collectives, 1, backend, timeout=DEADLINE, backend="") == [True]
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3, 5])

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, limit_calls
 from collectives.execution.work import CoalescedWork, Work
 from collectives.process_group.device_backends import connect_gloo, copy_options, create_backend
 from collectives.process_group.method_arguments import Options, first_tensor, single, single_list
@@ -78,7 +78,8 @@ def _collective(*names: str) -> Callable[[Callable[..., _Started]], _Method]:
             count = len(tensor_names)
             by_name = {name: kwargs.pop(name) for name in tensor_names if name in kwargs}
             options = Options.parse(names, args[count:], kwargs)
-            work, results = function(self, *args[:count], options=options, **by_name)
+            with limit_calls(options.timeout):
+                work, results = function(self, *args[:count], options=options, **by_name)
             return Work.completed(list(results)) if work is None else work
 
         return _by_device(method)
@@ -225,7 +226,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if device is not None and device.type != CPU.type:
             work: dist.Work = self.get_backend(device).barrier(opts)
             return work
-        started = collective.barrier(self, async_op=getattr(opts, "asyncOp", True))
+        options = Options.parse((), [] if opts is None else [opts], {"timeout": timeout})
+        started = collective.barrier(self, options.async_op, timeout=options.timeout)
         return Work.completed([]) if started is None else started
 
     # ----- ours: collectives of lists of tensors -----

@@ -5,6 +5,7 @@ that algorithm, or raises `ValueError` if the group cannot run it.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from collectives.arguments import (
     separate,
     split_lengths,
 )
-from collectives.communicator import Communicator, communicator
+from collectives.communicator import Communicator, communicator, limit_calls
 from collectives.shared_memory.fingerprint import Call
 
 ReduceOp = dist.ReduceOp
@@ -184,7 +185,10 @@ def run(
 
     source = inputs[0] if inputs else output
     make_job = partial(dispatch.make_job, comm, call, output, source)
-    return comm.run(call, source, body, async_op=async_op, result=output, make_job=make_job)
+    # A broadcast overwrites the tensors of the other ranks, which may contain anything.
+    is_passed = call.kind != "broadcast" or comm.rank == call.root
+    passed = [source] if is_passed else []
+    return comm.run(call, passed, body, async_op=async_op, result=output, make_job=make_job)
 
 
 def _separate_unless_in_place(comm: Communicator, output: Tensor, tensor: Tensor) -> Tensor:
@@ -201,12 +205,19 @@ def _separate_unless_in_place(comm: Communicator, output: Tensor, tensor: Tensor
 
 
 @for_members
-def barrier(group: Any = None, async_op: bool = False) -> dist.Work | None:
-    """Return when every rank of the group has called this function."""
+def barrier(
+    group: Any = None, async_op: bool = False, *, timeout: timedelta | None = None
+) -> dist.Work | None:
+    """Return when every rank of the group has called this function.
+
+    `timeout` is that of this call; by default the group's.
+    """
     comm = communicator(group)
     empty = torch.empty(0)
     call = Call("barrier", (), empty.dtype)
-    return comm.run(call, empty, lambda packed: dispatch.barrier(comm, packed), async_op=async_op)
+    body = partial(dispatch.barrier, comm)
+    with limit_calls(timeout):
+        return comm.run(call, empty, body, async_op=async_op)
 
 
 def shared_empty(

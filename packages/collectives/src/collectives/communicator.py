@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -55,6 +56,8 @@ _watcher: threading.Thread | None = None
 _is_exiting = threading.Event()
 #: All communicators of this process, also those of registered backends.
 _all: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+#: The timeout in seconds of the calls that are made in a context of `limit_calls`.
+_call_timeout: ContextVar[float | None] = ContextVar("call_timeout", default=None)
 _communicators: dict[Any, "Communicator"] = {}
 # Two threads may make a group's first call at the same time. Each group has a separate lock,
 # because the first calls of several groups may wait for each other.
@@ -211,6 +214,7 @@ class Communicator:
             # The checks that are active now apply, although the call may run later.
             compare_calls=self.compare_calls,
             find_nan=self.find_nan,
+            timeout=_call_timeout.get(),
         )
         # Recording costs microseconds, so it is skipped unless the profiler runs. The event of an
         # asynchronous call covers its start only: an event must not outlive the profiler.
@@ -247,7 +251,7 @@ class Communicator:
             work = Work(
                 run,
                 outputs,
-                timeout=self.timeout,
+                timeout=execution.timeout or self.timeout,
                 count_calls=lambda: self.operation.number,
                 has_moved=partial(is_done, job),
             )
@@ -260,6 +264,8 @@ class Communicator:
         This is a shortcut of `run` with less overhead.
         """
         if self.progress.last or self.compare_calls or self.find_nan or _profiler_enabled():
+            return False
+        if _call_timeout.get() is not None:
             return False
         with self.progress.running:
             self._count(False, call.packed)
@@ -276,9 +282,14 @@ class Communicator:
             raise error
         raise reason from error
 
-    def start_call(self, compare_calls: bool, packed: bytes) -> None:
-        """Make a call the group's current one; raise RankLost if the group has failed."""
+    def start_call(self, compare_calls: bool, packed: bytes, timeout: float | None) -> None:
+        """Make a call the group's current one; raise RankLost if the group has failed.
+
+        `timeout` is that of the call in seconds, or None for the group's.
+        """
         self._count(compare_calls, packed)
+        if timeout is not None:
+            self._set_timeout(timeout)
         self.wire.finish_within(self.timeout)
         self.wire.tag_by(b"")
 
@@ -333,9 +344,12 @@ class Communicator:
         """Adopt the timeout of the gloo group, which torch may have changed."""
         seconds = self.gloo.timeout_seconds()
         if seconds and seconds != self.timeout:
-            self.timeout = seconds
-            if self.topology.arena is not None:
-                self.topology.arena.timeout = seconds
+            self._set_timeout(seconds)
+
+    def _set_timeout(self, seconds: float) -> None:
+        self.timeout = seconds
+        if self.topology.arena is not None:
+            self.topology.arena.timeout = seconds
 
 
 @dataclass(slots=True)
@@ -348,6 +362,8 @@ class _Execution:
     body: Callable[[bytes], None]
     compare_calls: bool
     find_nan: bool
+    #: The timeout of this call in seconds, or None for the group's.
+    timeout: float | None
 
     def run(self, job: Job | None) -> None:
         """Run the call; `job` is its job if the engine has already started it."""
@@ -357,7 +373,8 @@ class _Execution:
             call = replace(call, has_nan=True)
         # The engine owns the lock while it has jobs: see Note [Engine hand-over].
         with comm.progress.running if job is None else nullcontext():
-            comm.start_call(self.compare_calls, call.packed)
+            group_timeout = comm.timeout
+            comm.start_call(self.compare_calls, call.packed, self.timeout)
             try:
                 if job is None:
                     self.body(call.packed)
@@ -365,6 +382,9 @@ class _Execution:
                     comm.topology.require().do(job)
             except BaseException as error:
                 comm.fail(error)
+            finally:
+                if self.timeout is not None:
+                    comm._set_timeout(group_timeout)
 
 
 def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -> None:
@@ -393,6 +413,16 @@ def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return one tensor or several tensors as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+@contextmanager
+def limit_calls(timeout: timedelta | None) -> Iterator[None]:
+    """Use this timeout instead of the group's for calls in the context; None has no effect."""
+    token = _call_timeout.set(timeout.total_seconds() if timeout else _call_timeout.get())
+    try:
+        yield
+    finally:
+        _call_timeout.reset(token)
 
 
 @contextmanager

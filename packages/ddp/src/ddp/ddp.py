@@ -64,7 +64,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         allocate: function that returns the memory of a bucket, called as
             `allocate(numel, dtype=..., group=...)`.
         gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in
-            their own dtype.
+            their own dtype, or in `gradient_dtype` if that is wider.
         compression: another method to reduce a bucket, such as `PowerSGD(rank)`.
         average: "ranks" for the mean over the ranks, "sum", or a function that returns the weight
             of a backward pass, such as its number of tokens.

@@ -30,6 +30,14 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
                 f"expected a dtype with arithmetic for parameter {name}, got {parameter.dtype}: "
                 "pass requires_grad=False, or use a wider dtype"
             )
+        # The attribute exists since torch 2.10.
+        grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+        if parameter.requires_grad and grad_dtype != parameter.dtype:
+            raise ValueError(
+                f"expected gradients of parameter {name} in its dtype {parameter.dtype}, got "
+                f"grad_dtype={grad_dtype}: leave grad_dtype unset, and keep the parameter in the "
+                "dtype of the gradients with FSDP(module, compute_dtype)"
+            )
     _check_separate_memory(parameters)
 
 

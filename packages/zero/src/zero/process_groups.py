@@ -112,11 +112,13 @@ class Communicator:
                 f"expected a group that contains this rank, got one without global rank "
                 f"{dist.get_rank()}: pass this rank's group"
             )
-        backend = dist.get_backend(group)
-        if backend == "gloo":
+        # The name of the backend does not show that "cpu:gloo" is gloo for all devices, nor the
+        # default one without a GPU.
+        config = dist.get_backend_config(group)
+        if all(device.endswith(":gloo") for device in config.split(",")):
             self._reduce_scatter = reduce_scatter_tensor or direct_reduce_scatter
             self._all_gather = all_gather_into_tensor or direct_all_gather
-        if backend == "nccl":
+        if dist.get_backend(group) == "nccl":
             self.device = torch.device("cuda")
         self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
 
@@ -150,6 +152,26 @@ class Communicator:
     def num_gradients(self) -> int:
         """The number of ranks whose gradients are summed: shards times replicas."""
         return self.world * (self.replicas.world if self.replicas else 1)
+
+    def divide_before_sum(self, gradients: Tensor) -> None:
+        """Divide float16 gradients, in place, so that their sum over ranks does not overflow.
+
+        The divisor is a power of two, so only subnormal numbers are rounded.
+        """
+        if gradients.dtype == torch.float16:
+            gradients /= self._headroom
+
+    def divide_after_sum(self, total: Tensor, sent_dtype: torch.dtype) -> None:
+        """Make the average, in place, of the sum over ranks of gradients sent in `sent_dtype`."""
+        divisor: float = self.num_gradients
+        if sent_dtype == torch.float16:
+            divisor /= self._headroom
+        total /= divisor
+
+    @property
+    def _headroom(self) -> int:
+        """The smallest power of two that is not below the number of summed gradients."""
+        return 1 << (self.num_gradients - 1).bit_length()
 
     def uses_same_groups(self, other: Communicator) -> bool:
         """Return True if both communicators use the same process-group objects."""

@@ -1,17 +1,18 @@
 """Two levels: shared memory inside a host, a ring between one leader rank per host.
 
 The link between hosts carries each tensor once per host instead of once per rank: with H hosts, a
-leader sends 2(H-1)/H S bytes and all other ranks send nothing. Sums of 16-bit floats are rounded
-once per level.
+leader sends 2(H-1)/H S bytes and all other ranks send nothing. Sums of bfloat16 are rounded once
+per level. float16 and 8-bit floats are sent as float32, because the sum of one host could overflow.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
-from collectives.algorithms import ring
+from collectives.algorithms import ring, tree
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.algorithms.reduction import average
 from collectives.shared_memory import protocol
@@ -30,6 +31,24 @@ def all_reduce(
     call: bytes,
 ) -> None:
     """Reduce the flat tensor over all ranks, in place."""
+
+    def reduce_block(block: Tensor) -> None:
+        _all_reduce(arena, wire, hosts, block, name, call)
+
+    if flat.dtype == torch.bfloat16:
+        reduce_block(flat)
+    else:
+        tree.in_wide_blocks(flat, reduce_block)
+
+
+def _all_reduce(
+    arena: Arena | None,
+    wire: PointToPoint,
+    hosts: Sequence[Sequence[int]],
+    flat: Tensor,
+    name: str,
+    call: bytes,
+) -> None:
     # AVG divides once, after the sums of all hosts have been added.
     partial = "SUM" if name == "AVG" else name
     leaders = host_leaders(hosts)

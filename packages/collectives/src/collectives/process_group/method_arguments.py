@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,13 +20,15 @@ class Options:
     op: Any
     root: int
     async_op: bool
+    #: The timeout of the call, or None for the group's.
+    timeout: timedelta | None
 
     @staticmethod
     def parse(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> "Options":
         """Read the arguments that follow the tensors.
 
-        torch passes an options object. Users may pass the op and the root instead, by keyword or in
-        the order of `names`. All of them may be omitted.
+        torch passes an options object. Users may pass the op, the root and the timeout instead, by
+        keyword or in the order of `names`, with the timeout last. All of them may be omitted.
         """
         options = args[0] if args else kwargs.get("opts")
         values: dict[str, Any] = {name: default for name, (_, default) in _ARGUMENTS.items()}
@@ -33,7 +36,13 @@ class Options:
             field, default = _ARGUMENTS[name]
             passed = args[i] if i < len(args) else kwargs.get(name)
             values[name] = getattr(options, field, default if passed is None else passed)
-        return Options(values["op"], values["root"], getattr(options, "asyncOp", True))
+        last = args[len(names)] if len(args) > len(names) else kwargs.get("timeout")
+        timeout: timedelta | None = getattr(options, "timeout", last)
+        if timeout is not None and timeout <= timedelta():
+            # The timeout of an options object is negative if it is not set.
+            timeout = None
+        async_op = getattr(options, "asyncOp", True)
+        return Options(values["op"], values["root"], async_op, timeout)
 
 
 def single(tensors: Any) -> Tensor:

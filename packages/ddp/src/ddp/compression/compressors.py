@@ -1,4 +1,4 @@
-"""Compressed reductions of a bucket: `Cast` to a smaller dtype, and low-rank `PowerSGD`."""
+"""Reductions of a bucket in another form: `Cast` to another dtype, and low-rank `PowerSGD`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from ddp.process_group import ReduceGroup
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Send gradients in `dtype`, but add them in the dtype of the bucket.
+    """Send gradients in `dtype`, and add them in that of the bucket if it is at least as wide.
 
     Each rank sends slice i of its gradients to rank i, which adds the slices unrounded and sends
     the rounded sum to all ranks. Each gradient is thus rounded twice, not once per rank, and the
     bytes are those of an all-reduce in `dtype`. An all-reduce that the caller passed receives the
-    rounded buffer instead, and adds in the precision that it chooses.
+    rounded buffer instead, and adds in the precision that it chooses. A wider `dtype` is also used
+    for the addition, in one all-reduce of the converted buffer.
     """
 
     dtype: torch.dtype
 
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
         """Launch the all-to-all that sends the rounded slices."""
-        if self.dtype.itemsize >= bucket.buffer.element_size():
-            return Uncompressed().launch(bucket, group)
-        if group.custom_all_reduce:
-            return self._launch_all_reduce(bucket, group)
         buffer = bucket.buffer
+        if self.dtype == buffer.dtype:
+            return Uncompressed().launch(bucket, group)
+        if group.custom_all_reduce or self.dtype.itemsize > buffer.element_size():
+            return self._launch_all_reduce(bucket, group)
         slice_numel = -(-buffer.numel() // group.world_size)  # rounded up
         rounded = torch.zeros(
             slice_numel * group.world_size, dtype=self.dtype, device=buffer.device

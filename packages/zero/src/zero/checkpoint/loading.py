@@ -13,6 +13,7 @@ from zero.checkpoint.ownership import (
     Part,
     Slot,
     group_names,
+    mark_changed,
     model_parts,
     slots,
     tied_names,
@@ -79,6 +80,7 @@ class Loading:
             source.read([replace(stored, values=values)])
             target.copy_(values.view(target.shape))
         source.read(direct)
+        mark_changed(self.model)
         if self.optimizer is not None:
             self._fill_optimizer(self.optimizer)
         if self.contents.modules:

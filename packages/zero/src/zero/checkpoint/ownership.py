@@ -192,6 +192,14 @@ def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
             yield Slot(name, parameter.shape, run, parameter, True)
 
 
+def mark_changed(model: nn.Module) -> None:
+    """Let autograd refuse graphs that have saved earlier values of FSDP's parameters."""
+    fsdp = find_fsdp(_compiled_from(model))
+    for unit in fsdp.units if fsdp else []:
+        for parameter in unit.parameters:
+            unit.mark_changed(parameter)
+
+
 def is_replica(communicator: Communicator) -> bool:
     """Return True if an earlier row of the mesh has the same shards."""
     return communicator.replicas is not None and communicator.replicas.rank > 0

@@ -41,6 +41,11 @@ def fully_shard(
     for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
         if value is not None:
             raise ValueError(f"{name} is not supported, as shards are runs of elements: omit it")
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
+        raise ValueError(
+            "param_dtype_override_fn is not supported, as a unit has one dtype: pass the modules "
+            "that need another param_dtype to separate calls"
+        )
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
             "expected reshard_after_forward to be True, False or None, got "
@@ -60,6 +65,10 @@ def fully_shard(
         ignored_params=ignored_params or (),
         inner=list(inner),
     )
+    if policy.reduce_dtype is None:
+        # As in torch since 2.15, gradients are reduced in the dtype of the sharded parameter.
+        for unit in fsdp.units_of(module):
+            unit.gradients.dtype = unit.shard.dtype
     if not policy.cast_forward_inputs:
         fsdp.input_dtypes[module] = None
     if policy.output_dtype is not None:

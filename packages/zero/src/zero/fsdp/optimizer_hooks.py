@@ -115,6 +115,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for parameter in exchange.scatter_full_tensors():
             # torch's tools need the state to be empty on all ranks or on none.
             optimizer.state.setdefault(parameter, {})
+    for unit, sharded in shard_optimizer.stepped:
+        unit.mark_changed(sharded)
+    shard_optimizer.stepped = []
 
 
 class ShardOptimizer:
@@ -122,6 +125,8 @@ class ShardOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.exchanges: list[FullTensorExchange] = []
+        #: The parameters with a gradient in the current step.
+        self.stepped: list[tuple[ShardingUnit, ShardedParameter]] = []
         optimizer.register_state_dict_post_hook(self._save_rows)
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
 
@@ -150,20 +155,24 @@ class ShardOptimizer:
             optimizer.state.update(local_state)
 
     def check_gradients_alike(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if a shard has a gradient on some ranks only."""
-        named_of: dict[Communicator, list[tuple[nn.Parameter, str]]] = {}
+        """Raise if a shard has a gradient on some ranks only; record the shards that have one."""
+        self.stepped = []
+        flags_of: dict[Communicator, list[tuple[str, bool]]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 location = find_unit(parameter)
                 if location is not None:
                     unit, sharded = location
-                    named_of.setdefault(unit.communicator, []).append((parameter, sharded.name))
-        for communicator, named in named_of.items():
-            has_gradient = [parameter.grad is not None for parameter, _ in named]
-            has_none = [parameter.grad is None for parameter, _ in named]
-            anywhere = communicator.any_rank([*has_gradient, *has_none], counted=False)()
-            for index, (_, name) in enumerate(named):
-                if anywhere[index] and anywhere[len(named) + index]:
+                    has_gradient = parameter.grad is not None
+                    flags_of.setdefault(unit.communicator, []).append((sharded.name, has_gradient))
+                    if has_gradient:
+                        self.stepped.append(location)
+        for communicator, flags in flags_of.items():
+            has_gradients = [flag for _, flag in flags]
+            has_none = [not flag for flag in has_gradients]
+            anywhere = communicator.any_rank([*has_gradients, *has_none], counted=False)()
+            for index, (name, _) in enumerate(flags):
+                if anywhere[index] and anywhere[len(flags) + index]:
                     raise RuntimeError(
                         f"{name} has a gradient on some ranks only: set .grad to None, or skip "
                         "the step, on every rank or on none"

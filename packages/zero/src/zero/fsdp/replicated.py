@@ -35,6 +35,7 @@ class ReplicatedParameters:
                     gradient = torch.zeros_like(parameter)
                 gradients.append(gradient.reshape(-1))
             flat = torch.cat(gradients)
+            self.communicator.divide_before_sum(flat)
             used_anywhere = self.communicator.any_rank([p.grad is not None for p in parameters])
             work = self.communicator.all_reduce_gradient(flat)
             wait_functions.append(
@@ -50,7 +51,7 @@ class ReplicatedParameters:
         used_anywhere: Callable[[], list[bool]],
     ) -> None:
         work.wait()
-        flat /= self.communicator.num_gradients
+        self.communicator.divide_after_sum(flat, flat.dtype)
         start = 0
         for parameter, is_used in zip(parameters, used_anywhere(), strict=True):
             part = flat[start : start + parameter.numel()].view(parameter.shape)

@@ -38,11 +38,16 @@ class ShardedParameter:
         """The elements of this rank's shard."""
         return ElementRange(self.start, self.stop, self.shape)
 
+    def is_registered(self, module: nn.Module, name: str) -> bool:
+        """Return True if the module has the shard or the full parameter under this name."""
+        registered = module._parameters.get(name)
+        return registered is self.shard or registered is self.full
+
     def check_registered(self) -> None:
         """Raise if a module has another tensor in the place of this parameter."""
         for module, name in self.owners:
-            registered = module._parameters.get(name)
-            if registered is not self.shard and registered is not self.full:
+            if not self.is_registered(module, name):
+                registered = module._parameters.get(name)
                 received = "none" if registered is None else f"another {type(registered).__name__}"
                 raise RuntimeError(
                     f"expected {self.name} to be FSDP's parameter, got {received}, which the "
@@ -65,6 +70,9 @@ class ShardingUnit(Protocol):
 
     def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
         """Return the elements of a parameter in a rank's shard."""
+
+    def mark_changed(self, parameter: ShardedParameter) -> None:
+        """Let autograd refuse a backward through a graph that has saved the earlier values."""
 
 
 #: Maps each shard to its unit and its index in the unit, so that code that only has an optimizer's

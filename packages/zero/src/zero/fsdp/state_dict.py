@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +29,10 @@ class StateDictHooks:
         self.communicator = communicator
         #: True while state dicts contain this rank's shards, which needs no communication.
         self.keeps_shards = False
-        #: The unit that was gathered last, because the parameters of a unit are saved in a row.
+        #: The unit that was gathered last, because the parameters of a unit are saved in a row, and
+        #: a reference to the state dict that it was gathered for.
         self._gathered: tuple[Unit, dict[str, Tensor]] | None = None
+        self._state_ref: Callable[[], Any] = _no_state
 
     def attach(
         self, module: nn.Module, parameters: Mapping[str, tuple[Unit, ShardedParameter]]
@@ -37,8 +41,10 @@ class StateDictHooks:
 
         def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, (unit, parameter) in parameters.items():
-                if not self.keeps_shards and prefix + name in state:
-                    state[prefix + name] = self._gather_rows(unit, parameter)
+                is_saved = not self.keeps_shards and prefix + name in state
+                # Within `summon_full_params` the module has the full parameter itself.
+                if is_saved and parameter.is_registered(module, name):
+                    state[prefix + name] = self._gather_rows(unit, parameter, state)
 
         def load(
             module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
@@ -46,7 +52,10 @@ class StateDictHooks:
             error_messages = rest[-1]
             for name, (unit, parameter) in parameters.items():
                 value = state.get(prefix + name)
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and parameter.is_registered(module, name):
+                    # After `FSDPModule.unshard` the module may have the full parameter.
+                    unit.set_unsharded_by_caller(False)
+                    unit.mark_changed(parameter)
                     selected = _select_shard(prefix + name, value, parameter, error_messages)
                     if metadata.get("assign_to_params_buffers"):
                         # The shard stays a view of the unit's memory.
@@ -80,10 +89,19 @@ class StateDictHooks:
             self.keeps_shards = before
 
     @torch.no_grad()
-    def _gather_rows(self, unit: Unit, parameter: ShardedParameter) -> DTensor:
-        if self._gathered is None or self._gathered[0] is not unit:
+    def _gather_rows(
+        self, unit: Unit, parameter: ShardedParameter, state: dict[str, Any]
+    ) -> DTensor:
+        # The shards may have changed since an earlier state dict was made.
+        is_valid = self._state_ref() is state
+        if self._gathered is None or self._gathered[0] is not unit or not is_valid:
             self._gathered = unit, unit.gather_full_parameters()
+            self._state_ref = ref(state) if isinstance(state, OrderedDict) else _no_state
         return shard_rows(self._gathered[1][parameter.name], self.communicator)
+
+
+def _no_state() -> None:
+    """Return None, as a reference to a state dict that does not exist any more does."""
 
 
 def _select_shard(
@@ -104,7 +122,7 @@ def _select_shard(
 @contextmanager
 def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]:
     """Let modules have full parameters; at exit, copy this rank's elements into the shards."""
-    parameters = [parameter for unit in units for parameter in unit.parameters]
+    located = [(unit, parameter) for unit in units for parameter in unit.parameters]
     for unit in units:
         values = unit.gather_full_parameters()
         for parameter in unit.parameters:
@@ -115,13 +133,14 @@ def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]
         yield
         if writeback:
             with torch.no_grad():
-                for parameter in parameters:
+                for unit, parameter in located:
+                    unit.mark_changed(parameter)
                     module, name = parameter.owners[0]
                     changed = module._parameters[name]
                     assert changed is not None
                     elements = changed.reshape(-1)[parameter.start : parameter.stop]
                     plain_shard(parameter.shard).copy_(elements.view(parameter.shard.shape))
     finally:
-        for parameter in parameters:
+        for _, parameter in located:
             for module, name in parameter.owners:
                 module._parameters[name] = parameter.shard

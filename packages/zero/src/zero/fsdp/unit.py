@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from zero.cpu_offload import to_device, to_host
 from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard, register_shard
@@ -98,7 +99,7 @@ class Unit:
         #: The version of `shard` that was gathered; an optimizer's step makes it stale.
         self._gathered_version = -1
         #: The full parameters' versions when they were gathered, and the number of checks since.
-        self._full_versions: list[int] = []
+        self._full_versions: dict[nn.Parameter, int] = {}
         self._num_checks = 0
         self._unshard_work: Work | None = None
         self._unshard_input: Tensor | None = None
@@ -178,7 +179,7 @@ class Unit:
         copied.state = UnitState.SHARDED
         copied._gathered_version = -1
         copied._num_users = 0
-        copied._full_versions = []
+        copied._full_versions = {}
         copied.parameters = []
         start = 0
         for old, offset in zip(self.parameters, self.partition.offsets, strict=True):
@@ -230,6 +231,16 @@ class Unit:
             stored.copy_(data)
             shard.data = stored
 
+    def mark_changed(self, parameter: ShardedParameter) -> None:
+        """Let autograd refuse a backward through a graph that has saved the earlier values.
+
+        The storage of the full parameter is refilled with the new values, so the gradient would
+        silently be wrong.
+        """
+        increment_version(parameter.full)
+        if parameter.full in self._full_versions:
+            self._full_versions[parameter.full] = parameter.full._version
+
     @property
     def unsharded_bytes(self) -> int:
         """The bytes that full parameters occupy now."""
@@ -262,7 +273,7 @@ class Unit:
         work.wait()
         self._unshard_input = None
         self.state = UnitState.UNSHARDED
-        self._full_versions = [parameter.full._version for parameter in self.parameters]
+        self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def _shard_on_device(self, like: Tensor) -> Tensor:
         return to_device(self.shard, like) if self.cpu_offload else self.shard.to(like.dtype)
@@ -306,10 +317,11 @@ class Unit:
             raise RuntimeError(self._describe_write(self.label))
 
     def _check_versions(self) -> None:
-        for parameter, version in zip(self.parameters, self._full_versions, strict=False):
-            if parameter.full._version != version:
+        for parameter in self.parameters:
+            version = parameter.full._version
+            if self._full_versions.get(parameter.full, version) != version:
                 # Raised once only: cleaning up after the error frees the unit too.
-                self._full_versions = []
+                self._full_versions = {}
                 raise RuntimeError(self._describe_write(parameter.name))
 
     def _describe_write(self, name: str) -> str:
@@ -321,7 +333,7 @@ class Unit:
 
     def reset_after_error(self) -> None:
         """Discard the gradients and the full parameters of a backward that was interrupted."""
-        self._full_versions = []
+        self._full_versions = {}
         self._num_users = 0
         self._is_unsharded_by_caller = False
         self.keep_unsharded = False

@@ -85,6 +85,7 @@ class UnitGradients:
             if parameter.full.grad is not None or index in self._accumulated:
                 self.is_used[index] = True
         buffer = self._pop_gradients()
+        self.communicator.divide_before_sum(buffer)
         if self.communicator.sums_in_place:
             output = buffer.view(self.communicator.world, -1)[self.communicator.rank]
         else:
@@ -125,7 +126,7 @@ class UnitGradients:
         self._reduction = None
         work.wait()
         average = output.to(self.unit.shard.dtype)
-        average /= self.communicator.num_gradients
+        self.communicator.divide_after_sum(average, output.dtype)
         if self.unit.cpu_offload:
             average = to_host(average)
         elif average is output and self.communicator.sums_in_place:

@@ -121,7 +121,7 @@ class AveragedGradient(PartialGradient):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """LocalRun `func` on this rank's elements or over all ranks, or raise."""
+        """Run `func` on this rank's elements or over all ranks, or raise."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name == "detach":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.gradients.rules import REDUCTIONS, UNSCALE
-from zero.process_groups import Communicator
+from zero.process_groups import Communicator, as_bytes
 
 
 class PartialGradient(Tensor):
@@ -34,8 +34,9 @@ def gather_runs(
     whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)
     for start, stop, values in runs:
         whole[start:stop] = values.reshape(-1)
-    # Every element is nonzero on one rank only, so the order of the sum does not matter.
-    communicator.all_reduce(whole).wait()
+    # Every byte is nonzero on one rank only, so the sum has the bits of the elements. A sum of
+    # elements would lose the sign of zero.
+    communicator.all_reduce(as_bytes(whole)).wait()
     return whole.to(first.device).view(shape)
 
 
@@ -47,11 +48,16 @@ def are_equal_on_all_ranks(is_equal: bool, communicator: Communicator) -> bool:
 
 def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Divide gradients by GradScaler's scale; set `found_inf` if any rank has an infinity."""
+    communicator, *others = _communicators_of(gradients)
+    if others:
+        raise RuntimeError(
+            "expected gradients that are sharded over one group, got several, whose ranks would "
+            "not agree on skipping the step: use one optimizer and one scaler per group"
+        )
+    communicator.check_not_joining()
     pieces = _local_pieces(gradients)
     if pieces:
         getattr(torch, UNSCALE)(pieces, found_inf, inv_scale)
-    communicator = _communicator_of(gradients)
-    communicator.check_not_joining()
     found_anywhere = found_inf.to(communicator.device)
     communicator.all_reduce(found_anywhere, op=dist.ReduceOp.MAX).wait()
     found_inf.copy_(found_anywhere)
@@ -68,13 +74,19 @@ def _local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
     return pieces
 
 
-def _communicator_of(gradients: Sequence[Tensor]) -> Communicator:
-    """Return the communicator of the first sharded gradient."""
-    return next(g.communicator for g in gradients if isinstance(g, PartialGradient))
+def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
+    """Return a communicator for each group that gradients are sharded over."""
+    communicators: list[Communicator] = []
+    for gradient in gradients:
+        if isinstance(gradient, PartialGradient) and not any(
+            gradient.communicator.uses_same_groups(known) for known in communicators
+        ):
+            communicators.append(gradient.communicator)
+    return communicators
 
 
 def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
-    """Return each gradient's vector norm over all ranks, in one all-reduce.
+    """Return each gradient's vector norm over all ranks, in one all-reduce per group.
 
     Every rank must call it.
     """
@@ -92,19 +104,22 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
                 powers[index] = torch.maximum(powers[index], norm)
             else:
                 powers[index] += norm**ord
-    everyone = _all_gather_rows(powers, _communicator_of(gradients))
-    if ord == inf:
-        sharded = everyone.amax(0)
-        replicated = powers
-    else:
-        sharded = everyone.sum(0) ** (1 / ord)
-        replicated = powers ** (1 / ord)
-    results = []
-    for index, gradient in enumerate(gradients):
-        is_partial = isinstance(gradient, PartialGradient)
-        norm = sharded[index] if is_partial else replicated[index]
-        results.append(norm.to((dtype or gradient.dtype).to_real()))
-    return results
+    # Every rank has the same replicated gradients.
+    totals = powers.clone()
+    for communicator in _communicators_of(gradients):
+        everyone = _all_gather_rows(powers, communicator)
+        total = everyone.amax(0) if ord == inf else everyone.sum(0)
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, PartialGradient) and communicator.uses_same_groups(
+                gradient.communicator
+            ):
+                totals[index] = total[index]
+    if ord != inf:
+        totals = totals ** (1 / ord)
+    return [
+        norm.to((dtype or gradient.dtype).to_real())
+        for norm, gradient in zip(totals, gradients, strict=True)
+    ]
 
 
 def _all_gather_rows(values: Tensor, communicator: Communicator) -> Tensor:
@@ -144,7 +159,7 @@ def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Ten
     if flat.numel():
         local[0] = function(flat)
         local[1] = flat.numel()
-    values, counts = _all_gather_rows(local, _communicator_of([gradient])).unbind(1)
+    values, counts = _all_gather_rows(local, gradient.communicator).unbind(1)
     result: Tensor = function(values)
     if name in ("any", "all"):
         return result

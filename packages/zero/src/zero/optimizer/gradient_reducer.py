@@ -523,6 +523,7 @@ class GradientReducer:
             self._finish_oldest_reduction()
         buffer = bucket.buffer
         assert buffer is not None
+        self.communicator.divide_before_sum(buffer)
         if self.release_gradients:
             bucket.buffer = None
         if bucket.span.owner is not None:
@@ -541,7 +542,7 @@ class GradientReducer:
         reduction.work.wait()
         bucket = reduction.bucket
         output = reduction.output
-        output /= self.communicator.num_gradients
+        self.communicator.divide_after_sum(output, output.dtype)
         if bucket.average is not None:
             bucket.average += output
         elif self.release_gradients:

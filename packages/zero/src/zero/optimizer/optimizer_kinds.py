@@ -1,4 +1,4 @@
-"""The ways of splitting an optimizer over ranks: known for torch's classes, verified for others.
+"""The split of each optimizer over ranks: known for torch's classes, verified for others.
 
 Note [Which optimizers are split by element]
 Tensors are cut only for the classes in `ELEMENTWISE` and for classes that the caller declares. No

@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Joinable
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -174,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._uneven_inputs.announce("step", options_of_groups(self))
         self._adopt_cleared_state()
         self._restore_views()
-        self._assign_gradients()
+        stepped = self._assign_gradients()
         shards = [shard for _, _, shard, _ in self._shards]
         for shard, values in zip(shards, self._device_values, strict=False):
             # The caller may have changed the parameters since the last step.
@@ -187,6 +188,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for shard, values in zip(shards, self._device_values, strict=False):
             values.copy_(shard, non_blocking=True)
         self._gather_shards()
+        # Autograd must refuse a graph that has saved the earlier values. Their memory has another
+        # version counter than the parameters.
+        increment_version(stepped)
+        self.reducer.note_versions()
         for shard in shards:
             shard.grad = None
         if self._steps_to_compare:
@@ -343,8 +348,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             # The caller has written without a trace in the version.
             self.reducer.versions[parameter] = -1
 
-    def _assign_gradients(self) -> None:
-        """Assign this rank's averaged gradients to the inner optimizer's parameters."""
+    def _assign_gradients(self) -> set[nn.Parameter]:
+        """Assign this rank's averaged gradients to the inner optimizer's parameters.
+
+        Return the parameters that have a gradient on any rank.
+        """
         used = self.reducer.finish()
         self._check_values_alike()
         for parameter, piece, shard, bucket in self._shards:
@@ -352,6 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             if parameter in used and bucket.average is not None:
                 average = bucket.average_of(piece).view(shard.shape)
                 shard.grad = to_host(average) if self.cpu_offload else average
+        return used
 
     def _gather_shards(self) -> None:
         works = []
@@ -363,7 +372,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 works.append(self.communicator.broadcast(bucket.data, owner))
         for work in works:
             work.wait()
-        self.reducer.note_versions()
 
     def _check_values_alike(self) -> None:
         """Raise if parameters that were written to since the last step differ between ranks."""
