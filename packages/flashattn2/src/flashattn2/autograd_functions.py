@@ -35,6 +35,12 @@ def run_attention(
     than a small attention.
     """
     if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            # An operator of `torch.library` would drop the tangents without an error.
+            raise NotImplementedError(
+                "forward-mode derivatives are not supported in compiled graphs; call attention "
+                "outside of torch.compile"
+            )
         out, lse, max_logits = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
     elif needs_no_autograd(q, k, v):
         out, lse, max_logits = _run(q, k, v, cu_q, cu_k, spec, method)
@@ -125,8 +131,7 @@ class _Attention(torch.autograd.Function):
         grad_out, grad_lse, _ = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        # Only a derivative of this derivative needs an autograd function.
-        run = _AttentionBackward.apply if torch.is_grad_enabled() else _gradients
+        run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
         d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.method)
         return *d_qkv, None, None, None, None
 
@@ -149,6 +154,15 @@ class _Attention(torch.autograd.Function):
         return t_out, t_lse, None
 
 
+def _is_differentiated_again() -> bool:
+    """Return True if a derivative of a backward pass may be requested.
+
+    Then the pass must be an autograd function.  Under forward-mode AD that function raises an error
+    for tangents, which the operators would drop.
+    """
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
 class _KernelAttention(torch.autograd.Function):
     """Dense attention by torch's CPU kernel, without a log-sum-exp.
 
@@ -168,7 +182,7 @@ class _KernelAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _is_differentiated_again():
             d_qkv = _AttentionBackward.apply(
                 q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.method
             )

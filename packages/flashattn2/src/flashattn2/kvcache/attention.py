@@ -195,7 +195,7 @@ def _call_cpu_kernel(
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         return None
     if k is not None and v is not None:
-        if validation.would_overwrite_keys(k_cache, v_cache, k, v):
+        if validation.find_overlap(k_cache, v_cache, k, v) is not None:
             return None
         k_cache.narrow(2, count - new, new).copy_(k)
         v_cache.narrow(2, count - new, new).copy_(v)

@@ -142,19 +142,40 @@ def check_new_rows(
                 f"{shape[1]}, new, dim {shape[3]}) on {cache.device}, got {x.dtype} of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-    if not torch.compiler.is_compiling() and would_overwrite_keys(k_cache, v_cache, k, v):
-        raise ValueError(
-            "expected separate caches for different k and v, got one memory for k_cache and "
-            "v_cache: the new values would overwrite the new keys; allocate v_cache separately"
-        )
     return k.shape[2]
 
 
-def would_overwrite_keys(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if both caches start at one address, but the new keys and values do not."""
-    if type(k_cache) is not Tensor or type(k) is not Tensor or k.numel() == 0:
-        return False
-    return k_cache.data_ptr() == v_cache.data_ptr() and k.data_ptr() != v.data_ptr()
+def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError if a new row would overwrite another one.
+
+    The operator calls this function: in a compiled graph, only its tensors have memory.
+    """
+    obstacle = find_overlap(k_cache, v_cache, k, v)
+    if obstacle is not None:
+        raise ValueError(obstacle)
+
+
+def find_overlap(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why a new row would overwrite another one, or None if it would not."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        strides = cache.stride()
+        if 0 in strides and any(
+            s == 0 and n > 1 for s, n in zip(strides, cache.shape, strict=True)
+        ):
+            return (
+                f"expected separate memory for each row of {name}, got an expanded tensor with "
+                f"strides {strides}: new rows would overwrite each other; pass {name}.contiguous()"
+            )
+    distance = v_cache.data_ptr() - k_cache.data_ptr()
+    size = k_cache.element_size()
+    do_rows_overlap = -v_cache.shape[3] * size < distance < k_cache.shape[3] * size
+    # Latent attention has values that are a part of the keys, in the caches and in the new rows.
+    if do_rows_overlap and k.numel() and v.data_ptr() - k.data_ptr() != distance:
+        return (
+            "expected separate caches for different k and v, got one memory for k_cache and "
+            "v_cache: the new values would overwrite the new keys; allocate v_cache separately"
+        )
+    return None
 
 
 def lengths(cache_seqlens: int | Tensor, q: Tensor, batch: int) -> Tensor:
