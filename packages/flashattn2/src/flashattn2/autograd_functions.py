@@ -4,7 +4,7 @@ Forward-mode derivatives and the double backward pass run in tiled PyTorch for e
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -317,26 +317,24 @@ def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
 class _PaperFunction(torch.autograd.Function):
     """The common part of the two functions with the paper's signature."""
 
-    backend: ClassVar[str]
-
     @classmethod
     def apply(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
         """Return attention of `Q (batch, seq_q, dim)` over `K` and `V (batch, seq_k, dim)`."""
+        # torch's method has no keyword arguments.  Dynamo traces `forward` instead of this method.
+        out: Tensor = super().apply(Q, K, V, is_causal)
+        return out
+
+    @staticmethod
+    def run(
+        ctx: Any, backend: str, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False
+    ) -> Tensor:
+        """Validate the arguments, run the forward pass and save the tensors of the backward pass."""
         check_dense(Q, K, V)
         if Q.dim() != 3:
             raise ValueError(f"expected Q to be (batch, seq, dim), got shape {tuple(Q.shape)}")
         spec = make_spec(Q.shape[-1], is_causal, None, None, None)
-        method, _ = select_backend(
-            Q.unsqueeze(1), K.unsqueeze(1), V.unsqueeze(1), spec, backend=cls.backend
-        )
-        out: Tensor = super().apply(Q, K, V, spec, method)
-        return out
-
-    @staticmethod
-    def forward(
-        ctx: Any, Q: Tensor, K: Tensor, V: Tensor, spec: AttentionSpec, method: Method
-    ) -> Tensor:
         q, k, v = (x.unsqueeze(1) for x in (Q, K, V))
+        method, _ = select_backend(q, k, v, spec, backend=backend)
         out, lse, _ = forward_op(q, k, v, None, None, *spec.scalars(), *method)
         ctx.spec, ctx.method = spec, method
         output: Tensor = out.squeeze(1)
@@ -349,7 +347,7 @@ class _PaperFunction(torch.autograd.Function):
         d_qkv = _AttentionBackward.apply(
             q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.method
         )
-        return *(d.squeeze(1) for d in d_qkv), None, None
+        return *(d.squeeze(1) for d in d_qkv), None
 
 
 class FlashAttentionTorch(_PaperFunction):
@@ -359,7 +357,9 @@ class FlashAttentionTorch(_PaperFunction):
     output and one `(batch, seq_q)` tensor, the log-sum-exp, for the backward pass.
     """
 
-    backend = "torch"
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        return _PaperFunction.run(ctx, "torch", *arguments)
 
 
 class FlashAttentionTriton(_PaperFunction):
@@ -368,4 +368,6 @@ class FlashAttentionTriton(_PaperFunction):
     On a CPU the kernels need Triton's interpreter (`TRITON_INTERPRET=1`).
     """
 
-    backend = "triton"
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        return _PaperFunction.run(ctx, "triton", *arguments)
