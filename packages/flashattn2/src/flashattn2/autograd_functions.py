@@ -328,7 +328,7 @@ class _PaperFunction(torch.autograd.Function):
     def run(
         ctx: Any, backend: str, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False
     ) -> Tensor:
-        """Validate the arguments, run the forward pass and save the tensors of the backward pass."""
+        """Validate the arguments, run the forward pass and save what the backward pass needs."""
         check_dense(Q, K, V)
         if Q.dim() != 3:
             raise ValueError(f"expected Q to be (batch, seq, dim), got shape {tuple(Q.shape)}")
@@ -359,6 +359,7 @@ class FlashAttentionTorch(_PaperFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """Return attention in tiled PyTorch."""
         return _PaperFunction.run(ctx, "torch", *arguments)
 
 
@@ -370,4 +371,5 @@ class FlashAttentionTriton(_PaperFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """Return attention by the Triton kernels."""
         return _PaperFunction.run(ctx, "triton", *arguments)
