@@ -152,6 +152,22 @@ def test_export_keeps_the_operator():
     torch.testing.assert_close(program.module()(q, k, v), Attention()(q, k, v))
 
 
+def test_exported_program_accepts_every_length():
+    """The path for fewer keys than a vector register holds must not fix the range of lengths."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q):
+            return flash_attention(q, q, q, is_causal=True)
+
+    lengths = torch.export.Dim("seq", min=2, max=100)
+    program = torch.export.export(
+        Attention(), (torch.randn(1, 2, 20, 16),), dynamic_shapes={"q": {2: lengths}}
+    )
+    for seq in (3, 40):
+        q = torch.randn(1, 2, seq, 16)
+        torch.testing.assert_close(program.module()(q), Attention()(q))
+
+
 @pytest.mark.parametrize("function", ["dense", "packed"])
 def test_autocast_casts_the_inputs_that_sdpa_casts(function):
     q, k, v = tensors()
