@@ -484,14 +484,75 @@ def test_sequences_that_append_to_one_row_are_refused():
     assert torch.equal(cache[1:3, :, 0], q[:, :, 0])
 
 
-@pytest.mark.parametrize("length", [2, 40])
-def test_different_keys_and_values_in_one_cache_are_refused(length):
+@pytest.mark.parametrize(
+    ("backend", "length", "compiled"),
+    [
+        ("auto", 2, False),
+        ("auto", 40, False),
+        ("torch", 2, False),
+        ("triton", 2, False),
+        ("auto", 2, True),
+    ],
+)
+def test_different_keys_and_values_in_one_cache_are_refused(interpreter, length, backend, compiled):
     q = torch.randn(2, 2, 1, 16)
-    cache = torch.zeros(2, 2, 64, 16)
+    buffer = torch.zeros(2, 2, 64, 40)
+
+    def run(k_cache, v_cache, k, v):
+        return flash_attention_with_kvcache(
+            k, k_cache, v_cache, k, v, cache_seqlens=length, backend=backend
+        )
+
+    if compiled:
+        eager = run
+
+        def run(*arguments):
+            # A graph of torch 2.15 for caches in one buffer does not check their offsets.
+            torch._dynamo.reset()
+            return torch.compile(eager, backend="aot_eager", fullgraph=True)(*arguments)
+
     for _ in range(2):  # the second call takes the fast path
-        with pytest.raises(ValueError, match="new values would overwrite the new keys"):
-            flash_attention_with_kvcache(q, cache, cache, q, q.clone(), cache_seqlens=length)
-        assert not cache.any()
+        for first in (0, 9):
+            caches = buffer[..., :16], buffer[..., first : first + 16]
+            with pytest.raises(ValueError, match="new values would overwrite the new keys"):
+                run(*caches, q, q.clone())
+        assert not buffer.any()
     # Latent attention has values that are a part of the keys.
-    flash_attention_with_kvcache(q, cache, cache[..., :8], q, q[..., :8], cache_seqlens=length)
-    assert torch.equal(cache[:, :, length], q[:, :, 0])
+    latent = torch.randn(2, 2, 1, 32)
+    run(buffer[..., :32], buffer[..., 16:32], latent, latent[..., 16:])
+    assert torch.equal(buffer[:, :, length, :32], latent[:, :, 0])
+    # The rows of keys and values alternate in one buffer.
+    run(buffer[..., :16], buffer[..., 16:32], q, q.clone())
+    assert torch.equal(buffer[:, :, length, :32], torch.cat((q, q), -1)[:, :, 0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("lengths", [2, 40, torch.tensor([2, 3], dtype=torch.int32)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["batch", "heads"])
+def test_new_keys_in_an_expanded_cache_are_refused(interpreter, shape, lengths, backend):
+    """The rows of several sequences or heads would be written to the same memory."""
+    q = torch.randn(2, 2, 1, 16)
+    for index in range(2):
+        buffers = [torch.zeros(2, 2, 64, 16) for _ in "kv"]
+        buffers[index] = torch.zeros(*shape, 64, 16)
+        caches = [x.expand(2, 2, -1, -1) for x in buffers]
+        for _ in range(2):  # the second call takes the fast path
+            with pytest.raises(ValueError, match=r"got an expanded tensor .* made by contig"):
+                flash_attention_with_kvcache(
+                    q, *caches, q, q.clone(), cache_seqlens=lengths, backend=backend
+                )
+            assert not any(x.any() for x in buffers)
+        # To read such a cache is right.
+        flash_attention_with_kvcache(q, *caches, cache_seqlens=lengths, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_no_sequences_give_an_empty_result(interpreter, is_paged, backend):
+    for seq_q in (1, 3):
+        q, cache = torch.randn(0, 4, seq_q, 16), torch.randn(3 if is_paged else 0, 2, 8, 16)
+        table = torch.zeros(0, 2, dtype=torch.int32) if is_paged else None
+        out, lse = flash_attention_with_kvcache(
+            q, cache, cache, cache_seqlens=3, block_table=table, return_lse=True, backend=backend
+        )
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:3])

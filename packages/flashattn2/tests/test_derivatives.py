@@ -132,6 +132,35 @@ def test_forward_within_backward_is_right_and_backward_within_forward_refused():
         torch.func.jvp(torch.func.grad(loss(flash_attention)), (q,), (moved,))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=str)
+def test_gradients_of_dual_numbers_are_refused(options, create_graph):
+    """The operators would drop the tangents of a backward pass without an error."""
+    for seq in (5, 20, 20):  # the second call of 20 keys takes the fast path
+        leaf = torch.randn(1, 2, seq, 3, requires_grad=True)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(leaf, torch.ones_like(leaf))
+            out = flash_attention(dual, dual, dual, **options)
+            with pytest.raises(NotImplementedError, match="jvp"):
+                torch.autograd.grad(out.sum(), dual, create_graph=create_graph)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=str)
+def test_compiled_forward_mode_is_right_or_refused(options):
+    """An operator in a compiled graph would drop the tangents without an error."""
+    q, moved = torch.randn(2, 1, 2, 20, 3)
+
+    def tangent(q, moved):
+        return torch.func.jvp(lambda q: flash_attention(q, q, q, **options), (q,), (moved,))[1]
+
+    expected = tangent(q, moved)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(tangent, backend="aot_eager")(q, moved), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="forward-mode derivatives are not"):
+        torch.compile(tangent, fullgraph=True, backend="aot_eager")(q, moved)
+
+
 @pytest.mark.parametrize("backend", ["torch", "aten"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_jacobians_of_forward_mode_equal_the_reference(backend, is_causal):

@@ -1,10 +1,13 @@
 """The operators under opcheck, torch.compile, torch.export, autocast and fake tensors."""
 
+import itertools
+
 import pytest
 import torch
 from flashattn2 import flash_attention, flash_attention_varlen
 from flashattn2.operators import backward_op, forward_op
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime import interpreter as triton_interpreter
 
 pytestmark = pytest.mark.filterwarnings(
     # opcheck reads the gradients of copies that it makes.
@@ -36,6 +39,55 @@ def test_opcheck_of_dense_attention(interpreter, backend, layout):
     for grad_lse in (None, torch.randn_like(lse)):
         arguments = (q, k, v, out, lse, torch.randn_like(out), grad_lse, None, None)
         torch.library.opcheck(backward_op, (*arguments, *SCALARS, *method))
+
+
+LAYOUTS = {
+    "heads first": lambda x: x,
+    "sequence first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "batch inside": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "columns first": lambda x: x.mT.contiguous().mT,
+    "gaps": lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
+    "one head for all": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch, backend, layout):
+    """Inductor compiles later operators for the strides of the fake results."""
+    # The strides do not depend on the values, which the interpreter computes slowly.
+    monkeypatch.setattr(triton_interpreter.GridExecutor, "__call__", lambda *_, **__: None)
+    method = (backend, "ieee", True, 0, False)
+
+    def layouts(run, *arguments):
+        """Return the shapes, dtypes and strides; a dimension of one row may have any stride."""
+        return [
+            (x.shape, x.dtype, [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1])
+            for x in run(*arguments, *SCALARS, *method)
+        ]
+
+    def assert_equal_layouts(run, *arguments):
+        with FakeTensorMode() as mode:
+            fakes = [x if x is None else mode.from_tensor(x) for x in arguments]
+            fake = layouts(run, *fakes)
+        assert fake == layouts(run, *arguments)
+
+    for batch, heads, v_dim, dtype, number in itertools.product(
+        (1, 2), ((2, 2), (4, 1)), (16, 24), (torch.float32, torch.float16), (1.0, torch.inf)
+    ):
+        q, k, v = (
+            torch.randn(batch, n, 9, d).to(dtype)
+            for n, d in zip((heads[0], heads[1], heads[1]), (16, 16, v_dim), strict=True)
+        )
+        # The aten backend has another path for infinite scores.
+        q[0, 0, 0, 0] = number
+        q, k, v = (LAYOUTS[layout](x) for x in (q, k, v))
+        for cu in (None, CU) if batch == 1 else (None,):
+            assert_equal_layouts(forward_op, q, k, v, cu, cu)
+            out, lse, _ = forward_op(q, k, v, cu, cu, *SCALARS, *method)
+            for grad_lse in (None, torch.randn_like(lse)):
+                grad_out = LAYOUTS[layout](torch.randn_like(out))
+                assert_equal_layouts(backward_op, q, k, v, out, lse, grad_out, grad_lse, cu, cu)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,6 +150,22 @@ def test_export_keeps_the_operator():
     program = torch.export.export(Attention(), (q, k, v))
     assert "flashattn2.forward" in str(program.graph)
     torch.testing.assert_close(program.module()(q, k, v), Attention()(q, k, v))
+
+
+def test_exported_program_accepts_every_length():
+    """The path for fewer keys than a vector register holds must not fix the range of lengths."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q):
+            return flash_attention(q, q, q, is_causal=True)
+
+    lengths = torch.export.Dim("seq", min=2, max=100)
+    program = torch.export.export(
+        Attention(), (torch.randn(1, 2, 20, 16),), dynamic_shapes={"q": {2: lengths}}
+    )
+    for seq in (3, 40):
+        q = torch.randn(1, 2, seq, 16)
+        torch.testing.assert_close(program.module()(q), Attention()(q))
 
 
 @pytest.mark.parametrize("function", ["dense", "packed"])

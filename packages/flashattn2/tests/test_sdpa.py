@@ -90,6 +90,17 @@ def test_unsupported_arguments_run_torchs_function(arguments):
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("arguments", MASKS.values(), ids=MASKS)
+def test_sdpa_may_replace_the_attribute_of_torch(monkeypatch, arguments):
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 6, 8)
+    torch.manual_seed(0)
+    expected = F.scaled_dot_product_attention(q, k, k, **arguments)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    torch.manual_seed(0)
+    replaced = F.scaled_dot_product_attention(q, k, k, **arguments)
+    torch.testing.assert_close(replaced, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_head_dim_zero_runs_torchs_function():
     q = torch.randn(2, 4, 5, 0)
     assert torch.equal(sdpa(q, q, q), F.scaled_dot_product_attention(q, q, q))

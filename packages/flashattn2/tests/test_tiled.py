@@ -103,6 +103,22 @@ def test_paper_function_saves_one_number_per_row():
     torch.testing.assert_close(grad, expected)
 
 
+def test_paper_function_compiles_in_one_graph():
+    torch._dynamo.reset()
+    tensors = [torch.randn(2, 9, 16, requires_grad=True) for _ in "QKV"]
+
+    def run(Q, K, V):
+        return FlashAttentionTorch.apply(Q, K, V, True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, run):
+        out = function(*tensors)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), tensors)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.usefixtures("small_tiles")
 def test_the_tiled_backward_compiles_to_the_same_gradients():
     q, k, v = (torch.randn(1, 1, 16, 4) for _ in "qkv")

@@ -142,7 +142,14 @@ def flash_attention(
             split_size=split_size,
             max_logits=return_max_logits,
         )
-        is_cpu_kernel = has_heads and method.backend == "aten" and aten.is_kernel_sufficient(q, v)
+        is_cpu_kernel = (
+            # Only a stored plan has a fast path.  In a compiled graph, a comparison of lengths
+            # would fix their range.
+            signature is not None
+            and has_heads
+            and method.backend == "aten"
+            and aten.is_kernel_sufficient(q, v)
+        )
         plan = store_plan(signature, q, Plan(spec, method, is_cpu_kernel))
 
     # Run.

@@ -36,5 +36,8 @@ def is_enabled(device: str) -> bool:
 
 @constant_in_graphs
 def _is_available(device: str) -> bool:
-    """Return True if torch has autocast for a type of device.  Dynamo of torch 2.11 cannot ask."""
+    """Return True if torch has autocast for a type of device.
+
+    The result is a constant of a graph, because Dynamo of torch 2.11 cannot trace this call.
+    """
     return torch.amp.is_autocast_available(device)

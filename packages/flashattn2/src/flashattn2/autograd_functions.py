@@ -4,7 +4,7 @@ Forward-mode derivatives and the double backward pass run in tiled PyTorch for e
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,12 @@ def run_attention(
     than a small attention.
     """
     if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            # An operator of `torch.library` would drop the tangents without an error.
+            raise NotImplementedError(
+                "forward-mode derivatives are not supported in compiled graphs; call attention "
+                "outside of torch.compile"
+            )
         out, lse, max_logits = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
     elif needs_no_autograd(q, k, v):
         out, lse, max_logits = _run(q, k, v, cu_q, cu_k, spec, method)
@@ -125,8 +131,7 @@ class _Attention(torch.autograd.Function):
         grad_out, grad_lse, _ = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        # Only a derivative of this derivative needs an autograd function.
-        run = _AttentionBackward.apply if torch.is_grad_enabled() else _gradients
+        run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
         d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.method)
         return *d_qkv, None, None, None, None
 
@@ -149,6 +154,15 @@ class _Attention(torch.autograd.Function):
         return t_out, t_lse, None
 
 
+def _is_differentiated_again() -> bool:
+    """Return True if a derivative of a backward pass may be requested.
+
+    Then the pass must be an autograd function.  Under forward-mode AD that function raises an error
+    for tangents, which the operators would drop.
+    """
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
 class _KernelAttention(torch.autograd.Function):
     """Dense attention by torch's CPU kernel, without a log-sum-exp.
 
@@ -168,7 +182,7 @@ class _KernelAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _is_differentiated_again():
             d_qkv = _AttentionBackward.apply(
                 q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.method
             )
@@ -303,26 +317,24 @@ def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
 class _PaperFunction(torch.autograd.Function):
     """The common part of the two functions with the paper's signature."""
 
-    backend: ClassVar[str]
-
     @classmethod
     def apply(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
         """Return attention of `Q (batch, seq_q, dim)` over `K` and `V (batch, seq_k, dim)`."""
+        # torch's method has no keyword arguments.  Dynamo traces `forward` instead of this method.
+        out: Tensor = super().apply(Q, K, V, is_causal)
+        return out
+
+    @staticmethod
+    def run(
+        ctx: Any, backend: str, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False
+    ) -> Tensor:
+        """Validate the arguments, run the forward pass and save what the backward pass needs."""
         check_dense(Q, K, V)
         if Q.dim() != 3:
             raise ValueError(f"expected Q to be (batch, seq, dim), got shape {tuple(Q.shape)}")
         spec = make_spec(Q.shape[-1], is_causal, None, None, None)
-        method, _ = select_backend(
-            Q.unsqueeze(1), K.unsqueeze(1), V.unsqueeze(1), spec, backend=cls.backend
-        )
-        out: Tensor = super().apply(Q, K, V, spec, method)
-        return out
-
-    @staticmethod
-    def forward(
-        ctx: Any, Q: Tensor, K: Tensor, V: Tensor, spec: AttentionSpec, method: Method
-    ) -> Tensor:
         q, k, v = (x.unsqueeze(1) for x in (Q, K, V))
+        method, _ = select_backend(q, k, v, spec, backend=backend)
         out, lse, _ = forward_op(q, k, v, None, None, *spec.scalars(), *method)
         ctx.spec, ctx.method = spec, method
         output: Tensor = out.squeeze(1)
@@ -335,7 +347,7 @@ class _PaperFunction(torch.autograd.Function):
         d_qkv = _AttentionBackward.apply(
             q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.method
         )
-        return *(d.squeeze(1) for d in d_qkv), None, None
+        return *(d.squeeze(1) for d in d_qkv), None
 
 
 class FlashAttentionTorch(_PaperFunction):
@@ -345,7 +357,10 @@ class FlashAttentionTorch(_PaperFunction):
     output and one `(batch, seq_q)` tensor, the log-sum-exp, for the backward pass.
     """
 
-    backend = "torch"
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """Return attention in tiled PyTorch."""
+        return _PaperFunction.run(ctx, "torch", *arguments)
 
 
 class FlashAttentionTriton(_PaperFunction):
@@ -354,4 +369,7 @@ class FlashAttentionTriton(_PaperFunction):
     On a CPU the kernels need Triton's interpreter (`TRITON_INTERPRET=1`).
     """
 
-    backend = "triton"
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """Return attention by the Triton kernels."""
+        return _PaperFunction.run(ctx, "triton", *arguments)

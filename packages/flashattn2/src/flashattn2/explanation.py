@@ -118,7 +118,7 @@ def find_torch_reason(
         if _is_mapped(x):
             return "sdpa passes tensors inside torch.func.vmap to torch's own function"
         if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
-            return "sdpa passes dtypes that differ or that flashattn2 lacks to torch's own function"
+            return "sdpa passes unequal or unsupported dtypes and devices to torch's own function"
     return None
 
 

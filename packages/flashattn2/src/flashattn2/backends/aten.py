@@ -77,7 +77,8 @@ def kernel(
     out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     # The comparison is also False for NaN.  Fake tensors have no values to test, and another type.
     if out.dtype == torch.bfloat16 and type(lse) is Tensor and not lse.amax() < torch.inf:
-        out = out.masked_fill((lse == torch.inf)[..., None], torch.nan)
+        # In place, so that the strides are those of the fake result in a compiled graph.
+        out.masked_fill_((lse == torch.inf)[..., None], torch.nan)
     return out, lse
 
 
@@ -95,17 +96,18 @@ def forward(
     if q.shape[-1] != dim:
         q, k, v = _pad_head_dims(q, k, v)
     out, lse = kernel(q, k, v, causal, scale, mask)
-    # Fake tensors have no values to test, and another type.
-    may_lose_nan = (mask is not None or k.shape[2] < VECTOR) and type(lse) is Tensor
+    # Fake tensors have no values to test, and another type, which is checked first: a comparison
+    # of their lengths would fix the range of lengths of an exported program.
+    may_lose_nan = type(lse) is Tensor and (mask is not None or k.shape[2] < VECTOR)
     if may_lose_nan and (lse == 0).any():
-        out, lse = _restore_nan(q, k, out, lse, causal, mask)
+        _restore_nan(q, k, out, lse, causal, mask)
     return (out if out.shape[-1] == dim else out[..., :dim]), lse
 
 
 def _restore_nan(
     q: Tensor, k: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the kernel's results with NaN restored.  See Note [Lost NaN]."""
+) -> None:
+    """Restore NaN in the kernel's results in place.  See Note [Lost NaN]."""
     rows = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, seq_q, dim]
     is_nan = (rows.double() @ k.double().mT[:, :, None]).isnan().flatten(1, 2)
     if causal:
@@ -113,7 +115,8 @@ def _restore_nan(
     if mask is not None:
         is_nan = is_nan & (mask != -torch.inf)
     lost = (lse == 0) & is_nan.any(-1)
-    return out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
+    out.masked_fill_(lost[..., None], torch.nan)
+    lse.masked_fill_(lost, torch.nan)
 
 
 def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -146,14 +149,25 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of an input that the kernel supports."""
+    grads = _kernel_gradients(q, k, v, out, lse, grad_out, spec)
     if type(lse) is Tensor and not lse.amax() < torch.inf:
         # A row with an infinite score has no softmax.  See Note [Lost NaN].
         lse = lse.masked_fill(lse == torch.inf, torch.nan)
-        return tiled.backward(q, k, v, out, lse, grad_out, None, spec)
+        tiled_grads = tiled.backward(q, k, v, out, lse, grad_out, None, spec)
+        # The results have the strides of the kernel, as compiled graphs expect.
+        for grad, tiled_grad in zip(grads, tiled_grads, strict=True):
+            grad.copy_(tiled_grad)
+    return grads
+
+
+def _kernel_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v by the kernel."""
     if is_converted(q.dtype):
         dtype = q.dtype
         q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
-        dq, dk, dv = gradients(q, k, v, out, lse, grad_out, spec)
+        dq, dk, dv = _kernel_gradients(q, k, v, out, lse, grad_out, spec)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     dim, v_dim = q.shape[-1], v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == grad_out.stride(-1) == 1:

@@ -74,9 +74,10 @@ def backward(
     do_, lse_ = group_queries(grad_out, k), row_lse(lse, k)
     delta = row_delta(out, grad_out, grad_lse, k)
     dl_ = None if grad_lse is None else _group_rows(grad_lse, k)
-    dq = torch.zeros_like(q_)
-    dk = torch.zeros_like(k_)
-    dv = torch.zeros_like(v_)
+    # Gradients are contiguous, as the operator's fake kernel promises; `zeros_like` keeps strides.
+    dq = q_.new_zeros(q_.shape)
+    dk = k_.new_zeros(k_.shape)
+    dv = v_.new_zeros(v_.shape)
     for rows in tiles.queries():
         q_i, do_i = q_[:, :, rows].flatten(1, 2), do_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
         l_i, d_i = (x[:, :, rows].flatten(1, 2)[..., None] for x in (lse_, delta))

@@ -3,8 +3,10 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+# Imported by name, so that `sdpa` may replace the attribute of `torch.nn.functional`.
+from torch.nn.functional import scaled_dot_product_attention
 
 from flashattn2.attention import flash_attention
 from flashattn2.autocast import cast_for_autocast
@@ -38,7 +40,7 @@ def sdpa(
     # torch refuses a number as `is_causal`.
     is_ours = reason is None and isinstance(is_causal, (bool, torch.SymBool))
     if not is_ours or (enable_gqa and not _is_grouped(query, key, value)):
-        return F.scaled_dot_product_attention(
+        return scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
             scale=scale,
             enable_gqa=enable_gqa,

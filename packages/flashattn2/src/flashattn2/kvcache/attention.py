@@ -50,7 +50,7 @@ def flash_attention_with_kvcache(
         v_cache: Values with the shape of `k_cache`, except for the head dim.
         k: New keys `(batch, kv_heads, new, dim)`.  They are written into the cache in place after
             the first `cache_seqlens` keys, and are attended to as well.  Sequences may share pages,
-            but not the rows that new keys are written to.
+            but not the rows that new keys are written to; an expanded cache is refused.
         v: New values, required with `k`.
         cache_seqlens: Number of keys in the cache before `k`: one int, or int32 `(batch,)`.
         block_table: int32 `(batch, max_pages)`.  Key `j` of sequence `b` is row `j % page_size` of
@@ -195,7 +195,7 @@ def _call_cpu_kernel(
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         return None
     if k is not None and v is not None:
-        if validation.would_overwrite_keys(k_cache, v_cache, k, v):
+        if validation.find_overlap(k_cache, v_cache, k, v) is not None:
             return None
         k_cache.narrow(2, count - new, new).copy_(k)
         v_cache.narrow(2, count - new, new).copy_(v)

@@ -112,9 +112,9 @@ def _attend_without_mask(
 
     Without a mask, the query heads of one key head are rows of one head: each key is read once.
     """
-    batch, heads, _, dim = q.shape
+    batch, heads, seq_q, dim = q.shape
     kv_heads = k.shape[1]
-    rows = q if heads == kv_heads else q.reshape(batch, kv_heads, -1, dim)
+    rows = q if heads == kv_heads else q.reshape(batch, kv_heads, heads // kv_heads * seq_q, dim)
     if backend == "torch" or spec.softcap or q.numel() == 0 or k.numel() == 0:
         out, lse, _ = tiled.forward(rows, k, v, spec)
     else:

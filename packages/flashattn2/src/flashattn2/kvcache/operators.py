@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flashattn2.kvcache import eager
-from flashattn2.kvcache.validation import check_values
+from flashattn2.kvcache.validation import check_memory, check_values
 from flashattn2.spec import AttentionSpec
 from flashattn2.validation import check_boundaries
 
@@ -64,6 +64,7 @@ def append(
 ) -> None:
     """Write the new rows after the first `lengths` rows of each sequence."""
     check_values(lengths, k.shape[2], k_cache, block_table, backend)
+    check_memory(k_cache, v_cache, k, v)
     for cache, rows in ((k_cache, k), (v_cache, v)):
         if backend == "triton":
             from flashattn2.kernels import decode
