@@ -369,8 +369,8 @@ def check(seed, count, timeout):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_fault_in_a_random_sequence_is_reported_to_every_survivor(seed):
     # The timeout leaves a busy machine enough time to publish its reports.
-    met, slowest = check(seed, 6, 8.0)
-    assert sum(met.values()) == 6
+    met, slowest = check(seed, 4, 8.0)
+    assert sum(met.values()) == 4
     assert slowest < 8.0 + SLACK
 
 
