@@ -142,6 +142,7 @@ def honest():
         "reference_matmul_flops": 1000,
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "product_over_reference": 1.35,
+        "product_flops_per_second": 1.1e6,
         "one_host": True,
         "stage_clocks": [["train", 0, 5.0, 5.01], ["train", 1, 5.0, 5.01]],
         "sockets_count": True,

@@ -129,7 +129,7 @@ def a_run(path):
         "precision": of.Precision([{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
                                         "relative_error": 0.1}],
                                   {"logits": "bfloat16"}, [], interleaved),
-        "memory": of.Memory({s: {"peaks": [peaks], "training_timeline": line, "largest": ""}
+        "memory": of.Memory({s: {"rows": 4, "peaks": [peaks], "training_timeline": line, "largest": ""}
                              for s in sizes}, []),
         "scale": of.Scale(
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
@@ -138,7 +138,7 @@ def a_run(path):
             page="", ablation={}, heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
                                           "chance": 0.1, "by_chance": False}],
                     patterns={f"{k}: layer {i}": [[i] * 24] * 24 for i, k in enumerate("abcd")},
-                    induction={"whole": 1.0, "ablated": 0.1, "all_cut": 0.1, "restored": 0.9},
+                    induction={"whole": 1.0, "ablated": 0.1},
                     lens=[], attribution=[]),
         "compress": of.Compress([{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
                                "smaller": 1.0 + i, "heldout_loss": 1.7 + i / 9, "speedup_p50": 1.0}

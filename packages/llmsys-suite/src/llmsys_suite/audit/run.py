@@ -90,4 +90,5 @@ def check_again(folder: RunFolder) -> list[Check]:
             folder.config, results["plan"], results["train"], folder.samples(), evidence
         )
         recomputed = {check.name: check for check in checks}
-    return [recomputed.get(check.name, check) for check in stored]
+    again = [recomputed.pop(check.name, check) for check in stored]
+    return again + list(recomputed.values())
