@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite import cli
+from llmsys_suite.audit.stage_checks.probed_step import clipped
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice, evaluation
@@ -180,7 +181,7 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path, world, da
         ({"seed": 7}, "begun with seed 7, not 0; pass --seed 7"),
         ({"rows": 3}, "3 rows do not split over 2 ranks"),
         ({"clip": 1.0}, "begun with clip 1.0, not None; pass the same --clip"),
-        ({"learning_rate": 1.0}, "begun with learning_rate 1, not 0.002; set learning_rate in a file"),
+        ({"learning_rate": 1.0}, "learning_rate 1, not 0.002; set learning_rate in a file"),
     ],
 )
 def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
@@ -253,3 +254,14 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     ):
         with pytest.raises(UsageError, match=r"must be positive|at least one byte"):
             generate_text(model, prompt, max_bytes, temperature=temperature)
+
+
+def test_the_audit_clips_as_torch_does():
+    gradients = {name: torch.randn(5, 3) * scale for name, scale in (("a", 3), ("b", 0.1))}
+    for max_norm in (0.5, 1e6):
+        parameters = [torch.nn.Parameter(torch.zeros(5, 3)) for _ in gradients]
+        for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+            parameter.grad = gradient.clone()
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        expected = dict(zip(gradients, [p.grad for p in parameters], strict=True))
+        torch.testing.assert_close(clipped(gradients, max_norm), expected)

@@ -18,6 +18,8 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.data import load_corpus
 
 CHECKPOINT = "checkpoint"
+#: Folder of the checkpoints before and after the step that the audit repeats.
+PROBE = "probe"
 #: Number of steps if neither --learn nor a checkpoint decides.
 DEFAULT_STEPS = 500
 

@@ -70,13 +70,8 @@ def examine(run: Run, induction: dict[str, float]) -> Inspect:
     with interp.record(model, *sites, *parts) as seen:
         model(tokens)
     lens = interp.logit_lens({s: seen[s] for s in sites}, model.norm, model.head, targets=targets)
-    credit = interp.attribution(
-        {"embedding": seen["embedding"], **{part: seen[part] for part in parts}},
-        model.norm,
-        model.head,
-        targets,
-        final=seen[sites[-1]],
-    )
+    written = {name: seen[name] for name in ("embedding", *parts)}
+    credit = interp.attribution(written, model.norm, model.head, targets, final=seen[sites[-1]])
     repeated_tokens = repeated(context, model.config.vocabulary).to(run.device)
     heads = interp.detect_heads(attention_patterns(model, repeated_tokens), repeated_tokens)
     patterns = attention_patterns(model, tokens)
@@ -120,12 +115,10 @@ def lens_rows(lens: Lens) -> Rows:
     """Return the loss and the entropy of the prediction after each layer."""
     assert lens.target_log_probability is not None
     return [
-        {
-            "after": name,
-            "target_loss": float(-lens.target_log_probability[i].mean()),
-            "entropy": float(lens.entropy[i].mean()),
-        }
-        for i, name in enumerate(lens.names)
+        {"after": name, "target_loss": float(-target.mean()), "entropy": float(entropy.mean())}
+        for name, target, entropy in zip(
+            lens.names, lens.target_log_probability, lens.entropy, strict=True
+        )
     ]
 
 

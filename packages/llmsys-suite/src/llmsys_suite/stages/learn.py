@@ -19,7 +19,7 @@ import zero
 from llmsys_suite.learning.choice import make_variant
 from llmsys_suite.learning.evaluation import decoder, heldout_loss, sample
 from llmsys_suite.learning.log import Log, open_log, traced_steps
-from llmsys_suite.learning.state import CHECKPOINT, beginning, require_same, resumed
+from llmsys_suite.learning.state import CHECKPOINT, PROBE, beginning, require_same, resumed
 from llmsys_suite.ranks.failure import collect_stop_requests
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Learn
@@ -31,8 +31,6 @@ from llmsys_suite.variants.single import Variant
 RATE, WARM = 2.0, 0.05
 #: Number of evaluations on the held-out text, and of checkpoints.
 EVALUATIONS, SAVES = 8, 4
-#: Checkpoints before and after the step that the audit repeats.
-PROBE = "probe"
 
 
 def run(run: Run) -> Learn | None:

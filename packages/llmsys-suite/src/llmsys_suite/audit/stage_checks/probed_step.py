@@ -30,8 +30,8 @@ from llmsys_suite.audit.tolerances import (
     loss_tolerance,
     weight_tolerance,
 )
+from llmsys_suite.learning.state import PROBE
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import learn
 
 #: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
 ROUNDING = 2**-23
@@ -39,7 +39,7 @@ ROUNDING = 2**-23
 
 def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     """Repeat one step in float64 from the checkpoint before it."""
-    folder = run.out / learn.PROBE
+    folder = run.out / PROBE
     before = read_checkpoint(folder / "before")
     after = read_checkpoint(folder / "after")
     shutil.rmtree(folder)
