@@ -806,7 +806,7 @@ FAULTS: list[Fault] = [
     # Rows that are left out, so that no check of the other rows shows them.
     Fault("train", "a variant is left out", lambda run: edit(train, lambda result: result.rows.pop())),
     Fault("attention", "a kernel is left out", lambda run: edit(attention, lambda result: result.rows.pop())),
-    Fault("links", "the largest size is left out", lambda run:
+    Fault("links", "a collective is left out", lambda run:
         edit(links, lambda result: result.rows.__setitem__(slice(None), [r for r in result.rows if r["case"] != "all_gather"]))),
     Fault("parallel", "the slowest split is left out", lambda run: edit(parallel, lambda result: result.rows.pop())),
     Fault("scale", "runs that do not fit the law are left out", lambda run:

@@ -38,10 +38,10 @@ def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]
     yield Sources("the bench's own count", "none").none("elements in error", wrong)
     for case in collectives.bench.rows.CASES:
         pairs = [(r["algorithm"], r["size_bytes"]) for r in rows if r["case"] == case]
-        names, sizes = (dict.fromkeys(column) for column in zip(*pairs, strict=True))
+        names, sizes = {name for name, _ in pairs}, {size for _, size in pairs}
         yield same_rows(f"{case}: algorithms and sizes", product(names, sizes), pairs)
-        kernel = Sources("sizes of the table", "those of the stage")
-        yield kernel.equal(f"{case}: sizes", len(links.SIZES), len(sizes))
+        table = Sources("the table", "the stage")
+        yield table.equal(f"{case}: number of sizes", len(links.SIZES), len(sizes))
     yield from _columns(run, rows)
 
 
