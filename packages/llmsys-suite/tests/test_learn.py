@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite import cli
-from llmsys_suite.audit.stage_checks.probed_step import clipped
+from llmsys_suite.audit.stage_checks.probed_step import clipped, read_checkpoint
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice, evaluation
@@ -98,6 +98,16 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
         assert steps == STEPS - 5
         # On as many ranks the very numbers; else sums in another order.
         assert losses == (whole if world == 2 else pytest.approx(whole, rel=1e-5))
+
+
+def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_path):
+    ((whole, _),) = run_ranks(learned, 1, str(tmp_path / "whole"), "fsdp")
+    checkpoint = training_state.CHECKPOINT
+    ended = str(tmp_path / "whole" / checkpoint)
+    assert run_ranks(learned, 1, str(tmp_path / "new"), "fsdp", None, ended) == [(whole, 0)]
+    first, second = (read_checkpoint(tmp_path / name / checkpoint) for name in ("whole", "new"))
+    for kind, tensors in first.items():
+        assert all(torch.equal(tensor, second[kind][name]) for name, tensor in tensors.items())
 
 
 GRIDS = [

@@ -3,7 +3,7 @@
 - A batch is a function of (seed, step), and checkpoints of zero fit any number of ranks, so that a
   training run continues elsewhere as if it had not stopped. SIGTERM saves a checkpoint and then
   ends the run.
-- One small all-reduce carries the mean loss of a step and whether any rank received SIGTERM.
+- One small all-reduce carries the mean loss of a step and the SIGTERM of any rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zero
+from safetensors.torch import save_file
 
 from llmsys_suite.learning.choice import make_variant
 from llmsys_suite.learning.evaluation import decoder, heldout_loss, sample
@@ -57,13 +58,13 @@ def run(run: Run) -> Learn | None:
             train_step(run, name, variant, state, probed_step, stop_requests, log)
             if recording is not None:
                 recording.step()
+    if begun_at == state["total"]:
+        save(run, variant, state, CHECKPOINT)  # no step has saved one in this run folder
     weights = variant.weights()
     after = sample(run, weights)
     variant.close()
     if run.folder is None:
         return None
-    from safetensors.torch import save_file
-
     run.trained = decoder(run, weights)
     save_file(run.trained.state_dict(), run.folder.path / MODEL)
     return Learn(
