@@ -234,7 +234,7 @@ def test_of_a_hundred_comparisons_with_enough_rounds_ninety_are_right(noise, sca
     assert verdicts.count(verdict) >= 90
 
 
-def test_the_same_run_twice_on_one_side_is_refused(tmp_path):
+def test_the_same_run_twice_is_refused_also_as_a_copy(tmp_path):
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)
     shutil.copytree(before.path, tmp_path / "copy")
     for twice in (before, RunFolder.open(tmp_path / "copy")):
