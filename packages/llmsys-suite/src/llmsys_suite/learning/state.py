@@ -103,8 +103,8 @@ def _contradictions(
         "and pass the file with --config",
     )
     yield (
-        rows % config.world != 0,
-        f"with {rows} rows, and {rows} rows do not split over {config.world} ranks",
+        rows % config.data_parallel != 0,
+        f"with {rows} rows, and {rows} rows do not split over {config.data_parallel} ranks",
     )
     # The default depends on the number of ranks, so it contradicts nothing.
     yield (
