@@ -65,7 +65,7 @@ def rates(record: Record) -> Iterator[Check]:
         plan.peak / plan.reference_flops_per_second,
         BAND,
     )
-    yield Sources("plan", "a wall clock of the audit").within(
+    yield Sources("plan", "a clock of the audit").within(
         "rate of a product", record.evidence["product_flops_per_second"], plan.peak, RATE_BAND
     )
     alone = [s for s in record.steps[SINGLE, 0] if not s["warmup"]]
