@@ -20,7 +20,6 @@ from llmsys_suite.measure import network, reference_matmul
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights
 
-
 #: Turns of products and of the reference matmul, and seconds of products per turn. Other programs
 #: slow a product for longer than it takes, so the best of few products is not the best rate.
 PRODUCT_TURNS, PRODUCT_SECONDS = 20, 0.02
