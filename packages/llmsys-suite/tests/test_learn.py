@@ -252,6 +252,9 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     assert written == generate_text(model, "To be", 20)
     assert written != generate_text(model, "To be", 20, temperature=50.0, seed=1)
     assert len(generate_text(model, os.fsdecode(b"caf\xe9"), 5)) == 5
+    # The most likely token at each position, also at a temperature by which logits overflow.
+    coldest = generate_text(model, "To be", 20, temperature=1e-300)
+    assert coldest == generate_text(model, "To be", 20, temperature=1e-6, seed=1)
     cli.app(
         ["sample", str(tmp_path), "--prompt", "To be", "--max-bytes", "20"], standalone_mode=False
     )
@@ -262,7 +265,7 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
         ("a", 4, 0.0),
         ("a", 4, float("nan")),
     ):
-        with pytest.raises(UsageError, match=r"must be positive|at least one byte"):
+        with pytest.raises(UsageError, match=r"must be positive|at least one token"):
             generate_text(model, prompt, max_bytes, temperature=temperature)
 
 
