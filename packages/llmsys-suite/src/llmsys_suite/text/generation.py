@@ -56,8 +56,8 @@ def generate(
     generator, written = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(max_bytes):
         seen = torch.tensor([written[-model.config.context :]], device=device)
-        logits = model(seen)[0, -1].float().cpu()
-        # The largest logit becomes 0, so that no quotient overflows at a small temperature.
+        logits = model(seen)[0, -1].double().cpu()
+        # The largest logit becomes 0, so that no quotient of a small temperature is NaN.
         chances = ((logits - logits.amax()) / temperature).softmax(-1)
         written.append(int(torch.multinomial(chances, 1, generator=generator)))
     return written[len(prompt) :]
