@@ -1,4 +1,4 @@
-"""What a trained model achieves: its held-out loss, and text that it writes."""
+"""Evaluation of a model in training: its held-out loss, and text that it writes."""
 
 from __future__ import annotations
 

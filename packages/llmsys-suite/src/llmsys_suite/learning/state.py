@@ -72,7 +72,8 @@ def _contradictions(
     state: dict[str, Any], expected: dict[str, Any], config: RunConfig
 ) -> Iterator[tuple[bool, str]]:
     """Yield whether each option contradicts the checkpoint, and how to repeat it."""
-    rows, total, rate = state["rows"], state["total"], state["learning_rate"]
+    rows, total = state["rows"], state["total"]
+    rate = state["learning_rate"]
     yield (
         expected["text"] not in (None, state["text"]),
         "on another text; give that one with --data",

@@ -29,9 +29,9 @@ MIB = 2**20
 
 def contexts(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Return the contexts of each drawn size; the run's size is always the run's model."""
-    own: dict[str, tuple[int, ...]] = {}
-    own[config.size] = (config.context // 2, config.context, 2 * config.context)
-    return own | {size: some for size, some in DRAWN_BESIDE.items() if size not in own}
+    drawn: dict[str, tuple[int, ...]] = {}
+    drawn[config.size] = (config.context // 2, config.context, 2 * config.context)
+    return drawn | {size: some for size, some in DRAWN_BESIDE.items() if size != config.size}
 
 
 def vocabulary_of(size: str, config: RunConfig) -> int:
