@@ -26,9 +26,14 @@ PRODUCTS_SECONDS = 0.5
 TURNS = 25
 
 
+def transformer(config: RunConfig) -> accounting.Transformer:
+    """Return the run's model as an `accounting` model description."""
+    return size_of(config.size).described(vocabulary=config.vocabulary)
+
+
 def predict(config: RunConfig) -> Prediction:
     """Return the figures that follow from the configuration, without torch."""
-    model = size_of(config.size).described(vocabulary=config.vocabulary)
+    model = transformer(config)
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
     causal = accounting.flops(model, seq=config.context, batch=config.rows)
