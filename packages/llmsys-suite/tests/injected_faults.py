@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
 from llmsys_suite import splits
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure import phases, samples
+from llmsys_suite.learning import choice
+from llmsys_suite.measure import phases, reference_matmul, samples
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
@@ -48,7 +49,7 @@ from llmsys_suite.stages import (
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.text.data import Corpus
-from llmsys_suite.variants import VARIANTS, single
+from llmsys_suite.variants import VARIANTS, shallow, single
 from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.single import Variant
 
@@ -641,11 +642,13 @@ FAULTS: list[Fault] = [
     Fault("plan", "gradients of two bytes", lambda run:
         predicts("gradient_bytes", lambda n: n // 2)),
     Fault("plan", "the rate of a product is doubled", lambda run:
-        after(plan, "matmul_flops_per_second", lambda rate, *_: 2 * rate)),
+        after(reference_matmul, "product_rate", lambda rate, *_: 2 * rate)),
+    Fault("plan", "the clock of the reference matmul is four times too slow", lambda run:
+        after(reference_matmul, "clock", lambda seconds, *_: seconds / 4)),
     Fault("plan", "a step is predicted at half its time", lambda run:
-        after(plan, "step_matmuls", lambda matmuls, *_: matmuls / 2)),
+        after(shallow, "step_matmuls", lambda matmuls, *_: matmuls / 2)),
     Fault("plan", "a step is predicted at twice its time", lambda run:
-        after(plan, "step_matmuls", lambda matmuls, *_: matmuls * 2)),
+        after(shallow, "step_matmuls", lambda matmuls, *_: matmuls * 2)),
     # Learning.
     Fault("learn", "the held-out loss is that of the text trained on", lambda run:
         around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
@@ -741,7 +744,7 @@ FAULTS: list[Fault] = [
         around(scale, "fit", without_largest)),
     # Inspect.
     Fault("inspect", "patterns are not causal", lambda run:
-        after(inspect, "_pattern", lambda pattern, *_: (pattern + pattern.flip(-1)) / 2)),
+        after(inspect, "attention_patterns", lambda layers, *_: [(p + p.flip(-1)) / 2 for p in layers])),
     Fault("inspect", "the lens is read a layer early", lambda run:
         edit(inspect, lambda result: result.lens.pop())),
     Fault("inspect", "a component is missing from the attributions", lambda run:
@@ -786,7 +789,7 @@ FAULTS: list[Fault] = [
     Fault("learn", "tokens are those of one rank", lambda run:
         after(learn, "run", lambda result, *_: result and replace(result, tokens=result.tokens // 2))),
     Fault("learn", "the slowest variant is said to be the fastest", lambda run:
-        around(learn, "fastest", lambda _, rows, *__: max((r for r in rows if r["variant"] in learn.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
+        around(choice, "fastest", lambda _, rows, *__: max((r for r in rows if r["variant"] in choice.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
     Fault("learn", "a gradient is clipped from the second step on", lambda run: around(Variant, "update", clips_late(1))),
     Fault("parallel", "1F1B is GPipe", lambda run:
         mock.patch.object(splits.SPLITS["pipeline (1F1B)"], "schedule_class", splits.PipelineModel.schedule_class)),
@@ -800,6 +803,16 @@ FAULTS: list[Fault] = [
     Fault("scale", "runs are trained with another seed than the reported one", lambda run:
         around(scale, "train_one", lambda original, run_, budget, width, seed: original(run_, budget, width, seed + 1) | {"seed": seed})),
     Fault("compress", "a method is timed on a third of the rows", lambda run: edit(compress, faster("linear, 8 bits", "speedup_p50"))),
+    # Rows that are left out, so that no check of the other rows shows them.
+    Fault("train", "a variant is left out", lambda run: edit(train, lambda result: result.rows.pop())),
+    Fault("attention", "a kernel is left out", lambda run: edit(attention, lambda result: result.rows.pop())),
+    Fault("links", "a collective is left out", lambda run:
+        edit(links, lambda result: result.rows.__setitem__(slice(None), [r for r in result.rows if r["case"] != "all_gather"]))),
+    Fault("parallel", "the slowest split is left out", lambda run: edit(parallel, lambda result: result.rows.pop())),
+    Fault("scale", "runs that do not fit the law are left out", lambda run:
+        around(scale, "fit", lambda original, runs: original(runs[:-1]))),
+    Fault("compress", "the worst method is left out", lambda run: edit(compress, lambda result: result.rows.pop())),
+    Fault("learn", "a held-out loss is left out", lambda run: edit(learn, lambda result: result.heldout.pop(1))),
     # The folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

@@ -32,12 +32,13 @@ from llmsys_suite.audit import run as audit
 from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.learning import evaluation
 from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import KEY, report_failure
 from llmsys_suite.ranks.launch import launch
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import inspect, learn, links, memory, parallel, plan, profile, scale, train
+from llmsys_suite.stages import inspect, links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.step import process, sweep
 from llmsys_suite.variants import variants_here
 from reported_figures import doubled, figures
@@ -189,7 +190,7 @@ def shortened() -> Iterator[None]:
             (sweep, {"in_a_process": lambda case, *_, **__: process.measure(case)}),
             (parallel, {"ITERATIONS": 4}),
             (memory, {"DRAWN_BESIDE": {}}),
-            (learn, {"SAMPLE_BYTES": 2, "HELDOUT_ROWS": 8}),
+            (evaluation, {"WRITTEN": 2, "HELDOUT_ROWS": 8}),
             (inspect, {"INDUCTION_STEPS": 2}),
             (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),
         ):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from llmsys_suite.audit import events, training_checks
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.run import check_again
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import held_out_windows, read_bytes
@@ -142,6 +142,7 @@ def honest():
         "reference_matmul_flops": 1000,
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "product_over_reference": 1.35,
+        "product_flops_per_second": 1.1e6,
         "one_host": True,
         "stage_clocks": [["train", 0, 5.0, 5.01], ["train", 1, 5.0, 5.01]],
         "sockets_count": True,
@@ -681,3 +682,51 @@ def test_a_check_of_numpys_numbers_can_be_kept():
             json.dumps(Sources("s", "a").all_equal("n", [(expected, actual, "")], 1e-9).to_json())
         )
         assert stored["passed"] is (actual == 1.0)
+
+
+def test_a_check_that_the_folder_has_not_stored_is_reported(tmp_path):
+    def wrong(samples):
+        steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
+
+    folder = finished(tmp_path, wrong)
+    stored = folder.read_json("checks.json")
+    folder.write_json("checks.json", [row for row in stored if row["name"] != "all losses"])
+    folder.seal()
+    assert "all losses" in [check.name for check in check_again(folder) if not check.passed]
+
+
+def test_a_variant_that_is_left_out_fails():
+    assert "variants" in tampered(lambda train, *_: train.rows.pop())
+    assert "variants" in tampered(lambda train, *_: train.rows.append(train.rows[1]))
+
+
+def test_rates_that_are_all_wrong_by_the_same_factor_fail():
+    plan, train, *rest = honest()
+    rates = {"peak": 4 * plan.peak, "step_ms": plan.step_ms / 4}
+    rates |= {"reference_flops_per_second": 4 * plan.reference_flops_per_second}
+    for row in train.rows:
+        row["mfu"] /= 4
+    assert red(replace(plan, **rates), train, *rest) == ["rate of a product"]
+
+
+def test_the_first_step_may_exchange_more_bytes_if_it_is_not_a_warm_up_step():
+    def fsdp_received(warmup):
+        plan, train, samples, evidence = honest()
+        record = Record(replace(CONFIG, warmup=warmup), plan, train, samples, evidence)
+        return wire_checks._received_in_training(record, "ddp flat", 700.0).passed
+
+    assert fsdp_received(0)
+    assert not fsdp_received(1)
+
+
+def test_local_steps_without_warm_up_on_one_rank_may_receive_nothing():
+    plan, train, samples, evidence = honest()
+    record = Record(replace(CONFIG, warmup=0, world=1), plan, train, samples, evidence)
+    assert wire_checks._received_in_training(record, LOCAL, 0.0).passed
+
+
+def test_rows_that_are_missing_or_twice_or_not_expected_fail():
+    expected = {"a": 1, "b": 2}
+    assert same_rows("rows", expected, ["b", "a"]).passed
+    for reported in (["a"], ["a", "b", "b"], ["a", "b", "c"], []):
+        assert not same_rows("rows", expected, reported).passed

@@ -23,9 +23,10 @@ from llmsys_suite.report.compare import (
     slower_than,
     undecided_at,
 )
-from llmsys_suite.results import Plan, Skipped, Train
+from llmsys_suite.results import Audit, Plan, Skipped, Train
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
+ENVIRONMENT |= {"threads": 1}
 DIFFERENT = ("slower", "faster")
 OURS = ("ddp flat", "zero 1", "fsdp")
 
@@ -233,7 +234,7 @@ def test_of_a_hundred_comparisons_with_enough_rounds_ninety_are_right(noise, sca
     assert verdicts.count(verdict) >= 90
 
 
-def test_the_same_run_twice_on_one_side_is_refused(tmp_path):
+def test_the_same_run_twice_is_refused_also_as_a_copy(tmp_path):
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)
     shutil.copytree(before.path, tmp_path / "copy")
     for twice in (before, RunFolder.open(tmp_path / "copy")):
@@ -241,6 +242,17 @@ def test_the_same_run_twice_on_one_side_is_refused(tmp_path):
             compare_runs([before, twice], [after])
         with pytest.raises(UsageError, match="contain the same samples"):
             compare_runs([after], [before, twice])
+        with pytest.raises(UsageError, match="contain the same samples"):
+            compare_runs([before], [twice])
+
+
+def test_a_run_whose_audit_failed_is_warned_of(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)
+    b.add_stage("audit", Audit(9, ["step time: one says 1, another 2"]))
+    b.finish()
+    (warning,) = warnings(a, b)
+    assert "1 checks of" in warning
+    assert "step time: one says 1, another 2" in warning
 
 
 @pytest.mark.exhaustive
@@ -339,6 +351,7 @@ def test_a_ratio_is_of_one_round_and_one_rank():
     ("difference", "complaint"),
     [
         ({"environment": ENVIRONMENT | {"cores": 64}}, "differ in cores"),
+        ({"environment": ENVIRONMENT | {"threads": 2}}, "differ in threads"),
         ({"size": "small"}, "differ in size"),
         ({"finish": False}, "incomplete"),
     ],

@@ -11,9 +11,11 @@ from llmsys_suite import cli
 from llmsys_suite.config import (
     STAGES,
     RunConfig,
+    Size,
     UsageError,
     percentage,
     resolve,
+    size_of,
     with_dependencies,
 )
 from llmsys_suite.config_file import MEANING, read_toml
@@ -213,3 +215,41 @@ def test_a_wrong_file_is_refused(tmp_path, text, complaint):
     path.write_text(text)
     with pytest.raises(UsageError, match=complaint):
         read_toml(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["256x768x6", "256x768x6x0", "256x768x6x08", "ax8x1x1", "256 x8x1x1"]
+)
+def test_a_size_that_is_no_name_and_no_shape_is_refused(name):
+    with pytest.raises(UsageError, match=r"is unknown.*256x768x6x8"):
+        size_of(name)
+
+
+def test_a_shape_is_a_size_if_heads_have_an_even_width():
+    assert size_of("64x96x3x4") == Size(64, 96, 3, 4)
+    assert size_of("xl") == Size(1600, 6400, 48, 25)
+    config = resolve(["plan"], preset="cpu", size="64x96x3x4")
+    assert predict(config).parameters == 2 * 256 * 64 + 3 * (4 * 64**2 + 3 * 64 * 96 + 128) + 64
+    for name in ("64x96x3x5", "60x96x3x4"):
+        with pytest.raises(UsageError, match=r"does not split into . heads of an even width"):
+            size_of(name)
+
+
+@pytest.mark.parametrize("out", [None, "text/run", "link/run"])
+def test_a_run_folder_inside_the_text_is_refused(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "link").symlink_to("text")
+    options = {"data": Path("text" if out else "."), "out": out and Path(out)}
+    with pytest.raises(UsageError, match=r"lies in the text .*name a folder elsewhere with --out"):
+        resolve(["plan"], preset="cpu", **options)
+    resolve(["plan"], preset="cpu", data=Path("text"), out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_gradient_is_clipped_to_a_positive_norm(clip):
+    assert resolve(["learn"], preset="cpu", clip=0.5).clip == 0.5
+    with pytest.raises(UsageError, match=r"--clip .* is not a positive number"):
+        resolve(["learn"], preset="cpu", clip=clip)
+    with pytest.raises(UsageError, match="--clip needs the stage learn"):
+        resolve(["train"], preset="cpu", clip=0.5)

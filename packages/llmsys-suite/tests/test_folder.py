@@ -92,6 +92,15 @@ def test_a_missing_file_is_named(finished):
         RunFolder.open(finished.path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "checks.json"])
+def test_a_file_of_another_run_is_refused_and_notes_are_not(finished, name):
+    (finished.path / "notes.txt").write_text("a good run")
+    RunFolder.open(finished.path)
+    (finished.path / name).touch()
+    with pytest.raises(UsageError, match=f"{name} was added since its run ended"):
+        RunFolder.open(finished.path)
+
+
 def test_a_folder_of_another_version_is_said(finished):
     (finished.path / "manifest.json").write_text(json.dumps({"format": 1, "files": {}}))
     with pytest.raises(UsageError, match="format 1 and this version reads"):

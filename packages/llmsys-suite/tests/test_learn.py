@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite import cli
+from llmsys_suite.audit.stage_checks.probed_step import clipped, read_checkpoint
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.learning import choice, evaluation
 from llmsys_suite.learning import state as training_state
 from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.rank import Run
@@ -54,7 +57,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
     )
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
     run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {}, {})
-    cls, steps = VARIANTS[variant if world > 1 else learn.SINGLE], []
+    cls, steps = VARIANTS[variant if world > 1 else SINGLE], []
     if config.tensor * config.pipeline > 1:
         cls = ThreeDimensional
 
@@ -64,7 +67,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, tokens, targets)
 
-    with mock.patch.object(cls, "step", step), mock.patch.object(learn, "SAMPLE_BYTES", 4):
+    with mock.patch.object(cls, "step", step), mock.patch.object(evaluation, "WRITTEN", 4):
         try:
             result = learn.run(run)
         except KeyboardInterrupt:
@@ -82,18 +85,29 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
     ],
 )
 def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant):
-    (whole, _), _ = run_ranks(learned, 2, str(tmp_path / "whole"), variant)
+    clip = {"clip": 0.5}
+    (whole, _), _ = run_ranks(learned, 2, str(tmp_path / "whole"), variant, None, None, ROWS, clip)
     assert len(whole) == STEPS
-    stopped = run_ranks(learned, 2, str(tmp_path / "part"), variant, 5)
+    stopped = run_ranks(learned, 2, str(tmp_path / "part"), variant, 5, None, ROWS, clip)
     assert stopped == [("stopped", 5)] * 2
     resume = str(tmp_path / "part" / training_state.CHECKPOINT)
     for world in (1, 2, 4):
         (losses, steps), *_ = run_ranks(
-            learned, world, str(tmp_path / f"on{world}"), variant, None, resume
+            learned, world, str(tmp_path / f"on{world}"), variant, None, resume, ROWS, clip
         )
         assert steps == STEPS - 5
         # On as many ranks the very numbers; else sums in another order.
         assert losses == (whole if world == 2 else pytest.approx(whole, rel=1e-5))
+
+
+def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_path):
+    ((whole, _),) = run_ranks(learned, 1, str(tmp_path / "whole"), "fsdp")
+    checkpoint = training_state.CHECKPOINT
+    ended = str(tmp_path / "whole" / checkpoint)
+    assert run_ranks(learned, 1, str(tmp_path / "new"), "fsdp", None, ended) == [(whole, 0)]
+    first, second = (read_checkpoint(tmp_path / name / checkpoint) for name in ("whole", "new"))
+    for kind, tensors in first.items():
+        assert all(torch.equal(tensor, second[kind][name]) for name, tensor in tensors.items())
 
 
 GRIDS = [
@@ -105,21 +119,27 @@ GRIDS = [
         marks=pytest.mark.exhaustive,
     ),
     pytest.param(4, {"pipeline": 2}, id="data x pipeline", marks=pytest.mark.exhaustive),
-    pytest.param(8, {"tensor": 2, "pipeline": 2}, id="all three", marks=pytest.mark.exhaustive),
+    pytest.param(
+        8,
+        {"tensor": 2, "pipeline": 2, "clip": 0.5},
+        id="all three, clipped",
+        marks=pytest.mark.exhaustive,
+    ),
     pytest.param(2, {"tensor": 2, "compile": True}, id="compiled", marks=pytest.mark.exhaustive),
 ]
 
 
 @pytest.mark.parametrize(("world", "options"), GRIDS)
 def test_a_split_model_learns_and_goes_on_as_one_process_does(tmp_path, world, options):
-    (whole, _), *_ = run_ranks(learned, 1, str(tmp_path / "whole"), "fsdp")
+    clip = {"clip": options.get("clip")}
+    (whole, _), *_ = run_ranks(learned, 1, str(tmp_path / "whole"), "fsdp", None, None, ROWS, clip)
     stopped = run_ranks(
         learned, world, str(tmp_path / "part"), "fsdp", 5, None, ROWS, options, timeout=400
     )
     assert stopped == [("stopped", 5)] * world
     resume = str(tmp_path / "part" / training_state.CHECKPOINT)
     # On the same grid, and on one process: the checkpoint has the whole model.
-    for number, grid in ((world, options), (1, {})):
+    for number, grid in ((world, options), (1, clip)):
         (losses, steps), *_ = run_ranks(
             learned, number, str(tmp_path / f"on{number}"), "fsdp", None, resume, ROWS, grid
         )
@@ -167,9 +187,11 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path, world, da
         ({"context": 64}, "begun with rows of 64 tokens, not 128"),
         ({"text": "other"}, "begun on another text"),
         ({"total": 900}, "begun for 900 steps.*leave out --learn 700"),
-        ({"size": "tiny"}, "holds a model of size tiny, not mini; pass --size tiny"),
+        ({"size": "tiny"}, "with a model of size tiny, not mini; pass --size tiny"),
         ({"seed": 7}, "begun with seed 7, not 0; pass --seed 7"),
         ({"rows": 3}, "3 rows do not split over 2 ranks"),
+        ({"clip": 1.0}, "begun with clip 1.0, not None; pass the same --clip"),
+        ({"learning_rate": 1.0}, "learning_rate 1, not 0.002; set learning_rate in a file"),
     ],
 )
 def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
@@ -179,6 +201,16 @@ def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
     training_state.require_same(dict(state), config, text, Path("c"))
     with pytest.raises(UsageError, match=complaint):
         training_state.require_same(state | saved, config, text, Path("c"))
+
+
+def test_rows_that_the_user_has_set_and_that_contradict_the_checkpoint_are_refused():
+    text = torch.zeros(9, dtype=torch.uint8)
+    state = training_state.beginning(RunConfig(size="mini", rows=12), text)
+    training_state.require_same(state, RunConfig(size="mini", world=3, rows=12), text, Path("c"))
+    training_state.require_same(state, RunConfig(size="mini", world=2, rows=8), text, Path("c"))
+    config = RunConfig(size="mini", world=2, rows=16)
+    with pytest.raises(UsageError, match="begun with 12 rows, not 16; leave out rows"):
+        training_state.require_same(state, config, text, Path("c"))
 
 
 def test_checkpoint_without_the_state_of_a_training_is_refused():
@@ -202,8 +234,8 @@ def test_the_fastest_that_can_learn_is_chosen():
         {"variant": "ddp flat", "ratio_p50": 0.9},
         {"variant": "single process"},
     ]
-    assert learn.fastest(rows) == "zero 1"
-    assert learn.fastest([]) == "torch DDP"
+    assert choice.fastest(rows) == "zero 1"
+    assert choice.fastest([]) == "torch DDP"
 
 
 def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp_path, capsys):
@@ -220,6 +252,9 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     assert written == generate_text(model, "To be", 20)
     assert written != generate_text(model, "To be", 20, temperature=50.0, seed=1)
     assert len(generate_text(model, os.fsdecode(b"caf\xe9"), 5)) == 5
+    # The most likely token at each position, also at a temperature by which logits overflow.
+    coldest = generate_text(model, "To be", 20, temperature=1e-300)
+    assert coldest == generate_text(model, "To be", 20, temperature=1e-6, seed=1)
     cli.app(
         ["sample", str(tmp_path), "--prompt", "To be", "--max-bytes", "20"], standalone_mode=False
     )
@@ -230,5 +265,16 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
         ("a", 4, 0.0),
         ("a", 4, float("nan")),
     ):
-        with pytest.raises(UsageError, match=r"must be positive|at least one byte"):
+        with pytest.raises(UsageError, match=r"must be positive|at least one token"):
             generate_text(model, prompt, max_bytes, temperature=temperature)
+
+
+def test_the_audit_clips_as_torch_does():
+    gradients = {name: torch.randn(5, 3) * scale for name, scale in (("a", 3), ("b", 0.1))}
+    for max_norm in (0.5, 1e6):
+        parameters = [torch.nn.Parameter(torch.zeros(5, 3)) for _ in gradients]
+        for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+            parameter.grad = gradient.clone()
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        expected = dict(zip(gradients, [p.grad for p in parameters], strict=True))
+        torch.testing.assert_close(clipped(gradients, max_norm), expected)

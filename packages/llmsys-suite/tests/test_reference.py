@@ -13,6 +13,7 @@ from llmsys_suite import plain
 from llmsys_suite.audit import reference
 from llmsys_suite.measure import network
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+from llmsys_suite.text import data
 from llmsys_suite.text.data import Corpus, load_corpus, read_text
 from worker_pool import run_ranks
 
@@ -116,6 +117,32 @@ def test_the_audits_sampler_draws_what_the_runs_does(seed):
         assert all(map(torch.equal, ours, reference.epoch_batch(text, 6, 32, seed, step)))
     batches = corpus.heldout_batch(rows=4, context=32), reference.spread(read_text().heldout, 4, 32)
     assert all(map(torch.equal, *batches))
+
+
+class Positions:
+    """A text whose token at each position is the position."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, window):
+        return range(window.start, window.stop)
+
+
+@pytest.mark.parametrize("windows", [2**28 - 1, 2**28, 2**28 + 1, 3 * 10**9, 2**33])
+def test_the_audits_sampler_draws_what_the_runs_does_from_texts_of_any_length(windows):
+    length = windows + 33
+    for step in range(3):
+        starts = data._starts(length, 6, 32, 7, step)
+        tokens, targets = reference.batch(Positions(length), 6, 32, 7, step)
+        assert tokens[:, 0].tolist() == starts
+        assert targets[:, 0].tolist() == [start + 1 for start in starts]
+        assert len({*starts}) == 6
+        assert 0 <= min(starts) < max(starts) < windows
+        assert max(starts) > windows / 8
 
 
 def test_adamw_takes_torchs_steps():

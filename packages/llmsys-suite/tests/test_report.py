@@ -64,9 +64,9 @@ MEASURE_LAYOUT = """
 """  # noqa: E501
 
 
-def a_run(path):
+def a_run(path, **config):
     """Return a folder with the results of every stage, without running any."""
-    folder = RunFolder.create(RunConfig(out=path), ENVIRONMENT)
+    folder = RunFolder.create(RunConfig(out=path, **config), ENVIRONMENT)
     noise, samples = random.Random(0), []
     ways = ("single process", "torch DDP", "ddp flat", "zero 1", "fsdp")
     for step in range(20):
@@ -129,8 +129,8 @@ def a_run(path):
         "precision": of.Precision([{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
                                         "relative_error": 0.1}],
                                   {"logits": "bfloat16"}, [], interleaved),
-        "memory": of.Memory({s: {"peaks": [peaks], "training_timeline": line, "largest": ""}
-                             for s in sizes}, []),
+        "memory": of.Memory({s: {"rows": 4, "peaks": [peaks], "training_timeline": line,
+                                 "largest": ""} for s in sizes}, []),
         "scale": of.Scale(
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
@@ -138,7 +138,7 @@ def a_run(path):
             page="", ablation={}, heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
                                           "chance": 0.1, "by_chance": False}],
                     patterns={f"{k}: layer {i}": [[i] * 24] * 24 for i, k in enumerate("abcd")},
-                    induction={"whole": 1.0, "ablated": 0.1, "all_cut": 0.1, "restored": 0.9},
+                    induction={"whole": 1.0, "ablated": 0.1},
                     lens=[], attribution=[]),
         "compress": of.Compress([{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
                                "smaller": 1.0 + i, "heldout_loss": 1.7 + i / 9, "speedup_p50": 1.0}
@@ -392,3 +392,18 @@ def test_many_budgets_have_distinct_lines():
     svg = plots.isoflop(of.Scale(runs, []))
     lines = re.findall(r'<path d="M [^"]*" clip-path[^>]*style="([^"]*)"', svg)
     assert len(set(lines)) >= 9
+
+
+def test_losses_are_per_byte_or_per_token_as_the_tokenizer_decides(tmp_path):
+    for name, config, unit, other in (
+        ("bytes", {}, "nats per byte", "nats per token"),
+        ("pairs", {"tokenizer": "bpe", "vocabulary": 300}, "nats per token", "nats per byte"),
+    ):
+        folder = a_run(tmp_path / name, **config)
+        markdown = write_report(folder)
+        page = (folder.path / "report.html").read_text()
+        # The stage scale, which a tokenizer excludes, draws nats per byte in its picture.
+        page = page.replace("held-out nats per byte", "", 1) if config else page
+        for text in (markdown, page):
+            assert text.count(unit) >= 4
+            assert other not in text

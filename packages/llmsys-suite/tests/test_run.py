@@ -11,7 +11,7 @@ import llmsys_suite
 import pytest
 import torch
 import torch.distributed as dist
-from llmsys_suite.config import RunConfig, resolve
+from llmsys_suite.config import RunConfig, UsageError, resolve
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.progress import Progress
@@ -74,3 +74,14 @@ def test_an_epoch_is_trained_with_ddp_fsdp_and_torchs_own_and_audited(tmp_path):
     for name in IN_EPOCHS:
         read = [s["tokens"] for s in folder.samples() if s["variant"] == name and "tokens" in s]
         assert sum(read) == steps * config.rows * config.context > len(text) - 1025
+
+
+def ranks_with_different_texts():
+    run = a_run()
+    worker.require_same_text(run, "the same")
+    with pytest.raises(UsageError, match=r"rank 1 on .* reads another text than rank 0 on"):
+        worker.require_same_text(run, f"of rank {run.rank}")
+
+
+def test_ranks_that_read_different_texts_are_refused():
+    run_ranks(ranks_with_different_texts, 2, backend="")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from llmsys_suite import cli
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.config import RunConfig, UsageError, check, resolve
 from llmsys_suite.start import run as start
 from llmsys_suite.text import tokens
@@ -115,3 +116,24 @@ def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     codec = tokens.codec_of(config, folder.path)
     assert theirs.encode("import os\n", add_special_tokens=False) == codec.encode("import os\n")
+
+
+def test_a_file_that_cuts_and_pads_inputs_changes_nothing_of_the_text(tmp_path):
+    from tokenizers import Tokenizer
+
+    text = tmp_path / "text"
+    text.write_text(SENTENCES)
+    tokens.write_tokens(replace(CONFIG, data=text), tmp_path)
+    library = Tokenizer.from_file(str(tmp_path / tokens.TOKENIZER))
+    library.enable_truncation(3)
+    library.enable_padding(length=40)
+    library.save(str(tmp_path / "other.json"))
+    (tmp_path / "run").mkdir()
+    config = replace(CONFIG, data=text, tokenizer=str(tmp_path / "other.json"))
+    config = replace(config, out=tmp_path / "run")
+    tokens.write_tokens(config, tmp_path / "run")
+    corpus, codec = tokens.load(config, tmp_path / "run"), tokens.codec_of(config, config.out)
+    parts = (corpus.train, corpus.heldout)
+    assert "".join(codec.decode(part.tolist()) for part in parts) == SENTENCES
+    for part, audited in zip(parts, read_parts(config), strict=True):
+        assert part.tolist() == audited.tolist()

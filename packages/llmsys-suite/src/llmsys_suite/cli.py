@@ -43,7 +43,9 @@ def run(
     preset: Annotated[
         str | None, typer.Option(help="cpu or gpu; default: gpu if there is one.")
     ] = None,
-    size: Annotated[str | None, typer.Option(help="A size of `llmsys list`.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="A size of `llmsys list`, or a shape: 256x768x6x8.")
+    ] = None,
     world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, gloo or nccl; default: auto.")] = None,
     dtype: Annotated[
@@ -66,6 +68,9 @@ def run(
     compile_: Annotated[
         bool, typer.Option("--compile", help="Compile the blocks of learn.")
     ] = False,
+    clip: Annotated[
+        float | None, typer.Option(help="Largest norm of the gradient, in learn.")
+    ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace three steps of learn.")] = False,
     log: Annotated[str | None, typer.Option(help="Log learn to tensorboard or wandb.")] = None,
     resume: Annotated[
@@ -102,6 +107,7 @@ def run(
         "pipeline": pipeline,
         "recompute": recompute or None,
         "compile": compile_ or None,
+        "clip": clip,
         "trace": trace or None,
         "log": log,
         "resume": resume,
@@ -138,7 +144,9 @@ def config(
 
 @app.command()
 def step(
-    sizes: Annotated[str, typer.Option(help="Sizes of `llmsys list`: A,B or all.")] = "tiny",
+    sizes: Annotated[
+        str, typer.Option(help="Sizes of `llmsys list` or shapes: A,B or all.")
+    ] = "tiny",
     contexts: Annotated[str, typer.Option(help="Tokens per row: 128,512.")] = "128",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or several.")] = "fp32",
     compile_: Annotated[bool, typer.Option("--compile", help="Measure torch.compile too.")] = False,
@@ -270,11 +278,13 @@ def _status_above(rows: list[Comparison], percent: float) -> int:
 def sample(
     folder: Annotated[Path, typer.Argument(help="A run folder, of a run with the stage learn.")],
     prompt: Annotated[str, typer.Option(help="Text that the model continues.")] = "The ",
-    max_bytes: Annotated[int, typer.Option(help="Number of bytes to generate.")] = 240,
+    max_bytes: Annotated[
+        int, typer.Option(help="Number of bytes to generate; with a tokenizer, of tokens.")
+    ] = 240,
     temperature: Annotated[
         float,
         typer.Option(
-            help="Sampling temperature: near 0 the most likely byte, above 1 more random."
+            help="Sampling temperature: near 0 the most likely token, above 1 more random."
         ),
     ] = 0.7,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
@@ -326,6 +336,7 @@ def list_() -> None:
             f"{name:>7}  {size.d_model:>7}  {size.d_ff:>5}  {size.num_layers:>6}"
             f"  {size.num_heads:>5}"
         )
+    print("Any other size is written as d_model x d_ff x layers x heads: 256x768x6x8.")
 
 
 def _run_folder(path: Path):  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,31 @@ SIZES = {
     "2.7B": Size(2560, 10240, 32, 32),
     "10B": Size(4608, 12288, 50, 36),
 }
+
+
+def size_of(name: str) -> Size:
+    """Return a size of `SIZES`, or the size that WIDTHxFFxLAYERSxHEADS describes.
+
+    Raises:
+        UsageError: the name is neither, or no model can have this shape.
+    """
+    if name in SIZES:
+        return SIZES[name]
+    numbers = name.split("x")
+    if len(numbers) != 4 or any(not re.fullmatch("[1-9][0-9]*", number) for number in numbers):
+        raise UsageError(
+            f"size {name!r} is unknown; choose from {', '.join(SIZES)}, or describe one by width, "
+            "feed-forward width, layers and heads, for example 256x768x6x8"
+        )
+    size = Size(*map(int, numbers))
+    if size.d_model % (2 * size.num_heads):
+        raise UsageError(
+            f"size {name}: width {size.d_model} does not split into {size.num_heads} heads of an "
+            f"even width; make it a multiple of {2 * size.num_heads}"
+        )
+    return size
+
+
 #: `memory` also draws half of the context, and a head needs two positions to look back.
 LEAST_CONTEXT = 8
 #: The tokenizer of which every byte is a token, and the size of its vocabulary.
@@ -136,6 +162,8 @@ class RunConfig:
     log: str | None = None
     #: The checkpoint that the stage `learn` continues from.
     resume: Path | None = None
+    #: Largest norm of the gradient in `learn`, or None for gradients that are not clipped.
+    clip: float | None = None
     seed: int = 0
     learning_rate: float = 2e-3
     data: Path | None = None
@@ -144,6 +172,11 @@ class RunConfig:
     vocabulary: int = BYTE_VOCABULARY
     #: The run folder; None chooses `runs/DATE-TIME` when the run starts.
     out: Path | None = None
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the losses of the model that the run trains."""
+        return "nats per byte" if self.tokenizer == BYTES else "nats per token"
 
     @property
     def parts(self) -> int:
@@ -212,17 +245,19 @@ def resolve(
         device="cuda" if preset == "gpu" else "cpu",
         out=out,
     )
+    config = replace(config, rows=default_rows(preset, world))
     if preset == "gpu":
-        config = replace(
-            config, size="small", dtype="bf16", rows=16 * world, context=1024, learning_rate=3e-4
-        )
-    else:
-        config = replace(config, rows=4 * world)
+        config = replace(config, size="small", dtype="bf16", context=1024, learning_rate=3e-4)
     if options.get("tokenizer") == "bpe":
         config = replace(config, vocabulary=TRAINED_VOCABULARY)
     config = replace(config, **options)
     check(config)
     return config
+
+
+def default_rows(preset: str, world: int) -> int:
+    """Return the rows of the global batch if no option decides them."""
+    return (16 if preset == "gpu" else 4) * world
 
 
 def with_dependencies(stages: list[str]) -> tuple[str, ...]:
@@ -300,14 +335,14 @@ def check(config: RunConfig) -> None:
     if config.resume is not None and "learn" not in config.stages:
         raise UsageError(f"--resume {config.resume} needs the stage learn; add it to the stages")
     _check_out(config.out)
+    _check_text_folder(config)
 
 
 def _check_names(config: RunConfig) -> None:
     if config.stages != with_dependencies(list(config.stages)):
         needed = ", ".join(with_dependencies(list(config.stages)))
         raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
-    if config.size not in SIZES:
-        raise UsageError(f"size {config.size!r} is unknown; choose from {', '.join(SIZES)}")
+    size_of(config.size)
     if config.dtype not in DTYPES:
         raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
     if config.dtype == "tf32" and config.device != "cuda":
@@ -368,7 +403,7 @@ def _check_tokens(config: RunConfig) -> None:
 
 def _check_learn(config: RunConfig) -> None:
     """Raise UsageError unless the options of the stage learn fit the model and this machine."""
-    size, grid = SIZES[config.size], config.pipeline * config.tensor
+    size, grid = size_of(config.size), config.pipeline * config.tensor
     for name, count in (("num_heads", size.num_heads), ("d_ff", size.d_ff)):
         if count % config.tensor:
             raise UsageError(
@@ -383,12 +418,14 @@ def _check_learn(config: RunConfig) -> None:
             f"--tensor {config.tensor} times --pipeline {config.pipeline} does not divide "
             f"{config.world} ranks"
         )
+    if config.clip is not None and not 0 < config.clip < math.inf:
+        raise UsageError(f"--clip {config.clip} is not a positive number")
     if config.log is not None and config.log not in LOGS:
         raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
     if config.log is not None and importlib.util.find_spec(LOGS[config.log]) is None:
         raise UsageError(f"--log {config.log} needs `pip install {LOGS[config.log]}`")
     requested = {"tensor": config.tensor > 1, "pipeline": config.pipeline > 1} | {
-        name: getattr(config, name) for name in ("recompute", "compile", "trace", "log")
+        name: getattr(config, name) for name in ("recompute", "compile", "trace", "log", "clip")
     }
     if "learn" not in config.stages and (
         options := [name for name in requested if requested[name]]
@@ -407,3 +444,15 @@ def _check_out(out: Path | None) -> None:
     # Methods of Path raise for a name that is too long; os.path returns False.
     if os.path.exists(out) and not (os.path.isdir(out) and not os.listdir(out)):
         raise UsageError(f"{out} exists and is not empty; name another folder with --out")
+
+
+def _check_text_folder(config: RunConfig) -> None:
+    """Raise UsageError if the run folder lies in the text, which would change during the run."""
+    if config.data is None or not os.path.isdir(config.data):
+        return
+    out, text = (Path(os.path.realpath(path)) for path in (config.out or "runs", config.data))
+    if out.is_relative_to(text):
+        raise UsageError(
+            f"the run folder {out} lies in the text {config.data}, so the run would train on its "
+            "own results; name a folder elsewhere with --out"
+        )

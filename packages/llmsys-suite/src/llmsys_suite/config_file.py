@@ -14,7 +14,7 @@ from llmsys_suite.config import RunConfig, UsageError
 MEANING = {
     "stages": "Stages to run, with their dependencies, in the order of `llmsys list`.",
     "preset": "cpu or gpu; decides the device and the defaults of size, dtype, rows and context.",
-    "size": "A size of `llmsys list`.",
+    "size": "A size of `llmsys list`, or width, feed-forward width, layers, heads: 256x768x6x8.",
     "world": "Number of ranks.",
     "backend": "gloo or nccl.",
     "dtype": "fp32, tf32 or bf16: arithmetic of products; the weights are float32 in all three.",
@@ -31,6 +31,7 @@ MEANING = {
     "trace": "Write Chrome traces of three steps of learn: RUN/trace-RANK.json.",
     "log": "tensorboard or wandb: losses of learn, besides the run folder.",
     "resume": "Checkpoint from which the stage learn continues: RUN/checkpoint.",
+    "clip": "Largest norm of the gradient in the stage learn; by default it is not clipped.",
     "seed": "Seed of weights and batches.",
     "learning_rate": "Learning rate of AdamW in the stage train; learn peaks at twice this rate.",
     "data": "Text to train on: a file or a folder; by default the standard library of Python.",
@@ -43,6 +44,7 @@ EXAMPLES = {
     "epochs": 1,
     "learn": 500,
     "log": "tensorboard",
+    "clip": 1.0,
     "resume": "runs/NAME/checkpoint",
     "data": "text",
     "out": "run",
@@ -88,6 +90,6 @@ def _has_kind(value: Any, kind: str) -> bool:
         return type(value) is bool
     if kind.startswith("int"):
         return type(value) is int
-    if kind == "float":
+    if kind.startswith("float"):
         return type(value) in (int, float)
     return isinstance(value, str)

@@ -24,9 +24,9 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
         "cpu_flags": _flags(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "memory_gib": round(_meminfo("MemTotal") / GIB, 1),
-        "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
+        "threads": torch.get_num_threads(),
         "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "clock_mhz": _cpuinfo("cpu MHz"),
         "driver": _driver(),
@@ -38,6 +38,13 @@ def environment() -> dict[str, Any]:
         facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return facts
+
+
+def usable_cores() -> int:
+    """Return the number of cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available_memory_bytes(device: str) -> int:
@@ -77,7 +84,7 @@ def diagnosis() -> list[tuple[str, str, str]]:
     rows.append(
         ("memory free", f"{memory:.1f} GiB", "" if memory > 4 else "close other programs: 4 GiB")
     )
-    busy = facts["load_average"] > 0.5 * (os.cpu_count() or 1)
+    busy = facts["load_average"] > 0.5 * usable_cores()
     rows.append(
         (
             "load average",

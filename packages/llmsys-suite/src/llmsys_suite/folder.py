@@ -28,6 +28,8 @@ FORMAT = 5
 MANIFEST = "manifest.json"
 #: Files that every run writes.
 ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
+#: Files that some runs write, and that are read later.
+SOMETIMES = ("checks.json", "evidence.json", "model.safetensors", "tokenizer.json")
 
 
 class FolderTaken(UsageError):
@@ -162,7 +164,13 @@ class RunFolder:
             )
         if missing := [name for name in ALWAYS if name not in manifest["files"]]:
             raise UsageError(f"{self.path / MANIFEST} has no digest of {missing[0]}")
-        for name, digest in manifest["files"].items():
+        self._require_files(manifest["files"])
+
+    def _require_files(self, digests: dict[str, str]) -> None:
+        for name in SOMETIMES:
+            if name not in digests and (self.path / name).exists():
+                raise UsageError(f"{self.path / name} was added since its run ended")
+        for name, digest in digests.items():
             path = self.path / name
             if not path.exists():
                 raise UsageError(f"{path} is missing: the folder is not as its run left it")

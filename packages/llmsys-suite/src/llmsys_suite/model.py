@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmsys_suite.config import SIZES
+from llmsys_suite.config import size_of
 
 Attention = Callable[..., Any]
 #: Added to the mean square in RMSNorm.
@@ -55,8 +55,8 @@ class ModelConfig:
 
     @classmethod
     def named(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
-        """Return the shape of a size of `llmsys list`."""
-        return cls(**vars(SIZES[size]), vocabulary=vocabulary, context=context)
+        """Return the shape of a size, see `size_of`."""
+        return cls(**vars(size_of(size)), vocabulary=vocabulary, context=context)
 
 
 def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -105,3 +106,14 @@ class Sources:
         nothing = (1.0, math.nan, "nothing recorded")
         expected, actual, where = max(triples, key=order, default=nothing)
         return self.equal(name, expected, actual, tolerance, where)
+
+
+def same_rows(name: str, expected: Iterable[Any], reported: Iterable[Any]) -> Check:
+    """Return a check that a table has each expected row once, and no other row.
+
+    Without it, leaving out a bad row would hide it from the checks that compare the others.
+    """
+    missing, more = Counter([*expected]), Counter([*reported])
+    wrong = [f"missing: {row}" for row in (missing - more).elements()]
+    wrong += [f"not expected: {row}" for row in (more - missing).elements()]
+    return Sources("rows of the table", "the configuration").none(name, wrong)

@@ -82,10 +82,10 @@ def timed_in_turns(
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
-            begin = _monotonic(run)
+            begin = monotonic(run)
             call()
             if number:
-                seconds[name].append(_monotonic(run) - begin)
+                seconds[name].append(monotonic(run) - begin)
     return seconds
 
 
@@ -94,7 +94,8 @@ def median_ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def _monotonic(run: Run) -> float:
+def monotonic(run: Run) -> float:
+    """Return the seconds of a wall clock after the device has finished its work."""
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
     return time.monotonic()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmsys_suite import plain
 from llmsys_suite.measure.distance import distance, furthest
-from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, norm, softmax
+from llmsys_suite.plain import AdamW, Weights, logits, loss, norm, softmax
 
 __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss", "softmax"]
 
@@ -138,6 +138,19 @@ def _shuffled(windows: int, seed: int) -> list[int]:
     twister._legacy_seeding(seed)
     keys = (twister.random_raw(windows) % 2**24).tolist()
     return sorted(range(windows), key=keys.__getitem__)
+
+
+def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return a batch of windows at random places, also of texts of 2**28 tokens and more."""
+    count = len(text) - context - 1
+    if count < 2**28:
+        return plain.batch(text, rows, context, seed, step)
+    twister = np.random.MT19937()
+    twister._legacy_seeding((seed * 1_000_003 + step) % 2**32)
+    drawn = (twister.random_raw(2 * rows) % 2**24).reshape(rows, 2)
+    starts = [int(high << 24 | low) % count for high, low in drawn.tolist()]
+    windows = torch.tensor([list(text[start : start + context + 1]) for start in starts])
+    return windows[:, :-1], windows[:, 1:]
 
 
 def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:

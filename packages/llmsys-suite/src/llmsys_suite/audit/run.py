@@ -86,8 +86,10 @@ def check_again(folder: RunFolder) -> list[Check]:
     ]
     recomputed: dict[str, Check] = {}
     if evidence := folder.read_json("evidence.json"):
-        checks = training_checks.checks(
+        recorded = training_checks.checks(
             folder.config, results["plan"], results["train"], folder.samples(), evidence
         )
-        recomputed = {check.name: check for check in checks}
-    return [recomputed.get(check.name, check) for check in stored]
+        recomputed = {check.name: check for check in recorded}
+    checks = [recomputed.pop(check.name, check) for check in stored]
+    # The folder may lack a check that its records allow.
+    return checks + list(recomputed.values())

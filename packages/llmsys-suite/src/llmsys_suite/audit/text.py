@@ -42,6 +42,8 @@ def read_parts(config: RunConfig) -> tuple[Tokens, Tokens]:
 def _encode(path: Path | None, tokenizer_file: Path) -> tuple[Tokens, Tokens]:
     """Return both parts of the text as tokens, encoded line by line, long ones in pieces."""
     tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     parts = []
     for part in read_bytes(path):
         *whole, last = part.split(b"\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,3 +67,5 @@ def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
         acc_events=True,
     ) as recording:
         yield recording
+    if not path.exists() and run.rank == 0:
+        print(f"llmsys: {SKIPPED} steps or fewer leave no step to trace", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch.distributed as dist
 import zero
 from torch import Tensor
 
-from llmsys_suite.config import BYTES, RunConfig, UsageError, restarts
+from llmsys_suite.config import BYTES, RunConfig, UsageError, default_rows, restarts
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.data import load_corpus
 
 CHECKPOINT = "checkpoint"
+#: Folder of the checkpoints before and after the step that the audit repeats.
+PROBE = "probe"
 #: Number of steps if neither --learn nor a checkpoint decides.
 DEFAULT_STEPS = 500
 
@@ -26,7 +29,7 @@ def beginning(config: RunConfig, text: Tensor | None) -> dict[str, Any]:
     return {
         "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
         "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
-        "learning_rate": config.learning_rate,
+        "learning_rate": config.learning_rate, "clip": config.clip,
         "text": None if text is None else hashlib.sha256(text.numpy().data).hexdigest()[:12],
     }  # fmt: skip
 
@@ -56,31 +59,59 @@ def require_same(
     and the batches continue as planned; an option that contradicts it is refused, not ignored.
     """
     expected = beginning(config, text)
+    # Earlier versions did not clip.
+    state = {"clip": None} | state
     if lacks := expected.keys() - state.keys():
         raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
-    if text is not None and state["text"] != expected["text"]:
-        raise UsageError(f"{source} was begun on another text; give that one with --data")
-    if state["context"] != expected["context"]:
-        raise UsageError(
-            f"{source} was begun with rows of {state['context']} tokens, not {expected['context']}"
-        )
-    if state["size"] != expected["size"]:
-        raise UsageError(
-            f"{source} holds a model of size {state['size']}, not {expected['size']}; "
-            f"pass --size {state['size']}"
-        )
-    if config.learn not in (None, state["total"]):
-        raise UsageError(
-            f"{source} was begun for {state['total']} steps, over which its learning rate falls; "
-            f"leave out --learn {config.learn}"
-        )
-    if config.seed != state["seed"]:
-        raise UsageError(
-            f"{source} was begun with seed {state['seed']}, not {config.seed}; "
-            f"pass --seed {state['seed']}"
-        )
-    if state["rows"] % config.world:
-        raise UsageError(f"{state['rows']} rows do not split over {config.world} ranks")
+    for contradicts, reason in _contradictions(state, expected, config):
+        if contradicts:
+            raise UsageError(f"{source} was begun {reason}")
+
+
+def _contradictions(
+    state: dict[str, Any], expected: dict[str, Any], config: RunConfig
+) -> Iterator[tuple[bool, str]]:
+    """Yield whether each option contradicts the checkpoint, and how to repeat it."""
+    rows, total = state["rows"], state["total"]
+    rate = state["learning_rate"]
+    yield (
+        expected["text"] not in (None, state["text"]),
+        "on another text; give that one with --data",
+    )
+    yield (
+        state["context"] != config.context,
+        f"with rows of {state['context']} tokens, not {config.context}",
+    )
+    yield (
+        state["size"] != config.size,
+        f"with a model of size {state['size']}, not {config.size}; pass --size {state['size']}",
+    )
+    yield (
+        config.learn not in (None, total),
+        f"for {total} steps, over which its learning rate falls; leave out --learn {config.learn}",
+    )
+    yield (
+        config.seed != state["seed"],
+        f"with seed {state['seed']}, not {config.seed}; pass --seed {state['seed']}",
+    )
+    yield (
+        config.clip != state["clip"],
+        f"with clip {state['clip']}, not {config.clip}; pass the same --clip, or none",
+    )
+    yield (
+        config.learning_rate != rate,
+        f"with learning_rate {rate:g}, not {config.learning_rate:g}; set learning_rate in a file "
+        "and pass the file with --config",
+    )
+    yield (
+        rows % config.data_parallel != 0,
+        f"with {rows} rows, and {rows} rows do not split over {config.data_parallel} ranks",
+    )
+    # The default depends on the number of ranks, so it contradicts nothing.
+    yield (
+        config.rows not in (rows, default_rows(config.preset, config.world)),
+        f"with {rows} rows, not {config.rows}; leave out rows",
+    )
 
 
 def resumed(run: Run) -> Path | None:

@@ -13,14 +13,17 @@ that is lost counts as a failure, because the process that served it has ended.
 
 A process that is killed reports nothing. The launcher, ours or torchrun, notices its exit status.
 Processes that a rank or the launcher has started end with it (`end_with_parent`).
+A training run that saves a checkpoint before it ends defers SIGTERM (`collect_stop_requests`).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -43,6 +46,17 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def collect_stop_requests() -> Iterator[list[int]]:
+    """Append SIGTERM to the returned list instead of ending the process, inside the block."""
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class FailureWatch:

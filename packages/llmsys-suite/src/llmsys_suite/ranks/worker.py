@@ -18,7 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -156,12 +156,13 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     store = _store(rank, world)
     config = agree_on_folder(config, rank, store)
     require_shared_folder(config, rank)
+    text = _text_facts(config)
     folder = None
     if rank == 0:
         assert config.out is not None
         folder = RunFolder(config.out)
         folder.restart()
-        folder.write_json("env.json", _facts(config))
+        folder.write_json("env.json", environment() | text)
     run = Run(
         config=config,
         rank=rank,
@@ -175,6 +176,7 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         store=dist.PrefixStore(f"llmsys {restarts()}", store),
     )
     make_group(run)
+    require_same_text(run, text["text"])
     if config.tokenizer != BYTES:
         if rank == 0:
             write_tokens(config, run.out)
@@ -252,11 +254,22 @@ def make_group(run: Run) -> None:
     run.wait_for_ranks()
 
 
-def _facts(config: RunConfig) -> dict[str, Any]:
-    """Return the facts about the machine, and the digest of the text."""
+def _text_facts(config: RunConfig) -> dict[str, str]:
+    """Return the digest and the name of the text."""
     text = read_text(config.data)
     digest = text.digest(text.train, text.heldout, separator=b"\0")
-    return environment() | {"text": digest, "text_source": text.source}
+    return {"text": digest, "text_source": text.source}
+
+
+def require_same_text(run: Run, digest: str) -> None:
+    """Raise UsageError unless all ranks read the same text; hosts may have different files."""
+    hosts = run.gather((digest, platform.node()))
+    for rank, (other, host) in enumerate(hosts):
+        if other != hosts[0][0]:
+            raise UsageError(
+                f"rank {rank} on {host} reads another text than rank 0 on {hosts[0][1]}; pass a "
+                "file that is the same on all hosts with --data"
+            )
 
 
 def _store(rank: int, world: int) -> dist.Store:

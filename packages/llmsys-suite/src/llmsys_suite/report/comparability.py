@@ -10,11 +10,11 @@ from typing import Any
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import loss_curves
-from llmsys_suite.results import Train
+from llmsys_suite.results import Audit, Train
 
 #: Runs that differ in these are not comparable; a difference in the others is a warning.
 MUST_AGREE = {
-    "env.json": ("processor", "cores", "gpus"),
+    "env.json": ("processor", "cores", "threads", "gpus"),
     "config.json": (
         "size",
         "world",
@@ -35,25 +35,30 @@ SHOULD_AGREE = {
 LOSS_TOLERANCE = 1e-5
 
 
-def require_distinct(side: Sequence[RunFolder]) -> None:
-    """Raise UsageError if one side contains the same measurements twice, also as a copy.
+def require_distinct(folders: Sequence[RunFolder]) -> None:
+    """Raise UsageError if the same measurements occur twice, also as a copy.
 
-    A run that counts twice would make the intervals narrower than its samples justify.
+    A run that counts twice would make the intervals narrower than its samples justify, and a run
+    that is compared with itself is the same as itself without any evidence.
     """
     paths: dict[str, RunFolder] = {}
-    for folder in side:
+    for folder in folders:
         digest = hashlib.sha256((folder.path / "samples.jsonl").read_bytes()).hexdigest()
         if digest in paths:
             raise UsageError(
                 f"{paths[digest].path} and {folder.path} contain the same samples; "
-                "expected different runs on one side"
+                "expected different runs"
             )
         paths[digest] = folder
 
 
 def warnings(before: RunFolder, after: RunFolder) -> list[str]:
-    """Return the differences between two runs that may affect times or losses."""
-    lines = []
+    """Return failed audits, and differences between two runs that may affect times or losses."""
+    lines = [
+        f"{len(audit.red)} checks of {folder.path} failed: {audit.red[0]}"
+        for folder in dict.fromkeys((before, after))
+        if isinstance(audit := folder.results.get("audit"), Audit) and not audit.passed
+    ]
     for file, keys in SHOULD_AGREE.items():
         old, new = before.read_json(file), after.read_json(file)
         for key in keys:

@@ -89,13 +89,12 @@ def compare_runs(
     """Return one row per variant, without the peer, that all runs trained.
 
     Raises:
-        UsageError: a run is incomplete, edited, of another version or given twice on one side, or
-            machine or model differ.
+        UsageError: a run is incomplete, edited, of another version or given twice, or machine or
+            model differ.
     """
-    for side in (before, after):
-        require_distinct(side)
     for folder in (*before, *after):
         require_comparable(before[0], folder)
+    require_distinct((*before, *after))
     old, new = ([round_ratios(f.samples()) for f in side] for side in (before, after))
     return compare_ratios(old, new, margin=margin, seed=seed)
 

@@ -111,7 +111,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
         yield fastest(folder) or "Only one variant was trained."
     if isinstance(learn := results.get("learn"), of.Learn):
         steps, loss = learn.heldout[-1]
-        yield f"held out: {loss:.3f} nats per byte after {_steps(steps)} of {learn.variant}"
+        yield f"held out: {loss:.3f} {config.loss_unit} after {_steps(steps)} of {learn.variant}"
 
 
 def _steps(count: int) -> str:
@@ -130,7 +130,7 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         first += _table(planned(results, evidence_of(folder)))
     curve = samples = ""
     if isinstance(learn := results.get("learn"), of.Learn):
-        curve = f"<figure>{plots.learning(learn)}</figure>"
+        curve = f"<figure>{plots.learning(learn, folder.config.loss_unit)}</figure>"
         samples = (
             "<figure><figcaption>written after training, from held-out text</figcaption><pre>"
             f'<span class="soft">{html.escape(learn.after["prompt"])}</span>'
@@ -150,7 +150,9 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         f'<p class="soft">{html.escape(lines[0])}</p><div class="two top"><div>{first}</div>'
         f"{curve}</div>"
         f"{samples}<nav>{contents}</nav>\n{body}\n"
-        f"<details><summary>seconds of each stage</summary>{_table(seconds)}</details>"
+        f"<details><summary>seconds of each stage</summary>{_table(seconds)}"
+        '<p class="soft">Reported, not audited: peaks of processes, seconds of stages below one '
+        "second, and all seconds under torchrun.</p></details>"
         f"<nav>{files}</nav></body></html>\n"
     )
 

@@ -52,14 +52,14 @@ def below(axes: Axes, columns: int = 3) -> None:
     axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
-def learning(learn: Learn) -> str:
+def learning(learn: Learn, unit: str) -> str:
     """Draw the loss of each step, and the held-out loss."""
 
     def draw(axes: Axes) -> None:
         axes.plot(learn.losses, color=COLORS[0], linewidth=0.7, label="training")
         steps, heldout = zip(*learn.heldout, strict=True)
         axes.plot(steps, heldout, "o-", color=COLORS[1], markersize=3, label="held out")
-        axes.set(xlabel="step", ylabel="nats per byte")
+        axes.set(xlabel="step", ylabel=unit)
         axes.legend()
 
     return figure(draw, "Loss against steps, held-out loss beside it", height=2.6)
@@ -198,14 +198,14 @@ def links(rows: Sequence[dict[str, Any]]) -> str:
     return figure(draw, "Bus bandwidth of an all-reduce against its size")
 
 
-def compression(rows: Sequence[dict[str, Any]]) -> str:
+def compression(rows: Sequence[dict[str, Any]], unit: str) -> str:
     """Draw held-out loss against bytes."""
 
     def draw(axes: Axes) -> None:
         for color, row in zip(COLORS, rows, strict=False):
             at = row["size_bytes"] / 2**20, row["heldout_loss"]
             axes.plot(*at, "o", color=color, markersize=7, label=row["method"])
-        axes.set(xlabel="MiB", ylabel="held-out nats per byte")
+        axes.set(xlabel="MiB", ylabel=f"held-out {unit}")
         below(axes)
 
     return figure(draw, "Held-out loss against bytes", height=3.4)

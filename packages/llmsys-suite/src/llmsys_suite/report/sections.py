@@ -114,14 +114,15 @@ def _stored(train: of.Train) -> list[Row]:
     ]
 
 
-def _learn(learn: of.Learn, *_: Any) -> Section:
+def _learn(learn: of.Learn, _: Results, folder: RunFolder) -> Section:
     first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
+    unit = folder.config.loss_unit
     finding = (
-        f"{learn.variant} took the held-out loss from {first:.2f} to {last:.2f} nats per byte in "
+        f"{learn.variant} took the held-out loss from {first:.2f} to {last:.2f} {unit} in "
         f"{steps} steps of {learn.tokens:,} tokens in all."
     )
-    shown = [{"step": step, "held out, nats per byte": loss} for step, loss in learn.heldout]
-    return Section("learn", finding, shown, plots.learning(learn))
+    shown = [{"step": step, f"held out, {unit}": loss} for step, loss in learn.heldout]
+    return Section("learn", finding, shown, plots.learning(learn, unit))
 
 
 def _parallel(parallel: of.Parallel, *_: Any) -> Section:
@@ -176,10 +177,14 @@ def _precision(precision: of.Precision, *_: Any) -> Section:
 
 
 def _memory(memory: of.Memory, *_: Any) -> Section:
-    rows = [{"model": size, **p} for size, m in memory.models.items() for p in m["peaks"]]
+    rows = [
+        {"model": size, "rows": m["rows"], **p}
+        for size, m in memory.models.items()
+        for p in m["peaks"]
+    ]
     top = rows[-1]
     finding = (
-        f"Training {top['model']} at {top['context']} tokens peaks at "
+        f"Training {top['model']} on {top['rows']} x {top['context']} tokens peaks at "
         f"{top['training_peak_mib'] / 1024:.3g} GiB, {top['checkpointed_peak_mib'] / 1024:.3g} with"
         f" blocks run twice; inference at {top['inference_peak_mib'] / 1024:.3g}."
     )
@@ -219,32 +224,22 @@ def _inspect(inspect: of.Inspect, *_: Any) -> Section:
         f"{grown['whole']:.0%} of them, and {grown['ablated']:.0%} without its previous-token head."
     )
     shown = pick(inspect.heads, COLUMNS["inspect"])
-    cuts = {
-        "whole": "all heads",
-        "ablated": "without the previous-token head",
-        "all_cut": "without the heads of the first layer",
-        "restored": "with the previous-token head alone in the first layer",
-    }
-    circuit = [{"second model": text, "copied": grown[key]} for key, text in cuts.items()]
-    folded = [
-        ("logit lens", inspect.lens),
-        ("attribution", inspect.attribution),
-        ("induction circuit of the second model", circuit),
-    ]
+    folded = [("logit lens", inspect.lens), ("attribution", inspect.attribution)]
     return Section("inspect", finding, shown, plots.patterns(inspect.patterns), folded)
 
 
-def _compress(compress: of.Compress, *_: Any) -> Section:
+def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
     rows = compress.rows
+    unit = folder.config.loss_unit
     whole = rows[0]["heldout_loss"]
     near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
     best = max(near, key=lambda row: row["smaller"])
     finding = (
         f"At most 1 % of loss is lost by {best['method']}: {best['smaller']:.2g} times smaller, "
-        f"{best['heldout_loss'] - whole:+.4f} nats per byte."
+        f"{best['heldout_loss'] - whole:+.4f} {unit}."
     )
     shown = pick(rows, COLUMNS["compress"])
-    return Section("compress", finding, shown, plots.compression(rows))
+    return Section("compress", finding, shown, plots.compression(rows, unit))
 
 
 def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:

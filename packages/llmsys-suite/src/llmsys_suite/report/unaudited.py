@@ -35,6 +35,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     "learn": {
         "losses of single ranks between the first, one random step and the last": (),
         "held-out losses between the first and the last": (),
+        "losses before the resumed step": (),
         "the generated text": (),
     },
     "parallel": {"waiting": ("rows.waiting",)},
@@ -74,13 +75,14 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "inspect": {
         "the lens between layers, and entropies": ("lens.entropy",),
-        "heads of other kinds than previous, and scores by chance": ("heads.chance",),
+        "heads of other kinds than previous, and scores by chance": (
+            "heads.chance",
+            "heads.p_value",
+        ),
         "the induction circuit": (
             "induction.steps",
             "induction.whole",
             "induction.ablated",
-            "induction.all_cut",
-            "induction.restored",
         ),
         "the page inspect.html": (),
     },

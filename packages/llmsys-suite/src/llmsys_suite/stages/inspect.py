@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import interp
 import torch
 from interp.circuits import induction as circuits
+from interp.detect import HeadScores
+from interp.lens import Lens
 from interp.patching import drop_heads
 from torch import Tensor
 
-from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
+from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.results import Inspect
+from llmsys_suite.results import Inspect, Rows
 
 INDUCTION_STEPS = 500
+#: Side of the drawn patterns, in tokens.
 DRAWN = 24
 KINDS = ("previous", "duplicate", "induction", "first")
 
@@ -33,37 +38,22 @@ def run(run: Run) -> Inspect | None:
 
 
 def induction() -> dict[str, float]:
-    """Train an induction circuit, ablate it, and restore its parts alone.
+    """Train an induction circuit; return its accuracy on later copies, whole and ablated.
 
-    Return the accuracy on later copies of the whole model, without its previous-token head, without
-    any head of the first layer, and with that head alone in the first layer.
+    The ablated circuit lacks its previous-token head.
     """
+    task = circuits.InductionTask(steps=INDUCTION_STEPS)
     with torch.enable_grad():
-        model, losses = circuits.train_induction(circuits.InductionTask(steps=INDUCTION_STEPS))
-    task = circuits.InductionTask()
+        model, losses = circuits.train_induction(task)
+    generator = torch.Generator().manual_seed(1)
     tokens, copies = circuits.repeated_tokens(
-        64,
-        task.length,
-        task.vocabulary,
-        periods=task.periods,
-        generator=torch.Generator().manual_seed(1),
+        64, task.length, task.vocabulary, periods=task.periods, generator=generator
     )
     circuit = circuits.confirm_circuit(model, tokens, copies)
-    heads = range(task.heads)
-    others = [head for head in heads if head != circuit.previous.head]
-
-    def without(cut: list[int]) -> float:
-        dropped = drop_heads(*cut, heads=task.heads)
-        with interp.patch(model, {"blocks.0.attention.o:input": dropped}):
-            right = model(tokens)[:, :-1].argmax(-1) == tokens[:, 1:]
-        return float(right[copies[:, 1:]].float().mean())
-
     return {
         "steps": len(losses),
         "whole": circuit.accuracy,
         "ablated": circuit.accuracy_without_previous,
-        "all_cut": without([*heads]),
-        "restored": without(others),
     }
 
 
@@ -74,77 +64,68 @@ def examine(run: Run, induction: dict[str, float]) -> Inspect:
     assert isinstance(model, Decoder)
     context = min(64, model.config.context)
     tokens, targets = (t.to(run.device) for t in run.corpus.heldout_batch(rows=4, context=context))
-    sites = ["embedding", *(f"blocks.{i}" for i in range(len(model.blocks)))]
-    parts = [
-        f"blocks.{i}.{part}" for i in range(len(model.blocks)) for part in ("attention", "ffn")
-    ]
+    blocks = range(len(model.blocks))
+    sites = ["embedding", *(f"blocks.{i}" for i in blocks)]
+    parts = [f"blocks.{i}.{part}" for i in blocks for part in ("attention", "ffn")]
     with interp.record(model, *sites, *parts) as seen:
         model(tokens)
     lens = interp.logit_lens({s: seen[s] for s in sites}, model.norm, model.head, targets=targets)
-    credit = interp.attribution(
-        {"embedding": seen["embedding"], **{part: seen[part] for part in parts}},
-        model.norm,
-        model.head,
-        targets,
-        final=seen[sites[-1]],
-    )
+    written = {name: seen[name] for name in ("embedding", *parts)}
+    credit = interp.attribution(written, model.norm, model.head, targets, final=seen[sites[-1]])
     repeated_tokens = repeated(context, model.config.vocabulary).to(run.device)
     heads = interp.detect_heads(attention_patterns(model, repeated_tokens), repeated_tokens)
-    assert lens.target_log_probability is not None
+    patterns = attention_patterns(model, tokens)
     page = interp.view(
         run.folder.path / "inspect.html",
         tokens=tokens,
-        patterns=attention_patterns(model, tokens),
-        heads=interp.detect_heads(attention_patterns(model, tokens), tokens),
+        patterns=patterns,
+        heads=interp.detect_heads(patterns, tokens),
         lens=lens,
         attributions=credit,
         vocabulary=[chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in range(256)],
         title="What the trained model does",
     )
-    best = {kind: heads.best(kind) for kind in KINDS}
-    cut = best["previous"]
-    drawn = attention_patterns(model, tokens)
+    cut = heads.best("previous")
+    loss = loss_without(model, cut.layer, cut.head, tokens, targets)
     return Inspect(
         page=page.name,
-        # In hundredths: held-out text, its first row's first tokens.
-        patterns={
-            f"{kind}: {head.layer}.{head.head}": (
-                100 * drawn[head.layer][0, head.head, :DRAWN, :DRAWN]
-            )
-            .int()
-            .tolist()
-            for kind, head in best.items()
-        },
-        lens=[
-            {
-                "after": name,
-                "target_loss": float(-lens.target_log_probability[i].mean()),
-                "entropy": float(lens.entropy[i].mean()),
-            }
-            for i, name in enumerate(lens.names)
-        ],
-        heads=[
-            {
-                "kind": kind,
-                "layer": head.layer,
-                "head": head.head,
-                "score": head.score,
-                "chance": head.chance,
-                "by_chance": head.is_noise,
-            }
-            for kind, head in best.items()
-        ],
+        patterns=drawn_patterns(heads, patterns),
+        lens=lens_rows(lens),
+        heads=head_rows(heads),
         attribution=[
             {"component": name, "mean_logit": float(term.mean())}
             for name, term in credit.named().items()
         ],
-        ablation={
-            "layer": cut.layer,
-            "head": cut.head,
-            "loss": loss_without(model, cut.layer, cut.head, tokens, targets),
-        },
+        ablation={"layer": cut.layer, "head": cut.head, "loss": loss},
         induction=induction,
     )
+
+
+def drawn_patterns(heads: HeadScores, patterns: list[Tensor]) -> dict[str, list[list[float]]]:
+    """Return the pattern of the best head of each kind, in hundredths: the first row's start."""
+    drawn = {}
+    for kind in KINDS:
+        head = heads.best(kind)
+        start = 100 * patterns[head.layer][0, head.head, :DRAWN, :DRAWN]
+        drawn[f"{kind}: {head.layer}.{head.head}"] = start.int().tolist()
+    return drawn
+
+
+def lens_rows(lens: Lens) -> Rows:
+    """Return the loss and the entropy of the prediction after each layer."""
+    assert lens.target_log_probability is not None
+    return [
+        {"after": name, "target_loss": float(-target.mean()), "entropy": float(entropy.mean())}
+        for name, target, entropy in zip(
+            lens.names, lens.target_log_probability, lens.entropy, strict=True
+        )
+    ]
+
+
+def head_rows(heads: HeadScores) -> Rows:
+    """Return the best head of each kind with its score and the score by chance."""
+    best = map(heads.best, KINDS)
+    return [asdict(head) | {"by_chance": head.is_noise} for head in best]
 
 
 def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets: Tensor) -> float:
@@ -155,26 +136,10 @@ def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets:
 
 
 def attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:
-    """Return each layer's pattern (batch, heads, seq, seq), from the inputs of queries and keys."""
-    inputs = [f"blocks.{i}.attention:input" for i in range(len(model.blocks))]
-    with interp.record(model, *inputs) as seen:
+    """Return the pattern of each layer, of shape (batch, heads, seq, seq)."""
+    with interp.record_patterns(model) as patterns:
         model(tokens)
-    rope = model.rope[:, : tokens.shape[1]]
-    return [
-        _pattern(block.attention, seen[site], rope)
-        for site, block in zip(inputs, model.layers(), strict=True)
-    ]
-
-
-def _pattern(attention: MultiHeadAttention, x_BTD: Tensor, rope: Tensor) -> Tensor:
-    q, k = (
-        rotate(project(x_BTD).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2), rope)
-        for project in (attention.q, attention.k)
-    )
-    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-    pattern: Tensor = scores.masked_fill(future, float("-inf")).softmax(-1)
-    return pattern
+    return [patterns[f"blocks.{i}.attention"] for i in range(len(model.blocks))]
 
 
 def repeated(context: int, vocabulary: int) -> Tensor:

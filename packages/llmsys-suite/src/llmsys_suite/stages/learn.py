@@ -3,49 +3,35 @@
 - A batch is a function of (seed, step), and checkpoints of zero fit any number of ranks, so that a
   training run continues elsewhere as if it had not stopped. SIGTERM saves a checkpoint and then
   ends the run.
-- One small all-reduce carries the mean loss of a step and whether any rank received SIGTERM.
+- One small all-reduce carries the mean loss of a step and the SIGTERM of any rank.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import zero
-from torch import Tensor
+from safetensors.torch import save_file
 
+from llmsys_suite.learning.choice import make_variant
+from llmsys_suite.learning.evaluation import decoder, heldout_loss, sample
 from llmsys_suite.learning.log import Log, open_log, traced_steps
-from llmsys_suite.learning.state import CHECKPOINT, beginning, require_same, resumed
-from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
-from llmsys_suite.model import Decoder
+from llmsys_suite.learning.state import CHECKPOINT, PROBE, beginning, require_same, resumed
+from llmsys_suite.ranks.failure import collect_stop_requests
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Learn
 from llmsys_suite.text.data import row_digests
-from llmsys_suite.text.generation import MODEL, generate
-from llmsys_suite.text.tokens import codec_of
-from llmsys_suite.variants import VARIANTS, three_dimensional
+from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.single import Variant
-from llmsys_suite.variants.three_dimensional import ThreeDimensional
 
 #: Peak learning rate relative to that of `train`, and the fraction of steps of its warm-up.
 RATE, WARM = 2.0, 0.05
 #: Number of evaluations on the held-out text, and of checkpoints.
 EVALUATIONS, SAVES = 8, 4
-HELDOUT_ROWS = 128
-#: Variants whose optimizer state is on the ranks and fits a checkpoint of zero.
-LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
-#: Variants whose blocks can be compiled: FSDP frees and refills their parameters by hooks.
-COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
-#: Checkpoints before and after the step that the audit repeats.
-PROBE = "probe"
-PROMPT, SAMPLE_BYTES = 64, 240
 
 
 def run(run: Run) -> Learn | None:
@@ -72,13 +58,13 @@ def run(run: Run) -> Learn | None:
             train_step(run, name, variant, state, probed_step, stop_requests, log)
             if recording is not None:
                 recording.step()
+    if begun_at == state["total"]:
+        save(run, variant, state, CHECKPOINT)  # no step has saved one in this run folder
     weights = variant.weights()
     after = sample(run, weights)
     variant.close()
     if run.folder is None:
         return None
-    from safetensors.torch import save_file
-
     run.trained = decoder(run, weights)
     save_file(run.trained.state_dict(), run.folder.path / MODEL)
     return Learn(
@@ -93,28 +79,6 @@ def run(run: Run) -> Learn | None:
         before=before,
         after=after,
     )
-
-
-def make_variant(run: Run) -> tuple[str, Variant]:
-    """Return the variant that trains and its name.
-
-    It is the fastest one of `train`, or the split that the configuration asks for.
-    """
-    config = run.config
-    model = replace(run.model, checkpoint=config.recompute)
-    if config.tensor * config.pipeline > 1:
-        variant: Variant = ThreeDimensional(run, model)
-        name = three_dimensional.NAME
-    else:
-        compared = run.results.get("train")
-        rows = compared.rows if compared else []
-        name = fastest(rows, COMPILED if config.compile else LEARNERS) if run.rank == 0 else ""
-        name = run.gather(name)[0] if run.world > 1 else SINGLE
-        variant = VARIANTS[name](run, model)
-    if config.compile:
-        for block in variant.blocks():
-            block.compile()
-    return name, variant
 
 
 def train_step(
@@ -153,11 +117,11 @@ def train_step(
     state["losses"].append(float(both[0]) / run.world)
     log(step, {"loss": state["losses"][-1], "learning_rate": record["learning_rate"]})
     state["step"] = step = step + 1
-    if step == total or step % max(1, total // EVALUATIONS) == 0:
+    if is_due(step, total, EVALUATIONS):
         state["heldout"].append((step, heldout_loss(run, variant.evaluated_model())))
         log(step - 1, {"heldout_loss": state["heldout"][-1][1]})
         run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
-    if both[1] or step == total or step % max(1, total // SAVES) == 0:
+    if both[1] or is_due(step, total, SAVES):
         save(run, variant, state, CHECKPOINT)
     if both[1]:
         raise KeyboardInterrupt
@@ -168,6 +132,11 @@ def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
     zero.save_checkpoint(run.out / name, *variant.checkpointed(), extra=dict(state))
 
 
+def is_due(step: int, total: int, times: int) -> bool:
+    """Return True at equal intervals, `times` per training, and after the last step."""
+    return step == total or step % max(1, total // times) == 0
+
+
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
     """Return a random step, the same on every rank, that the audit repeats; None without audit."""
     if "audit" not in run.config.stages or first >= total:
@@ -176,55 +145,6 @@ def draw_probed_step(run: Run, first: int, total: int) -> int | None:
     return step
 
 
-def fastest(rows: list[dict[str, Any]], allowed: tuple[str, ...] = LEARNERS) -> str:
-    """Return the allowed variant with the smallest median ratio to torch DDP."""
-    ratios = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
-    return min((name for name in allowed if name in ratios), key=ratios.__getitem__, default=PEER)
-
-
 def schedule(progress: float) -> float:
     """Return the learning-rate factor: a linear warm-up, then half a cosine."""
     return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
-
-
-@torch.no_grad()
-def heldout_loss(run: Run, model: torch.nn.Module) -> float:
-    """Return the held-out loss in nats per token, in float32, from equal parts of the rows."""
-    rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
-    tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
-    with run.in_float32():
-        logits = model(tokens).flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
-    dist.all_reduce(loss)
-    return float(loss) / rows[0].numel()
-
-
-def decoder(run: Run, weights: dict[str, Tensor]) -> Decoder:
-    """Return a model with these weights."""
-    model = Decoder(run.model).to(run.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model
-
-
-@torch.no_grad()
-def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
-    """Return the text that the model writes after a held-out prompt, on rank 0."""
-    if run.rank:
-        return {}
-    model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
-    codec = codec_of(run.config, run.out)
-    written = generate(model, prompt, SAMPLE_BYTES)
-    return {"prompt": codec.decode(prompt), "written": codec.decode(written)}
-
-
-@contextmanager
-def collect_stop_requests() -> Iterator[list[int]]:
-    """Append SIGTERM to the returned list instead of ending the process, inside the block."""
-    signals: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-    try:
-        yield signals
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -9,29 +9,44 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from accounting import Ledger
 from accounting.memory.live import LiveMemory, make_state, training_step_memory
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmsys_suite.config import RunConfig
+from llmsys_suite.measure.autocast_memory import saved_bytes
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Memory
 
 ROWS = 4
-#: Sizes besides that of the run, and the contexts of the coursework.
+#: Sizes besides that of the run, with the contexts and the vocabulary of the coursework.
 DRAWN_BESIDE = {"2.7B": (128, 256, 512)}
+VOCABULARY_BESIDE = 10_000
 MIB = 2**20
 
 
+def contexts(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Return the contexts of each drawn size; the run's size is always the run's model."""
+    drawn: dict[str, tuple[int, ...]] = {}
+    drawn[config.size] = (config.context // 2, config.context, 2 * config.context)
+    return drawn | {size: some for size, some in DRAWN_BESIDE.items() if size != config.size}
+
+
+def vocabulary_of(size: str, config: RunConfig) -> int:
+    """Return the vocabulary of a drawn size."""
+    return config.vocabulary if size == config.size else VOCABULARY_BESIDE
+
+
 def run(run: Run) -> Memory | None:
-    """Return timelines and peaks of this run's size and of 2.7B; ranks share the contexts."""
-    context = run.config.context
-    wanted = {run.config.size: (context // 2, context, 2 * context)} | DRAWN_BESIDE
+    """Return timelines and peaks of this run's model and of 2.7B; ranks share the contexts."""
+    wanted = contexts(run.config)
     cases = [(size, length) for size, lengths in wanted.items() for length in lengths]
-    mine = {case: profile(*case) for case in cases[run.rank :: run.world]}
+    mine = {
+        (size, length): profile(size, length, vocabulary_of(size, run.config))
+        for size, length in cases[run.rank :: run.world]
+    }
     gathered = run.gather(mine)
     if run.rank != 0:
         return None
@@ -47,7 +62,9 @@ def run(run: Run) -> Memory | None:
             "model": size,
             "context": lengths[1],
             "autocast": "bf16" if autocast else "off",
-            "saved_for_backward_mib": saved_for_backward(size, lengths[1], autocast=autocast),
+            "saved_for_backward_mib": saved_for_backward(
+                size, lengths[1], vocabulary_of(size, run.config), autocast=autocast
+            ),
         }
         for autocast in (False, True)
     ]
@@ -55,9 +72,8 @@ def run(run: Run) -> Memory | None:
     return Memory(models, mixed, _snapshot(run) if on_gpu else "")
 
 
-def profile(size: str, context: int) -> dict[str, Any]:
+def profile(size: str, context: int, vocabulary: int = VOCABULARY_BESIDE) -> dict[str, Any]:
     """Return peaks, timelines and the largest allocations of one size at one context."""
-    vocabulary = vocabulary_of(size)
     config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
     forward, step = inference(config), training(config)
     checkpointed = training(replace(config, checkpoint=True))
@@ -77,43 +93,12 @@ def profile(size: str, context: int) -> dict[str, Any]:
     }
 
 
-def saved_for_backward(size: str, context: int, *, autocast: bool) -> float:
-    """Return the live MiB at the start of the backward pass, in float32 or bf16 autocast.
-
-    Fake tensors follow the rules of a GPU without one. Autocast saves a half-precision copy of each
-    weight that a product has read, besides smaller activations.
-    """
-    config = ModelConfig.named(size, vocabulary=vocabulary_of(size), context=context)
-    # The initialization reads values, which fake tensors do not have.
-    with (
-        FakeTensorMode(),
-        torch.device("cuda"),
-        mock.patch("torch.nn.init.trunc_normal_", lambda weight, **_: weight),
-    ):
-        model = Decoder(config, plain_attention)
-        tokens = torch.zeros(ROWS, context, dtype=torch.long)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False, capturable=True)
-        make_state(optimizer)
-        memory = LiveMemory()
-        memory.add([*model.parameters(), *model.buffers()], "parameter or buffer")
-        for state in optimizer.state.values():
-            memory.add(state.values(), "optimizer state")
-        torch.set_autocast_dtype("cuda", torch.bfloat16)
-        torch.set_autocast_enabled("cuda", autocast)
-        try:
-            with memory:
-                loss = model.loss(tokens, tokens)
-                live_bytes = memory.live_bytes
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-            torch.clear_autocast_cache()
-        del loss  # frees the graph and its saved tensors
-    return live_bytes / MIB
-
-
-def vocabulary_of(size: str) -> int:
-    """Return 256 for the sizes that are trained on bytes, and 10,000 for the others."""
-    return 256 if size in ("mini", "tiny") else 10_000
+def saved_for_backward(
+    size: str, context: int, vocabulary: int = VOCABULARY_BESIDE, *, autocast: bool
+) -> float:
+    """Return the live MiB at the start of the backward pass; see `saved_bytes`."""
+    config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
+    return saved_bytes(config, ROWS, autocast=autocast) / MIB
 
 
 def inference(config: ModelConfig) -> LiveMemory:
@@ -142,8 +127,8 @@ def training(config: ModelConfig) -> LiveMemory:
 def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
     """Return at most `points` of the timeline in MiB, each the maximum of an interval."""
     stride = max(1, -(-len(timeline) // points))
-    stretches = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
-    highest = (max(stretch, key=lambda point: point[1]) for stretch in stretches)
+    intervals = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
+    highest = (max(interval, key=lambda point: point[1]) for interval in intervals)
     return [(phase, live / MIB) for phase, live in highest]
 
 

@@ -7,13 +7,11 @@ with the predictions.
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import TYPE_CHECKING
 
 import accounting
 
-from llmsys_suite.config import SIZES, RunConfig
+from llmsys_suite.config import RunConfig, size_of
 from llmsys_suite.environment import available_memory_bytes
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.results import Plan, Prediction
@@ -26,13 +24,11 @@ PROCESS_BYTES = 700 * 2**20
 # Seconds to measure the rate of a product, interleaved with the reference matmul.
 PRODUCTS_SECONDS = 0.5
 TURNS = 25
-# Timed steps of the models with one and three layers.
-STEPS_TIMED = 5
 
 
 def transformer(config: RunConfig) -> accounting.Transformer:
     """Return the run's model as an `accounting` model description."""
-    return SIZES[config.size].described(vocabulary=config.vocabulary)
+    return size_of(config.size).described(vocabulary=config.vocabulary)
 
 
 def predict(config: RunConfig) -> Prediction:
@@ -77,10 +73,11 @@ def predict(config: RunConfig) -> Prediction:
 def run(run: Run) -> Plan:
     """Return the predictions, with measurements of the real model and of this machine."""
     from llmsys_suite.measure import reference_matmul
+    from llmsys_suite.variants.shallow import layer_matmuls, step_matmuls
 
     predicted = predict(run.config)
     fit = predicted.all_variants_bytes < 0.8 * available_memory_bytes(run.device.type)
-    peak, beside = _agreed_rates(run)
+    peak, beside = agreed_rates(run)
     first, further = layer_matmuls(run) if run.rank == 0 else (0.0, 0.0)
     matmuls = step_matmuls(first, further, run.model.num_layers)
     one_s = reference_matmul.flops(run.device) / beside
@@ -88,7 +85,7 @@ def run(run: Run) -> Plan:
         **vars(predicted),
         peak=peak,
         reference_flops_per_second=beside,
-        variants_fit_together=_agreed(run, fit),
+        variants_fit_together=all(run.gather(fit)),
         layer_matmuls=first,
         step_matmuls=matmuls,
         step_ms=1e3 * matmuls * one_s,
@@ -96,40 +93,11 @@ def run(run: Run) -> Plan:
     )
 
 
-def layer_matmuls(run: Run) -> list[float]:
-    """Return a one-layer step and each further layer's time, in times of the reference matmul.
-
-    Both are medians; the time of a further layer is half of what two more layers add.
-    """
-    from llmsys_suite.measure import reference_matmul
-    from llmsys_suite.variants.shallow import Shallow
-
-    tokens, targets = run.batch(0)
-    models = Shallow(run, 1), Shallow(run, 3)
-    cores: list[float] = []
-    ones: list[float] = []
-    further: list[float] = []
-    for turn in range(1 + STEPS_TIMED):
-        core = reference_matmul.core_seconds(run.device)
-        first, three = (model.seconds(tokens, targets) for model in models)
-        # The first round creates the optimizer state.
-        if turn:
-            cores.append(core)
-            ones.append(first)
-            further.append((three - first) / 2)
-    return [statistics.median(times) / statistics.median(cores) for times in (ones, further)]
-
-
-def step_matmuls(first: float, further: float, layers: int) -> float:
-    """Return the time of a step: that of one layer, plus that of each further layer."""
-    return first + (layers - 1) * further
-
-
 def measured_peak_bytes(run: Run) -> int:
     """Return the peak bytes of a training step of the real model on this run's device.
 
-    The second step of AdamW, whose state is there then: counted operator by operator on a CPU, by
-    the allocator on a GPU.
+    The step is the second one of AdamW, whose state exists by then. Its bytes are counted operator
+    by operator on a CPU, and by the allocator on a GPU.
     """
     import torch
     from accounting.memory.live import training_step_memory
@@ -159,44 +127,19 @@ def measured_peak_bytes(run: Run) -> int:
     return training_step_memory(model, loss, optimizer).peak_bytes
 
 
-def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
-    """Return the best rate of a matrix product on this rank, with all ranks busy."""
-    import torch
+def agreed_rates(run: Run) -> list[float]:
+    """Return the best rates on any rank of a matrix product and of the reference matmul.
 
-    from llmsys_suite.measure import reference_matmul
-
-    n = 512 if run.device.type == "cpu" else 8192
-    a, b = (torch.randn(n, n, device=run.device).to(run.compute_dtype) for _ in range(2))
-    best, end = 0.0, time.perf_counter() + (seconds or PRODUCTS_SECONDS)
-    while time.perf_counter() < end:
-        begin = reference_matmul.clock(run.device)
-        a @ b
-        best = max(best, 2 * n**3 / (reference_matmul.clock(run.device) - begin))
-    return best
-
-
-def _agreed_rates(run: Run) -> list[float]:
-    """Return the best rate of the product on any rank, and that of the reference matmul."""
-    import torch
-    import torch.distributed as dist
-
+    All ranks measure at the same time. The rates are in FLOPs per second.
+    """
     from llmsys_suite.measure import reference_matmul
 
     run.barrier()
-    best = torch.zeros(2, dtype=torch.float64, device=run.device)
+    rates = []
     for _ in range(TURNS):
-        product = matmul_flops_per_second(run, PRODUCTS_SECONDS / TURNS)
+        seconds = PRODUCTS_SECONDS / TURNS
+        product = reference_matmul.product_rate(run.device, run.compute_dtype, seconds)
         beside = reference_matmul.flops(run.device) / reference_matmul.core_seconds(run.device)
-        best = best.maximum(best.new_tensor([product, beside]))
-    dist.all_reduce(best, dist.ReduceOp.MAX)
-    rates: list[float] = best.tolist()
-    return rates
-
-
-def _agreed(run: Run, local: bool) -> bool:
-    import torch
-    import torch.distributed as dist
-
-    everywhere = torch.tensor(int(local), device=run.device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere)
+        rates.append((product, beside))
+    everywhere = [pair for pairs in run.gather(rates) for pair in pairs]
+    return [max(rate) for rate in zip(*everywhere, strict=True)]

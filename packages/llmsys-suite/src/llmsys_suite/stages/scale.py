@@ -31,16 +31,9 @@ HELDOUT_ROWS = 256
 
 def run(run: Run) -> Scale | None:
     """Return the losses of all runs, their IsoFLOP fit and its extrapolation."""
-    # With epochs the number of steps depends on the text.
-    steps = RunConfig.steps if run.config.epochs else run.config.steps
-    todo = [
-        (steps * budget * APART**i, width, run.config.seed + i)
-        for i in range(SEEDS)
-        for budget, widths in GRID
-        for width in widths
-    ]
     # Assigned round-robin; a perfect split would save two ranks a tenth of the time.
-    mine = [train_one(run, *arguments) for arguments in todo[run.rank :: run.world]]
+    planned = planned_runs(run.config)[run.rank :: run.world]
+    mine = [train_one(run, *arguments) for arguments in planned]
     gathered = run.gather(mine)
     rows = sorted(
         (row for part in gathered for row in part),
@@ -49,6 +42,18 @@ def run(run: Run) -> Scale | None:
     if run.rank != 0:
         return None
     return fit(rows)
+
+
+def planned_runs(config: RunConfig) -> list[tuple[float, int, int]]:
+    """Return the budget in FLOPs, the width and the seed of each run."""
+    # With epochs the number of steps depends on the text.
+    steps = RunConfig.steps if config.epochs else config.steps
+    return [
+        (steps * budget * APART**i, width, config.seed + i)
+        for i in range(SEEDS)
+        for budget, widths in GRID
+        for width in widths
+    ]
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import accounting
 
-from llmsys_suite.config import BYTE_VOCABULARY, LEAST_CONTEXT, SIZES, UsageError
+from llmsys_suite.config import BYTE_VOCABULARY, LEAST_CONTEXT, UsageError, size_of
 from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -38,7 +38,8 @@ class Case:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, known in (("size", SIZES), ("dtype", DTYPES), ("device", ("cpu", "cuda"))):
+        size_of(self.size)
+        for name, known in (("dtype", DTYPES), ("device", ("cpu", "cuda"))):
             if getattr(self, name) not in known:
                 raise UsageError(
                     f"{name} {getattr(self, name)!r} is unknown; choose from {', '.join(known)}"
@@ -105,7 +106,7 @@ class Case:
         return {key: values[key] for key in LABELS}
 
     def _shape(self) -> accounting.Transformer:
-        return SIZES[self.size].described(layers=self.layers, vocabulary=self.vocabulary)
+        return size_of(self.size).described(layers=self.layers, vocabulary=self.vocabulary)
 
 
 LABELS = ("size", "layers", "context", "rows", "dtype", "compile", "checkpoint")

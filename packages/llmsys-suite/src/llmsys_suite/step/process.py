@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from llmsys_suite.environment import peak_memory_bytes
+from llmsys_suite.measure.reference_matmul import product_rate
 from llmsys_suite.ranks.failure import end_with_parent
 from llmsys_suite.step.case import STEPS, WARMUPS, Case
 from llmsys_suite.step.kernels import by_phase
-from llmsys_suite.step.training import AUTOCAST, Step, product_rate
+from llmsys_suite.step.training import AUTOCAST, Step
 
 
 def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> dict[str, Any]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from llmsys_suite.measure import reference_matmul
 from llmsys_suite.measure.interleaved import now
 from llmsys_suite.measure.phases import named_range
 from llmsys_suite.model import Decoder, plain_attention
@@ -61,18 +58,3 @@ class Step:
                 part()
                 seconds.append(now(self.device) - begin)
         return seconds
-
-
-def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Return the best rate of a large matrix product in FLOPs per second, as in a linear layer.
-
-    In float16 a CPU without hardware support takes 25 times as long for a @ b as for a @ b.mT.
-    """
-    n = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    best, end = 0.0, time.perf_counter() + seconds
-    while best == 0.0 or time.perf_counter() < end:
-        begin = reference_matmul.clock(device)
-        a @ b.mT
-        best = max(best, 2 * n**3 / (reference_matmul.clock(device) - begin))
-    return best

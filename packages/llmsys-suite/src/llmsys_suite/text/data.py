@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 #: Largest folder that is joined in memory, in bytes.
 LARGEST_FOLDER = 256 * 2**20
+#: For fewer windows, `torch.randint` draws the start of a window from 32 random bits. For more, the
+#: bits that it uses depend on its version.
+FEW_WINDOWS = 2**28
 #: Bytes that are read at once to compute a digest.
 CHUNK_BYTES = 2**24
 
@@ -226,8 +229,12 @@ def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[
     import torch
 
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts: list[int] = torch.randint(length - context - 1, (rows,), generator=generator).tolist()
-    return starts
+    windows = length - context - 1
+    if windows < FEW_WINDOWS:
+        starts: list[int] = torch.randint(windows, (rows,), generator=generator).tolist()
+        return starts
+    pairs = torch.randint(2**24, (rows, 2), generator=generator).tolist()
+    return [(2**24 * high + low) % windows for high, low in pairs]
 
 
 def _starts_in_epochs(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:

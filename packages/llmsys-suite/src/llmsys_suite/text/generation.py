@@ -1,4 +1,4 @@
-"""Text generation with a trained model, one byte at a time."""
+"""Text generation with a trained model, one token at a time."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def generate_text(
     """Return `max_bytes` generated tokens as text; raise UsageError for invalid arguments."""
     if not (max_bytes > 0 and 0 < temperature < math.inf):
         raise UsageError(f"max_bytes {max_bytes} and temperature {temperature:g} must be positive")
-    if not prompt:
-        raise UsageError("expected a prompt of at least one byte, got an empty one")
     codec = codec or ByteCodec()
-    return codec.decode(generate(model, codec.encode(prompt), max_bytes, temperature, seed))
+    tokens = codec.encode(prompt)
+    if not tokens:
+        raise UsageError(f"expected a prompt of at least one token, got {prompt!r}")
+    return codec.decode(generate(model, tokens, max_bytes, temperature, seed))
 
 
 @torch.no_grad()
@@ -55,6 +56,8 @@ def generate(
     generator, written = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(max_bytes):
         seen = torch.tensor([written[-model.config.context :]], device=device)
-        chances = (model(seen)[0, -1].float().cpu() / temperature).softmax(-1)
+        logits = model(seen)[0, -1].double().cpu()
+        # The largest logit becomes 0, so that no quotient of a small temperature is NaN.
+        chances = ((logits - logits.amax()) / temperature).softmax(-1)
         written.append(int(torch.multinomial(chances, 1, generator=generator)))
     return written[len(prompt) :]

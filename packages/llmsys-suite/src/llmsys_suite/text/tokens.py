@@ -57,6 +57,9 @@ class PairCodec:
             self._tokenizer: Any = _library().Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
             raise UsageError(f"{path} is not a file of the package tokenizers: {error}") from None
+        # Files of other models may cut long inputs and pad short ones, which would change the text.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""A training step of a model with few layers, which predicts the step of the full model.
+"""Training steps of models with few layers, which predict the step of the full model.
 
 Contention for caches and memory slows both models alike, but not a single matrix product.
 Therefore their ratio is valid on a busy machine too.
@@ -6,6 +6,7 @@ Therefore their ratio is valid on a busy machine too.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ from llmsys_suite.model import Decoder
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
+
+#: Timed steps of the models with one and three layers.
+STEPS_TIMED = 5
 
 
 class Shallow:
@@ -40,3 +44,29 @@ class Shallow:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return reference_matmul.clock(self.device) - begin
+
+
+def layer_matmuls(run: Run) -> list[float]:
+    """Return a one-layer step and each further layer's time, in times of the reference matmul.
+
+    Both are medians; the time of a further layer is half of what two more layers add.
+    """
+    tokens, targets = run.batch(0)
+    models = Shallow(run, 1), Shallow(run, 3)
+    cores: list[float] = []
+    ones: list[float] = []
+    further: list[float] = []
+    for turn in range(1 + STEPS_TIMED):
+        core = reference_matmul.core_seconds(run.device)
+        first, three = (model.seconds(tokens, targets) for model in models)
+        # The first round creates the optimizer state.
+        if turn:
+            cores.append(core)
+            ones.append(first)
+            further.append((three - first) / 2)
+    return [statistics.median(times) / statistics.median(cores) for times in (ones, further)]
+
+
+def step_matmuls(first: float, further: float, layers: int) -> float:
+    """Return the time of a step: that of one layer, plus that of each further layer."""
+    return first + (layers - 1) * further

@@ -27,6 +27,10 @@ class ShardedState(Parallel):
             **self.make.keywords,
         )
 
+    def clip(self, max_norm: float) -> None:
+        """Average the gradients, which the optimizer does in its step otherwise, and clip them."""
+        self.optimizer.clip_grad_norm_(max_norm)
+
     def gradients(self) -> None:
         """Return None, because the optimizer averages the gradients in its step."""
 

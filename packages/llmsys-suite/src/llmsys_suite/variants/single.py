@@ -55,6 +55,8 @@ class Variant:
         #: True if the digests of this rank's rows are recorded: once per part.
         self.reports_rows = True
         self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate)
+        #: Largest norm of the gradient, or None if it is not clipped.
+        self.max_norm: float | None = None
         #: Number of parts in which a rank handles its rows.
         self.parts = run.config.parts if self.alone else 1
         self.decoder = Decoder(config, attention=flash_attention).to(run.device)
@@ -72,6 +74,9 @@ class Variant:
         self.prepare()
         loss = self.forward_backward(tokens, targets)
         self.communicate()
+        if self.max_norm is not None:
+            with self.phase("optimizer"):
+                self.clip(self.max_norm)
         self.update()
         return loss
 
@@ -93,6 +98,10 @@ class Variant:
 
     def communicate(self) -> None:
         """Finish the communication that the backward pass has not completed."""
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the averaged gradient to at most this norm."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def update(self) -> None:
         """Take the optimizer's step."""

@@ -96,6 +96,19 @@ class ThreeDimensional(Variant):
                 dist.all_reduce(local, group=self.replicas.get_group())
                 local /= self.replicas.size()
 
+    def clip(self, max_norm: float) -> None:
+        """Clip by the norm over all parts of the model."""
+        square = torch.zeros((), device=self.device)
+        for parameter in self.part.parameters():
+            assert parameter.grad is not None
+            norm = torch.linalg.vector_norm(parameter.grad)
+            square += (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+        dist.all_reduce(square, group=self.stages.get_group())
+        # Torch's fused loops do not mix split gradients with whole ones.
+        nn.utils.clip_grads_with_norm_(
+            self.part.parameters(), max_norm, square.sqrt(), foreach=False
+        )
+
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters, not split, on every rank."""
         return self._gathered({name: p.detach() for name, p in self.part.named_parameters()})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmsys_suite import results
 from llmsys_suite.audit import peers, reference
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.tolerances import PEER_BAND
 from llmsys_suite.ranks.rank import Run
@@ -26,6 +26,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
     """Compare outputs, gradients and times of all kernels, on rank 0."""
     if run.rank:
         return
+    yield same_rows("kernels", attention.KERNELS, [row["kernel"] for row in result.rows])
     inputs = attention.inputs(run)
     exact = reference.attention(*(t.detach().double() for t in inputs))
     # A kernel that returned a stored result would be right for the inputs of the stage only.

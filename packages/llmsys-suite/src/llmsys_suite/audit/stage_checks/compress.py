@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmsys_suite import results
 from llmsys_suite.audit import peers, reference
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import cross_entropy, in_float64, on_device
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
@@ -37,6 +37,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     if run.rank or not isinstance(run.trained, Decoder):
         return
     tokens, targets = compress.heldout(run)
+    yield same_rows("methods", compress.METHODS, [row["method"] for row in result.rows])
     rows = {row["method"]: row for row in result.rows}
     whole = rows[compress.BASELINE]
     float64 = Sources("reported", "float64")

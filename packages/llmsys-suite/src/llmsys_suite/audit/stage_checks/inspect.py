@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import GRADIENT, REPLAYED_LOSS, SUMS
@@ -26,7 +26,10 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     """Recompute all that the stage says of the trained model, on rank 0."""
     if run.rank or not isinstance(run.trained, Decoder):
         return
+    yield same_rows("kinds of heads", inspect.KINDS, [row["kind"] for row in result.heads])
     model = run.trained
+    layers = ["embedding", *(f"blocks.{i}" for i in range(model.config.num_layers))]
+    yield same_rows("layers of the lens", layers, [row["after"] for row in result.lens])
     heads = model.config.num_heads
     weights = in_float64(model)
     heldout = reference.spread(read_parts(run.config)[1], 4, min(64, model.config.context))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.learning import choice, evaluation
 from llmsys_suite.learning.state import CHECKPOINT, DEFAULT_STEPS
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import learn
@@ -52,12 +54,13 @@ def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
         steps = config.learn or DEFAULT_STEPS
         yield Sources("losses", "the configuration").equal("steps", steps, total)
     evaluated = [step for step, _ in result.heldout]
-    order = Sources("evaluations", "first, last and in order")
-    in_order = evaluated == sorted(set(evaluated)) and evaluated[-1] == total
-    yield order.none("steps of held-out losses", [] if in_order else [str(evaluated)])
+    interval = max(1, total // learn.EVALUATIONS)
+    expected = [0, *(step for step in range(1, total) if step % interval == 0), total]
+    at = Sources("evaluations", "the first step, the last and each interval")
+    yield at.none("steps of held-out losses", [] if evaluated == expected else [str(evaluated)])
     chosen = config.tensor * config.pipeline == 1 and run.world > 1
     if chosen and (train := run.results.get("train")):
-        allowed = learn.COMPILED if config.compile else learn.LEARNERS
+        allowed = choice.COMPILED if config.compile else choice.LEARNERS
         ratios = {
             row["variant"]: row["ratio_p50"]
             for row in train.rows
@@ -74,7 +77,7 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     heads = run.model.num_heads
     allowed = loss_tolerance(config, REPLAYED_LOSS)
     train, held_out = read_parts(config)
-    rows = on_device(run, reference.spread(held_out, learn.HELDOUT_ROWS, config.context))
+    rows = on_device(run, reference.spread(held_out, evaluation.HELDOUT_ROWS, config.context))
     stored = load_file(run.folder.path / MODEL)
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
     exact = reference.mean_loss(weights, *rows, heads)
@@ -88,6 +91,26 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
         yield float64.equal("first loss", exact, result.losses[0], allowed)
         exact = reference.mean_loss(start, *rows, heads)
         yield float64.equal("first held-out loss", exact, result.heldout[0][1], allowed)
+    if config.resume is not None and not restarts():
+        yield from _continued(run, result, config.resume)
+
+
+def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]:
+    """Compare the start of a resumed training with the checkpoint that it continues."""
+    checkpoint = read_checkpoint(source)
+    counts = {int(step) for step in checkpoint["step"].values()}
+    optimizer = Sources("reported", "step counts in the checkpoint")
+    yield optimizer.equal("first step", max(counts, default=0), result.begun_at)
+    if result.begun_at < len(result.losses):
+        config = run.config
+        train, _ = read_parts(config)
+        step = result.begun_at
+        batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
+        weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
+        exact = reference.mean_loss(weights, *on_device(run, batch), run.model.num_heads)
+        allowed = loss_tolerance(config, REPLAYED_LOSS)
+        stored = Sources("reported", "the checkpoint's weights in float64")
+        yield stored.equal("first loss after the checkpoint", exact, result.losses[step], allowed)
 
 
 def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
@@ -95,6 +118,8 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
     assert run.folder is not None
     config = run.config
     total = len(result.losses)
+    if result.begun_at == total:
+        return  # the checkpoint was saved after the last step
     by_step: dict[int, dict[int, Any]] = {step: {} for step in range(result.begun_at, total)}
     for s in run.folder.samples():
         if s["stage"] == "learn" and s["phase"] == "step":

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import collectives
+import collectives.bench.rows
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.tolerances import SUMS
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import links
 
 
 def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
@@ -33,6 +36,12 @@ def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]
     yield algorithms.all_near("all-reduce", off, SUMS)
     wrong = [f"{r['case']} {r['algorithm']}" for r in rows if r["wrong"]]
     yield Sources("the bench's own count", "none").none("elements in error", wrong)
+    for case in collectives.bench.rows.CASES:
+        pairs = [(r["algorithm"], r["size_bytes"]) for r in rows if r["case"] == case]
+        names, sizes = {name for name, _ in pairs}, {size for _, size in pairs}
+        yield same_rows(f"{case}: algorithms and sizes", product(names, sizes), pairs)
+        table = Sources("the table", "the stage")
+        yield table.equal(f"{case}: number of sizes", len(links.SIZES), len(sizes))
     yield from _columns(run, rows)
 
 

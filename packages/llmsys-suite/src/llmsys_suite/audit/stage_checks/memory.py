@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import accounting
 
 from llmsys_suite import results
-from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.config import SIZES
+from llmsys_suite.audit.check import Check, Sources, same_rows
+from llmsys_suite.config import RunConfig, size_of
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import memory
 
@@ -21,16 +21,22 @@ def checks(run: Run, result: results.Memory) -> Iterator[Check]:
     """Compare peaks, the residual stream and the timeline of every size, on rank 0."""
     if run.rank:
         return
+    config = run.config
+    expected = [(size, n) for size, lengths in memory.contexts(config).items() for n in lengths]
+    counted = [(size, row["context"]) for size, m in result.models.items() for row in m["peaks"]]
+    yield same_rows("sizes and contexts", expected, counted)
     off: list[tuple[float, float, str]] = []
     for size, model in result.models.items():
-        off += _predicted(size, model["peaks"])
-        yield from _bounds(size, model)
+        off += _predicted(size, model["peaks"], config)
+        yield from _bounds(size, model, config)
     yield Sources("counted", "accounting").all_equal("peaks of training", off, PEAK_BYTES)
 
 
-def _predicted(size: str, peaks: results.Rows) -> Iterator[tuple[float, float, str]]:
+def _predicted(
+    size: str, peaks: results.Rows, config: RunConfig
+) -> Iterator[tuple[float, float, str]]:
     """Yield the predicted and the counted peak of each context, plain and checkpointed."""
-    described = SIZES[size].described(vocabulary=memory.vocabulary_of(size))
+    described = size_of(size).described(vocabulary=memory.vocabulary_of(size, config))
     for row in peaks:
         for key, checkpointed in (("training", False), ("checkpointed", True)):
             predicted = accounting.peak_memory(
@@ -46,16 +52,16 @@ def _predicted(size: str, peaks: results.Rows) -> Iterator[tuple[float, float, s
             yield predicted / MIB, row[f"{key}_peak_mib"], where
 
 
-def _bounds(size: str, model: results.Row) -> Iterator[Check]:
+def _bounds(size: str, model: results.Row, config: RunConfig) -> Iterator[Check]:
     peaks = model["peaks"]
-    described = SIZES[size].described(vocabulary=memory.vocabulary_of(size))
+    described = size_of(size).described(vocabulary=memory.vocabulary_of(size, config))
     parameters = 4 * accounting.parameters(described).total / MIB
     inference = min(row["inference_peak_mib"] for row in peaks)
     trained = min(row["training_peak_mib"] for row in peaks)
     yield Sources("counted", "parameters to training's peak").between(
         f"{size}: peak of inference", parameters, inference, parameters, trained
     )
-    number_mib = 4 * memory.ROWS * SIZES[size].d_model / MIB
+    number_mib = 4 * memory.ROWS * size_of(size).d_model / MIB
     stream = [(row["context"] * number_mib, row["residual_stream_mib"], "") for row in peaks]
     numbers = Sources("reported", "4 bytes per number")
     yield numbers.all_equal(f"{size}: residual stream", stream, 1e-9)

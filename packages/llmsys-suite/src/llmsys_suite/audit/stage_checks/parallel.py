@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmsys_suite import results, splits
 from llmsys_suite.audit import events, reference
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import (
@@ -40,6 +40,8 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     if rows is None:
         return
+    possible = [n for n, split in splits.SPLITS.items() if not split.why_not(run, run.model)]
+    yield same_rows("splits", possible, [row["split"] for row in rows])
     exact = _one_process(run)
     for row in rows:
         name = row["split"]

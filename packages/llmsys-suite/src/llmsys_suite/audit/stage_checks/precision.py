@@ -10,7 +10,7 @@ import torch
 
 from llmsys_suite import results
 from llmsys_suite.audit import peers, reference
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
@@ -22,12 +22,19 @@ from llmsys_suite.variants.initial_weights import seeded
 BFLOAT16_LOSS = 1e-2
 #: Rounds of the audit's own timing.
 ROUNDS = 5
+#: Dtypes of the timed steps, and of sums and their terms.
+DTYPES = ("float32", "bfloat16")
+SUMMED = [(dtype, dtype) for dtype in ("float32", "float16", "bfloat16")]
+SUMMED += [("float32", dtype) for dtype in ("float16", "bfloat16")]
 
 
 def checks(run: Run, result: results.Precision) -> Iterator[Check]:
     """Check known sums, the dtypes that autocast documents, losses and times, on rank 0."""
     if run.rank:
         return
+    pairs = [(row["sum_in"], row["term_in"]) for row in result.accumulation]
+    yield same_rows("sums", SUMMED, pairs)
+    yield same_rows("dtypes", DTYPES, [row["dtype"] for row in result.timing])
     yield from _sums(result.accumulation)
     documented = {
         "parameters": "float32",

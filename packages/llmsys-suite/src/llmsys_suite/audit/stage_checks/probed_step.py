@@ -30,8 +30,8 @@ from llmsys_suite.audit.tolerances import (
     loss_tolerance,
     weight_tolerance,
 )
+from llmsys_suite.learning.state import PROBE
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import learn
 
 #: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
 ROUNDING = 2**-23
@@ -39,7 +39,7 @@ ROUNDING = 2**-23
 
 def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     """Repeat one step in float64 from the checkpoint before it."""
-    folder = run.out / learn.PROBE
+    folder = run.out / PROBE
     before = read_checkpoint(folder / "before")
     after = read_checkpoint(folder / "after")
     shutil.rmtree(folder)
@@ -48,6 +48,8 @@ def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
     weights = {name: w.to(run.device).double() for name, w in before["weight"].items()}
     loss, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
+    if config.clip is not None:
+        gradients = clipped(gradients, config.clip)
     optimizer = reference.AdamW(weights, rate(result.learning_rate, step, len(result.losses)))
     optimizer.t = step
     if step:
@@ -77,6 +79,14 @@ def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
         off.append((float(distance / room), f"{where} {name}"))
     rounding = Sources("change, over the rounding", "float64")
     yield rounding.all_near("weights after a random step", off, 1.0)
+
+
+def clipped(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
+    """Return the gradient scaled to at most `max_norm`; Pascanu et al. 2013, algorithm 1."""
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    # Torch adds a small number to the norm.
+    scale = min(1.0, max_norm / (norm + 1e-6))
+    return {name: scale * g for name, g in gradients.items()}
 
 
 def rate(base: float, step: int, total: int) -> float:

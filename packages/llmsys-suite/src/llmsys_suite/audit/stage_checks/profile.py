@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from llmsys_suite import results
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.flops import Flops, count_flops
-from llmsys_suite.config import SIZES
+from llmsys_suite.audit.tolerances import RATE_BAND
+from llmsys_suite.config import size_of
+from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.step.case import PHASES
-from llmsys_suite.variants.initial_weights import initial_weights
-
-#: Allowed factor between the rates of a product in two processes.
-RATE_BAND = 2.5
+from llmsys_suite.stages import profile
+from llmsys_suite.step.case import PHASES, WARMUPS
 
 
 def checks(run: Run, result: results.Profile) -> Iterator[Check]:
@@ -29,14 +33,13 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
         yield Sources("profiler", "a timer around it").between(
             f"{row['phase']}: operators' total", timer, row["total_ms"], low, 1.05 * timer + 0.5
         )
-    rows = max(1, run.config.rows // run.world)
-    weights = initial_weights(run)
-    flops = count_flops(weights, rows, run.config.context, run.model.num_heads)
-    for row in result.protocol:
-        if not row["note"]:
-            yield from ten_steps(row)
-            if row["size"] == run.config.size:
-                yield from _utilization(run, row, flops)
+    yield from _complete(run, result)
+    for size, rows in groupby(result.protocol, key=itemgetter("size")):
+        for row in rows:
+            if not row["note"]:
+                yield from ten_steps(row)
+                yield from _utilization(run, row, _flops(run, size))
+    flops = _flops(run, run.config.size)
     first = result.operators[0]
     counter = Sources("profile", "torch's counter")
     yield counter.equal(
@@ -45,6 +48,32 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
     scores = flops.attention_forward / (4 * run.model.d_model // run.model.num_heads)
     five = Sources("profile", "five per score")
     yield five.equal("FLOPs of softmax", 5 * scores, first["softmax_flops"])
+
+
+def _complete(run: Run, result: results.Profile) -> Iterator[Check]:
+    """Check that each size has a row per number of warm-up steps, or one row with a reason."""
+    expected: list[tuple[str, int | None]] = []
+    for size in dict.fromkeys((run.config.size, *profile.SIZES_TIMED)):
+        is_timed = not any(row["note"] for row in result.protocol if row["size"] == size)
+        expected += [(size, warmup) for warmup in (WARMUPS if is_timed else (None,))]
+    reported = [(row["size"], None if row["note"] else row["warmup"]) for row in result.protocol]
+    yield same_rows("sizes and warm-up steps", expected, reported)
+    yield same_rows("phases", PHASES, [row["phase"] for row in result.operators])
+
+
+@cache
+def _meta_weights(size: str, vocabulary: int, context: int) -> dict[str, Tensor]:
+    """Return the parameters of a size without memory."""
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.named(size, vocabulary=vocabulary, context=context))
+    return dict(model.named_parameters())
+
+
+def _flops(run: Run, size: str) -> Flops:
+    config = run.config
+    weights = _meta_weights(size, config.vocabulary, config.context)
+    rows = max(1, config.rows // run.world)
+    return count_flops(weights, rows, config.context, size_of(size).num_heads)
 
 
 def ten_steps(row: results.Row) -> Iterator[Check]:
@@ -65,8 +94,8 @@ def ten_steps(row: results.Row) -> Iterator[Check]:
         (float(whole[-1 - tenth]), row["step_p90_ms"], "p90"),
     ]
     yield numpys.all_equal(f"{name}: percentiles", percentiles, 1e-9)
-    size = SIZES[row["size"]]
-    yield Sources("reported", "the size").equal(f"{name}: layers", size.num_layers, row["layers"])
+    layers = size_of(row["size"]).num_layers
+    yield Sources("reported", "the size").equal(f"{name}: layers", layers, row["layers"])
     # The median of the fractions, because another program may use the core between two parts.
     fraction = float(np.median(steps.sum(axis=1) / row["clocked_s"]))
     clock = Sources("its parts", "another clock around them")

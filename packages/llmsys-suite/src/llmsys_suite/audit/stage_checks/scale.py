@@ -11,7 +11,7 @@ import numpy as np
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
@@ -25,6 +25,8 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     """Recompute the columns, train one run again and repeat the fit, on rank 0."""
     if run.rank:
         return
+    trained = [(row["compute_flops"], row["width"], row["seed"]) for row in result.runs]
+    yield same_rows("runs", scale.planned_runs(run.config), trained)
     yield from _columns(result.runs)
     # The shortest run of a seed that the stage could not foresee.
     seed = random.SystemRandom().choice([row["seed"] for row in result.runs])

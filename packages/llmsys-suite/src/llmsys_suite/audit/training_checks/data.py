@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from llmsys_suite.audit.check import Check, Sources
+from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import ranks_of
@@ -33,6 +33,7 @@ def text(record: Record) -> Iterator[Check]:
 
 def rows(record: Record) -> Iterator[Check]:
     """Compare the rows of every step and rank with those of the independent sampler."""
+    yield same_rows("variants", record.probes, [row["variant"] for row in record.train.rows])
     config, expected = record.config, record.evidence["text"]
     missing: list[str] = []
     foreign: list[str] = []

@@ -1,0 +1,47 @@
+"""The variant that the stage `learn` trains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.variants import VARIANTS, three_dimensional
+from llmsys_suite.variants.single import Variant
+from llmsys_suite.variants.three_dimensional import ThreeDimensional
+
+#: Variants whose optimizer state is on the ranks and fits a checkpoint of zero.
+LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
+#: Variants whose blocks can be compiled: FSDP frees and refills their parameters by hooks.
+COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
+
+
+def make_variant(run: Run) -> tuple[str, Variant]:
+    """Return the variant that trains and its name.
+
+    It is the fastest one of `train`, or the split that the configuration asks for.
+    """
+    config = run.config
+    model = replace(run.model, checkpoint=config.recompute)
+    if config.tensor * config.pipeline > 1:
+        variant: Variant = ThreeDimensional(run, model)
+        name = three_dimensional.NAME
+    else:
+        compared = run.results.get("train")
+        rows = compared.rows if compared else []
+        name = fastest(rows, COMPILED if config.compile else LEARNERS) if run.rank == 0 else ""
+        name = run.gather(name)[0] if run.world > 1 else SINGLE
+        variant = VARIANTS[name](run, model)
+    variant.max_norm = config.clip
+    if config.compile:
+        for block in variant.blocks():
+            block.compile()
+    return name, variant
+
+
+def fastest(rows: list[dict[str, Any]], allowed: tuple[str, ...] = LEARNERS) -> str:
+    """Return the allowed variant with the smallest median ratio to torch DDP."""
+    ratios = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
+    return min((name for name in allowed if name in ratios), key=ratios.__getitem__, default=PEER)

@@ -1,0 +1,48 @@
+"""Evaluation of a model in training: its held-out loss, and text that it writes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmsys_suite.model import Decoder
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.text.generation import generate
+from llmsys_suite.text.tokens import codec_of
+
+HELDOUT_ROWS = 128
+#: Tokens of the prompt, and of the text that continues it.
+PROMPT, WRITTEN = 64, 240
+
+
+@torch.no_grad()
+def heldout_loss(run: Run, model: torch.nn.Module) -> float:
+    """Return the held-out loss in nats per token, in float32, from equal parts of the rows."""
+    rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
+    tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
+    with run.in_float32():
+        logits = model(tokens).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+    dist.all_reduce(loss)
+    return float(loss) / rows[0].numel()
+
+
+def decoder(run: Run, weights: dict[str, Tensor]) -> Decoder:
+    """Return a model with these weights."""
+    model = Decoder(run.model).to(run.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model
+
+
+@torch.no_grad()
+def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
+    """Return the text that the model writes after a held-out prompt, on rank 0."""
+    if run.rank:
+        return {}
+    model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
+    codec = codec_of(run.config, run.out)
+    written = generate(model, prompt, WRITTEN)
+    return {"prompt": codec.decode(prompt), "written": codec.decode(written)}

@@ -1,0 +1,44 @@
+"""Bytes that a training step saves for its backward pass, with and without autocast."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from accounting.memory.live import LiveMemory, make_state
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+
+
+def saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
+    """Return the live bytes at the start of the backward pass, in float32 or bf16 autocast.
+
+    Fake tensors follow the rules of a GPU without one. Autocast saves a half-precision copy of each
+    weight that a product has read, besides smaller activations.
+    """
+    # The initialization reads values, which fake tensors do not have.
+    with (
+        FakeTensorMode(),
+        torch.device("cuda"),
+        mock.patch("torch.nn.init.trunc_normal_", lambda weight, **_: weight),
+    ):
+        model = Decoder(config, plain_attention)
+        tokens = torch.zeros(rows, config.context, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False, capturable=True)
+        make_state(optimizer)
+        memory = LiveMemory()
+        memory.add([*model.parameters(), *model.buffers()], "parameter or buffer")
+        for state in optimizer.state.values():
+            memory.add(state.values(), "optimizer state")
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        torch.set_autocast_enabled("cuda", autocast)
+        try:
+            with memory:
+                loss = model.loss(tokens, tokens)
+                live_bytes = memory.live_bytes
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+        del loss  # frees the graph and its saved tensors
+    return live_bytes
