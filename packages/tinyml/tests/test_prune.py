@@ -198,5 +198,5 @@ def test_a_pattern_counts_input_channels_of_a_convolution():
     assert (kept.sum(2) == 2).all()
     magnitudes = layer.weight.detach().abs().view(6, 2, 4, 3, 3)
     assert (magnitudes.where(kept, torch.inf).amin(2) >= magnitudes.where(~kept, 0).amax(2)).all()
-    with pytest.raises(ValueError, match="2:4 does not fit 1 inputs; .*protect"):
+    with pytest.raises(ValueError, match=r"2:4 does not fit 1 inputs; .*protect"):
         prune(nn.Conv2d(8, 8, 2, groups=8), 0.5, pattern="2:4")

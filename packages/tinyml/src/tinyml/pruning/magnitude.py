@@ -95,11 +95,11 @@ def prune(
 
     `sparsity` is the fraction to remove from every layer, or a mapping from layer names to
     fractions; other layers are unchanged. With scope="global" it is the fraction of all weights
-    together. `pattern="2:4"` keeps 2 of every 4 neighboring input features or channels; `sparsity` is then the
-    fraction that the pattern removes, here 0.5. `input_norms` (see `input_norms`) turns magnitude
-    into Wanda's importance |W| * ||x||; it ranks all weights of a layer, while the paper ranks the
-    weights of each output. Layers of the types in `layers` are pruned, except those that `protect`
-    names. Biases are never pruned.
+    together. `pattern="2:4"` keeps 2 of every 4 neighboring input features, or input channels of a
+    convolution; `sparsity` is then the fraction that the pattern removes, here 0.5. `input_norms`
+    (see `input_norms`) turns magnitude into Wanda's importance |W| * ||x||; it ranks all weights of
+    a layer, while the paper ranks the weights of each output. Layers of the types in `layers` are
+    pruned, except those that `protect` names. Biases are never pruned.
     """
     model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
