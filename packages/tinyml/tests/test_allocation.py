@@ -84,6 +84,8 @@ def test_what_cannot_be_is_refused():
         allocate(model, 100)
     with pytest.raises(ValueError, match="'9' that the model lacks"):
         allocate(model, 5000, bits=Sensitivity(0.0, {"9": {4: 0.1}}))
+    with pytest.raises(ValueError, match=r"got 4\.5 bits"):
+        allocate(model, 5000, bits=Sensitivity(0.0, {"3": {4.5: 0.0}}))
     with pytest.raises(ValueError, match=r"2\.5 bits"):
         round_weight(torch.ones(2, 2), 2.5)
     plenty = allocate(model, 10**6, bits=bits)

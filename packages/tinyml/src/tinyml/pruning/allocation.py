@@ -102,7 +102,7 @@ def allocate(
 def _bytes(layer: nn.Module, kind: str, amount: float) -> int:
     weight = weight_of(layer)
     if kind == "bits":
-        check_bits(int(amount), "a grid has")
+        check_bits(int(amount) if amount == int(amount) else amount, "a grid has")
         rows = len(outputs_first(layer, weight) if is_conv1d(layer) else weight)
         return packed_bytes(weight.numel(), int(amount)) + rows * weight.itemsize
     score = importance(outputs_first(layer, weight))

@@ -282,8 +282,9 @@ def avoid_fused_operators(model: nn.Module) -> None:
     activation. The operator reads the dense weights instead.
     """
     for block in model.modules():
-        is_encoder = isinstance(block, nn.TransformerEncoderLayer)
-        if is_encoder and any(isinstance(inner, FastestLinear) for inner in block.modules()):
+        if not isinstance(block, nn.TransformerEncoderLayer):
+            continue
+        if any(isinstance(inner, FastestLinear) for inner in block.modules()):
             block.activation_relu_or_gelu = 0
 
 
