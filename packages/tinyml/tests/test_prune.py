@@ -194,9 +194,10 @@ def test_a_pattern_counts_input_channels_of_a_convolution():
     torch.manual_seed(0)
     layer = nn.Conv2d(8, 6, 3)
     _, masks = prune(layer, 0.5, pattern="2:4")
-    kept = masks["weight"].view(6, 2, 4, 3, 3)
-    assert (kept.sum(2) == 2).all()
+    remaining = masks["weight"].view(6, 2, 4, 3, 3)
+    assert (remaining.sum(2) == 2).all()
     magnitudes = layer.weight.detach().abs().view(6, 2, 4, 3, 3)
-    assert (magnitudes.where(kept, torch.inf).amin(2) >= magnitudes.where(~kept, 0).amax(2)).all()
+    smallest = magnitudes.where(remaining, torch.inf).amin(2)
+    assert (smallest >= magnitudes.where(~remaining, 0).amax(2)).all()
     with pytest.raises(ValueError, match=r"2:4 does not fit 1 inputs; .*protect"):
         prune(nn.Conv2d(8, 8, 2, groups=8), 0.5, pattern="2:4")
