@@ -13,7 +13,8 @@ from interp import (
     steer,
     steering_vector,
 )
-from torch import Tensor
+from interp.decoder.modules.cache import Cache
+from torch import Tensor, nn
 
 POSITIVE = torch.tensor([[1, 2, 3, 4], [5, 6, 3, 1]])
 NEGATIVE = torch.tensor([[2, 2, 6, 5, 4]])
@@ -198,3 +199,23 @@ def test_an_autoencoder_refuses_a_mask_in_place_of_the_indices_to_ablate() -> No
     x = torch.randn(2, 4)
     by_index = autoencoder.replace(ablate=mask.nonzero()[:, 0])(x)
     assert torch.equal(by_index, autoencoder.replace(ablate=[3])(x))
+
+
+def test_steering_vectors_of_a_model_with_dropout_are_refused() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"'2' differs when the run is repeated; use eval\(\)"):
+        steering_vector(model, "2", POSITIVE, NEGATIVE)
+    assert steering_vector(model.eval(), "2", POSITIVE, NEGATIVE).shape == (8,)
+
+
+@torch.no_grad()
+def test_knockout_of_a_call_with_a_cache_is_refused(model: AttentionOnly) -> None:
+    cache = Cache()
+    model(TOKENS[:, :4], cache=cache)
+    site = "blocks.0.attention.pattern"
+    with (
+        pytest.raises(ValueError, match="1 queries and 5 keys, as with a cache"),
+        patch(model, {site: knock_out_attention([0], [0])}),
+    ):
+        model(TOKENS[:, 4:5], cache=cache)

@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 import torch
-from tinyml import allocate, quantize, round_weight, sensitivity, size_of
+from tinyml import (
+    allocate,
+    kmeans_quantize,
+    prune,
+    quantize,
+    round_weight,
+    sensitivity,
+    size_of,
+)
 from tinyml.pruning.sensitivity import Sensitivity
 from torch import nn
 
@@ -76,7 +84,28 @@ def test_what_cannot_be_is_refused():
         allocate(model, 100)
     with pytest.raises(ValueError, match="'9' that the model lacks"):
         allocate(model, 5000, bits=Sensitivity(0.0, {"9": {4: 0.1}}))
+    with pytest.raises(ValueError, match=r"got 4\.5 bits"):
+        allocate(model, 5000, bits=Sensitivity(0.0, {"3": {4.5: 0.0}}))
     with pytest.raises(ValueError, match=r"2\.5 bits"):
         round_weight(torch.ones(2, 2), 2.5)
     plenty = allocate(model, 10**6, bits=bits)
     assert (plenty.bits, plenty.loss) == ({}, 0.0)
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda model: prune(model, 0.8).model,
+        lambda model: kmeans_quantize(model, 3),
+        lambda model: quantize(model, 8, activations="dynamic"),
+    ],
+    ids=["pruned", "palettes", "int8"],
+)
+@pytest.mark.parametrize("budget", [2200, 4000, 10**6])
+def test_a_compressed_model_fits_the_budget(compress, budget):
+    model = compress(network())
+    bits, sparsity = scans(model)
+    allocation = allocate(model, budget, bits=bits, sparsity=sparsity)
+    small = allocation.apply(model)
+    assert size_of(small).sparse_bytes == allocation.bytes <= budget
+    assert small is not model

@@ -127,6 +127,12 @@ def test_a_start_may_be_in_any_order():
     assert all(map(torch.equal, ours, expected))
 
 
+@pytest.mark.parametrize("init", [[0.0, 1.0], [0.0, 1.0, float("nan")]])
+def test_initial_centroids_are_k_finite_numbers(init):
+    with pytest.raises(ValueError, match="expected 3 finite initial centroids"):
+        kmeans(torch.randn(9), 3, init=torch.tensor(init))
+
+
 @pytest.mark.timing
 def test_ten_million_weights_take_at_most_two_sorts():
     weights = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)) * 0.02

@@ -4,7 +4,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinyml import add_lora, gptq, merge_and_unload, prune, quantize, size_of, smoothquant
+from tinyml import (
+    add_lora,
+    gptq,
+    load,
+    merge_and_unload,
+    prune,
+    quantize,
+    save,
+    size_of,
+    smoothquant,
+)
 from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -254,6 +264,25 @@ def test_fused_operators_do_not_bypass_integer_products(compress, monkeypatch):
     with torch.no_grad():  # torch would use its fused operator, which reads `weight`
         small(torch.randn(2, 5, 32))
     assert [layer for layer, _ in calls] == [small.linear1, small.linear2]
+
+
+@pytest.mark.filterwarnings("ignore:. matrices are not:UserWarning")
+@pytest.mark.parametrize("form", ["loaded", "beside an adapter", "second layer only"])
+def test_fused_operators_do_not_bypass_integer_products_of(form, tmp_path):
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    if form == "beside an adapter":
+        small = quantize(add_lora(block, 4, targets=["linear1"]), 8, activations="dynamic")
+    else:
+        protect = ["linear1"] if form == "second layer only" else []
+        small = quantize(block, 8, activations="dynamic", protect=protect)
+    if form == "loaded":
+        save(small, tmp_path / "small.safetensors")
+        small = load(block, tmp_path / "small.safetensors")
+    inputs = torch.randn(2, 5, 32)
+    with_gradients = small(inputs)  # the fused operator has none
+    with torch.no_grad():
+        torch.testing.assert_close(small(inputs), with_gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -89,7 +89,7 @@ def test_wanda_weighs_by_the_norm_of_the_inputs():
         ({"sparsity": 1.2}, "sparsity <= 1, got 1.2"),
         ({"sparsity": {"9": 0.5}}, r"no such layer: \['9'\]"),
         ({"sparsity": 0.5, "pattern": "2of4"}, "a pattern n:m"),
-        ({"sparsity": 0.5, "pattern": "2:5"}, "does not fit rows of 12"),
+        ({"sparsity": 0.5, "pattern": "2:5"}, "does not fit 12 inputs"),
         ({"sparsity": 0.9, "pattern": "2:4"}, "sparsity of 0.5.*got 0.9"),
         ({"sparsity": {"0": 0.5, "2": 0.25}, "pattern": "2:4"}, "sparsity of 0.5.*got 0.25"),
         ({"sparsity": 0.5, "scope": "world"}, "'layer' or 'global'"),
@@ -163,3 +163,41 @@ def test_masks_refuse_the_optimizer_of_the_model_before_pruning():
     with pytest.raises(ValueError, match=r"trains none of the masked weights; create it from"):
         masks.keep(pruned, optimizer)
     masks.keep(pruned, torch.optim.SGD(pruned[0].parameters(), lr=0.1))
+
+
+class Experts(nn.Module):
+    """Two experts, of which the second one is never chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        chosen = torch.zeros(len(x), dtype=torch.long)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[chosen == number] = expert(x[chosen == number])
+        return out
+
+
+def test_an_expert_without_tokens_is_pruned_by_magnitude():
+    torch.manual_seed(0)
+    model = Experts()
+    norms = input_norms(model, [torch.randn(16, 8)])
+    assert list(norms) == ["experts.0"]
+    _, masks = prune(model, 0.5, input_norms=norms)
+    by_magnitude = smallest_mask(model.experts[1].weight.abs(), 0.5)
+    assert torch.equal(masks["experts.1.weight"], by_magnitude)
+
+
+def test_a_pattern_counts_input_channels_of_a_convolution():
+    torch.manual_seed(0)
+    layer = nn.Conv2d(8, 6, 3)
+    _, masks = prune(layer, 0.5, pattern="2:4")
+    remaining = masks["weight"].view(6, 2, 4, 3, 3)
+    assert (remaining.sum(2) == 2).all()
+    magnitudes = layer.weight.detach().abs().view(6, 2, 4, 3, 3)
+    smallest = magnitudes.where(remaining, torch.inf).amin(2)
+    assert (smallest >= magnitudes.where(~remaining, 0).amax(2)).all()
+    with pytest.raises(ValueError, match=r"2:4 does not fit 1 inputs; .*protect"):
+        prune(nn.Conv2d(8, 8, 2, groups=8), 0.5, pattern="2:4")

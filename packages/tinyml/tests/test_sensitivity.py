@@ -111,3 +111,15 @@ def test_any_compression_can_be_scanned():
     )
     for values in result.values.values():
         assert abs(values[8] - result.baseline) < abs(values[1] - result.baseline)
+
+
+def test_a_compression_may_write_into_the_weight():
+    def in_place(weight, amount):
+        return weight.mul_(1 - amount)
+
+    def copied(weight, amount):
+        return weight * (1 - amount)
+
+    loss = nn.functional.cross_entropy
+    scan = sensitivity(Residual(), batches(), loss, amounts=(0.5, 0.9), compress=copied)
+    assert sensitivity(Residual(), batches(), loss, amounts=(0.5, 0.9), compress=in_place) == scan

@@ -211,3 +211,14 @@ def test_transformers_prefix_cache_can_be_reused():
     for _ in range(2):
         cached = model(inputs_embeds=embeddings, **{name: cache.expand(2)}).logits
         torch.testing.assert_close(cached, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cached_parameter_is_refused_and_its_view_trains():
+    prefix = nn.Parameter(torch.randn(1, 2, 3, 4))
+    for past in ((prefix,), {"keys": [prefix]}):
+        with pytest.raises(ValueError, match=r"got an nn\.Parameter.*view_as"):
+            PrefixCache(past, 3)
+    cache = PrefixCache((prefix.view_as(prefix),), 3)
+    for batch in (1, 5):
+        cache.expand(batch)[0].sum().backward()
+    assert torch.equal(prefix.grad, torch.full_like(prefix, 6.0))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from interp.prompts import Prompt, forward
+from interp.prompts import Prompt, forward, is_close
 from interp.tap import record
 
 
@@ -34,7 +34,8 @@ def steering_vector(
     """Return the mean difference of a site's activations at one position, (d_model,).
 
     `positive` and `negative` are token ids (n, seq), or the model's keyword arguments; the numbers
-    and lengths of the two sets of prompts may differ. Raises ValueError if the position is padding.
+    and lengths of the two sets of prompts may differ. Raises ValueError if the position is padding,
+    and if a repeated run has other activations, as with dropout.
     """
     means = []
     for prompt in (positive, negative):
@@ -46,6 +47,13 @@ def steering_vector(
             )
         with record(model, site, clone=True) as seen:
             forward(model, prompt)
+            first_run = dict(seen)
+            forward(model, prompt)
+        if not is_close(seen[site], first_run[site]):
+            raise ValueError(
+                f"{site!r} differs when the run is repeated; use eval(), because dropout changes "
+                "the vector"
+            )
         if seen[site].ndim != 3:
             raise ValueError(
                 f"expected an activation (batch, seq, d_model) at {site!r}, got "
@@ -78,11 +86,16 @@ def knock_out_attention(
     attention sink (gpt-oss) are scaled to a sum of 1, which equals a score of -inf before the
     softmax. `heads` restricts the heads.
 
-    Raises ValueError if a query would have neither a key nor a sink.
+    Raises ValueError if a query would have neither a key nor a sink, and for calls with a cache.
     """
 
     def knock_out(pattern: Tensor) -> Tensor:
-        _, head_count, length, _ = pattern.shape
+        _, head_count, length, key_count = pattern.shape
+        if length != key_count:
+            raise ValueError(
+                f"the pattern has {length} queries and {key_count} keys, as with a cache, so their "
+                "positions differ; call the model with the whole text"
+            )
         blocked = torch.zeros(head_count, length, length, dtype=torch.bool, device=pattern.device)
         head_index = torch.tensor(heads if heads is not None else range(head_count))
         query_index, key_index = torch.tensor(queries), torch.tensor(keys)

@@ -20,7 +20,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; {alike[0]!r} may be meant" if alike else ""
 
 
-def check_bits(bits: int, what: str, least: int = 1) -> None:
+def check_bits(bits: float, what: str, least: int = 1) -> None:
     """Raise `ValueError` unless `bits` is an integer from `least` to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
         raise ValueError(f"expected a whole number ({what} {least} to 8 bits), got {bits} bits")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 IGNORED = -100  # the target that torch's cross entropy leaves out
 
@@ -66,6 +67,11 @@ class PrefixCache:
     """
 
     def __init__(self, past: Any, length: int) -> None:
+        if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(past)):
+            raise ValueError(
+                "expected cached tensors, got an nn.Parameter, whose copies would not train it; "
+                "cache parameter.view_as(parameter)"
+            )
         self.past, self.length = past, length
 
     @staticmethod

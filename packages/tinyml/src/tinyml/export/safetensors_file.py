@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from tinyml.compressed_weight import compressed_weight, install_parametrization
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, separate
-from tinyml.quantization.fastest_linear import FastestLinear, TiedEmbedding
+from tinyml.quantization.fastest_linear import (
+    FastestLinear,
+    TiedEmbedding,
+    avoid_fused_operators,
+)
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -128,6 +132,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
             setattr(model.get_submodule(parent), child, layer)
         else:  # the model itself is the layer
             model = layer
+    avoid_fused_operators(model)
     # Placeholders without elements are in the model but not in the file.
     empty = {
         name: t

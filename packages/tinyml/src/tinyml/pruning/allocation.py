@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import is_conv1d, layers_of, outputs_first, weight_of
-from tinyml.pruning.magnitude import prune
+from tinyml.conversion import plain_copy
+from tinyml.layers import QUANTIZABLE, is_conv1d, layers_of, outputs_first, weight_of
+from tinyml.pruning.magnitude import importance, prune, smallest_mask
 from tinyml.pruning.sensitivity import Sensitivity
 from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.linear import quantize
 from tinyml.quantization.pack import packed_bytes
-from tinyml.size import size_of
+from tinyml.size import Size, has_value, size_of
 from tinyml.validation import check_bits
 
 _PARTS = 4096
@@ -38,7 +39,7 @@ class Allocation:
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return a copy of the model, pruned and quantized as allocated."""
-        small = prune(model, self.sparsity).model if self.sparsity else model
+        small = prune(model, self.sparsity).model if self.sparsity else plain_copy(model)
         return quantize(small, self.bits) if self.bits else small
 
 
@@ -69,19 +70,21 @@ def allocate(
     scans = {kind: scan for kind, scan in scans_by_kind.items() if scan is not None}
     if not scans:
         raise ValueError("expected a scan over bits, over sparsities, or both; got neither")
-    layers = layers_of(model, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding))
-    dense = {name: weight_of(layer).nbytes for name, layer in layers.items()}
+    model = plain_copy(model)  # as `apply` starts from it
+    layers = layers_of(model, QUANTIZABLE)
+    size = size_of(model)
+    stored = {name: _stored_bytes(size, name) for name in layers}
     forms: dict[str, list[tuple[float, int, str, float]]] = {}
     for kind, scan in scans.items():
         for name, values in scan.values.items():
             if name not in layers:
                 raise ValueError(f"the scan has a layer {name!r} that the model lacks")
-            mine = forms.setdefault(name, [(0.0, dense[name], "", 0.0)])
+            mine = forms.setdefault(name, [(0.0, stored[name], "", 0.0)])
             for amount, value in values.items():
                 lost = scan.baseline - value if larger_is_better else value - scan.baseline
                 nbytes = _bytes(layers[name], kind, amount)
                 mine.append((max(lost, 0.0), nbytes, kind, amount))
-    fixed = size_of(model).sparse_bytes - sum(dense[name] for name in forms)
+    fixed = size.sparse_bytes - sum(stored[name] for name in forms)
     least = fixed + sum(min(form[1] for form in choices) for choices in forms.values())
     unit = max(1, budget_bytes // _PARTS)
     if least > budget_bytes:
@@ -99,11 +102,21 @@ def allocate(
 def _bytes(layer: nn.Module, kind: str, amount: float) -> int:
     weight = weight_of(layer)
     if kind == "bits":
-        check_bits(int(amount), "a grid has")
+        check_bits(int(amount) if amount == int(amount) else amount, "a grid has")
         rows = len(outputs_first(layer, weight) if is_conv1d(layer) else weight)
         return packed_bytes(weight.numel(), int(amount)) + rows * weight.itemsize
-    nonzero = weight.numel() - round(amount * weight.numel())
+    score = importance(outputs_first(layer, weight))
+    pruned = weight.masked_fill(~outputs_first(layer, smallest_mask(score, amount)), 0)
+    nonzero = int(has_value(pruned).sum())
     return min(weight.nbytes, -(-weight.numel() // 8) + nonzero * weight.itemsize)
+
+
+def _stored_bytes(size: Size, name: str) -> int:
+    """Return the bytes of a layer's weight as it is stored, which may be pruned or compressed."""
+    weight = f"{name}.weight".lstrip(".")
+    parts = f"{name}.parametrizations.weight.".lstrip(".")
+    tensors = size.sparse_by_name.items()
+    return sum(nbytes for key, nbytes in tensors if key == weight or key.startswith(parts))
 
 
 def _cheapest(forms: list[list[Any]], room: int, unit: int) -> tuple[list[Any], float]:

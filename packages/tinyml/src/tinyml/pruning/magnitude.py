@@ -95,11 +95,11 @@ def prune(
 
     `sparsity` is the fraction to remove from every layer, or a mapping from layer names to
     fractions; other layers are unchanged. With scope="global" it is the fraction of all weights
-    together. `pattern="2:4"` keeps 2 of every 4 neighbors along the input; `sparsity` is then the
-    fraction that the pattern removes, here 0.5. `input_norms` (see `input_norms`) turns magnitude
-    into Wanda's importance |W| * ||x||; it ranks all weights of a layer, while the paper ranks the
-    weights of each output. Layers of the types in `layers` are pruned, except those that `protect`
-    names. Biases are never pruned.
+    together. `pattern="2:4"` keeps 2 of every 4 neighboring input features, or input channels of a
+    convolution; `sparsity` is then the fraction that the pattern removes, here 0.5. `input_norms`
+    (see `input_norms`) turns magnitude into Wanda's importance |W| * ||x||; it ranks all weights of
+    a layer, while the paper ranks the weights of each output. Layers of the types in `layers` are
+    pruned, except those that `protect` names. Biases are never pruned.
     """
     model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
@@ -170,36 +170,44 @@ def _smallest_of_all(scores: Mapping[str, Tensor], sparsity: float) -> dict[str,
 
 
 def pattern_mask(score: Tensor, pattern: str, sparsity: float) -> Tensor:
-    """Return True for the n largest scores of every m neighbors in a row, for pattern "n:m".
+    """Return True for the n largest scores of every m neighbors along dimension 1, for "n:m".
 
+    These are the input features of a linear layer and the input channels of a convolution.
     Raise `ValueError` unless `sparsity` is the fraction that the pattern removes.
     """
     if not (match := re.fullmatch(r"(\d+):(\d+)", pattern)):
         raise ValueError(f"expected a pattern n:m such as '2:4', got {pattern!r}")
     count, group = int(match[1]), int(match[2])
-    width = score[0].numel()
+    width = score.shape[1]
     if not 0 < count <= group or width % group:
-        raise ValueError(f"pattern {pattern} does not fit rows of {width}; m has to divide them")
+        raise ValueError(
+            f"pattern {pattern} does not fit {width} inputs; m has to divide them, so protect the "
+            "layers that it does not fit"
+        )
     if abs(sparsity - (1 - count / group)) > 1e-3:
         raise ValueError(
             f"expected a sparsity of {1 - count / group:.4g}, the fraction that pattern {pattern} "
             f"removes, got {sparsity}"
         )
-    groups = score.reshape(-1, group)
+    inputs_last = score.movedim(1, -1)
+    groups = inputs_last.reshape(-1, group)
     order = groups.argsort(dim=1, descending=True, stable=True)
     mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order[:, :count], True)
-    return mask.view_as(score)
+    return mask.view_as(inputs_last).movedim(-1, 1)
 
 
 def input_norms(model: nn.Module, batches: Sequence[Any]) -> dict[str, Tensor]:
     """Return the 2-norm of every input of every linear layer over `batches`, for Wanda.
 
-    A batch is the argument of the model, or a mapping of keyword arguments.
+    A batch is the argument of the model, or a mapping of keyword arguments. Layers that receive no
+    tokens are left out, such as experts that are never chosen; `prune` uses their magnitudes.
     """
     squares: dict[str, Tensor] = {}
 
     def note(name: str, inputs: Tensor) -> None:
-        squares[name] = squares.get(name, 0) + inputs.float().square().sum(0)
+        # Norms of no tokens would be zero, so that the first rows would be removed.
+        if len(inputs):
+            squares[name] = squares.get(name, 0) + inputs.float().square().sum(0)
 
     with evaluation_mode(model):
         watch_inputs(model, require_batches(batches), layers_of(model, (nn.Linear,)), note)

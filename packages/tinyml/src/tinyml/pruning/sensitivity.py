@@ -68,7 +68,8 @@ def sensitivity(
         dense = weight.data
         values[name] = {}
         for amount in amounts:
-            trial = compress(outputs_first(layer, dense), amount)
+            # A copy, because `compress` may write into it.
+            trial = compress(outputs_first(layer, dense).clone(), amount)
             weight.data = outputs_first(layer, trial)
             values[name][amount] = mean_metric()
         weight.data = dense

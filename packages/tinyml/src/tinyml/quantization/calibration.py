@@ -118,7 +118,9 @@ class _Replay:
         paths: Sequence[Sequence[str]],
     ) -> None:
         self.done: set[str] = set()
-        self._model, self._batches, self._paths = model, batches, paths
+        self._model = model
+        self._batches = batches
+        self._paths = paths
         self._blocks = _blocks_with(model, layers)
         self._order: dict[str, None] = {}
         self._finished: set[int] = set()

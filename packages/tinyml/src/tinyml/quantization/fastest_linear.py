@@ -267,22 +267,24 @@ def with_fastest_linears(
             progress(name, done, len(linears))
     by_weight = {weight: table for (weight, _), table in tables.items()}
     replacements |= _tied_embeddings(model, by_weight)
-    _avoid_fused_operators(model, replacements)
     model = replace_modules(model, replacements)
+    avoid_fused_operators(model)
     # The forward of a subclass may differ from that of nn.Linear, so it is not replaced.
     subclasses = {module for module in model.modules() if isinstance(module, nn.Linear)}
     warn_of_dense_weights(model, protected, subclasses - linears.keys())
     return check_before_loading(model)
 
 
-def _avoid_fused_operators(model: nn.Module, replacements: Collection[nn.Module]) -> None:
-    """Make encoder layers call their linear layers, if these are replaced.
+def avoid_fused_operators(model: nn.Module) -> None:
+    """Make encoder layers call their linear layers, if some of these are replaced.
 
     Without gradients, `nn.TransformerEncoderLayer` uses a fused operator if it knows its
     activation. The operator reads the dense weights instead.
     """
     for block in model.modules():
-        if isinstance(block, nn.TransformerEncoderLayer) and block.linear1 in replacements:
+        if not isinstance(block, nn.TransformerEncoderLayer):
+            continue
+        if any(isinstance(inner, FastestLinear) for inner in block.modules()):
             block.activation_relu_or_gelu = 0
 
 

@@ -104,10 +104,7 @@ def kmeans(
     means of equally large groups. Return the centroids (min(k, distinct values), ascending,
     float64) and the index of each value's centroid (int16, with the shape of `values`).
     """
-    if not 1 <= k <= _MOST_CLUSTERS:
-        raise ValueError(f"{k} clusters; give 1 to {_MOST_CLUSTERS:,}")
-    if not values.numel() or not torch.isfinite(values).all():
-        raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
+    _check_arguments(values, k, init)
     # Half precision fits in float32, where sorting takes half the time.
     flat = values.reshape(-1).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     ordered = _sorted(flat)
@@ -142,6 +139,15 @@ def kmeans(
         centroids = torch.where(counts > 0, means, centroids).sort().values
     codes = _codes(flat, _boundaries(centroids, flat))
     return centroids, codes.view(values.shape)
+
+
+def _check_arguments(values: Tensor, k: int, init: Tensor | None) -> None:
+    if not 1 <= k <= _MOST_CLUSTERS:
+        raise ValueError(f"{k} clusters; give 1 to {_MOST_CLUSTERS:,}")
+    if not values.numel() or not torch.isfinite(values).all():
+        raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
+    if init is not None and (init.numel() != k or not torch.isfinite(init).all()):
+        raise ValueError(f"expected {k} finite initial centroids, got {init.tolist()}")
 
 
 def _sorted(flat: Tensor) -> Tensor:
