@@ -148,16 +148,18 @@ def mfu(
     (Chowdhery et al. 2022, appendix B).
     """
     work = flops(model, seq=seq, attention=attention, encoder_seq=encoder_seq)
-    useful = work.total if include_attention else _without_attention(work)
+    useful = work.total if include_attention else work.total - attention_operations(work)
     return _at_rate(useful / seq, tokens_per_second, devices, peak)
 
 
-def _without_attention(work: Breakdown) -> int | float:
-    """Return the operations of the weight matrices, also of those of an encoder."""
+def attention_operations(work: Breakdown) -> int | float:
+    """Return the operations of a result of `flops` that grow with the square of the length.
+
+    They include those of an encoder, but not those that are recomputed.
+    """
     encoder = work["encoder"].parts if "encoder" in work else ()
-    excluded = ("attention", "attention to the encoder", "index")
-    cores = [part for part in (*work.parts, *encoder) if part.name in excluded]
-    return work.total - sum(part.total for part in cores)
+    cores = ("attention", "attention to the encoder", "index")
+    return sum(part.total for part in (*work.parts, *encoder) if part.name in cores)
 
 
 @checks.entry("hardware", "dtype", "peak_flops")
