@@ -138,7 +138,7 @@ def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[
     encoder = operations["encoder"].parts if "encoder" in operations else ()
     for part in (*operations.parts, *encoder):
         if part.name == "recomputed":
-            attention += sum(float(again.total) for again in part if again.name != "blocks")
+            attention += sum(float(leaf.total) for leaf in part if leaf.name != "blocks")
     if plan.recompute == "full":
         # A second forward of the blocks is a third of their training step, including attention.
         attention += core / 3

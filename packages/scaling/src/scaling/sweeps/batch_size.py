@@ -103,10 +103,10 @@ def sweep_learning_rate(
             _require_count(name, count)
     if callable(task):
         options = {"steps": steps, "dimension": dimension, "noise": noise}
-        if given := [name for name, value in options.items() if value is not None]:
+        if unused := [name for name, value in options.items() if value is not None]:
             raise ValueError(
-                f"expected no {given[0]} with a function as task, which trains by itself, got"
-                f" {options[given[0]]!r}"
+                f"expected no {unused[0]} with a function as task, which trains by itself, got"
+                f" {options[unused[0]]!r}"
             )
         return sweep_function(task, rates, batch_sizes, 1 if seeds is None else seeds, seed)
     if (task, optimizer) not in SETTINGS:
