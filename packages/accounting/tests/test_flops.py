@@ -123,6 +123,53 @@ def test_recomputation_adds_a_forward_of_the_blocks() -> None:
     assert 2 * (flash.total - plain.total) == forward["attention"].total
 
 
+T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 97}
+T5 |= {"d_model": 24, "d_ff": 40, "num_layers": 2, "num_heads": 4, "d_kv": 6}
+INDEXED = Transformer(
+    layers=2,
+    d_model=32,
+    heads=4,
+    head_dim=8,
+    v_head_dim=8,
+    mla=MLA(kv_rank=10, q_rank=7, rope_head_dim=4, index_heads=2, index_head_dim=6, index_top=5),
+    vocab_size=31,
+)
+
+
+@pytest.mark.parametrize("shape", [Transformer.from_hf(T5), INDEXED])
+def test_recomputation_repeats_every_kind_of_attention(shape: Transformer) -> None:
+    source = 13 if shape.encoder else None
+    run: dict[str, Any] = {"seq": 8, "encoder_seq": source}
+    plain = flops(shape, **run).total
+    forward = flops(shape, phase="forward", **run)
+    full = flops(shape, recompute="full", **run).total
+    assert full - plain == forward.total - forward["head"].total
+    cores = [forward["attention"]]
+    if shape.encoder:
+        cores += [forward["attention to the encoder"], forward["encoder"]["attention"]]
+    core = sum(part.total for part in cores)
+    assert flops(shape, recompute="selective", **run).total - plain == core
+    scores = sum(part["scores"].total for part in cores)
+    assert flops(shape, flash=True, **run).total - plain == scores
+    rate = {"tokens_per_second": 8.0, "seq": 8, "encoder_seq": source, "peak_flops": 1e9}
+    without = sum(
+        2 * math.prod(value for name, value in leaf.factors if name not in ("passes", "ops"))
+        for leaf in forward.leaves()
+        if not {"pairs"} & dict(leaf.factors).keys()
+    )
+    assert mfu(shape, include_attention=False, **rate) == pytest.approx(3 * without / 1e9)
+    assert hfu(shape, flash=False, **rate) == pytest.approx(plain / 1e9)
+
+
+def test_full_attention_decodes_on_all_keys() -> None:
+    by_attention = {
+        a: flops(INDEXED, seq=9, phase="decode", attention=a) for a in ("full", "causal")
+    }
+    assert (
+        by_attention["full"]["attention"].total * 5 == by_attention["causal"]["attention"].total * 9
+    )
+
+
 def test_expert_flops_count_chosen_experts_only() -> None:
     dense = Transformer(layers=2, d_model=8, heads=2, d_ff=24, vocab_size=0)
     sparse = Transformer(

@@ -27,7 +27,7 @@ def trained(module, policy, servers, convert_after=False):
     hosts = [Server(parameters, INNER, policy, workers=1, shard=shard) for shard in shards]
     local = policy if isinstance(policy, LocalSteps) else None
     generator = torch.Generator().manual_seed(1)
-    with Worker(module, hosts, local=local, optimizer=INNER) as worker:
+    with Worker(module, hosts, local=local, optimizer=INNER if local else None) as worker:
         if convert_after:  # replaces the memory of every parameter
             module.to(memory_format=torch.channels_last)
         for _ in range(8):

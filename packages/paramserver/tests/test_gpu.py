@@ -100,7 +100,7 @@ def test_every_policy_trains_as_on_the_cpu(policy):
     def trained(where):
         module = model(torch.float32).to(where)
         server = Server(trainable(module), SGD, policy, workers=1)
-        inner = partial(torch.optim.SGD, lr=0.1)
+        inner = partial(torch.optim.SGD, lr=0.1) if isinstance(policy, LocalSteps) else None
         with Worker(module, server, optimizer=inner) as worker:
             for step in range(8):
                 worker.pull()

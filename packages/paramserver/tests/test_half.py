@@ -48,7 +48,8 @@ def a_step_in_threads(dtype, policy, push, servers=2):
     start = dict(Table(dtype).named_parameters())
     shards = partition(start, servers)
     hosts = [Server(start, UNIT_SGD, policy, workers=WORKERS, shard=shard) for shard in shards]
-    group = [Worker(Table(dtype), hosts, rank=rank, optimizer=UNIT_SGD) for rank in range(WORKERS)]
+    optimizer = UNIT_SGD if isinstance(policy, LocalSteps) else None
+    group = [Worker(Table(dtype), hosts, rank=rank, optimizer=optimizer) for rank in range(WORKERS)]
 
     def work(worker):
         push(worker)

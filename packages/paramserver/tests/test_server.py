@@ -13,7 +13,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
-from paramserver import Asynchronous, BulkSynchronous, Server, StaleSynchronous, Worker, partition
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    LocalSteps,
+    Server,
+    StaleSynchronous,
+    Worker,
+    partition,
+)
 from paramserver.worker import trainable
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, train, train_alone
 
@@ -273,3 +281,33 @@ def test_a_loss_is_shown_as_it_was_differentiated(recwarn):
         worker.push(loss)
     assert server.progress().loss == float(loss.detach())
     assert not [*recwarn]
+
+
+def small_server(policy, workers):
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return Server(dict(nn.Linear(3, 1).named_parameters()), optimizer, policy, workers=workers)
+
+
+def test_local_optimizer_without_local_steps_is_refused():
+    server = small_server(BulkSynchronous(), workers=1)
+    with pytest.raises(ValueError, match="expected LocalSteps with a local `optimizer`"):
+        Worker(nn.Linear(3, 1), server, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+
+@pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(2)])
+def test_worker_that_leaves_its_block_waits_for_nobody(policy):
+    server = small_server(policy, workers=2)
+    is_local = isinstance(policy, LocalSteps)
+    optimizer = partial(torch.optim.SGD, lr=0.1) if is_local else None
+    modules = [nn.Linear(3, 1) for _ in range(2)]
+    other = Worker(modules[1], server, rank=1, optimizer=optimizer)
+    # The other worker never pushes, so a wait for it would not end.
+    with Worker(modules[0], server, rank=0, optimizer=optimizer) as worker:
+        worker.pull()
+        modules[0](torch.ones(1, 3)).sum().backward()
+        worker.push()
+        worker.leave()
+    other.pull()
+    modules[1](torch.ones(1, 3)).sum().backward()
+    other.push()
+    assert other.finish() == 1

@@ -271,3 +271,33 @@ def test_sweep_with_decimal_commas(tmp_path):
     sweep = fit_sweep(path)
     np.testing.assert_allclose(sweep.rates, [1e-4, 1e-3, 1e-2])
     np.testing.assert_allclose(sweep.loss, [[3.0, 2.4, 2.9]])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("batch_sizes", [1.5, 4], r"expected every batch size to be an integer >= 1, got 1\.5"),
+        ("batch_sizes", [0.5, 4], r"expected every batch size to be an integer >= 1, got 0\.5"),
+        ("seeds", 0, "expected seeds to be an integer >= 1, got 0"),
+        ("seeds", True, "expected seeds to be an integer >= 1, got True"),
+        ("steps", 2.5, r"expected steps to be an integer >= 1, got 2\.5"),
+        ("noise", np.inf, "expected a finite noise >= 0, got inf"),
+    ],
+)
+def test_sweep_of_impossible_settings_is_refused(option, value, message):
+    with pytest.raises(ValueError, match=message):
+        sweep_learning_rate(**{"seeds": 2, "steps": 3, option: value})
+
+
+@pytest.mark.parametrize("option", ["steps", "dimension", "noise"])
+def test_function_as_task_refuses_options_of_built_in_tasks(option):
+    grid = {"rates": [0.1, 0.2, 0.4], "batch_sizes": [1, 2]}
+    with pytest.raises(ValueError, match=f"expected no {option} with a function as task"):
+        sweep_learning_rate(lambda rate, size, seed: rate, **grid, **{option: 7})
+    with pytest.raises(ValueError, match="expected seeds to be an integer >= 1, got 0"):
+        sweep_learning_rate(lambda rate, size, seed: rate, **grid, seeds=0)
+
+
+def test_batch_sizes_may_be_an_array():
+    sweep = sweep_learning_rate(batch_sizes=np.array([4, 16]), seeds=2, steps=3)
+    assert sweep.batch_sizes.tolist() == [4, 16]

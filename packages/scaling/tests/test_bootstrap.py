@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scaling import (
@@ -121,3 +123,11 @@ def test_noiseless_runs_have_intervals_of_drift_alone():
         fit.optimal(fit.drift.start).intervals["parameters"],
     ):
         assert interval.high / interval.low == pytest.approx(1, abs=1e-6)
+
+
+def test_budgets_are_grouped_by_compute_and_not_by_row_numbers(fit):
+    expected = bootstrap(fit, resamples=200, by="budget").interval("alpha")
+    # Two tables that were joined have some row numbers twice.
+    runs = replace(fit.runs, rows=tuple(i // 9 for i in range(len(fit.runs))))
+    joined = bootstrap(replace(fit, runs=runs), resamples=200, by="budget").interval("alpha")
+    assert joined == expected

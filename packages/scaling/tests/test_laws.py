@@ -5,7 +5,15 @@ import time
 import numpy as np
 import pytest
 from figures import assert_at_most
-from scaling import CATALOG, Form, ScalingWarning, fit_law, isoflop_runs, select_law
+from scaling import (
+    CATALOG,
+    Form,
+    ScalingWarning,
+    effective_speedup,
+    fit_law,
+    isoflop_runs,
+    select_law,
+)
 from scipy.optimize import differential_evolution
 
 RANGES = {
@@ -67,6 +75,24 @@ def test_fixed_constants_stay():
     kaplan = CATALOG["kaplan"]
     fixed_fit = fit_law(kaplan, table(kaplan), target="y", fixed={"Dc": 1.8e13})
     assert fixed_fit.constants == pytest.approx(kaplan.published, rel=1e-6)
+
+
+def test_fixed_constants_leave_degrees_of_freedom():
+    form = CATALOG["chinchilla"]
+    fixed = {"A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}
+    rows = table(form, 2e-3, count=5)
+    fit = fit_law(form, rows, "squares", target="y", fixed=fixed)
+    interval = fit.interval("E")
+    assert interval.low < fit.constants["E"] < interval.high
+    assert interval.high - interval.low < 0.1
+    known = fit.interval("alpha")
+    assert known.low == known.high == 0.3478
+    # The resamples are those of one constant, so the widening is sqrt(n / (n - 1)).
+    drawn = np.quantile(fit.resampled_constants()[:, 0], [0.025, 0.975])
+    expected = fit.constants["E"] * (drawn / fit.constants["E"]) ** np.sqrt(5 / 4)
+    assert (interval.low, interval.high) == pytest.approx(expected)
+    speedup = effective_speedup(fit, fit, 1e20)
+    assert 0 < speedup.interval.low <= 1 <= speedup.interval.high < np.inf
 
 
 def test_select_law_finds_the_law_that_generated_the_rows():

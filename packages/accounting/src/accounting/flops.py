@@ -72,23 +72,24 @@ def flops(
         # The keys and values of the encoder are computed once, in the prefill.
         "source": 0 if phase == "decode" else batch * source,
     }
-    core = _attention(model, batch, seq, passes, attention, decode=phase == "decode")
-    parts = [*_parts(model, rows, passes), core]
-    if model.mla and model.mla.index_heads:
-        # The index scores every visible key with every index head before it selects keys.
-        seen = seq if phase == "decode" else pairs(replace(model, mla=None), seq, attention)[0]
-        sizes = {"sequences": batch, "layers": len(model.attention_layers or ()), "ops": 2}
-        sizes |= {"heads": model.mla.index_heads, "width": model.mla.index_head_dim + 1}
-        parts.append(product("index", UNIT, passes=passes, **sizes, pairs=seen))
+
+    def attentions(passes: int) -> list[Breakdown]:
+        decode = phase == "decode"
+        cores = [_attention(model, batch, seq, passes, attention, decode)]
+        if model.encoder:
+            cores.append(_cross_attention(model, tokens * source, passes))
+        if model.mla and model.mla.index_heads:
+            # The index scores every visible key with every index head before it selects keys.
+            seen = seq if decode else pairs(replace(model, mla=None), seq, attention)[0]
+            sizes = {"sequences": batch, "layers": len(model.attention_layers or ()), "ops": 2}
+            sizes |= {"heads": model.mla.index_heads, "width": model.mla.index_head_dim + 1}
+            cores.append(product("index", UNIT, passes=passes, **sizes, pairs=seen))
+        return cores
+
+    parts = [*_parts(model, rows, passes), *attentions(passes)]
     recomputed: Iterable[Breakdown] = ()
     if phase == "training":
-        once = _attention(model, batch, seq, 1, attention)
-        recomputed = _recomputed(model, once, recompute, flash, rows)
-    if model.encoder:
-        sizes = {"layers": model.layers, "ops": 2, "heads": model.heads}
-        sizes["width"] = model.qk_dim + model.v_head_dim
-        cross_attention = product("pairs", UNIT, passes=passes, **sizes, pairs=tokens * source)
-        parts.append(total("attention to the encoder", UNIT, cross_attention))
+        recomputed = _recomputed(model, attentions(1), recompute, flash, rows)
     if model.encoder and phase != "decode":
         options: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
         once_more: Phase = "training" if passes == 3 else "forward"
@@ -147,10 +148,18 @@ def mfu(
     (Chowdhery et al. 2022, appendix B).
     """
     work = flops(model, seq=seq, attention=attention, encoder_seq=encoder_seq)
-    useful = work.total
-    if not include_attention and "attention" in work:
-        useful -= work["attention"].total
+    useful = work.total if include_attention else work.total - attention_operations(work)
     return _at_rate(useful / seq, tokens_per_second, devices, peak)
+
+
+def attention_operations(work: Breakdown) -> int | float:
+    """Return the operations of a result of `flops` that grow with the square of the length.
+
+    They include those of an encoder, but not those that are recomputed.
+    """
+    encoder = work["encoder"].parts if "encoder" in work else ()
+    cores = ("attention", "attention to the encoder", "index")
+    return sum(part.total for part in (*work.parts, *encoder) if part.name in cores)
 
 
 @checks.entry("hardware", "dtype", "peak_flops")
@@ -163,10 +172,12 @@ def hfu(
     attention: Attention = "causal",
     recompute: Recompute = "none",
     flash: bool = True,
+    encoder_seq: int | None = None,
     **peak: Any,
 ) -> float:
     """Return the hardware FLOPs utilization: like `mfu`, but with recomputed operations."""
-    work = flops(model, seq=seq, attention=attention, recompute=recompute, flash=flash)
+    options: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
+    work = flops(model, seq=seq, encoder_seq=encoder_seq, **options)
     return _at_rate(work.total / seq, tokens_per_second, devices, peak)
 
 
@@ -228,9 +239,11 @@ def _attention(
 ) -> Breakdown:
     everywhere, windowed = pairs(model, seq, attention)
     qk, v = model.qk_dim, model.v_head_dim
-    if decode:
+    if decode and attention == "full":
+        everywhere = windowed = seq
+    elif decode:
         everywhere = min(seq, model.mla.index_top or seq) if model.mla else seq
-        windowed = seq if attention == "full" else _decoded_keys(model, seq)
+        windowed = _decoded_keys(model, seq)
     if decode and model.mla:
         # Queries are projected into the latent and outputs out of it, so the up-projection is per
         # token.
@@ -249,6 +262,16 @@ def _attention(
     return total("attention", UNIT, *parts)
 
 
+def _cross_attention(model: Shape, pairs: int, passes: int) -> Breakdown:
+    sizes = {"layers": model.layers, "ops": 2, "heads": model.heads}
+    widths = {"scores": model.qk_dim, "values": model.v_head_dim}
+    parts = (
+        product(name, UNIT, passes=passes, **sizes, width=width, pairs=pairs)
+        for name, width in widths.items()
+    )
+    return total("attention to the encoder", UNIT, *parts)
+
+
 def _decoded_keys(model: Shape, seq: int) -> int:
     """Return the keys of the last of `seq` tokens in a layer with a window."""
     if not model.window:
@@ -259,10 +282,15 @@ def _decoded_keys(model: Shape, seq: int) -> int:
 
 
 def _recomputed(
-    model: Shape, core: Breakdown, recompute: Recompute, flash: bool, rows: Mapping[str, int]
+    model: Shape,
+    cores: list[Breakdown],
+    recompute: Recompute,
+    flash: bool,
+    rows: Mapping[str, int],
 ) -> Iterator[Breakdown]:
+    """Yield the recomputed operations; `cores` are the attentions and the index of one forward."""
     if recompute == "full":
-        forward = int(core.total) + sum(
+        forward = sum(int(core.total) for core in cores) + sum(
             2 * matrix.entries * math.prod(_times(matrix, rows).values())
             for matrix in matrices(model)
             if matrix.kind == "matrix" and matrix.layers is not None
@@ -270,6 +298,7 @@ def _recomputed(
         forward += sum(rows["tokens"] * len(mixer.layers) * mixer.scan for mixer in model.mixers)
         yield product("blocks", UNIT, "a second forward", forward=forward)
     elif recompute == "selective":
-        yield core
+        yield from (core for core in cores if core.name != "index")
     if flash:
-        yield total("scores in the flash backward", UNIT, *core.parts[::2])
+        scores = [part for core in cores for part in core.parts if part.name.startswith("scores")]
+        yield total("scores in the flash backward", UNIT, *scores)

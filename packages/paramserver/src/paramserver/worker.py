@@ -37,7 +37,7 @@ class Worker:
     """A worker that trains a module whose parameters are stored on servers.
 
     A step is: `pull`, a backward pass, `push`. As a context manager, the worker finishes at the end
-    of the block, or reports its failure to the servers if the block raises.
+    of the block unless it has left, or reports its failure to the servers if the block raises.
 
     Args:
         module: the module to train; its parameters that require a gradient are on the servers.
@@ -79,6 +79,11 @@ class Worker:
             local = local_of(servers[0].consistency)
         if local and optimizer is None:
             raise ValueError("expected a local `optimizer` with LocalSteps, got None")
+        if optimizer is not None and not local:
+            raise ValueError(
+                "expected LocalSteps with a local `optimizer`, which other policies would ignore; "
+                "pass the optimizer to the server, or local=LocalSteps(...)"
+            )
         if checkpoint and (site is not None or not local):
             raise ValueError(
                 "expected LocalSteps and one rank per worker with a checkpoint; pass None: the "
@@ -99,6 +104,7 @@ class Worker:
         #: The loss that was passed to the last `push`.
         self.loss = math.nan
         self._finished = False
+        self._has_left = False
         self._local = local
         self._updater = self._local_updater(optimizer) if local and optimizer else None
         self._settings = self._updater.settings() if self._updater else {}
@@ -154,7 +160,8 @@ class Worker:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self.finish()
+            if not self._has_left:
+                self.finish()
         else:
             self.abort(f"{type(error).__name__}: {error}")
 
@@ -219,6 +226,7 @@ class Worker:
     def leave(self) -> None:
         """Stop pushing without waiting for other workers, which continue."""
         self._on_communicator(lambda: self._run_requests(self._session.leave()))
+        self._has_left = True
 
     def abort(self, reason: str) -> None:
         """Report to the servers that this worker has failed, so that no worker waits for it."""

@@ -33,6 +33,9 @@ from scaling.tables.source import read_table
 from scaling.tables.states import keep_finished
 from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
 
+#: Least relative gap in compute between two budgets.
+BUDGET_TOLERANCE = 0.05
+
 
 class ScalingWarning(UserWarning):
     """A warning that an answer is less certain than it looks, because of the data or the method."""
@@ -70,7 +73,7 @@ class Runs(ComparesArrays):
             raise ValueError(f"expected 0 <= count <= {len(self)} runs, got count = {count}")
         return self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
 
-    def budgets(self, tolerance: float = 0.05) -> "list[Runs]":
+    def budgets(self, tolerance: float = BUDGET_TOLERANCE) -> "list[Runs]":
         """Return the runs grouped by compute, in ascending order.
 
         A gap wider than `tolerance` starts a group. Runs that are spread over decades have no such

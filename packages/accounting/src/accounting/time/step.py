@@ -15,7 +15,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.flops import flops
+from accounting.flops import attention_operations, flops
 from accounting.hardware import Hardware, Link, find
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
@@ -134,11 +134,14 @@ def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[
     stage_model = plan.stage_model(model, stage)
     options: Any = {"recompute": plan.recompute, "flash": work.flash}
     operations = flops(stage_model, seq=work.seq, batch=work.batch // plan.data, **options)
-    attention = core = float(operations["attention"].total) if "attention" in operations else 0.0
-    if "recomputed" in operations:
-        attention += sum(part.total for part in operations["recomputed"] if part.name != "blocks")
+    attention = core = float(attention_operations(operations))
+    encoder = operations["encoder"].parts if "encoder" in operations else ()
+    for part in (*operations.parts, *encoder):
+        if part.name == "recomputed":
+            attention += sum(float(leaf.total) for leaf in part if leaf.name != "blocks")
+    if plan.recompute == "full":
         # A second forward of the blocks is a third of their training step, including attention.
-        attention += core / 3 if plan.recompute == "full" else 0
+        attention += core / 3
     ranks = plan.tensor * plan.context
     return (operations.total - attention) / ranks, attention / ranks
 

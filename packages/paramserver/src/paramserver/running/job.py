@@ -102,13 +102,14 @@ class Job:
         checkpoint: str | Path | None = None,
     ) -> Worker:
         """Return a new worker that has joined the servers behind `connections`."""
+        local = local_of(self.consistency)
         return Worker(
             self.module,
             connections,
             rank=rank,
             whole=self.whole,
-            local=local_of(self.consistency),
-            optimizer=self.optimizer,
+            local=local,
+            optimizer=self.optimizer if local else None,
             site=site,
             checkpoint=checkpoint,
         )

@@ -49,6 +49,11 @@ class LawFit(ComparesArrays):
     loss: Loss
     delta: float
 
+    @property
+    def freedom(self) -> int:
+        """Number of rows minus the number of fitted constants."""
+        return len(self.residuals) - len(self.constants) + len(self.problem.fixed)
+
     def resampled_constants(self, seed: int = 0) -> Array:
         """Return the constants (RESAMPLES, P) of refits to resampled rows."""
         n = len(self.problem.log_target)
@@ -83,8 +88,8 @@ class LawFit(ComparesArrays):
         """Return the interval of a constant, or of any function of the constants.
 
         The interval is given by quantiles of 400 resamples, widened by sqrt(n / (n - P)) for n rows
-        and P constants. Positive quantities are widened in logarithms. Without degrees of freedom
-        the interval is infinite.
+        and P fitted constants. Positive quantities are widened in logarithms. Without degrees of
+        freedom the interval is infinite. The interval of a fixed constant is its value.
         """
         check_level(level)
         if isinstance(target, str) and target not in self.constants:
@@ -94,14 +99,15 @@ class LawFit(ComparesArrays):
             return constants[target] if isinstance(target, str) else target(constants)
 
         estimate = evaluate(self.constants)
+        if isinstance(target, str) and target in self.problem.fixed:
+            return Interval(estimate, estimate, level)
         n = len(self.residuals)
-        p = len(self.constants)
-        if n <= p:
+        if self.freedom <= 0:
             return Interval(-math.inf, math.inf, level)
         rows = self.resampled_constants()
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
         ends = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
-        widening = math.sqrt(n / (n - p))
+        widening = math.sqrt(n / self.freedom)
         if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening
         else:

@@ -5,6 +5,7 @@ noise is common. For SGD on linear regression the loss is known exactly, which c
 (McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon").
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -83,7 +84,7 @@ def sweep_learning_rate(
         task: "linear" is regression on x ~ N(0, I) from `|w - w*|^2 = d`. "mlp" is a network of 64
             ReLUs that learns another such network. A function of (rate, batch size, seed) trains
             and returns the final loss, or nan if the run diverged; it needs `rates` and
-            `batch_sizes`, and has one seed by default.
+            `batch_sizes`, has one seed by default, and sets all other options itself.
         optimizer: "sgd" or "adam", for the built-in tasks.
         rates: The learning rates; the default of this and the next arguments is in `SETTINGS`.
         batch_sizes: The batch sizes.
@@ -97,8 +98,17 @@ def sweep_learning_rate(
     Built-in tasks need torch. A `ScalingWarning` reports that the least loss of a batch size is at
     the lowest or highest rate.
     """
+    for name, count in (("seeds", seeds), ("steps", steps), ("dimension", dimension)):
+        if count is not None:
+            _require_count(name, count)
     if callable(task):
-        return sweep_function(task, rates, batch_sizes, seeds or 1, seed)
+        options = {"steps": steps, "dimension": dimension, "noise": noise}
+        if unused := [name for name, value in options.items() if value is not None]:
+            raise ValueError(
+                f"expected no {unused[0]} with a function as task, which trains by itself, got"
+                f" {options[unused[0]]!r}"
+            )
+        return sweep_function(task, rates, batch_sizes, 1 if seeds is None else seeds, seed)
     if (task, optimizer) not in SETTINGS:
         raise ValueError(f"expected one of {sorted(SETTINGS)}, got {task!r} with {optimizer!r}")
     require_module("torch", "sweep")
@@ -107,8 +117,11 @@ def sweep_learning_rate(
     default = SETTINGS[task, optimizer]
     default_rates = np.geomspace(*default.rates)
     grid, sizes = validate_grid(
-        default_rates if rates is None else rates, batch_sizes or default.batch_sizes
+        default_rates if rates is None else rates,
+        default.batch_sizes if batch_sizes is None else batch_sizes,
     )
+    for size in sizes.tolist():
+        _require_count("every batch size", size)
     requested: dict[str, Any] = {
         "seeds": seeds,
         "steps": steps,
@@ -116,10 +129,8 @@ def sweep_learning_rate(
         "noise": noise,
     }
     setting = default._replace(**{k: v for k, v in requested.items() if v is not None})
-    if min(setting.seeds, setting.steps, setting.dimension) < 1 or not setting.noise >= 0:
-        raise ValueError(
-            f"expected seeds, steps and dimension >= 1 and noise >= 0, got {requested}"
-        )
+    if not 0 <= setting.noise < math.inf:
+        raise ValueError(f"expected a finite noise >= 0, got {setting.noise}")
     by_seed, squares = training.train(
         task,
         optimizer,
@@ -136,6 +147,12 @@ def sweep_learning_rate(
     if (task, optimizer) == ("linear", "sgd"):
         exact = _exact_best_rates(sizes, setting)
     return build_sweep(task, optimizer, grid, sizes.astype(float), by_seed, exact, squares)
+
+
+def _require_count(name: str, count: float) -> None:
+    """Raise `ValueError` unless a number is a positive integer."""
+    if isinstance(count, bool) or count < 1 or count != int(count):
+        raise ValueError(f"expected {name} to be an integer >= 1, got {count!r}")
 
 
 def _exact_best_rates(sizes: Array, setting: Setting) -> Array:

@@ -17,7 +17,8 @@ from scipy.special import ndtr, ndtri, stdtrit
 from scaling.fit.newton import vanished_terms
 from scaling.fit.search import Estimate, refit
 from scaling.law import CONSTANTS, Interval, check_level
-from scaling.runs import Runs, ScalingWarning
+from scaling.runs import BUDGET_TOLERANCE, Runs, ScalingWarning
+from scaling.tables.grouping import cluster
 from scaling.uncertainty.posterior import Sample
 from scaling.uncertainty.quantity import Quantity, named_quantity
 
@@ -113,11 +114,7 @@ def _groups(runs: Runs, by: str | Sequence[object]) -> NDArray[np.intp]:
     if isinstance(by, str):
         if by != "budget":
             raise ValueError(f"expected by='budget' or one label per run, got by={by!r}")
-        budget_of_row = {}
-        for i, budget in enumerate(runs.budgets()):
-            for row in budget.rows:
-                budget_of_row[row] = i
-        labels = [str(budget_of_row[row]) for row in runs.rows]
+        labels = [str(code) for code in cluster(runs.compute, BUDGET_TOLERANCE)]
     else:
         labels = [str(label) for label in by]
     if len(labels) != len(runs) or len(set(labels)) < 5:

@@ -184,10 +184,11 @@ def _bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None
     logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
     terms = bend_terms((logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]).T
     spread = 1.4826 * float(np.median(np.abs(errors)))
-    freedom = len(errors) - len(CONSTANTS) - NUM_BEND_TERMS
+    fitted = [name not in problem.fixed for name in problem.constant_names]
+    freedom = len(errors) - sum(fitted) - NUM_BEND_TERMS
     if freedom < 5 or spread < 1e-7:
         return None
-    basis, _ = np.linalg.qr(newton.log_jacobian(problem, theta).T)
+    basis, _ = np.linalg.qr(newton.log_jacobian(problem, theta)[fitted].T)
     clipped = np.clip(errors, -4 * spread, 4 * spread)
     clipped = clipped - basis @ (basis.T @ clipped)
     terms = terms - basis @ (basis.T @ terms)

@@ -82,7 +82,7 @@ def effective_speedup(
     weights = np.full(PAIRS, 1 / PAIRS)
     low, high = weighted_quantiles(log_factors, weights, [0.025, 0.975])
     if not math.isfinite(factor):
-        return Speedup(compute, best, factor, Interval(math.exp(min(low, 600)), math.inf))
+        return Speedup(compute, best, factor, Interval(_exp(low), math.inf))
     reached = math.log(compute) + log_factor
     step = 0.01
     after = float(second.best_loss(second.constants, np.array([reached + step]))[0])
@@ -93,8 +93,13 @@ def effective_speedup(
     widening = max(first.widening, second.widening)
     down = math.hypot(widening * min(low - log_factor, 0), extra)
     up = math.hypot(widening * max(high - log_factor, 0), extra)
-    interval = Interval(math.exp(log_factor - down), math.exp(min(log_factor + up, 600)))
+    interval = Interval(_exp(log_factor - down), _exp(log_factor + up))
     return Speedup(compute, best, factor, interval)
+
+
+def _exp(x: float) -> float:
+    """Return e^x; inf beyond the range of floats, also for laws that never reach a loss."""
+    return math.exp(x) if x < 700 else math.inf
 
 
 @dataclass(frozen=True)
@@ -171,11 +176,10 @@ def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
         drift = fit.drift.loss
     else:
         constants = np.array([*fit.constants.values()])
-        freedom = len(fit.residuals) - len(constants)
         sample = np.empty((0, len(constants)))
-        if freedom > 0:
+        if fit.freedom > 0:
             sample = fit.resampled_constants(seed)[:PAIRS]
-        widening = math.sqrt(len(fit.residuals) / max(freedom, 1))
+        widening = math.sqrt(len(fit.residuals) / max(fit.freedom, 1))
         theta = fit.theta[0]
         pairs = problem.columns["parameters"] * problem.columns["tokens"]
         start = drift_start(FLOPS_PER_PARAMETER_TOKEN * pairs)
