@@ -110,6 +110,7 @@ INSIDE = {
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),
     *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
     *("time.published.errors_by_source", "time.published.coverage"),
+    "flops.attention_operations",
     *("time.step.collectives_on", "time.step.fastest", "model.transformer.content_of"),
 }
 # Arguments that are texts with separate rules.

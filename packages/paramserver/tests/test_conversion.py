@@ -71,7 +71,9 @@ class Fleet:
         self.workers = []
         for rank in range(2):
             module = model(next(job.module.parameters()).dtype)
-            options = {"local": local, "optimizer": job.optimizer, "whole": job.whole}
+            options = {"local": local, "whole": job.whole}
+            if local is not None:
+                options["optimizer"] = job.optimizer
             checkpoint = folder / f"worker-{rank}" if local else None
             self.workers.append(
                 Worker(module, self.servers, rank=rank, checkpoint=checkpoint, **options)

@@ -170,7 +170,7 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: fit_isoflop(f.runs, nearest=2), "nearest = 2"),
         (lambda f: fit_isoflop(f.runs, level=2.0), "level = 2.0"),
         (lambda f: fit_law("tied", f.runs, fixed={"gamma": math.nan}), "to be finite"),
-        (lambda f: sweep_learning_rate(seeds=0), "'seeds': 0"),
+        (lambda f: sweep_learning_rate(seeds=0), "expected seeds to be an integer >= 1, got 0"),
         (lambda f: bootstrap(f, resamples=200).interval("gamma"), "got 'gamma'"),
         (lambda f: f.law.optimal(-1.0), "compute = -1.0"),
         (lambda f: f.law.predict(-1.0, 1e9), "expected positive parameters"),

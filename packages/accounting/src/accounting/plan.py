@@ -133,6 +133,11 @@ class Plan:
             raise ValueError(f"expected data x microbatches = {ranks} to divide batch, got {batch}")
         if batch and not seq:
             raise ValueError("expected seq >= 1, got 0")
+        if batch and model.encoder and self.tensor * self.context > 1:
+            raise ValueError(
+                "expected tensor=1 and context=1 for a step of a model with an encoder, whose "
+                f"collectives are not described, got tensor={self.tensor}, context={self.context}"
+            )
         if seq and seq % self.context:
             raise ValueError(f"expected context={self.context} to divide seq, got seq={seq}")
 
