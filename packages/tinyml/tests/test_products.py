@@ -198,11 +198,11 @@ LARGE = [(8, 32, 4096, 4096), (8, 512, 1024, 1024)]
 
 
 @pytest.mark.timing
-def test_int8_instructions_are_three_times_as_fast_as_float(times_of_float):
+def test_int8_instructions_are_twice_as_fast_as_float(times_of_float):
     if "vnni" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no int8 dot products")
     ratios = times_of_float("as it is", LARGE, activations="dynamic")
-    assert_at_least("tinyml: float over int8 instructions", 3, min(ratios))
+    assert_at_least("tinyml: float over int8 instructions", 2.2, min(ratios))
 
 
 @pytest.mark.timing
