@@ -65,9 +65,9 @@ def assert_as_good_as_plain(
 
     In float32 the largest of several thousand errors varies by more than a factor of two even
     between two versions of plain PyTorch with different orders of summation.  Therefore the largest
-    float32 error is bounded by ten times plain's in each draw, which detects a wrong element, and
-    by twice plain's in the median of `draws`.  Over 14,400 draws of one query the largest ratio was
-    5.9, and the largest median 1.8.
+    float32 error is bounded by five times plain's in each draw, which detects a wrong element, and
+    by twice plain's in the median of `draws`.  One query has few errors, so its bound per draw is
+    ten: over 14,400 draws the largest ratio was 5.9, and the largest median 1.8.
     """
     dtype, device = tensors[0].dtype, tensors[0].device
     exactly, plainly = one_by_one(attention_reference), one_by_one(textbook)
@@ -87,7 +87,8 @@ def assert_as_good_as_plain(
         for name, e, p, o in zip(NAMES, exact, plain, ours, strict=True):
             errors = o - e, p - e
             squares[name].append([x.square().mean().item() for x in errors])
-            limit = 10 if dtype == torch.float32 else 2
+            float32_limit = 10 if tensors[0].shape[-2] == 1 else 5
+            limit = float32_limit if dtype == torch.float32 else 2
             _assert_at_most(limit, name, *map(_largest, errors), options)
             ratios[name].append(_largest(errors[0]) / (_largest(errors[1]) or 1.0))
     for name, of_draws in squares.items():
