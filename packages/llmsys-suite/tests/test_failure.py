@@ -304,6 +304,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch)
         assert RunFolder(out).config.out == out
 
 
+@pytest.mark.fixed_seed("the module that shifts seeds in child processes imports torch")
 def test_many_processes_claim_one_folder_and_one_succeeds(tmp_path):
     code = (
         "import sys; from pathlib import Path; from llmsys_suite.folder import claim;"

@@ -144,6 +144,7 @@ print(peak_memory_bytes())
 """
 
 
+@pytest.mark.fixed_seed("the module that shifts seeds in child processes imports torch")
 def test_a_peak_is_that_of_this_process_since_it_was_forgotten_not_of_the_one_that_started_it():
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
     with_array, started, forgotten = map(int, done.stdout.split())

@@ -132,6 +132,7 @@ class Positions:
         return range(window.start, window.stop)
 
 
+@pytest.mark.fixed_seed("the independent sampler has its own generator")
 @pytest.mark.parametrize("windows", [2**28 - 1, 2**28, 2**28 + 1, 3 * 10**9, 2**33])
 def test_the_audits_sampler_draws_what_the_runs_does_from_texts_of_any_length(windows):
     length = windows + 33
