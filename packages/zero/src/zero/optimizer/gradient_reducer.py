@@ -190,7 +190,7 @@ class GradientReducer:
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
         """Add the buckets of a flat tensor; the next backward determines a new launch order."""
         self.drain()
-        if not self.release_gradients:
+        if not self.release_gradients and buckets:
             flat = buckets[0].data.new_zeros(partition.numel)
             self._flat_gradients.append(flat)
             for bucket in buckets:
@@ -205,8 +205,13 @@ class GradientReducer:
                 self._shard_pieces.setdefault(parameter, []).append((bucket, piece))
         self._register_hooks()
 
-    def finish(self) -> set[nn.Parameter]:
-        """Average all remaining gradients; return the parameters with a gradient on any rank."""
+    def finish(
+        self, flags: Sequence[bool] = (), check: Callable[[Sequence[bool]], None] | None = None
+    ) -> set[nn.Parameter]:
+        """Average all remaining gradients; return the parameters with a gradient on any rank.
+
+        `check` is called with `flags`, each set if any rank has passed it set.
+        """
         self._register_hooks()
         self._adopt_assigned_averages()
         parameters = list(self._pieces)
@@ -217,7 +222,7 @@ class GradientReducer:
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
         agreed = self.communicator.any_rank(
-            [*is_used, *is_averaged, *is_cleared, *is_written, *is_dirty]
+            [*is_used, *is_averaged, *is_cleared, *is_written, *is_dirty, *flags]
         )
         self.drain()
         anywhere = agreed()
@@ -226,7 +231,9 @@ class GradientReducer:
         averaged_anywhere = anywhere[n : 2 * n]
         cleared_anywhere = anywhere[2 * n : 3 * n]
         written_anywhere = anywhere[3 * n : 4 * n]
-        dirty_anywhere = anywhere[4 * n :]
+        dirty_anywhere = anywhere[4 * n : 4 * n + len(is_dirty)]
+        if check is not None:
+            check(anywhere[4 * n + len(is_dirty) :])
         self._check_cleared_alike(parameters, averaged_anywhere, cleared_anywhere)
         self._discard_cleared_averages()
         self.written.update(p for p, flag in zip(parameters, written_anywhere, strict=True) if flag)

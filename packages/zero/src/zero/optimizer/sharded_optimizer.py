@@ -28,6 +28,7 @@ from zero.cpu_offload import to_host
 from zero.diagnostics import describe_difference
 from zero.fsdp.shard import Shard, find_unit, replaced_parameters
 from zero.optimizer.gradient_reducer import Bucket, GradientReducer, make_buckets
+from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.optimizer_kinds import Split, how_to_split
 from zero.optimizer.state_dict import (
     dtensor_state_dict,
@@ -118,6 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         #: Each parameter's view of a flat tensor.
         self._views: dict[nn.Parameter, Tensor] = {}
         self._num_steps = 0
+        self._option_checks = OptionChecks()
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
@@ -185,6 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.inner.step(**kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
+        self._option_checks.record(self.param_groups)
         for shard, values in zip(shards, self._device_values, strict=False):
             values.copy_(shard, non_blocking=True)
         self._gather_shards()
@@ -353,7 +356,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Return the parameters that have a gradient on any rank.
         """
-        used = self.reducer.finish()
+        flags = self._option_checks.flags(self.param_groups)
+        used = self.reducer.finish(flags, self._option_checks.check)
         self._check_values_alike()
         for parameter, piece, shard, bucket in self._shards:
             shard.grad = None

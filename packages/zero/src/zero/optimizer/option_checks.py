@@ -1,0 +1,76 @@
+"""Comparison of an optimizer's options over the ranks, because every rank steps other elements.
+
+A scheduler that runs more often on one rank, or that reads a loss of this rank only, gives shards
+different learning rates. Each step compares a checksum of the options that have changed since the
+last step. Its bits are exchanged together with flags that a step exchanges anyway. Options that the
+optimizer changes by itself are not compared, because they may depend on the shard.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+#: The number of bits of the checksum.
+CHECKSUM_BITS = 32
+
+#: The numbers among the options of each parameter group, rounded because hosts may differ in the
+#: last bits of a schedule.
+Numbers = list[dict[str, str]]
+
+
+def option_numbers(groups: Sequence[dict[str, Any]]) -> Numbers:
+    """Return the options of parameter groups that are numbers."""
+    numbers: Numbers = []
+    for group in groups:
+        described = {}
+        for key, value in group.items():
+            # The value of a tensor on another device would make the host wait.
+            is_cpu_number = isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
+            entries = [value.item()] if is_cpu_number else value
+            entries = entries if isinstance(entries, list | tuple) else [entries]
+            if all(isinstance(entry, int | float) for entry in entries):
+                described[key] = " ".join(f"{entry:.9g}" for entry in entries)
+        numbers.append(described)
+    return numbers
+
+
+class OptionChecks:
+    """The options after an optimizer's last step, and the comparison of later changes."""
+
+    def __init__(self) -> None:
+        self._after_step: Numbers = []
+        self._changes: list[tuple[int, str, str]] = []
+
+    def record(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Record the options after a step."""
+        self._after_step = option_numbers(groups)
+
+    def flags(self, groups: Sequence[dict[str, Any]]) -> list[bool]:
+        """Return the set bits of a checksum of the changes since the last step, then its zeros."""
+        self._changes = []
+        pairs = zip_longest(option_numbers(groups), self._after_step, fillvalue={})
+        for index, (numbers, earlier) in enumerate(pairs):
+            for key, value in numbers.items():
+                if earlier.get(key) != value:
+                    self._changes.append((index, key, value))
+        checksum = zlib.crc32(repr(sorted(self._changes)).encode())
+        bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
+        return [*bits, *(not bit for bit in bits)]
+
+    def check(self, anywhere: Sequence[bool]) -> None:
+        """Raise if the flags that are set on any rank show different changes."""
+        ones = anywhere[:CHECKSUM_BITS]
+        zeros = anywhere[CHECKSUM_BITS:]
+        if any(one and zero for one, zero in zip(ones, zeros, strict=True)):
+            changes = [f"{key}={value} in group {index}" for index, key, value in self._changes]
+            raise RuntimeError(
+                "the optimizer's options differ between ranks, so shards would be stepped "
+                f"differently; since the last step this rank has set {', '.join(changes) or 'none'}"
+                ": step schedulers equally often on every rank, also after Join, and pass them "
+                "a loss that is averaged over the ranks"
+            )
