@@ -30,7 +30,6 @@ from zero.fsdp.shard import (
     replaced_parameters,
 )
 from zero.gradients.shard import ShardGradient, plain
-from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
     REFUSED,
@@ -38,6 +37,7 @@ from zero.optimizer.optimizer_kinds import (
     how_to_split,
     options_from,
 )
+from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.state_dict import options_of
 from zero.partition import by_parameter
 from zero.process_groups import Communicator

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -53,8 +52,9 @@ class OptionChecks:
     def flags(self, groups: Sequence[dict[str, Any]]) -> list[bool]:
         """Return the set bits of a checksum of the changes since the last step, then its zeros."""
         self._changes = []
-        pairs = zip_longest(option_numbers(groups), self._after_step, fillvalue={})
-        for index, (numbers, earlier) in enumerate(pairs):
+        for index, numbers in enumerate(option_numbers(groups)):
+            is_new = index >= len(self._after_step)
+            earlier = {} if is_new else self._after_step[index]
             for key, value in numbers.items():
                 if earlier.get(key) != value:
                     self._changes.append((index, key, value))

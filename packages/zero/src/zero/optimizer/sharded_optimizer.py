@@ -27,9 +27,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero.cpu_offload import to_host
 from zero.diagnostics import describe_difference
 from zero.fsdp.shard import Shard, find_unit, replaced_parameters
-from zero.optimizer.gradient_reducer import Bucket, GradientReducer, make_buckets
-from zero.optimizer.option_checks import OptionChecks
+from zero.optimizer.gradient_buckets import Bucket, make_buckets
+from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import Split, how_to_split
+from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.state_dict import (
     dtensor_state_dict,
     load_state_dict,
@@ -384,7 +385,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
         compares_all = self._num_steps & (self._num_steps - 1) == 0
         written = [p for p in self._views if compares_all or p in self.reducer.written]
-        if not written or written[0].is_meta or self.communicator.world == 1:
+        if not written or written[0].is_meta or self.communicator.num_gradients == 1:
             return
         everyone = self.communicator.gather_objects([_checksum(p) for p in written])
         for index, parameter in enumerate(written):
