@@ -347,6 +347,7 @@ def refusals_of_options(stage):
             model(batch(step, rank)[0]).square().mean().backward()
             if step == 1 and edit == "equal":
                 group["lr"] = 0.05
+                group["logged_loss"] = float(rank)
             if step == 1 and edit == "lr" and is_odd:
                 group["lr"] = 0.05
             if step == 1 and edit == "betas" and is_odd:

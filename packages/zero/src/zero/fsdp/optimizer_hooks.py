@@ -119,7 +119,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for unit, sharded in shard_optimizer.stepped:
         unit.mark_changed(sharded)
     shard_optimizer.stepped = []
-    shard_optimizer.option_checks.record(optimizer.param_groups)
+    shard_optimizer.option_checks.record(optimizer)
 
 
 class ShardOptimizer:
@@ -176,12 +176,13 @@ class ShardOptimizer:
         for communicator, flags in flags_of.items():
             has_gradients = [flag for _, flag in flags]
             has_none = [not flag for flag in has_gradients]
-            option_flags = self.option_checks.flags(optimizer.param_groups)
-            all_flags = [*has_gradients, *has_none, *option_flags]
-            anywhere = communicator.any_rank(all_flags, counted=False)()
-            self.option_checks.check(anywhere[2 * len(flags) :])
+            option_flags = self.option_checks.flags(optimizer)
+            on_some, on_others, options = communicator.any_rank(
+                has_gradients, has_none, option_flags, counted=False
+            )()
+            self.option_checks.check(options)
             for index, (name, _) in enumerate(flags):
-                if anywhere[index] and anywhere[len(flags) + index]:
+                if on_some[index] and on_others[index]:
                     raise RuntimeError(
                         f"{name} has a gradient on some ranks only: set .grad to None, or skip "
                         "the step, on every rank or on none"

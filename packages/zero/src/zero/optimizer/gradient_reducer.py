@@ -27,6 +27,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 from weakref import WeakSet
 
@@ -128,21 +129,16 @@ class GradientReducer:
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
         agreed = self.communicator.any_rank(
-            [*is_reached, *is_averaged, *is_cleared, *is_written, *is_dirty, *flags]
+            is_reached, is_averaged, is_cleared, is_written, is_dirty, flags
         )
         self._queue.drain()
-        anywhere = agreed()
-        n = len(parameters)
-        used_anywhere = anywhere[:n]
-        averaged_anywhere = anywhere[n : 2 * n]
-        cleared_anywhere = anywhere[2 * n : 3 * n]
-        written_anywhere = anywhere[3 * n : 4 * n]
-        dirty_anywhere = anywhere[4 * n : 4 * n + len(is_dirty)]
+        used_anywhere, averaged_anywhere, cleared_anywhere, *others = agreed()
+        written_anywhere, dirty_anywhere, flags_anywhere = others
         if check is not None:
-            check(anywhere[4 * n + len(is_dirty) :])
+            check(flags_anywhere)
         self._check_cleared_alike(parameters, averaged_anywhere, cleared_anywhere)
         self._discard_cleared()
-        self.written.update(p for p, flag in zip(parameters, written_anywhere, strict=True) if flag)
+        self.written.update(compress(parameters, written_anywhere))
         for bucket, is_dirty_anywhere in zip(self.buckets, dirty_anywhere, strict=True):
             if is_dirty_anywhere:
                 for parameter, piece in bucket.pieces:
@@ -151,7 +147,7 @@ class GradientReducer:
         for parameter in unreduced:
             self._averages.mark(parameter, self)
         self._queue.drain()
-        return {p for p, flag in zip(parameters, used_anywhere, strict=True) if flag}
+        return set(compress(parameters, used_anywhere))
 
     def note_versions(self) -> None:
         """Record that all ranks have equal parameters now."""
@@ -290,11 +286,8 @@ class GradientReducer:
         is_reached = [n in living and living[n]._in_backward for n in numbers]
         is_alive = [n in living for n in numbers]
         is_deleted = [n not in living for n in numbers]
-        anywhere = self.communicator.any_rank([*is_reached, *is_alive, *is_deleted])()
-        count = len(numbers)
-        reached = [n for n, flag in zip(numbers, anywhere[:count], strict=True) if flag]
-        alive = [n for n, flag in zip(numbers, anywhere[count : 2 * count], strict=True) if flag]
-        deleted = [n for n, flag in zip(numbers, anywhere[2 * count :], strict=True) if flag]
+        anywhere = self.communicator.any_rank(is_reached, is_alive, is_deleted)()
+        reached, alive, deleted = ([*compress(numbers, flags)] for flags in anywhere)
         for reducer in living.values():
             reducer._group_numbers = alive
         for number in reached:

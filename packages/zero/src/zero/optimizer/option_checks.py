@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
 
 #: The number of bits of the checksum.
@@ -22,12 +22,14 @@ CHECKSUM_BITS = 32
 Numbers = list[dict[str, str]]
 
 
-def option_numbers(groups: Sequence[dict[str, Any]]) -> Numbers:
-    """Return the options of parameter groups that are numbers."""
+def option_numbers(optimizer: torch.optim.Optimizer) -> Numbers:
+    """Return the optimizer's options that are numbers, for each parameter group."""
     numbers: Numbers = []
-    for group in groups:
+    for group in optimizer.param_groups:
         described = {}
-        for key, value in group.items():
+        # A program may store numbers of its own in a group.
+        for key in group.keys() & optimizer.defaults.keys():
+            value = group[key]
             # The value of a tensor on another device would make the host wait.
             is_cpu_number = isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
             entries = [value.item()] if is_cpu_number else value
@@ -45,14 +47,14 @@ class OptionChecks:
         self._after_step: Numbers = []
         self._changes: list[tuple[int, str, str]] = []
 
-    def record(self, groups: Sequence[dict[str, Any]]) -> None:
+    def record(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the options after a step."""
-        self._after_step = option_numbers(groups)
+        self._after_step = option_numbers(optimizer)
 
-    def flags(self, groups: Sequence[dict[str, Any]]) -> list[bool]:
+    def flags(self, optimizer: torch.optim.Optimizer) -> list[bool]:
         """Return the set bits of a checksum of the changes since the last step, then its zeros."""
         self._changes = []
-        for index, numbers in enumerate(option_numbers(groups)):
+        for index, numbers in enumerate(option_numbers(optimizer)):
             is_new = index >= len(self._after_step)
             earlier = {} if is_new else self._after_step[index]
             for key, value in numbers.items():

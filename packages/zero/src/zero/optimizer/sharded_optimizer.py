@@ -188,7 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.inner.step(**kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
-        self._option_checks.record(self.param_groups)
+        self._option_checks.record(self)
         for shard, values in zip(shards, self._device_values, strict=False):
             values.copy_(shard, non_blocking=True)
         self._gather_shards()
@@ -200,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             shard.grad = None
         if self._steps_to_compare:
             self._steps_to_compare -= 1
-            has_state = self.communicator.any_rank([bool(self.inner.state)])()[0]
+            [[has_state]] = self.communicator.any_rank([bool(self.inner.state)])()
             self.show_state(has_state)
         return loss
 
@@ -357,7 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Return the parameters that have a gradient on any rank.
         """
-        flags = self._option_checks.flags(self.param_groups)
+        flags = self._option_checks.flags(self)
         used = self.reducer.finish(flags, self._option_checks.check)
         self._check_values_alike()
         for parameter, piece, shard, bucket in self._shards:
