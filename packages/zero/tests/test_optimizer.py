@@ -323,7 +323,7 @@ def test_groups_schedulers_closures_clipping_and_added_groups_work_as_in_torch(s
     assert all(run_ranks(use_groups_and_closures, 2, stage, timeout=DEADLINE))
 
 
-#: How rank 1 changes its options, and the step that is then refused.
+#: Each change of the options on rank 1, with the step that is refused.
 DIFFERENT_OPTIONS = [("lr", 1), ("betas", 1), ("tensor", 1), ("constructor", 0)]
 
 
@@ -369,7 +369,7 @@ def test_options_that_differ_between_ranks_are_refused(stage):
 
 
 def shard_an_empty_group():
-    """Step a parameter group of which no parameter has elements."""
+    """Step two parameter groups, one of which has no elements."""
     used, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3))
     groups = [{"params": [empty], "lr": 0.1}, {"params": [used]}]
     for shard_gradients in (False, True):

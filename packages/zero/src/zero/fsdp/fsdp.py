@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp.checks import check_module, check_parameters, refuse_ddp
 from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import install
 from zero.fsdp.replicated import ReplicatedParameters
@@ -30,6 +29,7 @@ from zero.fsdp.wrapping import (
     make_units,
     original_name,
 )
+from zero.parameter_checks import check_module, check_parameters, refuse_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
 #: The attribute of a module passed to `fully_shard` that has the FSDP of the outermost one. It is

@@ -27,7 +27,7 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> Numbers:
     numbers: Numbers = []
     for group in optimizer.param_groups:
         described = {}
-        # A program may store numbers of its own in a group.
+        # A program may store other numbers in a group.
         for key in group.keys() & optimizer.defaults.keys():
             value = group[key]
             # The value of a tensor on another device would make the host wait.
@@ -68,7 +68,7 @@ class OptionChecks:
         """Raise if the flags that are set on any rank show different changes."""
         ones = anywhere[:CHECKSUM_BITS]
         zeros = anywhere[CHECKSUM_BITS:]
-        if any(one and zero for one, zero in zip(ones, zeros, strict=True)):
+        if any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):
             changes = [f"{key}={value} in group {index}" for index, key, value in self._changes]
             raise RuntimeError(
                 "the optimizer's options differ between ranks, so shards would be stepped "
