@@ -17,9 +17,8 @@ from torch import Tensor
 #: The number of bits of the checksum.
 CHECKSUM_BITS = 32
 
-#: The numbers among the options of each parameter group, rounded because hosts may differ in the
-#: last bits of a schedule.
-Numbers = list[dict[str, str]]
+#: The numbers among the options of each parameter group.
+Numbers = list[dict[str, tuple[float, ...]]]
 
 
 def option_numbers(optimizer: torch.optim.Optimizer) -> Numbers:
@@ -35,7 +34,7 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> Numbers:
             entries = [value.item()] if is_cpu_number else value
             entries = entries if isinstance(entries, list | tuple) else [entries]
             if all(isinstance(entry, int | float) for entry in entries):
-                described[key] = " ".join(f"{entry:.9g}" for entry in entries)
+                described[key] = tuple(entries)
         numbers.append(described)
     return numbers
 
@@ -59,7 +58,9 @@ class OptionChecks:
             earlier = {} if is_new else self._after_step[index]
             for key, value in numbers.items():
                 if earlier.get(key) != value:
-                    self._changes.append((index, key, value))
+                    # Rounded, because hosts may differ in the last bits of a schedule.
+                    rounded = " ".join(f"{number:.9g}" for number in value)
+                    self._changes.append((index, key, rounded))
         checksum = zlib.crc32(repr(sorted(self._changes)).encode())
         bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
         return [*bits, *(not bit for bit in bits)]
