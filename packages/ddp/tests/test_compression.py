@@ -1,5 +1,8 @@
 """Compressed gradients: bfloat16 that is added in float32, and low-rank products with residuals."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +32,9 @@ def gradients(compression: dict, steps: int = 1) -> tuple:
     return [g.numpy() for g in local], mean, (last.gradient_bytes, last.extra_bytes, last.calls)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [2, 4, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 3))]
+)
 def test_bfloat16_on_the_wire_is_added_in_float32(world: int) -> None:
     ranks = run_ranks(gradients, world, {"gradient_dtype": torch.bfloat16})
     numel = sum(g.size for g in ranks[0][0])
@@ -177,6 +182,84 @@ def test_compressed_training_learns_about_as_well() -> None:
     plain = run_ranks(final_loss, 2, {})[0]
     assert run_ranks(final_loss, 2, {"gradient_dtype": torch.bfloat16})[0] < 1.2 * plain
     assert run_ranks(final_loss, 2, {"compression": PowerSGD(2)})[0] < 2 * plain < 0.1
+
+
+class SkippedBlock(nn.Module):
+    """A model whose middle layer is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)]).double()
+
+    def forward(self, x, skip: bool):
+        first, middle, last = self.layers
+        x = first(x).tanh()
+        return last(x if skip else middle(x))
+
+
+def feedback_error(history: str) -> float:
+    """Return how much of the gradients is neither in the sums of `.grad` nor in the residuals."""
+    compression = PowerSGD(1)
+    module = SkippedBlock()
+    module.layers[0].requires_grad_(history != "unfreeze")
+    model = DDP(module, compression=compression, find_unused_parameters=True)
+    other = DDP(SkippedBlock(), compression=compression)
+    twin = copy.deepcopy(model)
+    missing = {parameter: torch.zeros(16, 16).double() for parameter in module.parameters()}
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank())).double()
+    for step in range(4):
+        model.zero_grad()
+        module.layers[0].requires_grad_(history != "unfreeze" or step > 1)
+        skip = history == "skip" and step % 2 == 1
+        loss = model(x, skip).square().mean()
+        trained = [p for p in missing if p.requires_grad]
+        local = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
+        loss.backward()
+        for parameter, gradient in zip(trained, local, strict=True):
+            if gradient is not None:
+                dist.all_reduce(gradient)
+                missing[parameter] += gradient / dist.get_world_size() - parameter.grad
+        if history == "share":
+            (10 * other(x, False).square().mean()).backward()
+        if history == "copy":
+            (10 * twin(x, False).square().mean()).backward()
+    for parameter, difference in missing.items():
+        residual = compression._residuals[parameter].clone()
+        dist.all_reduce(residual)
+        difference -= residual / dist.get_world_size()
+    return max(float(difference.abs().max()) for difference in missing.values())
+
+
+@pytest.mark.parametrize("history", ["unfreeze", "share", "copy", "skip"])
+def test_powersgd_loses_no_gradient(history: str) -> None:
+    assert max(run_ranks(feedback_error, 2, history)) < 1e-12
+
+
+def finite_after_overflow() -> list[bool]:
+    module = nn.Linear(12, 12, bias=False)
+    model = DDP(module, compression=PowerSGD(1))
+    finite = []
+    for scale in (1.0, float("inf") if dist.get_rank() == 1 else 1.0, 1.0):
+        model.zero_grad()
+        (model(torch.eye(12)).sum() * scale).backward()
+        finite.append(bool(module.weight.grad.isfinite().all()))
+    return finite
+
+
+def test_powersgd_continues_after_an_overflow() -> None:
+    assert run_ranks(finite_after_overflow, 2) == [[True, False, True]] * 2
+
+
+def test_pickled_powersgd_keeps_its_options() -> None:
+    compression = pickle.loads(pickle.dumps(PowerSGD(2, seed=3)))
+    assert repr(compression) == "PowerSGD(rank=2, seed=3)"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])
+def test_dtypes_that_would_lose_gradients_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="floating-point dtype of at least 16 bits"):
+        DDP(net(), gradient_dtype=dtype)
 
 
 def test_powersgd_rank_below_one_is_refused() -> None:

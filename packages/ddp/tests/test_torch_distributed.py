@@ -17,8 +17,7 @@ SOURCES = FOLDER_OF_TESTS.parent / "src"
 # Tests of the profiler's events are excluded.
 ALL = "^(?!.*profil).*(ddp|DDP|DataParallel|accumulate_gradients|stateless|static_graph|logg)"
 SAMPLE = (
-    "^test_(ddp_static_graph_nested_types|accumulate_gradients_no_sync_grad_is_view"
-    "|ddp_unused_params_rebuild_buckets_exception)$"
+    "^test_(accumulate_gradients_no_sync_grad_is_view|ddp_unused_params_rebuild_buckets_exception)$"
 )
 # Folder of a checkout of torch's repository, whose tests are not all in the wheel.
 FOLDER = os.environ.get("TORCH_TESTS")
@@ -83,7 +82,7 @@ def compare(world, chosen, folder, tests=None):
 
 def test_sample_of_torch_tests_passes(tmp_path):
     passed, failed = outcomes("ddp", 2, SAMPLE, tmp_path)
-    assert len(passed) == 3, failed
+    assert len(passed) == 2, failed
 
 
 @pytest.mark.exhaustive

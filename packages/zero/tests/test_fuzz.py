@@ -28,8 +28,8 @@ import transformers_families
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 
 WORLD = 3
-SAMPLE, ALL = 24, 10_000
-AT_ONCE = 24
+SAMPLE, ALL = 16, 10_000
+AT_ONCE = 16
 GROUPS = {}
 OPTIMIZERS = {
     "SGD": [{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "nesterov": True}],
@@ -571,7 +571,7 @@ def test_every_random_program_equals_one_process(tmp_path, first):
 
 @pytest.mark.parametrize(
     ("first", "last"),
-    [(0, 2), *(pytest.param(n, n + 100, marks=pytest.mark.exhaustive) for n in range(2, 502, 100))],
+    [(0, 1), *(pytest.param(n, n + 100, marks=pytest.mark.exhaustive) for n in range(1, 501, 100))],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs_of_transformers_families_equal_one_process(tmp_path, first, last):

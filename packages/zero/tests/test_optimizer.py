@@ -245,10 +245,20 @@ def train_unevenly(stage):
         schedules[1].step()
         theirs.zero_grad()
     assert_alike(model, twin)
-    # The optimizer works after the context as before it.
+    # The optimizer works after the context as before it, once the schedules are equal again.
     loss(model, 9, 0, rank).backward()
+    with pytest.raises(RuntimeError, match="options differ between ranks"):
+        ours.step()
+    for _ in range(lengths[rank], max(lengths)):
+        schedules[0].step()
+    ours.param_groups[0]["lr"] = theirs.param_groups[0]["lr"]
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     ours.step()
+    for number in range(world):
+        (loss(twin, 9, 0, number) / world).backward()
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    theirs.step()
+    assert_alike(model, twin)
     with pytest.raises(ValueError, match="expected divide_by_initial_world_size=True, got False"):
         Join([ours], divide_by_initial_world_size=False)
     second = ShardedOptimizer(small().parameters(), torch.optim.SGD, lr=0.1)
@@ -311,6 +321,68 @@ def use_groups_and_closures(stage):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_groups_schedulers_closures_clipping_and_added_groups_work_as_in_torch(stage):
     assert all(run_ranks(use_groups_and_closures, 2, stage, timeout=DEADLINE))
+
+
+#: Each change of the options on rank 1, with the step that is refused.
+DIFFERENT_OPTIONS = [("lr", 1), ("betas", 1), ("tensor", 1), ("constructor", 0)]
+
+
+def refusals_of_options(stage):
+    """Check that steps are refused if options differ on rank 1, and only then."""
+    for edit in ("equal", "lr", "betas", "tensor", "constructor"):
+        model = make_model()
+        rank = dist.get_rank()
+        is_odd = rank == 1 and edit != "equal"
+        lr = torch.tensor(0.1) if edit == "tensor" else 0.1
+        lr = 0.3 if edit == "constructor" and is_odd else lr
+        if stage == 3:
+            model = FSDP(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+        else:
+            optimizer = ShardedOptimizer(
+                model.parameters(), torch.optim.AdamW, shard_gradients=True, lr=lr, foreach=False
+            )
+        (group,) = optimizer.param_groups
+        for step in range(2):
+            model(batch(step, rank)[0]).square().mean().backward()
+            if step == 1 and edit == "equal":
+                group["lr"] = 0.05
+                group["logged_loss"] = float(rank)
+            if step == 1 and edit == "lr" and is_odd:
+                group["lr"] = 0.05
+            if step == 1 and edit == "betas" and is_odd:
+                group["betas"] = (0.8, 0.9)
+            if step == 1 and edit == "tensor" and is_odd:
+                group["lr"].mul_(0.5)
+            if (edit, step) in DIFFERENT_OPTIONS:
+                with pytest.raises(RuntimeError, match="options differ between ranks"):
+                    optimizer.step()
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_options_that_differ_between_ranks_are_refused(stage):
+    assert all(run_ranks(refusals_of_options, 2, stage, timeout=DEADLINE))
+
+
+def shard_an_empty_group():
+    """Step two parameter groups, one of which has no elements."""
+    used, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3))
+    groups = [{"params": [empty], "lr": 0.1}, {"params": [used]}]
+    for shard_gradients in (False, True):
+        optimizer = ShardedOptimizer(groups, torch.optim.SGD, shard_gradients=shard_gradients, lr=1)
+        (used.sum() + empty.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del optimizer
+    return used.tolist()
+
+
+def test_a_group_without_elements_is_stepped():
+    assert run_ranks(shard_an_empty_group, 2) == [[-1.0] * 3] * 2
 
 
 def skip_parameters(stage):

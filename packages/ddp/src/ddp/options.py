@@ -65,6 +65,12 @@ class Options:
             )
         if self.mixed_precision is not None:
             check_mixed_precision(self.mixed_precision)
+        dtype = self.gradient_dtype or communication_dtype(self.mixed_precision)
+        if dtype is not None and (not dtype.is_floating_point or dtype.itemsize == 1):
+            raise ValueError(
+                f"expected gradients to be sent in a floating-point dtype of at least 16 bits, got "
+                f"{dtype}; pass torch.bfloat16"
+            )
         methods = {
             "gradient_dtype": self.gradient_dtype,
             "compression": self.compression,

@@ -293,26 +293,31 @@ class Communicator:
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
-    def any_rank(self, flags: Sequence[bool], *, counted: bool = True) -> Callable[[], list[bool]]:
+    def any_rank(
+        self, *flag_lists: Sequence[bool], counted: bool = True
+    ) -> Callable[[], list[list[bool]]]:
         """Start to find which flags are set on any rank; return a function that waits for them.
 
-        `counted=False` leaves the exchange out of `bytes`.
+        The function returns one list per argument. `counted=False` leaves the exchange out of
+        `bytes`.
         """
+        flags = [flag for flag_list in flag_lists for flag in flag_list]
         counted_before = self.bytes["all_reduce"]
         if isinstance(self.group, DryRun):
             if counted:
                 self.bytes["all_reduce"] += 4 * len(flags)
-            return lambda: list(flags)
+            return lambda: [list(flag_list) for flag_list in flag_lists]
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
         work = self.all_reduce(counts)
         if not counted:
             self.bytes["all_reduce"] = counted_before
 
-        def wait() -> list[bool]:
+        def wait() -> list[list[bool]]:
             work.wait()
-            anywhere = [count > 0 for count in counts.tolist()]
+            lists = counts.gt(0).split([len(flag_list) for flag_list in flag_lists])
+            anywhere: list[list[bool]] = [part.tolist() for part in lists]
             if self.replicas:
-                return self.replicas.any_rank(anywhere, counted=counted)()
+                return self.replicas.any_rank(*anywhere, counted=counted)()
             return anywhere
 
         return wait

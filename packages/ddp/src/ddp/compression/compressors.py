@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp.bucket import Bucket
 from ddp.communication import Collective, Compression, Uncompressed, tensor_bytes
@@ -75,6 +78,10 @@ class PowerSGD(Compression):
     M - P Q^T is the residual that is carried over to the next step. This sends (n + m) `rank`
     numbers instead of n m. Vectors, and matrices for which that saves less than half, are sent
     uncompressed. The residuals take as much memory as a set of gradients.
+
+    A residual belongs to a parameter, so several models can use one `PowerSGD`. A step in which no
+    rank has a gradient keeps the residual. A gradient that is not finite resets it, because
+    otherwise it would stay NaN. Copies and pickles of a `PowerSGD` have no residuals.
     """
 
     def __init__(self, rank: int = 4, *, seed: int = 0) -> None:
@@ -82,8 +89,11 @@ class PowerSGD(Compression):
             raise ValueError(f"expected rank >= 1, got rank={rank}")
         self.rank = rank
         self._seed = seed
-        self._residuals: dict[int, Tensor] = {}
-        self._q: dict[int, Tensor] = {}
+        self._residuals = WeakTensorKeyDictionary()
+        self._q = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return partial(PowerSGD, self.rank, seed=self._seed), ()
 
     def __repr__(self) -> str:
         return f"PowerSGD(rank={self.rank}, seed={self._seed})"
@@ -96,7 +106,7 @@ class PowerSGD(Compression):
         ]
         world_size = group.world_size
         matrices = {slot: self._add_residual(bucket, slot, world_size) for slot in compressed}
-        ps = [matrices[slot] @ self._q[bucket.indices[slot]] / world_size for slot in compressed]
+        ps = [matrices[slot] @ self._q[bucket.parameters[slot]] / world_size for slot in compressed]
         tensors = [*ps, *uncompressed, bucket.flags]
         first = _pack(tensors)
         work = group.all_reduce(first, async_op=True)
@@ -132,10 +142,15 @@ class PowerSGD(Compression):
 
         def store() -> None:
             for slot, p, q in zip(matrices, ps, _unpack(second, qs), strict=True):
-                self._q[bucket.indices[slot]] = q.clone()
+                parameter = bucket.parameters[slot]
                 approximation = p @ q.T
                 bucket.views[slot].flatten(1).copy_(approximation)
-                matrices[slot].sub_(approximation)
+                # The approximation is not assigned to a parameter without a gradient on any rank.
+                matrices[slot].sub_(approximation * ~bucket.is_missing_everywhere(slot))
+                # Tensors instead of a branch, which would make the host wait for a GPU.
+                is_finite = q.isfinite().all()
+                matrices[slot].masked_fill_(~is_finite, 0)
+                self._q[parameter] = torch.where(is_finite, q, self._q[parameter])
 
         return Collective(work, tensor_bytes(second), 0, store)
 
@@ -147,16 +162,17 @@ class PowerSGD(Compression):
 
     def _add_residual(self, bucket: Bucket, slot: int, world_size: int) -> Tensor:
         """Return this rank's gradient plus its residual, in the memory of the next residual."""
-        index = bucket.indices[slot]
+        parameter = bucket.parameters[slot]
         gradient = bucket.views[slot].flatten(1)
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        if index not in self._residuals:
-            self._residuals[index] = torch.zeros_like(gradient, dtype=dtype)
-            generator = torch.Generator().manual_seed(self._seed + index)
+        if parameter not in self._residuals:
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self._residuals[parameter] = torch.zeros_like(gradient, dtype=dtype)
+            generator = torch.Generator().manual_seed(self._seed + bucket.indices[slot])
             q = torch.randn(gradient.shape[1], self.rank, generator=generator, dtype=dtype)
-            self._q[index] = q.to(gradient.device)
+            self._q[parameter] = q.to(gradient.device)
         # The bucket contains this rank's gradient divided by the world size.
-        return self._residuals[index].add_(gradient, alpha=world_size)
+        residual: Tensor = self._residuals[parameter]
+        return residual.add_(gradient, alpha=world_size)
 
 
 def _pack(tensors: list[Tensor]) -> Tensor:

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from zero.fsdp.checks import refuse_ddp
 from zero.fsdp.fsdp import FSDP, FULLY_SHARDED
 from zero.fsdp.shard import replaced_parameters
 from zero.fsdp.unit import Unit
+from zero.parameter_checks import refuse_ddp
 
 
 def fully_shard(

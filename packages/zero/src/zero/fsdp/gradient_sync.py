@@ -93,6 +93,6 @@ class GradientSync:
         self._wait()
         for wait in wait_functions:
             wait()
-        used_anywhere = iter(agreed())
+        used_anywhere = iter(agreed()[0])
         for unit in self.units:
             unit.gradients.assign_unclaimed_averages([next(used_anywhere) for _ in unit.parameters])

@@ -37,6 +37,7 @@ from zero.optimizer.optimizer_kinds import (
     how_to_split,
     options_from,
 )
+from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.state_dict import options_of
 from zero.partition import by_parameter
 from zero.process_groups import Communicator
@@ -118,6 +119,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for unit, sharded in shard_optimizer.stepped:
         unit.mark_changed(sharded)
     shard_optimizer.stepped = []
+    shard_optimizer.option_checks.record(optimizer)
 
 
 class ShardOptimizer:
@@ -127,6 +129,7 @@ class ShardOptimizer:
         self.exchanges: list[FullTensorExchange] = []
         #: The parameters with a gradient in the current step.
         self.stepped: list[tuple[ShardingUnit, ShardedParameter]] = []
+        self.option_checks = OptionChecks()
         optimizer.register_state_dict_post_hook(self._save_rows)
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
 
@@ -155,7 +158,10 @@ class ShardOptimizer:
             optimizer.state.update(local_state)
 
     def check_gradients_alike(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if a shard has a gradient on some ranks only; record the shards that have one."""
+        """Raise if a shard has a gradient on some ranks only, or if options differ.
+
+        Records the shards that have a gradient.
+        """
         self.stepped = []
         flags_of: dict[Communicator, list[tuple[str, bool]]] = {}
         for group in optimizer.param_groups:
@@ -170,9 +176,13 @@ class ShardOptimizer:
         for communicator, flags in flags_of.items():
             has_gradients = [flag for _, flag in flags]
             has_none = [not flag for flag in has_gradients]
-            anywhere = communicator.any_rank([*has_gradients, *has_none], counted=False)()
+            option_flags = self.option_checks.flags(optimizer)
+            on_some, on_others, options = communicator.any_rank(
+                has_gradients, has_none, option_flags, counted=False
+            )()
+            self.option_checks.check(options)
             for index, (name, _) in enumerate(flags):
-                if anywhere[index] and anywhere[len(flags) + index]:
+                if on_some[index] and on_others[index]:
                     raise RuntimeError(
                         f"{name} has a gradient on some ranks only: set .grad to None, or skip "
                         "the step, on every rank or on none"

@@ -48,12 +48,12 @@ class ReplicatedParameters:
         parameters: list[nn.Parameter],
         flat: Tensor,
         work: Work,
-        used_anywhere: Callable[[], list[bool]],
+        used_anywhere: Callable[[], list[list[bool]]],
     ) -> None:
         work.wait()
         self.communicator.divide_after_sum(flat, flat.dtype)
         start = 0
-        for parameter, is_used in zip(parameters, used_anywhere(), strict=True):
+        for parameter, is_used in zip(parameters, used_anywhere()[0], strict=True):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
             if is_used and parameter.grad is None:

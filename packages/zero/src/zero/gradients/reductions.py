@@ -43,7 +43,8 @@ def gather_runs(
 def are_equal_on_all_ranks(is_equal: bool, communicator: Communicator) -> bool:
     """Return True if a comparison of each rank's elements is true on every rank."""
     communicator.check_not_joining()
-    return not communicator.any_rank([not is_equal], counted=False)()[0]
+    [[differs_anywhere]] = communicator.any_rank([not is_equal], counted=False)()
+    return not differs_anywhere
 
 
 def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

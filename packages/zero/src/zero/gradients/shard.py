@@ -114,8 +114,9 @@ class _FullTensor(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         # The loss of a training step is the average of the ranks' losses.
         average = gradient.to(ctx.communicator.device).contiguous().clone()
-        ctx.communicator.all_reduce(average).wait()
-        average /= ctx.communicator.world
+        ctx.communicator.divide_before_sum(average)
+        ctx.communicator.all_reduce_gradient(average).wait()
+        ctx.communicator.divide_after_sum(average, average.dtype)
         part = average.reshape(-1)[ctx.elements.start : ctx.elements.stop]
         return part.to(gradient.device).view(ctx.shape), None, None
 

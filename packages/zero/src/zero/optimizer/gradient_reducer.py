@@ -5,7 +5,7 @@ Note [Lifetime of a gradient]
 |-----------|-------------------|-------------------|--------------------------------------|
 | local     | plain tensor      | autograd's        | collected, by the parameter's hook   |
 | collected | AveragedGradient  | `Bucket.buffer`   | in flight, if the bucket is complete |
-| in flight | AveragedGradient  | `_Reduction`      | averaged, when it is waited for      |
+| in flight | AveragedGradient  | `ReductionQueue`  | averaged, when it is waited for      |
 | averaged  | AveragedGradient  | `Bucket.average`  | cleared                              |
 | cleared   | set by the caller | none              | local, in the next backward          |
 
@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 from weakref import WeakSet
 
@@ -36,103 +35,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
-from zero.partition import Partition, Piece, Span
+from zero.optimizer.averages import Averages, has_unreduced_gradient, is_computed, is_used
+from zero.optimizer.gradient_buckets import Bucket
+from zero.optimizer.reduction_queue import ReductionQueue
+from zero.partition import Partition, Piece
 from zero.process_groups import Communicator
-
-#: The number of reductions in progress at the same time.
-MAX_IN_FLIGHT = 2
-
-
-@dataclass(eq=False)
-class Bucket:
-    """A span of a flat tensor of parameters, and the gradients of that span."""
-
-    span: Span
-    #: The parameters' values in the span, and this rank's shard of them at `shard_offset`.
-    data: Tensor
-    shard: Tensor
-    shard_offset: int
-    #: The parts of parameters in the span, and those in this rank's shard.
-    pieces: list[tuple[nn.Parameter, Piece]]
-    shard_pieces: list[tuple[nn.Parameter, Piece]]
-    #: This rank's shard of the averaged gradients, from backward until they are cleared.
-    average: Tensor | None = None
-    #: True if `average` is a view of `buffer`.
-    average_is_in_buffer: bool = False
-    #: The local gradients to be sent.
-    buffer: Tensor | None = None
-    #: The parameters whose gradients this backward has not collected yet.
-    missing: set[nn.Parameter] = field(default_factory=set)
-
-    def copy_gradient(self, piece: Piece, gradient: Tensor | None) -> None:
-        """Copy a piece of a gradient into the buffer; write zeros without a gradient."""
-        if self.buffer is None:
-            self.buffer = torch.empty_like(self.data)
-            last = self.pieces[-1][1]
-            self.buffer[last.offset + last.numel - self.span.start :].zero_()
-        target = self.buffer[piece.offset - self.span.start :][: piece.numel]
-        if gradient is None:
-            target.zero_()
-        else:
-            target.copy_(gradient.reshape(-1)[piece.start : piece.stop])
-
-    def shard_of_buffer(self) -> Tensor:
-        """Return this rank's shard of the buffer."""
-        assert self.buffer is not None
-        start = self.shard_offset - self.span.start
-        return self.buffer[start : start + self.shard.numel()]
-
-    def average_of(self, piece: Piece) -> Tensor:
-        """Return the averaged gradient of a piece in this rank's shard."""
-        assert self.average is not None
-        return self.average[piece.offset - self.shard_offset :][: piece.numel]
-
-    def move_average_out_of_buffer(self) -> None:
-        """Copy the average, so that the buffer can be filled for another reduction."""
-        if self.average is not None and self.average_is_in_buffer:
-            self.average = self.average.clone()
-            self.average_is_in_buffer = False
-
-
-def make_buckets(
-    partition: Partition, flat: Tensor, parameters: Sequence[nn.Parameter], rank: int
-) -> list[Bucket]:
-    """Cut `flat`, which contains `parameters` as laid out by `partition`, into buckets."""
-    buckets = []
-    for span in partition.spans:
-        low, high = span.shard(rank, partition.world)
-        bucket = Bucket(
-            span=span,
-            data=flat[span.start : span.stop],
-            shard=flat[low:high],
-            shard_offset=low,
-            pieces=[(parameters[p.index], p) for p in partition.pieces(span.start, span.stop)],
-            shard_pieces=[(parameters[p.index], p) for p in partition.pieces(low, high)],
-        )
-        bucket.missing = {parameter for parameter, _ in bucket.pieces}
-        buckets.append(bucket)
-    return buckets
-
-
-class _AverageKey:
-    """The identity of one average of one parameter, until that average is cleared."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """A reduction in flight."""
-
-    bucket: Bucket
-    output: Tensor
-    #: Kept alive until the reduction has read it.
-    buffer: Tensor
-    work: Work
-
 
 #: The reducers of all groups: those that share a group coordinate their launches.
 _reducers: WeakSet[GradientReducer] = WeakSet()
@@ -166,15 +74,14 @@ class GradientReducer:
         self._hook_ids: dict[nn.Parameter, int] = {}
         self._hook_handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove_hooks, self._hook_handles)
-        #: The parameters that have an average, or will have one when its reduction is waited for.
-        self._keys: dict[nn.Parameter, _AverageKey] = {}
+        self._averages = Averages()
+        self._queue = ReductionQueue(communicator, release_gradients=release_gradients)
         #: See Note [Order of reductions]; None before the first backward.
         self._launch_order: list[Bucket] | None = None
         self._ready_order: list[Bucket] = []
         self._num_launched = 0
         self._in_backward = False
         self._postponed: list[nn.Parameter] = []
-        self._in_flight: deque[_Reduction] = deque()
         if self._living_reducers():
             # Unreferenced reducers in reference cycles must not count as living.
             gc.collect()
@@ -189,8 +96,8 @@ class GradientReducer:
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
         """Add the buckets of a flat tensor; the next backward determines a new launch order."""
-        self.drain()
-        if not self.release_gradients:
+        self._queue.drain()
+        if not self.release_gradients and buckets:
             flat = buckets[0].data.new_zeros(partition.numel)
             self._flat_gradients.append(flat)
             for bucket in buckets:
@@ -205,40 +112,42 @@ class GradientReducer:
                 self._shard_pieces.setdefault(parameter, []).append((bucket, piece))
         self._register_hooks()
 
-    def finish(self) -> set[nn.Parameter]:
-        """Average all remaining gradients; return the parameters with a gradient on any rank."""
+    def finish(
+        self, flags: Sequence[bool] = (), check: Callable[[Sequence[bool]], None] | None = None
+    ) -> set[nn.Parameter]:
+        """Average all remaining gradients; return the parameters with a gradient on any rank.
+
+        `check` is called with `flags`, each set if any rank has passed it set.
+        """
         self._register_hooks()
-        self._adopt_assigned_averages()
+        self._adopt_edits()
         parameters = list(self._pieces)
-        unreduced = {p for p in parameters if _has_unreduced_gradient(p)}
-        is_used = [p.grad is not None and _is_used(p.grad) for p in parameters]
+        unreduced = {p for p in parameters if has_unreduced_gradient(p)}
+        is_reached = [p.grad is not None and is_used(p.grad) for p in parameters]
         is_averaged = [isinstance(p.grad, AveragedGradient) for p in parameters]
-        is_cleared = [p.grad is None and p in self._keys for p in parameters]
+        is_cleared = [p.grad is None and p in self._averages for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
         agreed = self.communicator.any_rank(
-            [*is_used, *is_averaged, *is_cleared, *is_written, *is_dirty]
+            is_reached, is_averaged, is_cleared, is_written, is_dirty, flags
         )
-        self.drain()
-        anywhere = agreed()
-        n = len(parameters)
-        used_anywhere = anywhere[:n]
-        averaged_anywhere = anywhere[n : 2 * n]
-        cleared_anywhere = anywhere[2 * n : 3 * n]
-        written_anywhere = anywhere[3 * n : 4 * n]
-        dirty_anywhere = anywhere[4 * n :]
+        self._queue.drain()
+        used_anywhere, averaged_anywhere, cleared_anywhere, *others = agreed()
+        written_anywhere, dirty_anywhere, flags_anywhere = others
+        if check is not None:
+            check(flags_anywhere)
         self._check_cleared_alike(parameters, averaged_anywhere, cleared_anywhere)
-        self._discard_cleared_averages()
-        self.written.update(p for p, flag in zip(parameters, written_anywhere, strict=True) if flag)
+        self._discard_cleared()
+        self.written.update(compress(parameters, written_anywhere))
         for bucket, is_dirty_anywhere in zip(self.buckets, dirty_anywhere, strict=True):
             if is_dirty_anywhere:
                 for parameter, piece in bucket.pieces:
                     self._collect(parameter, [(bucket, piece)])
-                self._launch(bucket)
+                self._queue.launch(bucket)
         for parameter in unreduced:
-            self._mark_averaged(parameter)
-        self.drain()
-        return {p for p, flag in zip(parameters, used_anywhere, strict=True) if flag}
+            self._averages.mark(parameter, self)
+        self._queue.drain()
+        return set(compress(parameters, used_anywhere))
 
     def note_versions(self) -> None:
         """Record that all ranks have equal parameters now."""
@@ -248,7 +157,7 @@ class GradientReducer:
     def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
         """Return this rank's runs of elements of an average; wait for it if it is in flight."""
         parameter = gradient.key.parameter
-        if self._keys.get(parameter) is not gradient.key:
+        if not self._averages.is_current(gradient.key):
             raise RuntimeError(
                 "this gradient belongs to an earlier step, and its memory was reused by a later "
                 "one: clone() gradients that must survive the step"
@@ -259,7 +168,7 @@ class GradientReducer:
                 "backward, or in a hook of a parameter that runs before the gradient is collected; "
                 "do not wrap the model in DDP, which would average the gradients again"
             )
-        self.drain()
+        self._queue.drain()
         return [
             (piece.start, piece.stop, bucket.average_of(piece))
             for bucket, piece in self._shard_pieces.get(parameter, [])
@@ -268,8 +177,8 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Discard all averages, and the state of a backward that an exception interrupted."""
-        self.drain()
-        self._keys.clear()
+        self._queue.drain()
+        self._averages.clear()
         self._in_backward = False
         self._prepare_next_backward()
         for bucket in self.buckets:
@@ -287,16 +196,9 @@ class GradientReducer:
         self._begin_backward()
         self._finish_backward()
 
-    def drain(self) -> None:
-        """Wait for all reductions in flight."""
-        while self._in_flight:
-            self._finish_oldest_reduction()
-
     def tensors(self) -> list[Tensor]:
         """Return every tensor of gradients that this rank stores outside of plain `.grad`s."""
-        stored: list[Tensor | None] = [*self._flat_gradients]
-        for reduction in self._in_flight:
-            stored += [reduction.output, reduction.buffer]
+        stored: list[Tensor | None] = [*self._flat_gradients, *self._queue.tensors()]
         for bucket in self.buckets:
             stored += [bucket.average, bucket.buffer]
         for parameter in self._pieces:
@@ -356,20 +258,20 @@ class GradientReducer:
             bucket.missing.discard(parameter)
             if not bucket.missing:
                 self._ready_order.append(bucket)
-        self._mark_averaged(parameter)
+        self._averages.mark(parameter, self)
         if self._launch_order is None or self.shares_group:
             return
         for bucket in self._launch_order[self._num_launched :]:
             if bucket.missing:
                 break
-            self._launch(bucket)
+            self._queue.launch(bucket)
             self._num_launched += 1
 
     def _begin_backward(self) -> None:
         self._in_backward = True
-        self._adopt_assigned_averages()
-        self._discard_cleared_averages()
-        self.drain()
+        self._adopt_edits()
+        self._discard_cleared()
+        self._queue.drain()
 
     def _end_backward(self) -> None:
         """Finish the backward of every reducer of the group that any rank has reached."""
@@ -384,11 +286,8 @@ class GradientReducer:
         is_reached = [n in living and living[n]._in_backward for n in numbers]
         is_alive = [n in living for n in numbers]
         is_deleted = [n not in living for n in numbers]
-        anywhere = self.communicator.any_rank([*is_reached, *is_alive, *is_deleted])()
-        count = len(numbers)
-        reached = [n for n, flag in zip(numbers, anywhere[:count], strict=True) if flag]
-        alive = [n for n, flag in zip(numbers, anywhere[count : 2 * count], strict=True) if flag]
-        deleted = [n for n, flag in zip(numbers, anywhere[2 * count :], strict=True) if flag]
+        anywhere = self.communicator.any_rank(is_reached, is_alive, is_deleted)()
+        reached, alive, deleted = ([*compress(numbers, flags)] for flags in anywhere)
         for reducer in living.values():
             reducer._group_numbers = alive
         for number in reached:
@@ -401,7 +300,7 @@ class GradientReducer:
             if not reducer._in_backward:
                 reducer._begin_backward()
             reducer._finish_backward()
-            reducer.drain()
+            reducer._queue.drain()
 
     def _finish_backward(self) -> None:
         """Launch the remaining buckets; parameters that were not reached contribute zeros."""
@@ -414,11 +313,11 @@ class GradientReducer:
             for parameter, piece in bucket.pieces:
                 if parameter in bucket.missing:
                     self._collect(parameter, [(bucket, piece)])
-            self._launch(bucket)
+            self._queue.launch(bucket)
         # Other ranks may have used these parameters, so they have an average here too.
         for parameter in missing:
             if parameter.requires_grad or parameter.grad is not None:
-                self._mark_averaged(parameter)
+                self._averages.mark(parameter, self)
         self._prepare_next_backward()
 
     def _prepare_next_backward(self) -> None:
@@ -428,33 +327,18 @@ class GradientReducer:
         self._ready_order = []
         self._postponed = []
 
-    def _adopt_assigned_averages(self) -> None:
-        """Copy the gradients that the caller computed from averages and assigned into the buckets.
-
-        An example is `p.grad = p.grad * 2`.
-        """
+    def _adopt_edits(self) -> None:
+        """Move averages that the caller has computed and assigned to `.grad` into the buckets."""
         for parameter in self._pieces:
-            assigned = parameter.grad
-            if not isinstance(assigned, AveragedGradient) or assigned.runs is None:
-                continue
-            self.drain()
-            runs = [run for run in assigned.runs if run[0] < run[1]]
-            pieces = self._shard_pieces.get(parameter, [])
-            if [run[:2] for run in runs] != [(piece.start, piece.stop) for _, piece in pieces]:
-                raise RuntimeError(
-                    f"the gradient assigned to a parameter of shape {tuple(parameter.shape)} was "
-                    "computed from another parameter's gradient: assign "
-                    "p.grad.full_tensor(), called by every rank, instead"
-                )
-            for (bucket, piece), (_, _, values) in zip(pieces, runs, strict=True):
-                if bucket.average is None:
-                    bucket.average = torch.zeros_like(bucket.shard)
-                    bucket.average_is_in_buffer = False
-                bucket.average_of(piece).copy_(values)
-            key = _AverageKey(parameter)
-            self._keys[parameter] = key
-            parameter.grad = AveragedGradient(parameter, self, key, is_used=assigned.is_used)
-            parameter.grad.unreduced = assigned.unreduced
+            if is_computed(parameter.grad):
+                self._queue.drain()
+                self._averages.adopt(parameter, self._shard_pieces.get(parameter, []), self)
+
+    def _discard_cleared(self) -> None:
+        cleared = self._averages.cleared()
+        if cleared:
+            self._queue.drain()
+            self._averages.discard(cleared, self.buckets, self._shard_pieces)
 
     def _check_cleared_alike(
         self, parameters: Sequence[nn.Parameter], averaged: Sequence[bool], cleared: Sequence[bool]
@@ -467,21 +351,6 @@ class GradientReducer:
                     "cleared after backward on some ranks only: set .grad to None, or skip the "
                     "step, on every rank or on none"
                 )
-
-    def _discard_cleared_averages(self) -> None:
-        """Discard the averages of parameters whose `.grad` the caller has replaced."""
-        cleared = [p for p, key in self._keys.items() if not _has_average(p, key)]
-        if not cleared:
-            return
-        self.drain()
-        for parameter in cleared:
-            del self._keys[parameter]
-            for bucket, piece in self._shard_pieces.get(parameter, []):
-                if bucket.average is not None:
-                    bucket.average_of(piece).zero_()
-        for bucket in self.buckets:
-            if not any(parameter in self._keys for parameter, _ in bucket.shard_pieces):
-                bucket.average = None
 
     def _collect(self, parameter: nn.Parameter, pieces: list[tuple[Bucket, Piece]]) -> None:
         """Copy a local gradient into the buffers of its buckets."""
@@ -504,78 +373,7 @@ class GradientReducer:
         orders = self.communicator.gather_objects([index_of[bucket] for bucket in local_order])
         return [self.buckets[index] for index in orders[0]]
 
-    def _mark_averaged(self, parameter: nn.Parameter) -> None:
-        """Replace a collected local gradient in `.grad` by an AveragedGradient.
-
-        It represents the average even while its reduction is in flight.
-        """
-        gradient = parameter.grad
-        if isinstance(gradient, AveragedGradient):
-            gradient.is_used = _is_used(gradient)
-            gradient.unreduced = None
-            return
-        key = _AverageKey(parameter)
-        self._keys[parameter] = key
-        parameter.grad = AveragedGradient(parameter, self, key, is_used=gradient is not None)
-
-    def _launch(self, bucket: Bucket) -> None:
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._finish_oldest_reduction()
-        buffer = bucket.buffer
-        assert buffer is not None
-        self.communicator.divide_before_sum(buffer)
-        if self.release_gradients:
-            bucket.buffer = None
-        if bucket.span.owner is not None:
-            # torch.distributed.reduce overwrites its tensor on the other ranks too.
-            buffer = buffer if self.release_gradients else buffer.clone()
-            work = self.communicator.reduce(buffer, bucket.span.owner)
-            output = buffer if bucket.span.owner == self.communicator.rank else buffer[:0]
-        else:
-            in_place = not self.release_gradients and self.communicator.sums_in_place
-            output = bucket.shard_of_buffer() if in_place else torch.empty_like(bucket.shard)
-            work = self.communicator.reduce_scatter(output, buffer)
-        self._in_flight.append(_Reduction(bucket, output, buffer, work))
-
-    def _finish_oldest_reduction(self) -> None:
-        reduction = self._in_flight.popleft()
-        reduction.work.wait()
-        bucket = reduction.bucket
-        output = reduction.output
-        self.communicator.divide_after_sum(output, output.dtype)
-        if bucket.average is not None:
-            bucket.average += output
-        elif self.release_gradients:
-            bucket.average = output
-        else:
-            # The local gradients have been sent, so the average may overwrite them.
-            bucket.average = bucket.shard_of_buffer()
-            if output.data_ptr() != bucket.average.data_ptr():
-                bucket.average.copy_(output)
-            bucket.average_is_in_buffer = True
-
 
 def _remove_hooks(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _is_used(gradient: Tensor) -> bool:
-    """Return True if a backward of this rank has reached the parameter."""
-    if isinstance(gradient, AveragedGradient):
-        return gradient.is_used or gradient.unreduced is not None
-    return True
-
-
-def _has_unreduced_gradient(parameter: nn.Parameter) -> bool:
-    """Return True if this rank has a gradient that has not been averaged yet."""
-    gradient = parameter.grad
-    if isinstance(gradient, AveragedGradient):
-        return gradient.unreduced is not None
-    return gradient is not None
-
-
-def _has_average(parameter: nn.Parameter, key: _AverageKey) -> bool:
-    """Return True if `.grad` is the average identified by `key`."""
-    gradient = parameter.grad
-    return isinstance(gradient, AveragedGradient) and gradient.key is key

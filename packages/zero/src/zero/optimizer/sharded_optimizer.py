@@ -27,8 +27,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero.cpu_offload import to_host
 from zero.diagnostics import describe_difference
 from zero.fsdp.shard import Shard, find_unit, replaced_parameters
-from zero.optimizer.gradient_reducer import Bucket, GradientReducer, make_buckets
+from zero.optimizer.gradient_buckets import Bucket, make_buckets
+from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import Split, how_to_split
+from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.state_dict import (
     dtensor_state_dict,
     load_state_dict,
@@ -118,6 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         #: Each parameter's view of a flat tensor.
         self._views: dict[nn.Parameter, Tensor] = {}
         self._num_steps = 0
+        self._option_checks = OptionChecks()
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
@@ -185,6 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.inner.step(**kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
+        self._option_checks.record(self)
         for shard, values in zip(shards, self._device_values, strict=False):
             values.copy_(shard, non_blocking=True)
         self._gather_shards()
@@ -196,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             shard.grad = None
         if self._steps_to_compare:
             self._steps_to_compare -= 1
-            has_state = self.communicator.any_rank([bool(self.inner.state)])()[0]
+            [[has_state]] = self.communicator.any_rank([bool(self.inner.state)])()
             self.show_state(has_state)
         return loss
 
@@ -353,7 +357,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Return the parameters that have a gradient on any rank.
         """
-        used = self.reducer.finish()
+        flags = self._option_checks.flags(self)
+        used = self.reducer.finish(flags, self._option_checks.check)
         self._check_values_alike()
         for parameter, piece, shard, bucket in self._shards:
             shard.grad = None
@@ -380,7 +385,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
         compares_all = self._num_steps & (self._num_steps - 1) == 0
         written = [p for p in self._views if compares_all or p in self.reducer.written]
-        if not written or written[0].is_meta or self.communicator.world == 1:
+        if not written or written[0].is_meta or self.communicator.num_gradients == 1:
             return
         everyone = self.communicator.gather_objects([_checksum(p) for p in written])
         for index, parameter in enumerate(written):

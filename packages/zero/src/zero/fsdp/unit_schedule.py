@@ -1,0 +1,297 @@
+"""The schedule of stage 3: when each unit is gathered, freed and reduced.
+
+    forward    all-gather layer i+1 while layer i runs, then free layer i    S (n-1)/n sent per rank
+    backward   all-gather layer i-1 while layer i runs, then free layer i    S (n-1)/n
+               reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
+
+The last layer of forward is the first of backward, so it is not freed in between. The backward of
+an embedding does not read its weight, so the weight is not gathered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zero.fsdp.autograd_hooks import (
+    call_after_gradients,
+    call_before_gradients,
+    cast,
+    hides_tensors,
+)
+from zero.fsdp.external_reads import ExternalReads
+from zero.fsdp.gradient_sync import GradientSync
+from zero.fsdp.replicated import ReplicatedParameters
+from zero.fsdp.shard import Shard, ShardedParameter
+from zero.fsdp.state_dict import StateDictHooks
+from zero.fsdp.unit import Unit
+from zero.fsdp.wrapping import intercept_reads, reads_weight_in_backward
+from zero.process_groups import Communicator
+
+
+class UnitSchedule(nn.Module):
+    """The hooks of an FSDP's modules, which run its units; `FSDP` is the public class."""
+
+    communicator: Communicator
+    module: nn.Module
+    units: list[Unit]
+    compute_dtype: torch.dtype | None
+    prefetch: int
+    forward_sync_buffers: bool
+    #: The dtypes of inputs and outputs of modules that differ from `compute_dtype` and None.
+    input_dtypes: dict[nn.Module, torch.dtype | None]
+    output_dtypes: dict[nn.Module, torch.dtype]
+    _units_of: dict[nn.Module, list[Unit]]
+    _replicated: ReplicatedParameters
+    _gradient_sync: GradientSync
+
+    def _init_runtime_state(self) -> None:
+        #: True if a forward has changed buffers that are synchronized before the next one.
+        self._buffers_may_differ = True
+        #: The units in the order of this forward and of the previous one, and the number of units
+        #: that ran before each module.
+        self._forward_order: list[Unit] = []
+        self._previous_order: list[Unit] = []
+        self._position: dict[nn.Module, int] = {}
+        self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._in_backward = False
+        self._unit_of: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
+        #: The sum of the shards' versions in the latest forward; a step of an optimizer changes it.
+        self._shards_version = -1
+        self._external_reads = ExternalReads()
+        #: The number of nested hooked modules that are in forward.
+        self._num_running = 0
+        self._is_summoned = False
+        self.state_dict_hooks = StateDictHooks(self.communicator)
+        self._hook_ids: dict[nn.Module, set[int]] = {}
+
+    # Hooks
+
+    def _hook_modules(self) -> None:
+        # The root starts and ends a forward, even if it has no unit.
+        self._units_of.setdefault(self.module, [])
+        for module in self._units_of:
+            self._hook_module(module)
+        parameters_of: dict[nn.Module, dict[str, tuple[Unit, ShardedParameter]]] = {}
+        for unit in self.units:
+            for parameter in unit.parameters:
+                self._unit_of[parameter.shard] = unit, parameter
+                for module, name in parameter.owners:
+                    intercept_reads(module, self._full_if_running)
+                    parameters_of.setdefault(module, {})[name] = unit, parameter
+        for module, parameters in parameters_of.items():
+            ids = self.state_dict_hooks.attach(module, parameters)
+            self._hook_ids.setdefault(module, set()).update(ids)
+        self._adopt_shard_changes()
+
+    def _hook_module(self, module: nn.Module) -> None:
+        # A compiled module runs these hooks between its graphs.
+        before: Any = torch.compiler.disable(self._before_forward)
+        after: Any = torch.compiler.disable(self._after_forward)
+        pre_hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        hook = module.register_forward_hook(after, always_call=True)
+        self._hook_ids.setdefault(module, set()).update((pre_hook.id, hook.id))
+
+    def _adopt_shard_changes(self) -> None:
+        """Follow the caller's changes to the shards, and hook parameters that became trainable."""
+        for unit in self.units:
+            unit.adopt_shard_changes()
+            for parameter in unit.parameters:
+                self._hook_gradient(parameter.full, partial(self._gradient_ready, unit))
+        for replicated in self._replicated.parameters:
+            self._hook_gradient(replicated, self._replicated_gradient_ready)
+
+    def _hook_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+        if parameter.requires_grad and parameter not in self._gradient_hooks:
+            handle = parameter.register_post_accumulate_grad_hook(hook)
+            self._gradient_hooks[parameter] = handle
+
+    # Forward
+
+    def _begin_forward(self) -> None:
+        """Prepare a forward if the outermost hooked module starts: `fsdp.module(x)` is one too."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._reset_after_error()
+        self._num_running += 1
+        if self._is_summoned:
+            raise RuntimeError("leave summon_full_params before the next forward")
+        if self._num_running > 1 or self._in_backward:
+            return
+        self._previous_order = self._forward_order
+        self._forward_order = []
+        for unit in self.units:
+            unit.release_and_reshard()
+        self._adopt_shard_changes()
+        version = sum(unit.shard._version for unit in self.units)
+        if version != self._shards_version:
+            # Before a step, the backward of an earlier forward may still read these units.
+            self._shards_version = version
+            self._external_reads.uncalled.clear()
+        self.state_dict_hooks.discard_gathered()
+        if self._buffers_may_differ and self.forward_sync_buffers:
+            self.communicator.broadcast_buffers(self.module)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather a module's units, prefetch the next ones, and hook the gradients of its inputs."""
+        if module is self.module and not self._in_backward:
+            # An interrupt may have prevented the end of an earlier forward.
+            self._num_running = 0
+        self._begin_forward()
+        units = self._units_of[module]
+        self._position[module] = len(self._forward_order)
+        for unit in units:
+            unit.wait_for_unshard()
+            unit.set_unsharded_parameters()
+            if not self._in_backward:
+                self._forward_order.append(unit)
+        if not self._in_backward:
+            start = len(self._forward_order)
+            for unit in self._previous_order[start : start + self.prefetch]:
+                unit.unshard()
+        dtype = self.input_dtypes.get(module, self.compute_dtype)
+        if units and dtype is not None:
+            args, kwargs = cast(dtype, (args, kwargs))
+        if units and torch.is_grad_enabled():
+            args, kwargs = call_after_gradients(
+                (args, kwargs),
+                partial(self._after_backward, module),
+                before_double_backward=partial(self._before_double_backward, module),
+            )
+        return args, kwargs
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Free a module's units, and hook the gradients of its outputs."""
+        units = self._units_of[module]
+        try:
+            for unit in units:
+                unit.check_unchanged()
+        except RuntimeError:
+            self._num_running = max(0, self._num_running - 1)
+            raise
+        finally:
+            # Also after an error, because the caller may catch it and run another forward.
+            self._leave_module(units)
+        if module in self.output_dtypes:
+            output = cast(self.output_dtypes[module], output)
+        if units and reads_weight_in_backward(module, self._hook_ids[module]):
+            if torch.is_grad_enabled() and hides_tensors(output):
+                raise TypeError(
+                    f"{type(module).__name__} returns a {type(output).__name__} in which no tensor "
+                    "is found, so its weights could not be gathered for backward: return tensors "
+                    "in containers or attributes"
+                )
+            # A segment that is recomputed in backward has its own backward, before which no layer
+            # of the segment's order may be prefetched.
+            position = 0 if self._in_backward else self._position[module]
+            before_backward = partial(self._before_backward, module, position)
+            output = call_before_gradients(output, before_backward, args)
+        return self._end_forward(output)
+
+    def _leave_module(self, units: list[Unit]) -> None:
+        is_last_layer = self._forward_order == self._previous_order
+        for unit in units:
+            unit.set_unsharded_by_caller(False)
+            unit.set_sharded_parameters()
+            keep = is_last_layer or not unit.reshard_after_forward
+            if not (keep and torch.is_grad_enabled()) and not self._in_backward:
+                unit.reshard()
+
+    def _end_forward(self, output: Any) -> Any:
+        """Finish a forward when the outermost hooked module returns."""
+        self._num_running = max(0, self._num_running - 1)
+        if self._num_running or self._in_backward:
+            return output
+        for unit in self._external_reads.uncalled:
+            unit.check_unchanged()
+        for reader in self._external_reads.assign_readers(self.module, self._units_of):
+            self._hook_module(reader)
+        self._buffers_may_differ = torch.is_grad_enabled() and self._gradient_sync.sync_replicated
+        unsharded: list[Unit] = []
+        if torch.is_grad_enabled():
+            # The last layer of forward is the first of backward, and the root ends after it.
+            unsharded = [*self._forward_order[-1:], *self._units_of[self.module]]
+            unsharded += [u for u in self._forward_order if not u.reshard_after_forward]
+        for unit in self.units:
+            unit.keep_unsharded = False
+            if unit not in unsharded:
+                unit.reshard()
+        return call_before_gradients(output, self._begin_backward)
+
+    def _full_if_running(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that a module sees if it reads one without calling its module.
+
+        See Note [Parameters that other modules read].
+        """
+        # Checked first, because torch.compile traces this function and cannot look up a shard.
+        if type(parameter) is not Shard or not (self._num_running or self._in_backward):
+            return parameter
+        unit, sharded = self._unit_of[parameter]
+        unit.wait_for_unshard()
+        self._external_reads.record(unit)
+        return sharded.full
+
+    # Backward
+
+    def _begin_backward(self) -> None:
+        """Prepare a backward when the first of its hooks runs."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._gradient_sync.start()
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+        for unit in self._external_reads.uncalled:
+            unit.wait_for_unshard()
+            unit.keep_unsharded = True
+
+    def _before_backward(self, module: nn.Module, position: int) -> None:
+        """Gather a module's units before its backward, and prefetch the previous ones."""
+        self._begin_backward()
+        for unit in self._units_of[module]:
+            unit.wait_for_unshard()
+        self._external_reads.keep_for_backward(module)
+        previous = self._forward_order[max(0, position - self.prefetch) : position]
+        for unit in reversed(previous):
+            if unit.is_read_in_backward:
+                unit.unshard()
+
+    def _before_double_backward(self, module: nn.Module) -> None:
+        """Gather for the backward of a backward (`create_graph=True`), which reads weights too."""
+        self._begin_backward()
+        for unit in self._units_of[module]:
+            unit.wait_for_unshard()
+            unit.keep_unsharded = True
+
+    def _after_backward(self, module: nn.Module) -> None:
+        """Free a module's units after its backward."""
+        self._external_reads.release_after_backward(module)
+        for unit in self._units_of[module]:
+            unit.reshard()
+
+    def _gradient_ready(self, unit: Unit, _: Tensor) -> None:
+        self._begin_backward()
+        self._gradient_sync.gradient_ready(unit)
+
+    def _replicated_gradient_ready(self, _: Tensor) -> None:
+        self._begin_backward()
+        self._gradient_sync.accumulates_gradients = True
+
+    def _end_backward(self) -> None:
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        self._gradient_sync.finish()
+        for unit in self.units:
+            unit.release_and_reshard()
+
+    def _reset_after_error(self) -> None:
+        """Discard a backward that an exception interrupted."""
+        self._in_backward = False
+        self._gradient_sync.discard()
+        for unit in self.units:
+            unit.reset_after_error()
