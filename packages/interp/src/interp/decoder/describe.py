@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interp.decoder.config_rotary import length_limit
+from interp.decoder.config_settings import layer_types, settings_from_config
+from interp.decoder.constants import constants_of
 from interp.decoder.decoder import Decoder
-from interp.decoder.families import (
-    FAMILIES,
-    constants_of,
-    layer_types,
-    length_limit,
-    settings_from_config,
-)
+from interp.decoder.families import FAMILIES
 from interp.decoder.modules.settings import Settings
 from interp.decoder.names import (
     canonical_parts,
