@@ -181,7 +181,8 @@ def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:
 
 def _content_hash(tensor: Tensor) -> int:
     # A tensor created in inference mode has no version counter, so its content is compared.
-    return hash(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    flat = tensor.detach().reshape(-1).contiguous()
+    return hash(flat.view(torch.uint8).cpu().numpy().tobytes())
 
 
 @contextmanager

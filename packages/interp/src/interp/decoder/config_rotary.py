@@ -32,6 +32,12 @@ def _rotated_dims(
         fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
         fraction = fraction or config.get("rotary_pct") or family.rotary_fraction
         return int(d_head * fraction)
+    fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if family.latent and fraction not in (None, 1):
+        raise ValueError(
+            f"partial_rotary_factor = {fraction!r} is not supported with latent attention, whose "
+            "rotated dimensions are qk_rope_head_dim"
+        )
     name = "qk_rope_head_dim" if family.latent else "rotary_dim"
     is_named = family.latent or config["model_type"] == "gptj"
     return (config.get(name) if is_named else None) or d_head
