@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from interp.decoder.config_rotary import rope_parameters, rotary_of
 from interp.decoder.families import FAMILIES, Family
 from interp.decoder.modules.settings import Settings
-from interp.decoder.rotary import alibi_slopes, yarn_temperature
+from interp.decoder.rotary import alibi_slopes, rope_parameters, rotary_of, yarn_temperature
 
 #: Options that change the function, with the only value that is supported.
 _REQUIRED: Mapping[str, object] = {

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.config_rotary import length_limit
 from interp.decoder.config_settings import layer_types, settings_from_config
 from interp.decoder.constants import constants_of
 from interp.decoder.decoder import Decoder
@@ -28,7 +27,7 @@ from interp.decoder.names import (
     features_of_heads,
     roles_of,
 )
-from interp.decoder.rotary import rotary_angles
+from interp.decoder.rotary import length_limit, rotary_angles
 from interp.decoder.source import Source, weights_of
 from interp.decoder.verify import COPY_BYTES, call, distance, evaluating, matching_settings
 

@@ -121,7 +121,7 @@ def calibrated(
     if not values.numel():
         raise ValueError("expected at least one input to calibrate on, got empty batches")
     steps = trace(model, values)
-    # Inputs may be integers, such as the bytes of an image.
+    # Inputs may be integers, such as the bytes of an image, and the steps compute with floats.
     values_of: dict[Step, Tensor] = {steps[0]: values * 1.0}
     scales: dict[Step, Scale] = {}
     last = {source: step for step in steps for source in step.sources}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from tinyml.exported import ELEMENTWISE, operator_name, shape_of
 from tinyml.pruning.groups import Along, Group, Slice
 from tinyml.pruning.product_rules import PRODUCT_OPERATORS
-
-if TYPE_CHECKING:
-    from tinyml.pruning.units import Walk
+from tinyml.pruning.unit_groups import UnitGroups
 
 
-def _batch_norm(walk: Walk, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
+def _batch_norm(walk: UnitGroups, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
     along = walk.values[x]
     names = [walk.name_of(item) for item in rest[:4] if item is not None]
     if along.dim != 1 or None in names:
@@ -26,7 +24,7 @@ def _batch_norm(walk: Walk, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> 
 
 
 def _group_norm(
-    walk: Walk,
+    walk: UnitGroups,
     node: fx.Node,
     x: fx.Node,
     groups: int,
@@ -42,11 +40,11 @@ def _group_norm(
     return along
 
 
-def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
+def _elementwise(walk: UnitGroups, node: fx.Node, *_: Any, **__: Any) -> Any:
     return _broadcast(walk, node, node.all_input_nodes, shape_of(node))
 
 
-def _prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
+def _prelu(walk: UnitGroups, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
     along, name = walk.values[x], walk.name_of(weight)
     if math.prod(shape_of(weight)) > 1:
         if along.dim != 1 or name is None:
@@ -56,7 +54,7 @@ def _prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
 
 
 def _broadcast(
-    walk: Walk, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]
+    walk: UnitGroups, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]
 ) -> Any:
     moved, constant = [], []
     for source in sources:
@@ -79,7 +77,7 @@ def _broadcast(
 
 
 def _attention(
-    walk: Walk,
+    walk: UnitGroups,
     node: fx.Node,
     q: fx.Node,
     k: fx.Node,
@@ -97,28 +95,30 @@ def _attention(
     return walk.merge(node, alongs, grouped=True)
 
 
-def _inner(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+def _inner(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Pass units through windows over dimensions after the second one."""
     along = walk.values[x]
     return along if along.dim <= 1 and len(shape_of(x)) > 2 else walk.stop(node)
 
 
-def _pad(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+def _pad(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
     along = walk.values[x]
     return along if along.dim < len(shape_of(x)) - len(sizes) // 2 else walk.stop(node)
 
 
-def _softmax(walk: Walk, node: fx.Node, x: fx.Node, dim: int, *_: Any) -> Any:
+def _softmax(walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int, *_: Any) -> Any:
     along = walk.values[x]
     return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
 
 
-def _layer_norm(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+def _layer_norm(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
     along = walk.values[x]
     return along if along.dim < len(shape_of(x)) - len(sizes) else walk.stop(node)
 
 
-def _mean(walk: Walk, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = False, **_: Any) -> Any:
+def _mean(
+    walk: UnitGroups, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = False, **_: Any
+) -> Any:
     along, rank = walk.values[x], len(shape_of(x))
     gone = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
     if along.dim in gone:
@@ -127,23 +127,23 @@ def _mean(walk: Walk, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = Fals
     return Along(along.dim - before, along.parts)
 
 
-def _permute(walk: Walk, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
+def _permute(walk: UnitGroups, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
     along = walk.values[x]
     return Along([d % len(order) for d in order].index(along.dim), along.parts)
 
 
-def _transpose(walk: Walk, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
+def _transpose(walk: UnitGroups, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
     rank = len(shape_of(x))
     swapped = {a % rank: b % rank, b % rank: a % rank}
     along = walk.values[x]
     return Along(swapped.get(along.dim, along.dim), along.parts)
 
 
-def _expand(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+def _expand(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     return _broadcast(walk, node, [x], shape_of(node))
 
 
-def _cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
+def _cat(walk: UnitGroups, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
     parts = [part for part in parts if math.prod(shape_of(part))]
     dim = dim % len(shape_of(node))
     alongs = [walk.values[part] for part in parts]
@@ -161,12 +161,12 @@ def _cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> A
     return walk.merge(node, alongs)
 
 
-def _slice(walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any) -> Any:
+def _slice(walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any) -> Any:
     along = walk.values[x]
     return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
 
 
-def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+def _split(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     along = walk.values[x]
     if dim % len(shape_of(x)) != along.dim:
         return [along] * (max(int(user.args[1]) for user in node.users) + 1)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> A
     return pieces
 
 
-def _view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+def _view(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Return the dimension that starts where the units' dimension started.
 
     The dimension may have been flattened with the dimensions after it, or split, for example

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from tinyml.exported import module_of, operator_name, shape_of
 from tinyml.pruning.groups import Along, Group, Product, Slice
-
-if TYPE_CHECKING:
-    from tinyml.pruning.units import Walk
+from tinyml.pruning.unit_groups import UnitGroups
 
 
-def _linear(walk: Walk, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
+def _linear(walk: UnitGroups, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
     return _product(walk, node, x, weight, bias, (1, 0), shape_of(x), -1)
 
 
-def _addmm(walk: Walk, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
+def _addmm(walk: UnitGroups, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
     return _product(walk, node, x, weight, bias, (0, 1), shape_of(x), -1)
 
 
-def _matmul(walk: Walk, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
+def _matmul(walk: UnitGroups, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
     if walk.name_of(b) is not None and len(shape_of(b)) == 2:
         return _product(walk, node, a, b, None, (0, 1), shape_of(a), -1)
     first, second = walk.values[a], walk.values[b]
@@ -34,7 +32,7 @@ def _matmul(walk: Walk, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
 
 
 def _conv(
-    walk: Walk,
+    walk: UnitGroups,
     node: fx.Node,
     x: fx.Node,
     weight: Any,
@@ -69,7 +67,7 @@ def _conv(
 
 
 def _product(
-    walk: Walk,
+    walk: UnitGroups,
     node: fx.Node,
     x: fx.Node,
     weight: fx.Node,
