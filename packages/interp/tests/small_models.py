@@ -46,6 +46,7 @@ FALCON = {
     "hidden_size": 24,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "max_position_embeddings": 64,
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -118,7 +119,7 @@ FAMILIES = {
     },
     "BloomForCausalLM": {
         "vocab_size": 37, "hidden_size": 24, "n_layer": 3, "n_head": 6,
-        "bos_token_id": None, "eos_token_id": None,
+        "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 64,
     },
     "FalconForCausalLM": FALCON,
     "FalconForCausalLM sequential": FALCON | {"parallel_attn": False, "multi_query": False},

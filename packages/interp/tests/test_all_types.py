@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from interp import describe, patch, record, record_patterns
-from interp.decoder.families import FAMILIES, settings_from_config
+from interp.decoder.config_settings import settings_from_config
+from interp.decoder.families import FAMILIES
 from interp.tap import expand_sites
 from torch import Tensor, nn
 

@@ -12,6 +12,7 @@ from interp import Decoder, attribution, composition_scores, detect_heads, logit
 from interp.bench import random_decoder
 from interp.decoder import families
 from interp.decoder.checkpoint import load_decoder
+from interp.decoder.config_settings import settings_from_config
 from interp.decoder.describe import describe
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
@@ -550,6 +551,16 @@ def test_decoder_of_the_suite_is_described() -> None:
     with record_patterns(model) as patterns:
         model(TOKENS)
     assert list(patterns) == ["blocks.0.attention", "blocks.1.attention"]
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_fractions_of_rotated_dimensions_are_refused_in_latent_attention(name: str) -> None:
+    config = getattr(transformers, name).config_class(**FAMILIES[name]).to_dict()
+    settings_from_config(config)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    for change in ({"rope_parameters": rope}, {"partial_rotary_factor": 0.5}):
+        with pytest.raises(ValueError, match=r"partial_rotary_factor = 0\.5 is not supported"):
+            settings_from_config(config | change)
 
 
 def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:

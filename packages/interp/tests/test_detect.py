@@ -216,7 +216,7 @@ def test_windows_and_padding_add_no_false_positives() -> None:
     padding = torch.zeros(8, 40, dtype=torch.long)
     mask = torch.cat([padding, torch.ones_like(tokens)], 1)
     result = dict.fromkeys(targets(tokens), 0)
-    for seed in range(8):
+    for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         scores = torch.randn(8, 32, 24, 24, generator=generator)
         index = torch.arange(24)
@@ -228,7 +228,7 @@ def test_windows_and_padding_add_no_false_positives() -> None:
         second = detect_heads([padded], torch.cat([padding, tokens], 1), queries=mask)
         for kind in result:
             result[kind] += len(first.significant(kind)) + len(second.significant(kind))
-    assert all(count <= 0.05 * 8 * 64 for count in result.values()), result
+    assert all(count <= 0.05 * 3 * 64 for count in result.values()), result
 
 
 def test_strong_heads_are_significant_and_weak_heads_are_not() -> None:

@@ -240,6 +240,16 @@ def test_attribution_patching_refuses_dropout_behind_its_sites() -> None:
     torch.testing.assert_close(effects, gap)
 
 
+def test_modules_that_are_called_several_times_are_refused_as_sites() -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Embedding(12, 4), shared, nn.Tanh(), shared, nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"expected 1 calls of the module at '1', got 2"):
+        attribution_patching(model, ["1"], CLEAN, CORRUPTED, lambda out: out.sum())
+    with pytest.raises(ValueError, match=r"expected 1 calls of the module at '1', got 2"):
+        path_patching(model, "1", ["4:input"], CLEAN, CORRUPTED)
+
+
 def test_path_patching_refuses_dropout_behind_its_sender() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))

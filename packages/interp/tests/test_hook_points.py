@@ -21,7 +21,7 @@ def decoder() -> Decoder:
 def test_hooks_of_transformer_lens_are_split_into_heads(decoder: Decoder) -> None:
     sites = {
         "blocks.1.hook_resid_pre": "blocks.1:input",
-        "blocks.1.hook_resid_mid": "blocks.1.norm2:input",
+        "blocks.1.hook_resid_mid": "blocks.1.mid",
         "blocks.1.hook_resid_post": "blocks.1",
         "blocks.0.attn.hook_q": "blocks.0.attention.q",
         "blocks.0.attn.hook_k": "blocks.0.attention.k",
@@ -44,6 +44,14 @@ def test_hooks_of_transformer_lens_are_split_into_heads(decoder: Decoder) -> Non
     with record(decoder, "blocks.*.attn.hook_z", names="transformer_lens") as seen:
         decoder(TOKENS)
     assert list(seen) == ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"]
+
+    # A patch changes the stream that is added to the MLP's output, not the MLP's input alone.
+    with (
+        patch(decoder, {"blocks.0.hook_resid_mid": torch.zeros_like}, names="transformer_lens"),
+        record(decoder, "blocks.0", "blocks.0.mlp_out") as patched,
+    ):
+        decoder(TOKENS)
+    assert torch.equal(patched["blocks.0"], patched["blocks.0.mlp_out"])
 
     def without_head_3(z: Tensor) -> Tensor:
         z = z.clone()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from interp.decoder import families
+from interp.decoder import config_settings, constants, families
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
@@ -118,14 +118,14 @@ def test_changed_options_are_read_as_transformers_reads_them(name: str, tmp_path
 def test_omitted_options_have_the_defaults_of_transformers(name: str) -> None:
     config_class = CONFIG_MAPPING[name]
     whole = config_class(num_experts_per_tok=2).to_dict()  # DeepSeek V2 has no default
-    families.settings_from_config(whole)
+    config_settings.settings_from_config(whole)
     for option in whole.keys() - {"model_type"}:
         partial = {key: value for key, value in whole.items() if key != option}
         try:
             filled = config_class.from_dict(partial).to_dict()
-            settings = families.settings_from_config(partial)
+            settings = config_settings.settings_from_config(partial)
         except ValueError:  # refused by this package or by transformers
             continue
-        assert settings == families.settings_from_config(filled), option
-        constants = families.constants_of(None, partial)
-        assert repr(constants) == repr(families.constants_of(None, filled)), option
+        assert settings == config_settings.settings_from_config(filled), option
+        folded = constants.constants_of(None, partial)
+        assert repr(folded) == repr(constants.constants_of(None, filled)), option

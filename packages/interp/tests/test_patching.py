@@ -190,8 +190,8 @@ def test_ablations_equal_one_forward_pass_each() -> None:
 def test_standard_errors_equal_the_spread_over_samples_of_prompts() -> None:
     """The metrics of a prompt vary together, so a difference or a ratio varies less than values."""
     torch.manual_seed(0)
-    difficulty = 5 * torch.randn(300, 40, 1, 1)
-    noise = 0.3 * torch.randn(300, 40, 2, 3)
+    difficulty = 5 * torch.randn(300, 12, 1, 1)
+    noise = 0.3 * torch.randn(300, 12, 2, 3)
     quantities = {
         "values": lambda result: result.values,
         "recovered": lambda result: result.recovered,
@@ -208,7 +208,7 @@ def test_standard_errors_equal_the_spread_over_samples_of_prompts() -> None:
         for name, quantity in quantities.items():
             means[name].append(quantity(results[name]))
             errors[name].append(results[name].standard_error_of(quantity))
-        usual = torch.stack([values for _, values in rows]).std(0) / 40**0.5
+        usual = torch.stack([values for _, values in rows]).std(0) / 12**0.5
         torch.testing.assert_close(results["values"].standard_error, usual, rtol=1e-3, atol=1e-3)
     spread = {name: torch.stack(samples).std(0).mean() for name, samples in means.items()}
     for name, samples in errors.items():

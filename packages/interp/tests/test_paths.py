@@ -110,7 +110,7 @@ def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
     for (s, sender), (r, receiver) in itertools.product(
         enumerate(edges.senders), enumerate(edges.receivers)
     ):
-        if edges.exists[s, r] and (s + r) % 3 == 0:  # a third of them, all kinds
+        if edges.exists[s, r] and (s + r) % 7 == 0:  # a seventh of them, all kinds
             expected = by_hand(decoder, sender, receiver)
             assert edges.values[s, r].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     first_q, last_mlp = Node("q", 0, 0), Node("mlp", layers - 1)

@@ -1,6 +1,7 @@
 """The allocation of bits and sparsity is optimal and fits the budget."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -86,6 +87,8 @@ def test_what_cannot_be_is_refused():
         allocate(model, 5000, bits=Sensitivity(0.0, {"9": {4: 0.1}}))
     with pytest.raises(ValueError, match=r"got 4\.5 bits"):
         allocate(model, 5000, bits=Sensitivity(0.0, {"3": {4.5: 0.0}}))
+    with pytest.raises(ValueError, match="without nan, got a metric of nan for '3' at 2"):
+        allocate(model, 5000, bits=Sensitivity(0.0, {"3": {2: math.nan}}))
     with pytest.raises(ValueError, match=r"2\.5 bits"):
         round_weight(torch.ones(2, 2), 2.5)
     plenty = allocate(model, 10**6, bits=bits)

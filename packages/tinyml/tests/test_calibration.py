@@ -275,9 +275,7 @@ def test_progress_and_cache():
 def peak_bytes(call):
     """Return the most bytes that `call` allocates at a time, and its result."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, acc_events=True
-    ) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
     events = profile.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -289,7 +287,7 @@ def peak_bytes(call):
 
 
 @pytest.mark.parametrize(
-    ("width", "count"), [(128, 1), pytest.param(256, 8, marks=pytest.mark.exhaustive)]
+    ("width", "count"), [(64, 1), pytest.param(256, 8, marks=pytest.mark.exhaustive)]
 )
 def test_memory_is_that_of_one_block(width, count):
     torch.manual_seed(0)
@@ -301,4 +299,4 @@ def test_memory_is_that_of_one_block(width, count):
     inputs = model.blocks[0].mlp[2].in_features
     matrices = 8 * (2 * inputs**2 + 4 * 128 * inputs)  # 128 columns are rounded at a time
     copies = size_of(model).bytes + size_of(small).bytes  # the dense copy and the result
-    assert peak <= copies + 1.5 * (block + hidden) + matrices
+    assert block < peak <= copies + 1.5 * (block + hidden) + matrices

@@ -1,5 +1,7 @@
 """The grid's formulas, error bounds, and int8 multiplication."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,6 +102,28 @@ def test_a_dynamic_linear_is_within_its_rounding():
     rounded = (inputs / scale).round() * scale
     expected = nn.functional.linear(rounded, ours.weight, linear.bias)
     torch.testing.assert_close(ours(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_dynamic_linear_follows_conversions_with_the_same_codes_and_scales(dtype, divided):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)), torch.randn(5, 64)
+    small = smoothquant(model, [inputs]) if divided else quantize(model, activations="dynamic")
+    weights = [layer.weight for layer in small]
+    tiny = torch.finfo(dtype).eps
+    for converted in (copy.deepcopy(small).to(dtype), copy.deepcopy(small).to("meta", dtype)):
+        for layer, weight, before in zip(converted, weights, small, strict=True):
+            assert layer.dtype is layer.weight.dtype is layer.bias.dtype is dtype
+            assert layer.scale.dtype is torch.float32
+            if not layer.scale.is_meta:
+                assert torch.equal(layer.scale, before.scale)
+                assert torch.equal(layer.weight, weight.to(dtype)) or dtype is torch.float64
+                torch.testing.assert_close(layer.weight.float(), weight, rtol=tiny, atol=1e-6)
+    converted = small.to(dtype)
+    assert prune(converted, 0.5).model(inputs.to(dtype)).dtype is dtype
+    expected = model.to(dtype)(inputs.to(dtype))
+    assert (converted(inputs.to(dtype)) - expected).norm() < 0.02 * expected.norm()
 
 
 def test_half_precision_weights_lose_no_more_than_their_own_rounding():

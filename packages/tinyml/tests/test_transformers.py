@@ -278,10 +278,8 @@ def test_a_pruned_model_is_loaded_by_from_pretrained(model, tmp_path):
     ("model", "sparsity"),
     [
         ("gpt2", 0.5),  # the width of all heads is the width of the model
-        ("llama8", 0.25),  # 6 heads do not divide the hidden size
-        pytest.param(  # layers differ
-            "llama", {"model.layers.1.self_attn.k_proj": 0.5}, marks=pytest.mark.exhaustive
-        ),
+        # 6 heads do not divide the hidden size
+        pytest.param("llama8", 0.25, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_pruned_model_that_no_configuration_describes_is_not_saved(model, sparsity, tmp_path):
@@ -294,12 +292,14 @@ def test_a_pruned_model_that_no_configuration_describes_is_not_saved(model, spar
     assert small.state_dict()
 
 
-def test_the_heads_of_one_layer_can_be_named():
+def test_the_heads_of_one_layer_can_be_named(tmp_path):
     dense = llama()
     small = prune_channels(dense, {"model.layers.1.self_attn.k_proj": 0.5}, TOKENS)
     assert small.model.layers[1].self_attn.q_proj.weight.shape == (16, 32)
     assert small.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
     assert small.model.layers[1].mlp.up_proj.weight.shape == (64, 32)
+    with pytest.raises(ValueError, match="prune all layers alike"):
+        small.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("method", [method for method in SMALLER if method != "int8"])

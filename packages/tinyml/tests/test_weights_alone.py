@@ -1,5 +1,7 @@
 """Weights of 8 and 4 bits that are read as they are stored, where that is faster than float."""
 
+import copy
+
 import pytest
 import torch
 from figures import assert_at_least
@@ -134,6 +136,13 @@ def test_what_is_made_in_inference_mode_runs_outside_of_it():
             small = make()
             expected = small(inputs).clone()
         assert torch.equal(small(inputs), expected)
+        # Tensors of inference mode have no version, and a cached product of them is replaced too.
+        with torch.inference_mode():
+            for tensor in small.state_dict().values():
+                if tensor.dtype in (torch.int8, torch.uint8):
+                    tensor.zero_()
+        assert torch.equal(small(inputs), copy.deepcopy(small)(inputs))
+        assert not torch.equal(small(inputs), expected)
 
 
 @pytest.mark.parametrize(("bits", "activations"), [(4, "auto"), (8, "dynamic")])

@@ -47,7 +47,7 @@ def _all_points(model: Decoder) -> dict[str, tuple[str, int]]:
         points[f"{name}.attn.hook_z"] = f"{name}.attention.o:input", attention.heads
         points[f"{name}.hook_attn_out"] = f"{name}.attention_out", 0
         if not block.parallel:
-            points[f"{name}.hook_resid_mid"] = f"{name}.norm2:input", 0
+            points[f"{name}.hook_resid_mid"] = f"{name}.mid", 0
         if isinstance(block.mlp, DecoderMLP):
             points[f"{name}.mlp.hook_post"] = f"{name}.mlp.down:input", 0
         points[f"{name}.hook_mlp_out"] = f"{name}.mlp_out", 0

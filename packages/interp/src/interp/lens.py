@@ -214,7 +214,7 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 def _gain_and_shift(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Return g, b and whether P subtracts the mean, for a norm g * P x / s(x) + b."""
-    # With alternating signs, no entry is small, before and after the mean is subtracted.
+    # Signs alternate so that no entry is close to 0, neither before nor after centering.
     probe = x.new_ones((1,) * (x.ndim - 1) + x.shape[-1:])
     probe[..., 1::2] = -1
     response, mirrored = norm(probe), norm(-probe)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,20 @@ from interp.positions import AtPositions, Replacement, report_calls
 
 class Record(dict[str, Tensor]):
     """Activations by site name, in the order of the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: The number of calls of each site's module so far.
+        self.calls: Counter[str] = Counter()
+
+    def require_calls(self, count: int) -> None:
+        """Raise ValueError if a module was not called `count` times, as a shared layer is not."""
+        for site, calls in self.calls.items():
+            if calls != count:
+                raise ValueError(
+                    f"expected {count} calls of the module at {site!r}, got {calls}; a module that "
+                    "is called several times per run has no single activation to patch"
+                )
 
     def __missing__(self, site: str) -> Tensor:
         raise KeyError(
@@ -62,6 +77,7 @@ def record(
             recorded = recorded.clone()
         seen.pop(site, None)
         seen[site] = recorded
+        seen.calls[site] += 1
         if recorded.is_inference():
             versions.pop(site, None)
         else:

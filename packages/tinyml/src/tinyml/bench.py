@@ -45,7 +45,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 def _kmeans(device: str, quick: bool) -> list[Row]:
     """Cluster normal weights into 16 values; time one plain iteration for comparison."""
     rows: list[Row] = []
-    for count in (100_000,) if quick else (100_000, 10_000_000):
+    for count in (20_000,) if quick else (100_000, 10_000_000):
         values = torch.randn(count, generator=_generator(0)).mul(0.02).to(device)
         sort = _seconds(partial(torch.sort, values), 1)
         start = time.perf_counter()
@@ -91,9 +91,16 @@ def _sklearn(values: Tensor) -> tuple[float, float]:
 
 def _linear(device: str, quick: bool) -> list[Row]:
     """Compare linear layers of 8 and 4 bits with float32 and, if installed, with torchao."""
-    shapes: tuple[tuple[int, int, int], ...] = ((1, 1024, 1024), (32, 1024, 1024))
+    shapes: tuple[tuple[int, int, int], ...] = ((1, 512, 512), (32, 512, 512))
     if not quick:
-        shapes += ((1, 4096, 4096), (32, 4096, 4096), (256, 1024, 4096), (512, 1024, 1024))
+        shapes = (
+            (1, 1024, 1024),
+            (32, 1024, 1024),
+            (1, 4096, 4096),
+            (32, 4096, 4096),
+            (256, 1024, 4096),
+            (512, 1024, 1024),
+        )
     rows: list[Row] = []
     for tokens, inputs, outputs in shapes:
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import (
@@ -171,9 +172,17 @@ def check_hooks(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> N
 
 
 def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:
-    """Return a value that changes when one of these tensors is replaced or modified in place."""
-    # A tensor created in inference mode has no version counter.
-    return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
+    """Return a value that changes when one of these tensors is replaced or modified in place.
+
+    A modification through `.data` leaves no trace, as for autograd.
+    """
+    return [(t.data_ptr(), _content_hash(t) if t.is_inference() else t._version) for t in tensors]
+
+
+def _content_hash(tensor: Tensor) -> int:
+    # A tensor created in inference mode has no version counter, so its content is compared.
+    flat = tensor.detach().reshape(-1).contiguous()
+    return hash(flat.view(torch.uint8).cpu().numpy().tobytes())
 
 
 @contextmanager

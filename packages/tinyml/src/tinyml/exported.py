@@ -129,6 +129,12 @@ def operator_name(node: fx.Node) -> str:
     return str(node.target).split(".")[1] if "." in str(node.target) else node.name
 
 
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a node's value, or () if it is not a tensor."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
 def module_of(node: fx.Node) -> str:
     """Return the name of the module whose forward created this node."""
     stack = node.meta.get("nn_module_stack") or {}

@@ -21,9 +21,8 @@ def kmeans(weights: Tensor, bits: int, iterations: int = 100) -> tuple[Tensor, T
         codes = (flat[:, None] - centroids).abs().argmin(1)  # [N, K] -> [N], the nearest value
         sums = torch.zeros_like(centroids).index_add(0, codes, flat)
         counts = torch.bincount(codes, minlength=len(centroids))
-        centroids = torch.where(
-            counts > 0, sums / counts.clamp(min=1), centroids
-        )  # the mean of each cluster
+        means = sums / counts.clamp(min=1)
+        centroids = torch.where(counts > 0, means, centroids)
     return centroids, codes.view(weights.shape)
 
 

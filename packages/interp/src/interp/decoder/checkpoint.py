@@ -11,9 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from interp.decoder.config_settings import settings_from_config
+from interp.decoder.constants import constants_of
 from interp.decoder.decoder import Decoder
-from interp.decoder.families import constants_of, length_limit, settings_from_config
 from interp.decoder.names import canonical_weights, count_layers
+from interp.decoder.rotary import length_limit
 
 
 def load_decoder(

@@ -6,6 +6,7 @@ A norm that a family does not have is an `nn.Identity`, so that all families hav
 
     embed, position                     the token and position embeddings
     blocks.*:input, blocks.*            the residual stream before and after a block
+    blocks.*.mid                        the stream between attention and MLP, unless parallel
     blocks.*.attention.q, .k, .v        queries, keys, values of all heads, before norms, rotation
     blocks.*.attention.pattern          (batch, heads, seq, seq), after the softmax
     blocks.*.attention.o:input          z, the mixed values (batch, seq, heads * d_head)
@@ -49,6 +50,8 @@ class DecoderBlock(nn.Module):
         # Parallel blocks with one norm (Phi, GPT-J, Cohere) use it for attention and MLP.
         is_shared = settings.parallel and f"{name}.norm2" not in weights
         norm2 = f"{name}.norm1" if is_shared else f"{name}.norm2"
+        # Names the stream between attention and MLP; parallel blocks have none.
+        self.mid = None if settings.parallel else nn.Identity()
         self.norm2 = weights.stream_norm(norm2, settings)
         self.mlp: nn.Module
         if f"{name}.mlp.router" in weights:
@@ -70,6 +73,8 @@ class DecoderBlock(nn.Module):
         """Map the residual stream (batch, seq, d_model) to the stream after the block."""
         heads = self.attention(self.norm1(x), padding, position, position_ids, cache)
         after_attention = x + self.attention_out(heads)
+        if self.mid is not None:
+            after_attention = self.mid(after_attention)
         mlp_input = x if self.parallel else after_attention
         out: Tensor = after_attention + self.mlp_out(self.mlp(self.norm2(mlp_input)))
         return out

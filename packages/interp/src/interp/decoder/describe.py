@@ -15,14 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interp.decoder.config_settings import layer_types, settings_from_config
+from interp.decoder.constants import constants_of
 from interp.decoder.decoder import Decoder
-from interp.decoder.families import (
-    FAMILIES,
-    constants_of,
-    layer_types,
-    length_limit,
-    settings_from_config,
-)
+from interp.decoder.families import FAMILIES
 from interp.decoder.modules.settings import Settings
 from interp.decoder.names import (
     canonical_parts,
@@ -31,7 +27,7 @@ from interp.decoder.names import (
     features_of_heads,
     roles_of,
 )
-from interp.decoder.rotary import rotary_angles
+from interp.decoder.rotary import length_limit, rotary_angles
 from interp.decoder.source import Source, weights_of
 from interp.decoder.verify import COPY_BYTES, call, distance, evaluating, matching_settings
 

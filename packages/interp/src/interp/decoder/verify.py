@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from interp.decoder.constants import Constants
 from interp.decoder.decoder import Decoder
-from interp.decoder.families import Constants
 from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.names import is_norm_role, layer_of
 

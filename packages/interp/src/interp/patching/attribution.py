@@ -72,6 +72,7 @@ def attribution_patching(
     """
     with torch.no_grad(), record(model, *sites, clone=True) as seen:
         forward(model, clean)
+        seen.require_calls(1)
         before = dict(seen)
         expected = tensors_of(forward(model, corrupted))
     require_equal_shapes(before, seen)
@@ -154,7 +155,8 @@ def edge_attribution(
 ) -> EdgeEffects:
     """Estimate the effects that `patch_edges` measures, from one backward pass.
 
-    The receiver's norm, projection and softmax are computed; everything after them is linearized.
+    The norm, projection and softmax of an attention receiver are computed; everything after them,
+    and everything after the input of an MLP's norm, is linearized.
     The `exact` edges with the largest estimates, or all edges if it is None, are measured too:
     `.error` is the difference.
     """

@@ -89,6 +89,7 @@ def path_patching(
     """
     with record(model, sender, clone=True) as seen:
         forward(model, clean)
+        seen.require_calls(1)
         clean_output = seen[sender]
         expected = tensors_of(forward(model, corrupted))
     require_equal_shapes({sender: clean_output}, seen)

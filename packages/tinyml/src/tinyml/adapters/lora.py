@@ -78,9 +78,8 @@ class LoRA(Replacement):
             # An index reads one column of A, so here A starts at zero and B does not.
             nn.init.zeros_(self.lora_A)
             nn.init.normal_(self.lora_B)
-        self.base = base.requires_grad_(
-            False
-        )  # last, so that an error above leaves the base unchanged
+        # Frozen last, so that an error above leaves the base unchanged.
+        self.base = base.requires_grad_(False)
         # Tuples, so that their parameters are not registered.
         self._before: tuple[nn.Parameter] | None = None
         self._merged_factors: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0
@@ -188,9 +187,8 @@ class LoRA(Replacement):
         """Restore the base weight bit for bit; do nothing if the update is not merged."""
         if self._before is not None:
             (before,) = self._before
-            before.data = before.data.to(
-                cast(Tensor, self.base.weight)
-            )  # the model may have moved to another device
+            # The model may have moved to another device or type since `merge`.
+            before.data = before.data.to(cast(Tensor, self.base.weight))
             self.base.weight = before
             self._before = None
 

@@ -136,7 +136,10 @@ def _entries(
 
 
 def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
-    """Return the codes of a weight that was quantized to the grid of `kind`."""
+    """Return the blocks of a weight whose stored codes and scales are those of `kind`.
+
+    Raise `ValueError` for other formats, and for scales that float16 does not contain.
+    """
     bits = {"Q8_0": 8, "Q4_0": 4}.get(kind)
     fits = isinstance(stored, GridWeight) and stored.bits == bits and not stored.rows[1] % 32
     if not isinstance(stored, GridWeight) or not fits or stored.zero is not None:

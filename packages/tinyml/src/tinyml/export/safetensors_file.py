@@ -7,7 +7,6 @@ each weight is described in the file's metadata, so `load` needs only the uncomp
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import compressed_weight, install_parametrization
+from tinyml.conversion import dense_copy
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, separate
 from tinyml.quantization.fastest_linear import (
@@ -92,7 +92,7 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
 
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
-    """Return a copy of the uncompressed `model` with the compressed weights of a file.
+    """Return an uncompressed copy of `model` with the compressed weights of a file.
 
     Each layer is on the device of the layer that it replaces. Weights that `model` ties and the
     file stores separately, as after merging an adapter into one of them, are not tied in the copy.
@@ -110,7 +110,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
                 f"expected a file of format {_FORMAT}, got {metadata.get('format')}; save it again"
             )
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    model = copy.deepcopy(model)
+    model = dense_copy(model)
     shapes = json.loads(metadata["shapes"])
     state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
     state |= {name: state[first] for name, first in json.loads(metadata["same"]).items()}

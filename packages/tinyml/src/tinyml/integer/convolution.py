@@ -80,9 +80,8 @@ def float64(filters: Int8Filters, images: Tensor) -> Tensor:
 def _float32(filters: Int8Filters, images: Tensor) -> Tensor:
     """Compute in float32, over as many input channels at a time as are exact."""
     g, last = filters.geometry, torch.channels_last
-    if (
-        g.groups > 1 < len(filters.parts)
-    ):  # a part of each group is not a contiguous slice of the images
+    if g.groups > 1 < len(filters.parts):
+        # A part of each group is not a contiguous slice of the images.
         return float64(filters, images)
 
     def weights() -> list[Tensor]:

@@ -86,9 +86,8 @@ class _Walk:
             if not isinstance(self._at[outputs[0]], Step):
                 raise ValueError("the output of the model does not depend on its input")
             self.output = self._at[outputs[0]]
-        elif (
-            node.target is operator.getitem
-        ):  # the first result of an operator with several results
+        elif node.target is operator.getitem:
+            # An operator with several results is a step if only its first result is used.
             value = self._at[node.args[0]]  # type: ignore[index]
             self._at[node] = value if isinstance(value, Step) else value[node.args[1]]
         elif node.op == "call_function" and not node.name.startswith("_assert"):
@@ -164,7 +163,7 @@ class _Walk:
     def _addmm(
         self, node: fx.Node, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1
     ) -> Step:
-        """Make x w + b with a constant matrix (inputs, outputs) and a constant per output."""
+        """Return the step x w + b with constant w (inputs, outputs) and b (outputs)."""
         if not isinstance(x, Step) or not isinstance(weight, Tensor) or weight.dim() != 2:
             raise self._unknown(node, "only x w with a constant matrix w is supported")
         weight = (weight * alpha).t()

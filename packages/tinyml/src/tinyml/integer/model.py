@@ -121,10 +121,8 @@ def calibrated(
     if not values.numel():
         raise ValueError("expected at least one input to calibrate on, got empty batches")
     steps = trace(model, values)
-    values = (
-        values if values.is_floating_point() else values.float()
-    )  # for example the bytes of an image
-    values_of: dict[Step, Tensor] = {steps[0]: values}
+    # Inputs may be integers, such as the bytes of an image, and the steps compute with floats.
+    values_of: dict[Step, Tensor] = {steps[0]: values * 1.0}
     scales: dict[Step, Scale] = {}
     last = {source: step for step in steps for source in step.sources}
     for step in steps:

@@ -7,6 +7,7 @@ so the choice always fits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,11 @@ def allocate(
                 raise ValueError(f"the scan has a layer {name!r} that the model lacks")
             mine = forms.setdefault(name, [(0.0, stored[name], "", 0.0)])
             for amount, value in values.items():
+                if math.isnan(value) or math.isnan(scan.baseline):
+                    raise ValueError(
+                        f"expected a scan without nan, got a metric of {value} for {name!r} at "
+                        f"{amount} and a baseline of {scan.baseline}; use a metric that is a number"
+                    )
                 lost = scan.baseline - value if larger_is_better else value - scan.baseline
                 nbytes = _bytes(layers[name], kind, amount)
                 mine.append((max(lost, 0.0), nbytes, kind, amount))

@@ -78,6 +78,14 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Along:
+    """The dimension of a value that holds units; `parts` are (group, number of elements)."""
+
+    dim: int
+    parts: tuple[tuple[Group, int], ...]
+
+
+@dataclass(frozen=True)
 class SizeUse:
     """A graph node that uses an attribute as a size, and the groups whose units that size counts.
 

@@ -170,7 +170,7 @@ def _smallest_of_all(scores: Mapping[str, Tensor], sparsity: float) -> dict[str,
 
 
 def pattern_mask(score: Tensor, pattern: str, sparsity: float) -> Tensor:
-    """Return True for the n largest scores of every m neighbors along dimension 1, for "n:m".
+    """Return the mask of an "n:m" pattern: True for the n largest of m neighbors of dimension 1.
 
     These are the input features of a linear layer and the input channels of a convolution.
     Raise `ValueError` unless `sparsity` is the fraction that the pattern removes.

@@ -205,9 +205,8 @@ class _Replay:
         if self._inputs is None:
             self._inputs = inputs
             self._stamp = stamp
-            self._copy = (
-                inputs.clone()
-            )  # the model may overwrite them after the layer has read them
+            # The model may overwrite the inputs after the layer has read them.
+            self._copy = inputs.clone()
         elif stamp != self._stamp:
             raise _StopRun
         self._reached.append(name)

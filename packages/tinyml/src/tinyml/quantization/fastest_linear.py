@@ -74,6 +74,11 @@ class FastestLinear(Replacement):
             return cast(Tensor, cast(Any, _StraightThrough).apply(input, self))
         return self.implementations[self.always or self._implementation(input)](self, input)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
+        # Follow `.to(dtype)` and `.half()`, which convert the tensors but not this attribute.
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
+
     def _implementation(self, inputs: Tensor) -> str:
         tokens = inputs.numel() // self.in_features
         if not tokens or torch.compiler.is_compiling():

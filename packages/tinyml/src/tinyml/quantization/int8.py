@@ -37,7 +37,8 @@ class Int8Linear(FastestLinear):
 
     With may_stay_float=True the fastest implementation is used for each number of tokens: this
     product, bfloat16 inputs with the stored weights, or the dense weight in float. `explain`
-    returns the choice and the times.
+    returns the choice and the times. `.to(dtype)` converts the bias and the results; the codes and
+    their scales remain the same.
     """
 
     weight_codes: Tensor
@@ -76,6 +77,17 @@ class Int8Linear(FastestLinear):
     def stored(self) -> tuple[Any, Any]:
         """Return the codes and their scales."""
         return self._buffers["weight_codes"], self._buffers["scale"]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        # The codes were rounded with these factors, so only the layer's inputs, outputs and bias
+        # change their type. A conversion of types leaves integers unchanged.
+        exact = {"scale": self.scale, "divide": self.divide}
+        super()._apply(fn, recurse)
+        for name, tensor in exact.items():
+            if tensor is not None:
+                bits = torch.int32 if tensor.itemsize == 4 else torch.int16
+                self._buffers[name] = fn(tensor.view(bits)).view(tensor.dtype)
+        return self
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         match_optional_buffers(self, state, prefix, "weight_codes")

@@ -86,11 +86,12 @@ class Palette(CompressedWeight):
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
-_MOST_CLUSTERS = 2**15  # codes are int16
-_MOST_CLUSTERS_OF_A_SUMMARY = 256  # its table has (4 k)^2 numbers
-_MOST_POINTS_WITHOUT_SUMMARY = (
-    1024  # the number of distinct values that are clustered without a summary
-)
+#: Codes are int16.
+_MOST_CLUSTERS = 2**15
+#: The table of a summary for k clusters has (4 k)^2 numbers.
+_MOST_CLUSTERS_OF_A_SUMMARY = 256
+#: The largest number of distinct values that are clustered without a summary.
+_MOST_POINTS_WITHOUT_SUMMARY = 1024
 
 
 @torch.no_grad()
@@ -153,9 +154,8 @@ def _check_arguments(values: Tensor, k: int, init: Tensor | None) -> None:
 def _sorted(flat: Tensor) -> Tensor:
     if flat.device.type != "cpu":
         return flat.sort().values
-    return torch.from_numpy(
-        np.sort(flat.numpy())
-    )  # numpy sorts with vector instructions, torch does not
+    # Sorting in numpy uses vector instructions, and sorting in torch does not.
+    return torch.from_numpy(np.sort(flat.numpy()))
 
 
 def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def prepare_qat(
 ) -> nn.Module:
     """Return a copy of `model` for training, whose layers compute with rounded weights.
 
-    See `convert`.
+    `convert` returns the model with stored integers after training.
 
     With `batches` of inputs, on which ranges are measured, values are rounded too, to
     `activation_bits`. The copy is then the model's graph as an `IntegerModel` has it: all weights

@@ -1,0 +1,205 @@
+"""Settings of a decoder from its Hugging Face configuration.
+
+A configuration names sizes and options; the table of `families` adds the properties that all models
+of a family share. An option that changes the function and is not supported is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from interp.decoder.families import FAMILIES, Family
+from interp.decoder.modules.settings import Settings
+from interp.decoder.rotary import alibi_slopes, rope_parameters, rotary_of, yarn_temperature
+
+#: Options that change the function, with the only value that is supported.
+_REQUIRED: Mapping[str, object] = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "use_bidirectional_attention": False,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "layer_norm_elementwise_affine": True,
+    "apply_residual_connection_post_layernorm": False,
+    "slow_but_exact": False,
+    "alibi": False,
+    "swiglu_alpha": 1.702,
+}
+
+#: Options that are supported if they equal another option: embeddings of OPT without a projection,
+#: and rotated dimensions of DeepSeek.
+_EQUAL: Mapping[str, str] = {
+    "word_embed_proj_dim": "hidden_size",
+    "head_dim": "qk_rope_head_dim",
+}
+
+
+def settings_from_config(config: Mapping[str, Any]) -> Settings:
+    """Return the settings that a Hugging Face configuration determines.
+
+    Raises ValueError for other families and for options that change the function and are not
+    supported.
+    """
+    name = str(config.get("model_type"))
+    if name not in FAMILIES:
+        raise ValueError(
+            f"model_type {name!r} is not one of {', '.join(FAMILIES)}; describe() also accepts "
+            "modules whose configuration does not name a family"
+        )
+    family = FAMILIES[name]
+    config = {**family.defaults, **config}
+    _require_supported(config)
+    d_model = _first(config, "hidden_size", "n_embd")
+    heads = _first(config, "num_attention_heads", "n_head")
+    layers = _first(config, "num_hidden_layers", "n_layer")
+    d_head = config.get("head_dim") or d_model // heads
+    if family.latent:
+        d_head = _first(config, "qk_nope_head_dim") + _first(config, "qk_rope_head_dim")
+    kinds = layer_types(config, layers)
+    rotary = [rotary_of(config, family, d_head, kind) for kind in kinds]
+    scales = tuple(angles.scale for angles in rotary)
+    is_stretched = any(angles.long_after for angles in rotary)
+    windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    return Settings(
+        heads=heads,
+        d_head=d_head,
+        eps=_first(
+            config,
+            *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+            default=family.eps,
+        ),
+        centered=family.centered,
+        bare_norms=family.bare_norms,
+        activation=_activation(config, family),
+        scale=_score_scale(config, family, d_head),
+        frequencies=tuple(angles.angles for angles in rotary),
+        long_frequencies=tuple(angles.long_angles for angles in rotary) if is_stretched else (),
+        long_after=max(angles.long_after for angles in rotary),
+        rotary_scales=scales if any(scale != 1 for scale in scales) else (),
+        interleaved=family.interleaved and config.get("rope_interleave", True) is not False,
+        alibi_slopes=alibi_slopes(heads) if family.alibi else (),
+        positions_skip_padding=family.positions_skip_padding,
+        windows=tuple(windows),
+        parallel=_is_parallel(config, family),
+        # Transformers ignores this option of Gemma 3.
+        score_cap=config.get("attn_logit_softcapping") if name == "gemma2" else None,
+        logit_cap=config.get("final_logit_softcapping"),
+        clip=config.get("clip_qkv") if name == "olmo" else None,
+        mlp_clip=config.get("swiglu_limit", 7.0) if name == "gpt_oss" else None,
+        experts_used=config.get("num_experts_per_tok") or 0,
+        experts_sum_to_one=name in ("mixtral", "gpt_oss")
+        or (name != "deepseek_v2" and bool(config.get("norm_topk_prob"))),
+        **_routing_of_deepseek(config),
+    )
+
+
+def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of DeepSeek's routers; {} for other families."""
+    if not FAMILIES[config["model_type"]].latent:
+        return {}
+    is_grouped = config["model_type"] == "deepseek_v3"
+    if not is_grouped:
+        method = config.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ValueError(f"topk_method = {method!r} is not 'greedy' or 'group_limited_greedy'")
+        is_grouped = method == "group_limited_greedy"
+    groups = config.get("n_group") or 1 if is_grouped else 1
+    groups_used = config.get("topk_group") or 1 if is_grouped else 1
+    used = _first(config, "num_experts_per_tok")
+    visible = _first(config, "n_routed_experts") // groups * groups_used
+    if visible < used:
+        raise ValueError(
+            f"expected num_experts_per_tok = {used} experts or more in topk_group = {groups_used} "
+            f"groups, got {visible}"
+        )
+    return {
+        "router": "sigmoid" if config["model_type"] == "deepseek_v3" else "softmax",
+        "router_in_float32": True,
+        "experts_scale": float(config.get("routed_scaling_factor") or 1.0),
+        "expert_groups": groups,
+        "expert_groups_used": groups_used,
+    }
+
+
+def _require_supported(config: Mapping[str, Any]) -> None:
+    for key, value in _REQUIRED.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f"{key} = {config[key]!r} is not supported, only {value!r} is")
+    for key, other in _EQUAL.items():
+        values = config.get(key), config.get(other)
+        if None not in values and values[0] != values[1]:
+            raise ValueError(
+                f"{key} = {values[0]!r} is not supported, only {values[1]!r} is, as {other}"
+            )
+
+
+def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    """Return the first option of the configuration that is set."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    if default is None:
+        raise ValueError(f"config.json has no {' or '.join(names)}")
+    return default
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    if family.fixed_activation is not None:
+        return family.fixed_activation
+    options = ("hidden_activation", "hidden_act", "activation_function", "activation")
+    activation: str = _first(config, *options, default=family.activation)
+    if config["model_type"] == "gemma" and activation == "gelu":
+        # The first checkpoints of Gemma call the tanh approximation "gelu".
+        return "gelu_pytorch_tanh"
+    return activation
+
+
+def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> float:
+    scale: float = d_head**-0.5
+    if family.latent:
+        rope = rope_parameters(config, family, "full_attention")
+        method = rope.get("rope_type") or rope.get("type") or "default"
+        if method != "default" and rope.get("mscale_all_dim"):
+            scale *= yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
+    if config["model_type"] in ("gemma2", "gemma3_text"):
+        scale = _first(config, "query_pre_attn_scalar") ** -0.5
+    elif config["model_type"] == "granite":
+        scale = _first(config, "attention_multiplier")
+    return scale
+
+
+def _is_parallel(config: Mapping[str, Any], family: Family) -> bool:
+    if config.get("new_decoder_architecture"):  # Falcon 40B
+        return True
+    if family.parallel_option is None:
+        return family.parallel
+    return bool(config.get(family.parallel_option, family.parallel))
+
+
+def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
+    """Return "full_attention" or "sliding_attention" per layer."""
+    if config.get("layer_types"):
+        return list(config["layer_types"])
+    name, window = config["model_type"], config.get("sliding_window")
+    if window is None or not FAMILIES[name].windowed:
+        return ["full_attention"] * layers
+    if name.startswith("qwen"):
+        first_window = layers
+        if config.get("use_sliding_window"):
+            first_window = config.get("max_window_layers", layers)
+        is_full = [i < first_window for i in range(layers)]
+    else:
+        # The last layer of each period has full attention.
+        period = {
+            "gemma2": 2,
+            "gpt_oss": 2,
+            "gemma3_text": config.get("sliding_window_pattern", 6),
+            "cohere2": config.get("sliding_window_pattern", 4),
+            "olmo3": 4,
+        }.get(name)
+        is_full = [period is not None and (i + 1) % period == 0 for i in range(layers)]
+    return ["full_attention" if full else "sliding_attention" for full in is_full]

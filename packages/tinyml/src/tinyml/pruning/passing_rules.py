@@ -1,0 +1,259 @@
+"""Rules of operators that pass units on: they act on elements or mix other dimensions only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from tinyml.exported import ELEMENTWISE, operator_name, shape_of
+from tinyml.pruning.groups import Along, Group, Slice
+from tinyml.pruning.product_rules import PRODUCT_OPERATORS
+from tinyml.pruning.unit_groups import UnitGroups
+
+
+def _batch_norm(walk: UnitGroups, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
+    along = walk.values[x]
+    names = [walk.name_of(item) for item in rest[:4] if item is not None]
+    if along.dim != 1 or None in names:
+        return walk.stop(node)
+    walk.add_slices(along, [(str(name), 0) for name in names], "passer")
+    return along
+
+
+def _group_norm(
+    walk: UnitGroups,
+    node: fx.Node,
+    x: fx.Node,
+    groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    *_: Any,
+) -> Any:
+    along = walk.values[x]
+    names = [walk.name_of(item) for item in (weight, bias) if item is not None]
+    if along.dim != 1 or None in names or walk.coarsened(along, groups) is None:
+        return walk.stop(node)
+    walk.add_slices(along, [(str(name), 0) for name in names], "passer")
+    return along
+
+
+def _elementwise(walk: UnitGroups, node: fx.Node, *_: Any, **__: Any) -> Any:
+    return _broadcast(walk, node, node.all_input_nodes, shape_of(node))
+
+
+def _prelu(walk: UnitGroups, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
+    along, name = walk.values[x], walk.name_of(weight)
+    if math.prod(shape_of(weight)) > 1:
+        if along.dim != 1 or name is None:
+            return walk.stop(node)
+        walk.add_slices(along, [(name, 0)], "passer")
+    return along
+
+
+def _broadcast(
+    walk: UnitGroups, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]
+) -> Any:
+    moved, constant = [], []
+    for source in sources:
+        along, shift = walk.values[source], len(shape) - len(shape_of(source))
+        if along is not None:
+            moved.append(Along(along.dim + shift, along.parts))
+        else:
+            constant.append((source, shift))
+    dim = moved[0].dim
+    if any(along.dim != dim for along in moved):
+        return walk.stop(node)
+    for source, shift in constant:
+        if dim < shift or shape_of(source)[dim - shift] == 1:
+            continue
+        name = walk.name_of(source)
+        if name is None or shape_of(source)[dim - shift] != shape[dim]:
+            return walk.stop(node)
+        walk.add_slices(moved[0], [(name, dim - shift)], "passer")
+    return walk.merge(node, moved)
+
+
+def _attention(
+    walk: UnitGroups,
+    node: fx.Node,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    mask: Any = None,
+    *_: Any,
+    **__: Any,
+) -> Any:
+    alongs = [walk.values[item] for item in (q, k, v)]
+    dims = {along.dim if along is not None else -1 for along in alongs}
+    shared = len(shape_of(q)) - 3  # (..., heads, tokens, width)
+    masked = mask is not None and len(shape_of(mask)) > 2 and shape_of(mask)[-3] != 1
+    if dims != {shared} or masked or any(len(along.parts) != 1 for along in alongs):
+        return walk.stop(node)
+    return walk.merge(node, alongs, grouped=True)
+
+
+def _inner(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+    """Pass units through windows over dimensions after the second one."""
+    along = walk.values[x]
+    return along if along.dim <= 1 and len(shape_of(x)) > 2 else walk.stop(node)
+
+
+def _pad(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+    along = walk.values[x]
+    return along if along.dim < len(shape_of(x)) - len(sizes) // 2 else walk.stop(node)
+
+
+def _softmax(walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int, *_: Any) -> Any:
+    along = walk.values[x]
+    return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
+
+
+def _layer_norm(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+    along = walk.values[x]
+    return along if along.dim < len(shape_of(x)) - len(sizes) else walk.stop(node)
+
+
+def _mean(
+    walk: UnitGroups, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = False, **_: Any
+) -> Any:
+    along, rank = walk.values[x], len(shape_of(x))
+    gone = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
+    if along.dim in gone:
+        return walk.stop(node)
+    before = 0 if keepdim else sum(d < along.dim for d in gone)
+    return Along(along.dim - before, along.parts)
+
+
+def _permute(walk: UnitGroups, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
+    along = walk.values[x]
+    return Along([d % len(order) for d in order].index(along.dim), along.parts)
+
+
+def _transpose(walk: UnitGroups, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
+    rank = len(shape_of(x))
+    swapped = {a % rank: b % rank, b % rank: a % rank}
+    along = walk.values[x]
+    return Along(swapped.get(along.dim, along.dim), along.parts)
+
+
+def _expand(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+    return _broadcast(walk, node, [x], shape_of(node))
+
+
+def _cat(walk: UnitGroups, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
+    parts = [part for part in parts if math.prod(shape_of(part))]
+    dim = dim % len(shape_of(node))
+    alongs = [walk.values[part] for part in parts]
+    if all(along is None or along.dim == dim for along in alongs):
+        joined: list[tuple[Group, int]] = []
+        for along, part in zip(alongs, parts, strict=True):
+            if along is None:
+                extent = shape_of(part)[dim]
+                joined.append((Group(1, blocked_by="they are not outputs of a layer"), extent))
+            else:
+                joined += along.parts
+        return Along(dim, tuple(joined))
+    if None in alongs or len({along.dim for along in alongs}) > 1:
+        return walk.stop(node)
+    return walk.merge(node, alongs)
+
+
+def _slice(walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any) -> Any:
+    along = walk.values[x]
+    return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
+
+
+def _split(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+    along = walk.values[x]
+    if dim % len(shape_of(x)) != along.dim:
+        return [along] * (max(int(user.args[1]) for user in node.users) + 1)  # type: ignore[arg-type]
+    total = shape_of(x)[along.dim]
+    (group, extent), *more = along.parts
+    group = walk.find(group)
+    widths = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
+    plain = not more and group.size == extent and not group.blocked_by
+    if not plain or sum(widths) != total or group.layers("reader") or not _is_alone(x):
+        return walk.stop(node)
+    # A fused matrix, such as queries, keys and values, is split into separate groups.
+    pieces, start = [], 0
+    for size in widths:
+        slices = [Slice(s.tensor, s.axis, s.start + start, 1, s.role) for s in group.slices]
+        walk.created.append(Group(size, slices))
+        pieces.append(Along(along.dim, ((walk.created[-1], size),)))
+        start += size
+    group.slices = []
+    return pieces
+
+
+def _view(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+    """Return the dimension that starts where the units' dimension started.
+
+    The dimension may have been flattened with the dimensions after it, or split, for example
+    into (heads, width); then its leading factor is returned.
+    """
+    along = walk.values[x]
+    before = shape_of(x)
+    after = shape_of(node)
+    size, lead = before[along.dim], math.prod(before[: along.dim])
+    for dim, extent in enumerate(after):
+        if math.prod(after[:dim]) == lead and (extent != 1 or size == 1):
+            break
+    else:
+        return walk.stop(node)
+    inside = [math.prod(before[along.dim : end]) for end in range(along.dim + 1, len(before) + 1)]
+    outside = [math.prod(after[dim:end]) for end in range(dim + 1, len(after) + 1)]
+    if extent in inside:  # unchanged, or flattened with the dimensions after it
+        times = extent // size
+        return Along(dim, tuple((group, n * times) for group, n in along.parts))
+    if size not in outside or len(along.parts) > 1:
+        return walk.stop(node)
+    group = walk.find(along.parts[0][0])  # split, for example into heads
+    group.coarsen(math.gcd(group.size, extent))
+    return Along(dim, ((group, extent),))
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Return True if each value from the product to `node` has a single consumer."""
+    while operator_name(node) not in PRODUCT_OPERATORS:
+        if len(node.users) > 1 or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return len(node.users) == 1
+
+
+_WINDOWS = (
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d max_pool2d_with_indices "
+    "upsample_nearest2d upsample_bilinear2d"
+)
+_ELEMENTWISE_TOO = (
+    "rsqrt erf log_sigmoid add sub mul div maximum minimum where clone contiguous dropout "
+    "feature_dropout _to_copy to alias detach masked_fill"
+)
+#: The rules of these operators by name.
+PASSING_RULES: dict[str, Callable[..., Any]] = {
+    operator: rule
+    for rule, operators in (
+        (_batch_norm, "batch_norm _native_batch_norm_legit_no_training"),
+        (_group_norm, "group_norm"),
+        (_layer_norm, "layer_norm rms_norm"),
+        (_prelu, "prelu"),
+        (_attention, "scaled_dot_product_attention"),
+        (_inner, _WINDOWS),
+        (_pad, "pad constant_pad_nd"),
+        (_softmax, "softmax _softmax"),
+        (_mean, "mean sum amax amin"),
+        (_permute, "permute"),
+        (_transpose, "transpose t"),
+        (_expand, "expand"),
+        (_cat, "cat"),
+        (_slice, "slice"),
+        (_split, "split split_with_sizes"),
+        (_view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),
+        (_elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _ELEMENTWISE_TOO),
+    )
+    for operator in operators.split()
+}
