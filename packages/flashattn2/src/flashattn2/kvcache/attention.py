@@ -101,7 +101,7 @@ def flash_attention_with_kvcache(
 
     # Run.
     lengths = validation.lengths(cache_seqlens, q, batch)
-    as_operator = needs_operator(q, k_cache, v_cache)
+    as_operator = needs_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
     if k is not None and v is not None:
         write = append_op if as_operator else append
         write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend)
