@@ -174,7 +174,7 @@ class _KernelAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, method: Method
     ) -> Tensor:
-        out, lse = aten.kernel(q, k, v, spec.right != UNBOUNDED, spec.scale)
+        out, lse = aten.forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.spec, ctx.method = spec, method
         return out

@@ -25,9 +25,7 @@ def needs_operator(*tensors: Tensor) -> bool:
     """
     if is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack():
         return True
-    is_plain = all(
-        type(x) in PLAIN_TYPES and not (x.is_meta or x.is_neg()) for x in tensors
-    )
+    is_plain = all(type(x) in PLAIN_TYPES and not (x.is_meta or x.is_neg()) for x in tensors)
     return not (is_plain and is_untransformed())
 
 

@@ -96,8 +96,9 @@ def flash_attention_with_kvcache(
         (q,) = (q,) if q.dtype == k_cache.dtype else cast_for_autocast(q)
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
         method = _select_method(q, k_cache, v_cache, spec, backend, precision, split_size)
-        is_cpu_kernel = not is_paged and _is_single_query_on_cpu(q, k_cache, v_cache, spec, method)
-        plan = store_plan(signature, q, Plan(spec, method, is_cpu_kernel))
+        is_cpu_kernel = not is_paged and _is_single_query_on_cpu(q, k_cache, spec, method)
+        plan = Plan(spec, method, is_cpu_kernel)
+        store_plan(signature, q, plan)
 
     # Run.
     lengths = validation.lengths(cache_seqlens, q, batch)
@@ -155,13 +156,12 @@ def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
 
 
 def _is_single_query_on_cpu(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, method: Method
+    q: Tensor, k_cache: Tensor, spec: AttentionSpec, method: Method
 ) -> bool:
     """Return True if torch's CPU kernel alone computes attention over a contiguous cache."""
     if method.backend != "aten" or q.dim() != 4 or spec.softcap:
         return False
-    is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
-    return is_single_query and aten.is_kernel_sufficient(q, v_cache)
+    return q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
 
 
 def _call_cpu_kernel(
@@ -188,11 +188,7 @@ def _call_cpu_kernel(
         return None
     count = cache_seqlens + new
     first = 0 if spec.left == UNBOUNDED else max(0, count - 1 - spec.left)
-    # With fewer keys the kernel may lose NaN: see Note [Lost NaN] in aten.py.
-    is_supported = count - first >= aten.VECTOR and is_untransformed()
-    if not (is_supported and cache_seqlens >= 0 and count <= k_cache.shape[2]):
-        return None
-    if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
+    if not (cache_seqlens >= 0 and 0 < count <= k_cache.shape[2] and is_untransformed()):
         return None
     if k is not None and v is not None:
         if validation.find_overlap(k_cache, v_cache, k, v) is not None:
@@ -205,9 +201,8 @@ def _call_cpu_kernel(
     batch, heads, _, dim = q.shape
     kv_heads = keys.shape[1]
     if heads == kv_heads:
-        out, lse = aten.kernel(q, keys, values, False, spec.scale)
-        return out, lse
+        return aten.forward(q, keys, values, spec.scale, False)
     # The query heads of one key head become rows of one head, so each key is read once.
     rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-    out, lse = aten.kernel(rows, keys, values, False, spec.scale)
-    return out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
+    out, lse = aten.forward(rows, keys, values, spec.scale, False)
+    return out.reshape(batch, heads, 1, out.shape[-1]), lse.reshape(batch, heads, 1)
