@@ -70,7 +70,7 @@ def _call_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Call torch's kernel; in bfloat16, restore NaN.  See Note [Lost NaN]."""
     out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    # The comparison is also False for NaN.  Fake tensors have no values to test, and another type.
+    # The comparison is also False for NaN.  Fake tensors, which have another type, have no values.
     if out.dtype == torch.bfloat16 and type(lse) is Tensor and not lse.amax() < torch.inf:
         # In place, so that the strides are those of the fake result in a compiled graph.
         out.masked_fill_((lse == torch.inf)[..., None], torch.nan)

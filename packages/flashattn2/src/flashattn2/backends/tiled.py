@@ -27,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     q_ = group_queries(q, k)
     k_ = flatten_heads(k)
     v_ = flatten_heads(v)
-    # The results are no views: autograd refuses to change a view among several results in place.
+    # The results are not views: autograd refuses to change a view among several results in place.
     out = q_.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q_.new_full(q.shape[:-1], -torch.inf)
     maxima = torch.full_like(lse, -torch.inf)
