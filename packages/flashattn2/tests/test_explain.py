@@ -146,7 +146,7 @@ def test_sdpa_arguments_that_torch_computes_are_explained():
     assert "has no dropout" in explain(x, x, x, dropout_p=0.1).reason
 
 
-def test_kernels_are_refused_on_rocm(monkeypatch):
+def test_auto_does_not_select_the_kernels_on_rocm(monkeypatch):
     from flashattn2 import dispatch
     from flashattn2.spec import AttentionSpec
 
