@@ -191,8 +191,7 @@ def _call_cpu_kernel(
     if not (cache_seqlens >= 0 and 0 < count <= k_cache.shape[2] and is_untransformed()):
         return None
     if k is not None and v is not None:
-        if validation.find_overlap(k_cache, v_cache, k, v) is not None:
-            return None
+        validation.check_memory(k_cache, v_cache, k, v)
         k_cache.narrow(2, count - new, new).copy_(k)
         v_cache.narrow(2, count - new, new).copy_(v)
     # The query is at the last key, so a window is a slice of the keys.
