@@ -33,7 +33,7 @@ VECTOR = 16
 #
 # In bfloat16 the kernel computes most exponentials by an approximation that maps NaN to a number.
 # A row with an infinite score then has a finite output where softmax(inf) is NaN, but its
-# log-sum-exp is still infinite; `_call_kernel` detects these rows.
+# log-sum-exp is still infinite; `kernel` detects these rows.
 
 
 def find_obstacle(
@@ -65,7 +65,12 @@ def is_converted(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 or (dtype == torch.bfloat16 and _cannot_pack_bfloat16)
 
 
-def _call_kernel(
+def is_kernel_sufficient(q: Tensor, v: Tensor) -> bool:
+    """Return True if one call of the kernel computes the result, given contiguous rows."""
+    return not is_converted(q.dtype) and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
+
+
+def kernel(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Call torch's kernel; in bfloat16, restore NaN.  See Note [Lost NaN]."""
@@ -90,7 +95,7 @@ def forward(
         q, k, v = _rows_contiguous(q, k, v)
     if q.shape[-1] != dim:
         q, k, v = _pad_head_dims(q, k, v)
-    out, lse = _call_kernel(q, k, v, causal, scale, mask)
+    out, lse = kernel(q, k, v, causal, scale, mask)
     # Fake tensors have no values to test, and another type, which is checked first: a comparison
     # of their lengths would fix the range of lengths of an exported program.
     may_lose_nan = type(lse) is Tensor and (mask is not None or k.shape[2] < VECTOR)

@@ -96,7 +96,7 @@ def flash_attention_with_kvcache(
         (q,) = (q,) if q.dtype == k_cache.dtype else cast_for_autocast(q)
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
         method = _select_method(q, k_cache, v_cache, spec, backend, precision, split_size)
-        is_cpu_kernel = not is_paged and _is_single_query_on_cpu(q, k_cache, spec, method)
+        is_cpu_kernel = not is_paged and _is_single_query_on_cpu(q, k_cache, v_cache, spec, method)
         plan = Plan(spec, method, is_cpu_kernel)
         store_plan(signature, q, plan)
 
@@ -156,12 +156,13 @@ def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
 
 
 def _is_single_query_on_cpu(
-    q: Tensor, k_cache: Tensor, spec: AttentionSpec, method: Method
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, method: Method
 ) -> bool:
     """Return True if torch's CPU kernel alone computes attention over a contiguous cache."""
     if method.backend != "aten" or q.dim() != 4 or spec.softcap:
         return False
-    return q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
+    is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
+    return is_single_query and aten.is_kernel_sufficient(q, v_cache)
 
 
 def _call_cpu_kernel(
@@ -188,7 +189,11 @@ def _call_cpu_kernel(
         return None
     count = cache_seqlens + new
     first = 0 if spec.left == UNBOUNDED else max(0, count - 1 - spec.left)
-    if not (cache_seqlens >= 0 and 0 < count <= k_cache.shape[2] and is_untransformed()):
+    # With fewer keys the kernel may lose NaN: see Note [Lost NaN] in aten.py.
+    is_supported = count - first >= aten.VECTOR and is_untransformed()
+    if not (is_supported and cache_seqlens >= 0 and count <= k_cache.shape[2]):
+        return None
+    if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         return None
     if k is not None and v is not None:
         validation.check_memory(k_cache, v_cache, k, v)
@@ -200,8 +205,8 @@ def _call_cpu_kernel(
     batch, heads, _, dim = q.shape
     kv_heads = keys.shape[1]
     if heads == kv_heads:
-        return aten.forward(q, keys, values, spec.scale, False)
+        return aten.kernel(q, keys, values, False, spec.scale)
     # The query heads of one key head become rows of one head, so each key is read once.
     rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-    out, lse = aten.forward(rows, keys, values, spec.scale, False)
+    out, lse = aten.kernel(rows, keys, values, False, spec.scale)
     return out.reshape(batch, heads, 1, out.shape[-1]), lse.reshape(batch, heads, 1)
