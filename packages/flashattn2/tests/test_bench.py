@@ -3,12 +3,13 @@
 import json
 
 import pytest
-from flashattn2 import bench
+import torch
+from flashattn2.bench import bench, cases, implementations, report, rounds
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return bench.bench(quick=True)
+    return bench(quick=True)
 
 
 def test_every_case_reports_its_rows(rows):
@@ -20,12 +21,12 @@ def test_every_case_reports_its_rows(rows):
             assert row["ratio_p10"] <= row["ratio_p50"] <= row["ratio_p90"]
             if row["impl"] == "ours":
                 assert row["ratio_p50"] == 1.0
-    assert bench.table(rows).count("\n\n") == 3
+    assert report.table(rows).count("\n\n") == 3
 
 
 def test_work_is_counted_by_the_stated_formula():
-    assert bench.flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
-    assert bench.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
+    assert rounds.flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
+    assert rounds.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
 
 
 def test_memory_saved_by_naive_attention_is_the_predicted_memory(rows):
@@ -35,29 +36,20 @@ def test_memory_saved_by_naive_attention_is_the_predicted_memory(rows):
         assert row["held_mib"] == pytest.approx(row["predicted_mib"], rel=0.01)
 
 
-def test_shape_out_of_memory_is_reported_in_its_row(monkeypatch):
-    monkeypatch.setattr(bench, "memory_bytes", lambda device: 3 * 4 * 8 * 256 * 256)
-    fits, does_not = bench.naive_memory("cpu", True)
-    assert fits["held_mib"] > 0
-    assert does_not["held_mib"] == bench.OUT_OF_MEMORY
-
-
 def test_implementation_out_of_memory_is_reported_in_its_row():
-    import torch
-
     def too_large(q, k, v):
         raise torch.OutOfMemoryError("no")
 
-    first = bench.implementations("cpu", True, 16, torch.float32)["ours"]
+    first = implementations.causal("cpu", True)["ours"]
     every = {"ours": first, "big": too_large}
-    rows = list(bench._compare("flash", every, (1, 1, 16, 16), torch.float32, "cpu", True))
-    assert {r["time_ms"] for r in rows if r["impl"] == "big"} == {bench.OUT_OF_MEMORY}
+    rows = list(rounds.compare("flash", every, (1, 1, 16, 16), torch.float32, "cpu", True))
+    assert {r["time_ms"] for r in rows if r["impl"] == "big"} == {rounds.OUT_OF_MEMORY}
     assert len(rows) == 6
 
 
 def test_json_option_writes_only_the_rows(rows, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "measured_rows", lambda *_: rows)
+    monkeypatch.setattr(cases, "measured_rows", lambda *_: rows)
     monkeypatch.chdir(tmp_path)
-    bench.main(["--json", "rows.json"])
+    report.main(["--json", "rows.json"])
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
     assert json.loads((tmp_path / "rows.json").read_text()) == rows

@@ -33,14 +33,14 @@ def run_script(name, text=""):
 
 
 def compiled(jobs):
-    """Compile each job in one of two processes and return the facts."""
+    """Compile each job, in two processes if there are many, and return the facts."""
+    parts = [jobs] if len(jobs) < 50 else [jobs[::2], jobs[1::2]]
 
     def work(part):
         return [json.loads(line) for line in run_script("compile_kernels.py", json.dumps(part))]
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(work, (jobs[::2], jobs[1::2]))
-    return first + second
+        return [fact for facts in pool.map(work, parts) for fact in facts]
 
 
 #: A tile that the tuner must reject.
@@ -129,7 +129,8 @@ def test_kernels_compile_for_sizes_of_one(packed):
     jobs = [
         {**job, "of_one": True, "packed": packed}
         for job in shipped.sample()
-        if job["kind"] == "ieee" or (job["kernel"] == "atomic" and not job["tma"])
+        if job["arch"] == 90
+        and (job["kind"] == "ieee" or (job["kernel"], job["tma"]) == ("atomic", False))
     ]
     assert {r["kernel"] for r in compiled(jobs)} == {"forward", "sums", "dq", "dkdv", "atomic"}
 

@@ -210,8 +210,8 @@ WRONG_CACHES = {
     [
         None,
         pytest.param("eager", marks=pytest.mark.exhaustive),
-        pytest.param("aot_eager", marks=pytest.mark.exhaustive),
-        "inductor",
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.parametrize("backend", ["auto", "triton"])

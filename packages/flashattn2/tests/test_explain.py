@@ -151,8 +151,9 @@ def test_auto_does_not_select_the_kernels_on_rocm(monkeypatch):
     from flashattn2.spec import AttentionSpec
 
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(dispatch, "_find_triton_device_obstacle", lambda _: None)
     x = torch.empty(1, 2, 8, 16, device="meta")
     method, reason = dispatch.select_backend(x, x, x, AttentionSpec(1.0))
     assert method.backend == "torch"
     assert "ROCm" in reason
+    with pytest.raises(ValueError, match="never compiled for ROCm"):
+        dispatch.select_backend(x, x, x, AttentionSpec(1.0), backend="triton")

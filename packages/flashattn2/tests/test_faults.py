@@ -44,6 +44,8 @@ KV = torch.zeros(1, 2, 8, 16)
             {"softcap": 1e-40},
             r"softcap to be positive and finite, .* range of float32, .* got 1e-40",
         ),
+        ({"softcap": 1e38}, r"scale / softcap within the normal range of float32, .* 1e\+38"),
+        ({"scale": 1e3, "softcap": 1e-36}, r"scale / softcap within .* 1000.0 and softcap 1e-36"),
         ({"scale": 1e39}, r"scale to be positive and finite, .* range of float32, .* got 1e\+39"),
         (
             {"sinks": torch.tensor([0, torch.inf, 0, 0])},

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from flashattn2 import flash_attention, flash_attention_varlen
+from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
 from flashattn2.operators import backward_op, forward_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime import interpreter as triton_interpreter
@@ -243,6 +243,48 @@ def test_any_strides_give_the_same_result(interpreter, backend):
             results.append((out, *torch.autograd.grad(out.sum(), leaves)))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
+
+
+def test_negated_views_keep_their_sign(interpreter):
+    """The imaginary part of a conjugate is a view with the opposite sign of its memory."""
+    negated = [torch.complex(*torch.randn(2, 2, 2, 3, 16)).conj().imag for _ in range(3)]
+    assert all(x.is_neg() for x in negated)
+    plain = [x.resolve_neg() for x in negated]
+    gradients, caches = [], []
+    for q, k, v in (negated, plain):
+        leaves = [x.clone().requires_grad_() for x in plain]
+        out = flash_attention(*leaves, backend="triton")
+        # As `v`, the gradient has gaps between its elements; as this view, it has none.
+        grad = torch._neg_view(v.resolve_neg()) if v.is_neg() else -v
+        gradients += [torch.autograd.grad(out, leaves, grad)]
+        cache = torch.zeros(2, 2, 2, 8, 16)
+        flash_attention_with_kvcache(q, *cache, k, v, cache_seqlens=4, backend="triton")
+        caches.append(cache)
+    torch.testing.assert_close(*gradients)
+    assert torch.equal(*caches)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"return_lse": True}], ids=str)
+def test_results_may_be_changed_in_place(interpreter, backend, dtype, options):
+    """The addition of a residual in place is common in models."""
+    if backend == "triton" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no bfloat16 products")
+    gradients = []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+        result = flash_attention(q, k, v, backend=backend, **options)
+        out = result[0] if options.get("return_lse") else result
+        out = out.add_(1) if in_place else out + 1
+        try:
+            gradients.append(torch.autograd.grad(out.sum(), (q, k, v)))
+        except RuntimeError as error:
+            # The backward pass reads the output, so autograd refuses it after the change.
+            assert "modified by an inplace operation" in str(error)  # noqa: PT017
+            return
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -61,8 +61,8 @@ def test_packed_sequences_return_largest_scores(interpreter, backend):
 )
 def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, monkeypatch, size):
     """A row is computed alone, in a batch, and together with other queries of its sequence."""
-    q = torch.randn(3, 4, 40, 16)
-    k, v = torch.randn(2, 3, 2, 90, 16)
+    q = torch.randn(2, 2, 40, 16)
+    k, v = torch.randn(2, 2, 1, 90, 16)
 
     def run(q, k, v):
         return flash_attention(q, k, v, is_causal=True, split_size=size, backend="triton")
@@ -72,7 +72,7 @@ def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, mon
         every, attention_reference(q, k, v, is_causal=True), atol=1e-5, rtol=1e-5
     )
     assert torch.equal(run(q[1:2], k[1:2], v[1:2]), every[1:2])
-    for last in (1, 7, 17, 33):
+    for last in (1, 17, 33):
         assert torch.equal(run(q[:, :, -last:], k, v), every[:, :, -last:])
 
 

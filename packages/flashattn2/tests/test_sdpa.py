@@ -214,7 +214,7 @@ def test_changing_scales_and_lengths_compile_without_graph_breaks(is_causal):
         return sdpa(q, k, k, is_causal=is_causal, scale=scale)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
-    cases = [(0.3, 7, 9), (0.4, 9, 7), (0.5, 8, 8), (0.6, 12, 5), (0.7, 5, 12)]
+    cases = [(0.3, 7, 9), (0.4, 9, 7), (0.5, 8, 8)]
     for scale, seq_q, seq_k in cases:
         q, k = torch.randn(1, 2, seq_q, 8), torch.randn(1, 2, seq_k, 8)
         expected = F.scaled_dot_product_attention(q, k, k, is_causal=is_causal, scale=scale)

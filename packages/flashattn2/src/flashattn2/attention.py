@@ -142,15 +142,8 @@ def flash_attention(
             split_size=split_size,
             max_logits=return_max_logits,
         )
-        is_cpu_kernel = (
-            # Only a stored plan has a fast path.  In a compiled graph, a comparison of lengths
-            # would fix their range.
-            signature is not None
-            and has_heads
-            and method.backend == "aten"
-            and aten.is_kernel_sufficient(q, v)
-        )
-        plan = store_plan(signature, q, Plan(spec, method, is_cpu_kernel))
+        plan = Plan(spec, method, is_cpu_kernel=has_heads and method.backend == "aten")
+        store_plan(signature, q, plan)
 
     # Run.
     out, lse, max_logits = run_attention(q, k, v, None, None, plan.spec, plan.method)
@@ -167,7 +160,7 @@ def _call_cpu_kernel(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Call torch's CPU kernel directly; return None if the call needs the general path."""
-    if not (q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and is_untransformed()):
+    if not is_untransformed():
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if return_lse:
@@ -175,7 +168,7 @@ def _call_cpu_kernel(
         differentiable: Tensor = kernel_attention(q, k, v, plan.spec, plan.method)
         return differentiable
     is_causal = plan.spec.right != UNBOUNDED
-    out, lse = aten.kernel(q, k, v, is_causal, plan.spec.scale)
+    out, lse = aten.forward(q, k, v, plan.spec.scale, is_causal)
     return (out, lse.contiguous()) if return_lse else out
 
 

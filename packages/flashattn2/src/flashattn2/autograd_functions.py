@@ -3,6 +3,7 @@
 Forward-mode derivatives and the double backward pass run in tiled PyTorch for every backend.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -174,7 +175,7 @@ class _KernelAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, method: Method
     ) -> Tensor:
-        out, lse = aten.kernel(q, k, v, spec.right != UNBOUNDED, spec.scale)
+        out, lse = aten.forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.spec, ctx.method = spec, method
         return out
@@ -223,40 +224,20 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
-        q, k, v, _, _, grad_out, grad_lse, _, _ = ctx.saved_tensors
+        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
+        t_q, t_k, t_v = tangents
         with torch.no_grad():
-            grads = _AttentionBackward._second(ctx, *tangents)
+            g_q, g_out, g_lse, g_k, g_v = map_sequences(
+                functools.partial(derivatives.double_backward, spec=ctx.spec),
+                [q, out, lse, grad_out, grad_lse, t_q],
+                [k, v, t_k, t_v],
+                cu_q,
+                cu_k,
+            )
+        grads: tuple[Tensor, ...] = (g_q, g_k, g_v, g_out, g_lse)
         if torch.is_grad_enabled():
             grads = _Undifferentiable.apply(*grads, *tangents, q, k, v, grad_out, grad_lse)
-        g_q, g_k, g_v, g_out, g_lse = grads
-        nones = (None,) * 6
-        return g_q, g_k, g_v, g_out, None if grad_lse is None else g_lse, *nones
-
-    @staticmethod
-    def _second(ctx: Any, t_q: Tensor, t_k: Tensor, t_v: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
-
-        def run(
-            q: Tensor,
-            out: Tensor,
-            lse: Tensor,
-            grad_out: Tensor,
-            grad_lse: Tensor | None,
-            t_q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            t_k: Tensor,
-            t_v: Tensor,
-        ) -> tuple[Tensor, ...]:
-            g_q, g_k, g_v, g_out, g_lse = derivatives.double_backward(
-                q, k, v, out, lse, grad_out, grad_lse, t_q, t_k, t_v, ctx.spec
-            )
-            return g_q, g_out, g_lse, g_k, g_v
-
-        g_q, g_out, g_lse, g_k, g_v = map_sequences(
-            run, [q, out, lse, grad_out, grad_lse, t_q], [k, v, t_k, t_v], cu_q, cu_k
-        )
-        return g_q, g_k, g_v, g_out, g_lse
+        return *grads[:4], None if grad_lse is None else grads[4], *(None,) * 6
 
 
 class _Undifferentiable(torch.autograd.Function):

@@ -19,11 +19,13 @@ def needs_operator(*tensors: Tensor) -> bool:
     """Return True if a function must be called as an operator of `torch.library`.
 
     Graphs that are traced, modes such as FLOP counters, transforms and subclasses of `Tensor` see
-    operators only, and tensors on the meta device have no values to compute.
+    operators only, and tensors on the meta device have no values to compute.  A view that negates
+    its memory, such as `x.conj().imag`, becomes a plain tensor in an operator; a kernel would read
+    the memory with the wrong sign.
     """
     if is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack():
         return True
-    is_plain = all(type(x) in PLAIN_TYPES and not x.is_meta for x in tensors)
+    is_plain = all(type(x) in PLAIN_TYPES and not (x.is_meta or x.is_neg()) for x in tensors)
     return not (is_plain and is_untransformed())
 
 

@@ -63,20 +63,23 @@ def tangent(
 
 def double_backward(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     t_q: Tensor,
+    k: Tensor,
+    v: Tensor,
     t_k: Tensor,
     t_v: Tensor,
+    *,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, dO and dL for the cotangents `t_q, t_k, t_v` of dQ, dK, dV.
+    """Return the gradients of q, dO, dL, k and v for the cotangents `t_q, t_k, t_v` of dQ, dK, dV.
 
-    The names are those of the module docstring; `_i` marks a tile of queries and `_j` of keys.
+    The arguments and results of the queries precede those of the keys, as `map_sequences` passes
+    them.  The names are those of the module docstring; `_i` marks a tile of queries and `_j` of
+    keys.
     """
     t_out, t_lse = tangent(q, k, v, out, lse, t_q, t_k, t_v, spec)
     if grad_lse is None:
@@ -123,10 +126,10 @@ def double_backward(
     gq *= spec.scale
     return (
         gq.view(q.shape).to(q.dtype),
-        gk.view(k.shape).to(k.dtype),
-        gv.view(v.shape).to(v.dtype),
         t_out.to(grad_out.dtype),
         t_lse.to(grad_lse.dtype),
+        gk.view(k.shape).to(k.dtype),
+        gv.view(v.shape).to(v.dtype),
     )
 
 

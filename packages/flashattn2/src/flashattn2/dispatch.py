@@ -68,8 +68,6 @@ def select_backend(
         if split_size is None and _is_gluon_faster(q, k, v, spec, packed, max_logits):
             preferred = "gluon"
         obstacle = _find_obstacle(preferred, q, k, v, spec, packed, max_logits)
-        if preferred == "triton" and torch.version.hip is not None:
-            obstacle = "the kernels were never compiled for ROCm"
         if obstacle is None:
             backend = preferred
             reason = f"{preferred} is the preferred backend on {q.device.type}"
@@ -189,9 +187,7 @@ def _find_gluon_obstacle(
 @constant_in_graphs
 def _find_gluon_device_obstacle(device: torch.device) -> str | None:
     """Return why Gluon kernels cannot run on a device, or None if they can."""
-    # A GPU of AMD may have the number 9.0, too.
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    if is_nvidia and torch.cuda.get_device_capability(device) == (9, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         obstacle: str | None = _find_triton_device_obstacle(device)
         return obstacle
     return f"it needs an NVIDIA GPU of compute capability 9.0, got {device}"
@@ -227,6 +223,8 @@ def _find_triton_device_obstacle(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on a device, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if torch.version.hip is not None:
+        return "the kernels were never compiled for ROCm"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"

@@ -147,10 +147,8 @@ def _describe_tiles(
         backward = gluon_backward.describe(dim, method.deterministic)
         return (gluon_forward.describe(dim, q.shape[2], spec), *backward)
     if method.backend == "triton":
-        from flashattn2.kernels.configs import has_atomic
-
         kernels = ["forward", "dkdv", "dq"]
-        if not method.deterministic and has_atomic(q.element_size()):
+        if not method.deterministic and q.element_size() == 2:
             kernels = ["forward", "atomic"]
         return tuple(_describe_kernel(x, method, spec, packed, q, k, v) for x in kernels)
     return ()

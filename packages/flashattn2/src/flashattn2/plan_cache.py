@@ -23,7 +23,7 @@ class Plan(NamedTuple):
 
     spec: AttentionSpec
     method: Method
-    #: True if one call of torch's CPU kernel computes everything, given contiguous rows.
+    #: True if torch's CPU kernel computes everything.
     is_cpu_kernel: bool
 
 
@@ -66,12 +66,11 @@ def look_up_plan(
         return None, None
 
 
-def store_plan(signature: Hashable | None, q: Tensor, plan: Plan) -> Plan:
-    """Store the plan under its signature, if there is one, and return the plan."""
+def store_plan(signature: Hashable | None, q: Tensor, plan: Plan) -> None:
+    """Store the plan under its signature, if there is one."""
     # A signature on a CPU does not contain torch's float32 precision, which plans of the
     # interpreted kernels depend on.
     if signature is not None and (q.is_cuda or plan.method.backend not in KERNEL_BACKENDS):
         if len(PLANS) >= MAX_PLANS:
             PLANS.clear()
         PLANS[signature] = plan
-    return plan

@@ -85,6 +85,11 @@ def make_spec(
         softcap = 0.0
     else:
         _check_positive("softcap", softcap, "no cap")
+        if not FLOAT32_RANGE[0] <= scale / softcap <= FLOAT32_RANGE[1]:
+            raise ValueError(
+                "expected scale / softcap within the normal range of float32, got scale "
+                f"{scale} and softcap {softcap}"
+            )
     left, right = _window_bounds(window)
     return AttentionSpec(float(scale), left, 0 if is_causal else right, float(softcap))
 

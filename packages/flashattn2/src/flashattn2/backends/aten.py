@@ -75,7 +75,7 @@ def kernel(
 ) -> tuple[Tensor, Tensor]:
     """Call torch's kernel; in bfloat16, restore NaN.  See Note [Lost NaN]."""
     out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    # The comparison is also False for NaN.  Fake tensors have no values to test, and another type.
+    # The comparison is also False for NaN.  Fake tensors, which have another type, have no values.
     if out.dtype == torch.bfloat16 and type(lse) is Tensor and not lse.amax() < torch.inf:
         # In place, so that the strides are those of the fake result in a compiled graph.
         out.masked_fill_((lse == torch.inf)[..., None], torch.nan)
@@ -99,7 +99,7 @@ def forward(
     # Fake tensors have no values to test, and another type, which is checked first: a comparison
     # of their lengths would fix the range of lengths of an exported program.
     may_lose_nan = type(lse) is Tensor and (mask is not None or k.shape[2] < VECTOR)
-    if may_lose_nan and (lse == 0).any():
+    if may_lose_nan and int(lse.count_nonzero()) < lse.numel():
         _restore_nan(q, k, out, lse, causal, mask)
     return (out if out.shape[-1] == dim else out[..., :dim]), lse
 

@@ -27,9 +27,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     q_ = group_queries(q, k)
     k_ = flatten_heads(k)
     v_ = flatten_heads(v)
-    out = q_.new_zeros(*q_.shape[:-1], v.shape[-1])
-    lse = q_.new_full(q_.shape[:-1], -torch.inf)
+    # The results are not views: autograd refuses to change a view among several results in place.
+    out = q_.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = q_.new_full(q.shape[:-1], -torch.inf)
     maxima = torch.full_like(lse, -torch.inf)
+    out_ = out.view(*q_.shape[:-1], v.shape[-1])
+    lse_, maxima_ = lse.view(q_.shape[:-1]), maxima.view(q_.shape[:-1])
     for rows in tiles.queries():
         q_i = q_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
         o_i = q_i.new_zeros(*q_i.shape[:-1], v.shape[-1])  # [n, g·t, d_v]
@@ -49,11 +52,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
             m_i = m_new
         # A row that sees no key has l = 0: its output stays 0 and its log-sum-exp -inf.
         o_i /= l_i.masked_fill(l_i == 0, 1.0)[..., None]
-        out[:, :, rows] = o_i.view_as(out[:, :, rows])
-        lse[:, :, rows] = (m_i + l_i.log()).view_as(lse[:, :, rows])
-        maxima[:, :, rows] = m_i.view_as(maxima[:, :, rows])
-    out = out.view(*q.shape[:-1], v.shape[-1]).to(q.dtype)
-    return out, lse.view(q.shape[:-1]), maxima.view(q.shape[:-1])
+        out_[:, :, rows] = o_i.view_as(out_[:, :, rows])
+        lse_[:, :, rows] = (m_i + l_i.log()).view_as(lse_[:, :, rows])
+        maxima_[:, :, rows] = m_i.view_as(maxima_[:, :, rows])
+    return out.to(q.dtype), lse, maxima
 
 
 def backward(

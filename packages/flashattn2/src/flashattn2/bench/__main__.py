@@ -1,5 +1,5 @@
 """Entry point of `python -m flashattn2.bench`."""
 
-from flashattn2.bench import main
+from flashattn2.bench.report import main
 
 main()

@@ -64,18 +64,6 @@ def saved_bytes(run: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
-def memory_bytes(device: str) -> int:
-    """Return the memory of the GPU, or half of the machine's available memory."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[1]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return 1024 * int(line.split()[1]) // 2
-    raise RuntimeError(
-        "expected a line MemAvailable in /proc/meminfo, got none; run the bench on Linux"
-    )
-
-
 def processor() -> str:
     """Return the processor's name in /proc/cpuinfo, or the architecture."""
     cpuinfo = Path("/proc/cpuinfo")

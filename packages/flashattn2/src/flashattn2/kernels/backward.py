@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flashattn2.kernels import launch, row_sums
-from flashattn2.kernels.configs import has_atomic
 from flashattn2.kernels.dkdv import dkdv_kernel
 from flashattn2.kernels.dq import dq_kernel
 from flashattn2.spec import AttentionSpec
@@ -28,7 +27,7 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, out, grad_out = launch.rows_contiguous(q, k, v, out, grad_out)
     packed = cu_q is not None
-    atomic = not deterministic and has_atomic(q.element_size())
+    atomic = not deterministic and q.element_size() == 2
     batch, heads, rows = q.shape[:3]
     kv_heads, seq_k = k.shape[1:3]
     by_key = launch.plan(

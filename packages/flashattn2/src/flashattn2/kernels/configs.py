@@ -117,11 +117,6 @@ def complete(key: Key, sizes: Sizes) -> Sizes:
     return (*sizes, ALL_REGISTERS) if path == "pointers" and kind != "half" else sizes
 
 
-def has_atomic(element_bytes: int) -> bool:
-    """Return True if dQ may be accumulated by atomic additions, as in half precision."""
-    return element_bytes == 2
-
-
 def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int) -> Tile:
     """Reduce the stages, then halve the rows down to 16, until the buffers fit."""
     while buffers(kernel, tile, element_bytes, block_d) > shared_bytes:

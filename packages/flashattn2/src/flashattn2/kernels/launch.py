@@ -11,7 +11,7 @@ run-time arguments are untested on a GPU, so the tuples are plain.
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -130,8 +130,6 @@ def plan(
 ) -> Plan:
     """Return the launch parameters of `kernel`: "forward", "dq", "dkdv" or "atomic"."""
     device = device_of(q.device)
-    if not device.has_tf32:
-        precision = "ieee"
     by_key = kernel in ("dkdv", "atomic")
     block_d = power_of_two(q.shape[-1])
     block_dv = power_of_two(v.shape[-1])
@@ -147,8 +145,6 @@ def plan(
             *(kernel, precision, q.element_size(), max(block_d, block_dv), paths),
             *(device.shared_bytes, rich),
         )
-        if not device.has_maxnreg:
-            tile = replace(tile, registers=None)
         tiles = cdiv(q.shape[2], tile.block_m)
         loop = cdiv(k.shape[2], tile.block_n)
         if by_key:
@@ -285,25 +281,17 @@ class Device:
     #: Number of streaming multiprocessors.
     processors: int
     has_tma: bool
-    has_tf32: bool = True
-    has_maxnreg: bool = True
 
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Return the properties of a GPU; the interpreter is one processor with TMA.
-
-    On AMD, Triton supports neither TMA nor `maxnreg`, and TF32 on one architecture only.
-    """
+    """Return the properties of a GPU; the interpreter is one processor with TMA."""
     if device.type != "cuda":
         return Device("interpreter", 227 * 1024, 1, True)
     properties = torch.cuda.get_device_properties(device)
-    nvidia = torch.version.hip is None
     return Device(
         properties.name,
-        properties.shared_memory_per_block_optin if nvidia else properties.shared_memory_per_block,
+        properties.shared_memory_per_block_optin,
         properties.multi_processor_count,
-        has_tma=nvidia and properties.major >= 9,
-        has_tf32=nvidia,
-        has_maxnreg=nvidia,
+        has_tma=properties.major >= 9,
     )

@@ -97,11 +97,12 @@ def flash_attention_with_kvcache(
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
         method = _select_method(q, k_cache, v_cache, spec, backend, precision, split_size)
         is_cpu_kernel = not is_paged and _is_single_query_on_cpu(q, k_cache, v_cache, spec, method)
-        plan = store_plan(signature, q, Plan(spec, method, is_cpu_kernel))
+        plan = Plan(spec, method, is_cpu_kernel)
+        store_plan(signature, q, plan)
 
     # Run.
     lengths = validation.lengths(cache_seqlens, q, batch)
-    as_operator = needs_operator(q, k_cache, v_cache)
+    as_operator = needs_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
     if k is not None and v is not None:
         write = append_op if as_operator else append
         write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend)
@@ -195,8 +196,7 @@ def _call_cpu_kernel(
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         return None
     if k is not None and v is not None:
-        if validation.find_overlap(k_cache, v_cache, k, v) is not None:
-            return None
+        validation.check_memory(k_cache, v_cache, k, v)
         k_cache.narrow(2, count - new, new).copy_(k)
         v_cache.narrow(2, count - new, new).copy_(v)
     # The query is at the last key, so a window is a slice of the keys.
@@ -205,9 +205,8 @@ def _call_cpu_kernel(
     batch, heads, _, dim = q.shape
     kv_heads = keys.shape[1]
     if heads == kv_heads:
-        out, lse = aten.kernel(q, keys, values, False, spec.scale)
-        return out, lse
+        return aten.kernel(q, keys, values, False, spec.scale)
     # The query heads of one key head become rows of one head, so each key is read once.
     rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
     out, lse = aten.kernel(rows, keys, values, False, spec.scale)
-    return out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
+    return out.reshape(batch, heads, 1, out.shape[-1]), lse.reshape(batch, heads, 1)

@@ -1,0 +1,62 @@
+"""The implementations of attention that the cases compare."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashattn2.attention import flash_attention
+from flashattn2.reference import attention_reference
+
+Attention = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@functools.cache
+def causal(device: str, quick: bool) -> dict[str, Attention]:
+    """Return the available implementations of causal attention, ours first."""
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention_reference(q, k, v, is_causal=True)
+
+    every: dict[str, Attention] = {
+        "ours": functools.partial(flash_attention, is_causal=True),
+        "tiled": functools.partial(flash_attention, is_causal=True, backend="torch"),
+        "plain": plain,
+    }
+    if not quick:
+        every["compiled"] = torch.compile(plain)
+    if device == "cpu":
+        return {**every, "sdpa": sdpa(True, SDPBackend.FLASH_ATTENTION)}
+    return {**every, **fused_kernels(True)}
+
+
+def fused_kernels(is_causal: bool) -> dict[str, Attention]:
+    """Return the kernels of a GPU for training in half precision, ours first."""
+    ours = functools.partial(flash_attention, is_causal=is_causal)
+    return {
+        "ours": ours,
+        "ours atomic": functools.partial(ours, deterministic=False),
+        "ours triton": functools.partial(ours, backend="triton"),
+        "sdpa flash": sdpa(is_causal, SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": sdpa(is_causal, SDPBackend.CUDNN_ATTENTION),
+    }
+
+
+def sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
+    """Return torch's attention by one of its kernels."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return run
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention from its definition."""
+    p: Tensor = ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1)
+    return p @ v

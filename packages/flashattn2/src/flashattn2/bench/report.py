@@ -1,0 +1,43 @@
+"""The command `python -m flashattn2.bench`: one table, and the rows as JSON if requested."""
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashattn2.bench import cases
+from flashattn2.bench.rounds import Row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one table and write the rows as JSON if requested."""
+    parser = argparse.ArgumentParser(prog="python -m flashattn2.bench", description=cases.__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--cases", nargs="+", default=cases.CASES, choices=cases.CASES)
+    parser.add_argument("--json", type=Path, help="write the rows, and nothing else, to this file")
+    arguments = parser.parse_args(argv)
+    rows = []
+    for row in cases.measured_rows(arguments.device, arguments.quick, arguments.cases):
+        rows.append(row)
+        if arguments.json:
+            # After every row, so that a run that is ended leaves what it measured.
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as aligned text, with one block per set of columns."""
+    blocks = []
+    for columns, group in itertools.groupby(rows, key=tuple):
+        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(value: float | int | str) -> str:
+    """Return one cell of the table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
