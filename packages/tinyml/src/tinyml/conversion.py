@@ -180,9 +180,21 @@ def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:
 
 
 def _content_hash(tensor: Tensor) -> int:
-    # A tensor created in inference mode has no version counter, so its content is compared.
+    # A tensor created in inference mode has no version counter, so its content is compared. That is
+    # slow; layers avoid it by `with_version_counter`.
     flat = tensor.detach().reshape(-1).contiguous()
     return hash(flat.view(torch.uint8).cpu().numpy().tobytes())
+
+
+def with_version_counter(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy that counts its modifications if it was made in inference mode.
+
+    `tensor_versions` reads the counter.
+    """
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 @contextmanager

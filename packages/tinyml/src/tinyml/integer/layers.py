@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.conversion import tensor_versions
+from tinyml.conversion import tensor_versions, with_version_counter
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.fixed_point import (
     Scale,
@@ -63,7 +63,8 @@ class IntegerProduct(nn.Module):
         # Padding has the code of zero, so the constant -Z sum(w) is part of the bias.
         whole = (exact / unit).round() - before.zero * codes.sum(1)
         multiplier, shift = fixed_point(unit / after.scale)
-        self.register_buffer("weight", codes.to(torch.int8).view(weight.shape))
+        stored = with_version_counter(codes.to(torch.int8).view(weight.shape))
+        self.register_buffer("weight", stored)
         self.register_buffer("bias", whole.clamp(-(2**31), 2**31 - 1).to(torch.int32))
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift.to(torch.uint8))

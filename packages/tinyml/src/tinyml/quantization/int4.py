@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from tinyml.conversion import with_version_counter
 from tinyml.quantization.fastest_linear import FastestLinear
 from tinyml.quantization.grid_weight import GridWeight
 
@@ -30,6 +31,8 @@ class Int4Linear(FastestLinear):
         shape = grid.shape[::-1] if grid.transposed else grid.shape
         self.out_features, self.in_features = shape
         self.group_size, self.dtype = grid.rows[1], grid.scale.dtype
+        for name in ("codes", "scale"):
+            grid.register_buffer(name, with_version_counter(grid.get_buffer(name)))
 
     @property
     def weight(self) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.conversion import dense_copy, evaluation_mode
+from tinyml.conversion import dense_copy, evaluation_mode, with_version_counter
 from tinyml.layers import (
     is_conv1d,
     layers_of,
@@ -65,8 +65,9 @@ class Int8Linear(FastestLinear):
         self.register_buffer("divide", divide)
         weight = weight.float() if self.divide is None else weight.float() * wide(self.divide)
         grid = grid_of(weight, 8)
-        self.register_buffer("weight_codes", grid.quantize(weight).to(torch.int8))
-        self.register_buffer("scale", grid.scale.view(-1))
+        codes = grid.quantize(weight).to(torch.int8)
+        self.register_buffer("weight_codes", with_version_counter(codes))
+        self.register_buffer("scale", with_version_counter(grid.scale.view(-1)))
 
     @property
     def weight(self) -> Tensor:
