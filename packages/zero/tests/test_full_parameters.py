@@ -527,3 +527,61 @@ def checkpoint_reentrantly():
 
 def test_reentrant_checkpoints_train_as_in_one_process():
     assert all(run_ranks(checkpoint_reentrantly, 2, timeout=DEADLINE))
+
+
+def checkpoint_reentrantly_at_stages_1_and_2():
+    for stage, arguments in ((1, (False,)), (2, (False,)), (2, (True,)), (2, (False, True))):
+        trained = pair(stage, build=lambda a=arguments: _seeded(Reentrant, *a))
+        assert train(*trained, mean_square)
+        model, ours, twin, theirs = trained
+        # Only the optimizer knows the parts of a gradient that it has not averaged yet.
+        mean_square(model, batch(9, dist.get_rank())).backward()
+        ours.clip_grad_norm_(0.1)
+        ours.step()
+        for rank in range(dist.get_world_size()):
+            (mean_square(twin, batch(9, rank)) / dist.get_world_size()).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        theirs.step()
+        assert_alike(model, twin)
+    return True
+
+
+def test_gradients_in_parts_are_summed_at_stages_1_and_2():
+    # Two checkpoints compute parts of one gradient; the second part was lost.
+    assert all(run_ranks(checkpoint_reentrantly_at_stages_1_and_2, 2, timeout=DEADLINE))
+
+
+class OneOfTwo(nn.Module):
+    """A model that uses one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+        self.head = nn.Linear(5, 5)
+
+    def forward(self, x, index):
+        return self.head(torch.tanh(self.layers[index](x)))
+
+
+def clip_after_local_backward(stage):
+    model, ours, twin, theirs = pair(stage, build=lambda: _seeded(OneOfTwo))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        with ours.no_sync():
+            model(batch(step, rank), rank).square().mean().backward()
+        ours.clip_grad_norm_(0.1)
+        ours.step()
+        # The module's `zero_grad` sets `.grad` of this model's parameters to None.
+        (model if step else ours).zero_grad()
+        for other in range(world):
+            (twin(batch(step, other), other).square().mean() / world).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        theirs.step()
+        theirs.zero_grad()
+        assert_alike(model, twin)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_other_ranks_are_clipped_after_a_backward_without_reduction(stage):
+    assert all(run_ranks(clip_after_local_backward, 2, stage, timeout=DEADLINE))

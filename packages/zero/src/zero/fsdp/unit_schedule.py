@@ -4,6 +4,7 @@
     backward   all-gather layer i-1 while layer i runs, then free layer i    S (n-1)/n
                reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
 
+S is the size of the parameters in bytes, and n the number of ranks.
 The last layer of forward is the first of backward, so it is not freed in between. The backward of
 an embedding does not read its weight, so the weight is not gathered for it.
 """
@@ -51,7 +52,8 @@ class UnitSchedule(nn.Module):
     _gradient_sync: GradientSync
 
     def _init_runtime_state(self) -> None:
-        #: True if a forward has changed buffers that are synchronized before the next one.
+        #: True if the latest forward ran with gradients and synchronization. As in DDP, the next
+        #: forward then broadcasts the buffers.
         self._buffers_may_differ = True
         #: The units in the order of this forward and of the previous one, and the number of units
         #: that ran before each module.
@@ -114,7 +116,7 @@ class UnitSchedule(nn.Module):
     # Forward
 
     def _begin_forward(self) -> None:
-        """Prepare a forward if the outermost hooked module starts: `fsdp.module(x)` is one too."""
+        """Prepare a forward if the outermost hooked module starts, also that of `fsdp.module(x)`."""
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reset_after_error()
         self._num_running += 1
@@ -129,7 +131,7 @@ class UnitSchedule(nn.Module):
         self._adopt_shard_changes()
         version = sum(unit.shard._version for unit in self.units)
         if version != self._shards_version:
-            # Before a step, the backward of an earlier forward may still read these units.
+            # Only after a step: until then the backward of an earlier forward may read these units.
             self._shards_version = version
             self._external_reads.uncalled.clear()
         self.state_dict_hooks.discard_gathered()
@@ -185,8 +187,8 @@ class UnitSchedule(nn.Module):
                     "is found, so its weights could not be gathered for backward: return tensors "
                     "in containers or attributes"
                 )
-            # A segment that is recomputed in backward has its own backward, before which no layer
-            # of the segment's order may be prefetched.
+            # During recomputation, position 0 disables prefetching: the backward of a segment must
+            # not prefetch layers by the order of the outer forward.
             position = 0 if self._in_backward else self._position[module]
             before_backward = partial(self._before_backward, module, position)
             output = call_before_gradients(output, before_backward, args)

@@ -92,9 +92,10 @@ class AveragedGradient(PartialGradient):
             return self.runs
         if self.unreduced is not None:
             raise RuntimeError(
-                "this gradient is an average plus a local gradient that a later backward under "
-                "no_sync() added on this rank: run the last backward of a step outside no_sync(), "
-                "then read .grad"
+                "this gradient is an average plus a local gradient, which a later backward under "
+                "no_sync() or a second reentrant checkpoint has added on this rank: run the last "
+                "backward of a step outside no_sync(), and pass use_reentrant=False to checkpoints "
+                "that share a layer, or clip by optimizer.clip_grad_norm_, which averages first"
             )
         runs = self.source.fetch_runs(self)
         return runs or [(0, 0, torch.empty(0, dtype=self.dtype, device=self.device))]

@@ -12,12 +12,13 @@ Note [Lifetime of a gradient]
 A gradient that has been collected is out of the caller's reach, so an edit of `.grad` after
 backward edits the average. A later backward under `no_sync()` adds to
 `AveragedGradient.unreduced`, which is a local gradient again; so is a plain tensor that the
-caller assigns to `.grad`. `finish()` averages both.
+caller assigns to `.grad`, and what reentrant checkpoints add to a gradient that the same backward
+has collected already. `finish()` averages all of them.
 
 Note [Order of reductions]
 Collectives match only if all ranks launch them in the same order. Every backward launches every
-bucket exactly once, also if no gradient of it is ready, in the order in which buckets became
-ready on rank 0 in the first backward. If several reducers share a group, each rank may reach them
+bucket exactly once, even if no gradient of it is ready, in the order in which buckets became
+ready on rank 0 in the first backward after `add`. If several reducers share a group, each rank may reach them
 in a different order or not at all. They then launch when backward ends, in the order of their
 construction.
 """
@@ -51,8 +52,8 @@ class GradientReducer:
 
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
-        persistent flat tensors, sends from there, and writes this rank's average over its local
-        gradients (stage 1).
+        persistent flat tensors, sends from there, and overwrites this rank's shard of them with
+        the average (stage 1).
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
@@ -76,7 +77,7 @@ class GradientReducer:
         weakref.finalize(self, _remove_hooks, self._hook_handles)
         self._averages = Averages()
         self._queue = ReductionQueue(communicator, release_gradients=release_gradients)
-        #: See Note [Order of reductions]; None before the first backward.
+        #: See Note [Order of reductions]; None until the first backward after `add`.
         self._launch_order: list[Bucket] | None = None
         self._ready_order: list[Bucket] = []
         self._num_launched = 0
@@ -117,7 +118,7 @@ class GradientReducer:
     ) -> set[nn.Parameter]:
         """Average all remaining gradients; return the parameters with a gradient on any rank.
 
-        `check` is called with `flags`, each set if any rank has passed it set.
+        `check` receives the element-wise OR of `flags` over all ranks.
         """
         self._register_hooks()
         self._adopt_edits()
@@ -136,7 +137,7 @@ class GradientReducer:
         written_anywhere, dirty_anywhere, flags_anywhere = others
         if check is not None:
             check(flags_anywhere)
-        self._check_cleared_alike(parameters, averaged_anywhere, cleared_anywhere)
+        self._check_cleared_on_all_ranks(parameters, averaged_anywhere, cleared_anywhere)
         self._discard_cleared()
         self.written.update(compress(parameters, written_anywhere))
         for bucket, is_dirty_anywhere in zip(self.buckets, dirty_anywhere, strict=True):
@@ -144,8 +145,10 @@ class GradientReducer:
                 for parameter, piece in bucket.pieces:
                     self._collect(parameter, [(bucket, piece)])
                 self._queue.launch(bucket)
-        for parameter in unreduced:
-            self._averages.mark(parameter, self)
+        for parameter, is_used_anywhere in zip(parameters, used_anywhere, strict=True):
+            # A parameter that only other ranks have used has an average on every rank.
+            if parameter in unreduced or (is_used_anywhere and parameter.grad is None):
+                self._averages.mark(parameter, self)
         self._queue.drain()
         return set(compress(parameters, used_anywhere))
 
@@ -192,7 +195,7 @@ class GradientReducer:
         return len(self._group_numbers) > 1
 
     def join_backward(self) -> None:
-        """Take part in a backward of the other ranks with gradients of zero."""
+        """Take part in a backward of the other ranks with zero gradients."""
         self._begin_backward()
         self._finish_backward()
 
@@ -236,7 +239,8 @@ class GradientReducer:
             engine.queue_callback(self._end_backward)
         self._collect_postponed()
         # A hook that the caller registered after this reducer's must still see the plain gradient.
-        # This reducer's hook moves to the end, and the gradient is collected at the next chance.
+        # This reducer's hook moves to the end, and the gradient is collected in the next hook or at
+        # the end of backward.
         hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
         hook_id = self._hook_ids[parameter]
         if next(reversed(hooks)) != hook_id:
@@ -253,6 +257,10 @@ class GradientReducer:
 
     def _collect_ready(self, parameter: nn.Parameter) -> None:
         """Collect a gradient, and launch the buckets that are next in order and complete."""
+        if any(parameter not in bucket.missing for bucket, _ in self._pieces[parameter]):
+            # Two reentrant checkpoints use this parameter. The first part of its gradient may be in
+            # flight, so this part stays local until `finish`.
+            return
         self._collect(parameter, self._pieces[parameter])
         for bucket, _ in self._pieces[parameter]:
             bucket.missing.discard(parameter)
@@ -340,7 +348,7 @@ class GradientReducer:
             self._queue.drain()
             self._averages.discard(cleared, self.buckets, self._shard_pieces)
 
-    def _check_cleared_alike(
+    def _check_cleared_on_all_ranks(
         self, parameters: Sequence[nn.Parameter], averaged: Sequence[bool], cleared: Sequence[bool]
     ) -> None:
         """Raise if some ranks have cleared an average that other ranks have kept."""

@@ -16,7 +16,7 @@ from zero.gloo_collectives import Work
 from zero.optimizer.gradient_buckets import Bucket
 from zero.process_groups import Communicator
 
-#: The number of reductions in progress at the same time.
+#: The largest number of reductions in progress at the same time.
 MAX_IN_FLIGHT = 2
 
 
@@ -35,7 +35,7 @@ class ReductionQueue:
     """The reductions in flight.
 
     release_gradients: True frees the buffer of a bucket that has been sent. False keeps it, and
-        writes the average over this rank's shard of it.
+        overwrites this rank's shard of it with the average.
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
@@ -53,7 +53,7 @@ class ReductionQueue:
         return [t for reduction in self._in_flight for t in (reduction.output, reduction.buffer)]
 
     def launch(self, bucket: Bucket) -> None:
-        """Start to average the buffer of a bucket over the ranks."""
+        """Start averaging the buffer of a bucket over the ranks."""
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._finish_oldest()
         buffer = bucket.buffer
