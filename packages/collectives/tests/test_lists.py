@@ -154,7 +154,10 @@ def test_lists_of_different_sizes_match_their_definition(where):
 
 
 def overlapping(where, numel):
-    """Pass inputs that overlap the outputs, in place and shifted by one element."""
+    """Pass inputs that overlap the outputs, in place and shifted by one element.
+
+    They are views of one tensor, or separate tensors on one NumPy array.
+    """
     if where == "apart":
         apart()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -163,10 +166,11 @@ def overlapping(where, numel):
         return torch.arange(1.0 * world * numel) + 1000 * r
 
     total = sum(whole(r) for r in range(world))
-    for shift in (0, 1):
+    for shift, is_numpy in ((0, False), (1, False), (1, True)):
         # The input is this rank's slice of the output, or the reverse, moved by `shift`.
         buffer = torch.zeros(world * numel + 1)
-        longer, shorter = buffer[:-1], buffer[rank * numel + shift :][:numel]
+        moved = torch.from_numpy(buffer.numpy()[shift:]) if is_numpy else buffer[shift:]
+        longer, shorter = buffer[:-1], moved[rank * numel :][:numel]
         shorter.copy_(whole(rank)[:numel])
         collectives.all_gather_into_tensor(longer, shorter)
         assert torch.equal(longer.view(world, -1)[1], whole(1)[:numel]), shift
@@ -175,7 +179,7 @@ def overlapping(where, numel):
         collectives.reduce_scatter_tensor(shorter, longer)
         assert torch.equal(shorter, total.view(world, -1)[rank]), shift
 
-        sent, received = buffer[:-1], buffer[shift:][: world * numel]
+        sent, received = buffer[:-1], moved[: world * numel]
         sent.copy_(whole(rank))
         collectives.all_to_all_single(received, sent)
         expected = torch.cat([whole(r).view(world, -1)[rank] for r in range(world)])
