@@ -443,7 +443,7 @@ def layout(shard: Shard, policy: Consistency | None) -> str:
     if not isinstance(policy, LocalSteps):
         return f"{shard.digest()} (gradients)"
     kind = "whole fragments" if shard.whole and policy.fragments > 1 else "fragments"
-    return f"{shard.digest()} (changes in {policy.fragments} {kind}, {policy.compression})"
+    return f"{shard.digest()} (changes in {kind} of {_describe(policy)})"
 
 
 def flatten(views: Iterable[Tensor]) -> Tensor:
