@@ -17,7 +17,7 @@ from paramserver import sparse
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Piece, Shard, local_part
-from paramserver.protocol.ledger import Accept, Join, Leave, Log, Push, Read, Write
+from paramserver.protocol.log import Accept, Join, Leave, Log, Push, Read, Write
 from paramserver.protocol.pieces_optimizer import updater_of_pieces
 
 EpochAndNumber = tuple[int, int]
