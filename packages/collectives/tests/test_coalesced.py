@@ -2,6 +2,7 @@
 
 import os
 import warnings
+import weakref
 from datetime import timedelta
 
 import collectives
@@ -331,3 +332,21 @@ def messages():
 
 def test_sends_and_receives_are_coalesced():
     run_ranks(messages, 2, backend="")
+
+
+def raised_body():
+    """Leave torch's manager by an error, after which torch does not end coalescing."""
+    begin()
+    with pytest.raises(ZeroDivisionError), dist._coalescing_manager(device=CPU):
+        raise ZeroDivisionError
+    freed = []
+    for _ in range(4):
+        tensor = torch.ones(3)
+        dist.broadcast(tensor, src=0)
+        freed.append(weakref.ref(tensor))
+        del tensor
+    assert [reference() is None for reference in freed[:-1]] == [True] * 3
+
+
+def test_handles_do_not_keep_tensors_after_the_body_of_a_coalescing_raised():
+    run_ranks(raised_body, 2, backend="")

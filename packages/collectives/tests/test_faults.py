@@ -1,6 +1,5 @@
 """After any fault, every surviving rank gets an error in time that names the rank."""
 
-import itertools
 import os
 import pickle
 import time
@@ -74,7 +73,7 @@ def fail(store, where, algorithm, how):
         ("dies", "pairs", "hierarchical"),
         pytest.param("dies", "pairs", "ring", marks=pytest.mark.exhaustive),
         ("hangs", "together", "auto"),
-        ("hangs", "apart", "ring"),
+        pytest.param("hangs", "apart", "ring", marks=pytest.mark.exhaustive),
         pytest.param("hangs", "apart", "gloo", marks=pytest.mark.exhaustive),
         pytest.param("hangs", "apart", "tree", marks=pytest.mark.exhaustive),
         pytest.param("hangs", "pairs", "hierarchical", marks=pytest.mark.exhaustive),
@@ -362,7 +361,7 @@ def end(work, what, group):
     collectives.all_reduce(torch.ones(1), group=group, algorithm="ring")
 
 
-def disagree_unchecked(where, algorithms, chosen):
+def disagree_unchecked(where, cases):
     """Rank 1 deviates in one property on each of several groups, which the timeout ends."""
     emulate_hosts(where)
     world = dist.get_world_size()
@@ -387,7 +386,6 @@ def disagree_unchecked(where, algorithms, chosen):
         "order": either(reduce(tensor), tell(0)),
         "root": either(tell(0), tell(2)),
     }
-    cases = list(itertools.product(algorithms, chosen))
     # All groups fail at the same time, and must publish their reports within a fraction of this.
     seconds = timedelta(seconds=3 + 2 * len(cases))
     groups = {case: dist.new_group(list(range(world)), timeout=2 * seconds) for case in cases}
@@ -422,11 +420,11 @@ DEVIATIONS = {
 
 
 @pytest.mark.parametrize(
-    ("where", "algorithms", "chosen"),
+    ("where", "cases"),
     [
-        ("apart", ("ring", "gloo"), ("longer", "order")),
+        ("apart", [("ring", "longer"), ("gloo", "order")]),
         *(
-            pytest.param(where, (algorithm,), tuple(DEVIATIONS), marks=pytest.mark.exhaustive)
+            pytest.param(where, [(algorithm, w) for w in DEVIATIONS], marks=pytest.mark.exhaustive)
             for where, algorithm in (
                 ("apart", "ring"),
                 ("apart", "tree"),
@@ -436,9 +434,9 @@ DEVIATIONS = {
         ),
     ],
 )
-def test_mismatch_without_comparison_is_raised_at_the_timeout(where, algorithms, chosen):
+def test_mismatch_without_comparison_is_raised_at_the_timeout(where, cases):
     world = 4 if where == "pairs" else 3
-    all_messages = run_ranks(disagree_unchecked, world, where, algorithms, chosen, timeout=120)
+    all_messages = run_ranks(disagree_unchecked, world, where, cases, timeout=120)
     for messages in all_messages:
         for (algorithm, what), (ranks, message) in messages.items():
             # In a tree one of three ranks may have completed its call; the others then disagree.

@@ -154,7 +154,10 @@ def test_lists_of_different_sizes_match_their_definition(where):
 
 
 def overlapping(where, numel):
-    """Pass inputs that overlap the outputs, in place and shifted by one element."""
+    """Pass inputs that overlap the outputs, in place and shifted by one element.
+
+    They are views of one tensor, or separate tensors on one NumPy array.
+    """
     if where == "apart":
         apart()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -163,19 +166,21 @@ def overlapping(where, numel):
         return torch.arange(1.0 * world * numel) + 1000 * r
 
     total = sum(whole(r) for r in range(world))
-    for shift in (0, 1):
+    for shift, is_numpy in ((0, False), (1, False), (1, True)):
         # The input is this rank's slice of the output, or the reverse, moved by `shift`.
         buffer = torch.zeros(world * numel + 1)
-        longer, shorter = buffer[:-1], buffer[rank * numel + shift :][:numel]
+        moved = torch.from_numpy(buffer.numpy()[shift:]) if is_numpy else buffer[shift:]
+        longer, shorter = buffer[:-1], moved[rank * numel :][:numel]
         shorter.copy_(whole(rank)[:numel])
         collectives.all_gather_into_tensor(longer, shorter)
         assert torch.equal(longer.view(world, -1)[1], whole(1)[:numel]), shift
 
-        longer.copy_(whole(rank))
-        collectives.reduce_scatter_tensor(shorter, longer)
-        assert torch.equal(shorter, total.view(world, -1)[rank]), shift
+        for algorithm in ("auto", "ring"):
+            longer.copy_(whole(rank))
+            collectives.reduce_scatter_tensor(shorter, longer, algorithm=algorithm)
+            assert torch.equal(shorter, total.view(world, -1)[rank]), (shift, algorithm)
 
-        sent, received = buffer[:-1], buffer[shift:][: world * numel]
+        sent, received = buffer[:-1], moved[: world * numel]
         sent.copy_(whole(rank))
         collectives.all_to_all_single(received, sent)
         expected = torch.cat([whole(r).view(world, -1)[rank] for r in range(world)])
@@ -198,7 +203,8 @@ def overlapping(where, numel):
 
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten(where):
-    run_ranks(overlapping, 2, where, 200_001)
+    # With three ranks, a sum on its way through a ring is stored once before it is complete.
+    run_ranks(overlapping, 3, where, 70_001)
 
 
 def differing(where):

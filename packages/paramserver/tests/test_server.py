@@ -311,3 +311,63 @@ def test_worker_that_leaves_its_block_waits_for_nobody(policy):
     modules[1](torch.ones(1, 3)).sum().backward()
     other.push()
     assert other.finish() == 1
+
+
+def replace_parameters(module):
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+
+
+def add_parameter(module):
+    module.register_parameter("scale", nn.Parameter(torch.ones(())))
+    module.register_forward_hook(lambda module, args, output: output * module.scale)
+
+
+def unfreeze_parameters(module):
+    module.bias.requires_grad_(True)
+
+
+@pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(2)])
+@pytest.mark.parametrize("change", [replace_parameters, add_parameter, unfreeze_parameters])
+def test_gradient_of_a_parameter_that_is_not_on_the_servers_is_refused(policy, change):
+    module = nn.Linear(3, 1)
+    module.bias.requires_grad_(change is not unfreeze_parameters)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    server = Server(trainable(module), sgd, policy, workers=1)
+    worker = Worker(module, server, optimizer=sgd if isinstance(policy, LocalSteps) else None)
+    worker.pull()
+    change(module)
+    module(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="added, replaced or unfrozen"):
+        worker.push()
+    assert server.version == worker.clock == 0
+    for parameter in trainable(module).values():
+        assert parameter.grad is not None
+
+
+def test_gradient_of_a_parameter_that_remains_frozen_is_not_needed():
+    module = nn.Linear(3, 1)
+    module.bias.requires_grad_(False)
+    server = Server(trainable(module), partial(torch.optim.SGD, lr=0.1), workers=1)
+    with Worker(module, server) as worker:
+        worker.pull()
+        module(torch.ones(1, 3)).sum().backward()
+        worker.push()
+    assert server.version == 1
+
+
+@pytest.mark.parametrize("policy", [BulkSynchronous(), Asynchronous(), LocalSteps(4)])
+@pytest.mark.parametrize("end", [Worker.finish, Worker.leave])
+def test_worker_that_has_ended_neither_pulls_nor_pushes(policy, end):
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    server = small_server(policy, workers=1)
+    module = nn.Linear(3, 1)
+    worker = Worker(module, server, optimizer=sgd if isinstance(policy, LocalSteps) else None)
+    worker.pull()
+    end(worker)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    module(torch.ones(1, 3)).sum().backward()
+    for call in (worker.pull, worker.push):
+        with pytest.raises(RuntimeError, match="can neither pull nor push"):
+            call()
+    assert all(map(torch.equal, before, module.parameters()))

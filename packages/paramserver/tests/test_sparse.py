@@ -210,3 +210,22 @@ def test_invalid_sparse_row_numbers_are_refused():
         )
         with pytest.raises(ValueError, match="increasing row numbers of a"):
             unpack(shard, raw)
+
+
+def test_dense_gradients_beside_sparse_ones_are_sent_as_values_of_the_parameter():
+    module = nn.Module()
+    module.table = nn.Embedding(50, 4, sparse=True)
+    module.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    module.low = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    server = Server(dict(module.named_parameters()), partial(torch.optim.SGD, lr=1.0), workers=1)
+    worker = Worker(module, server)
+    worker.pull()
+    module.table(torch.tensor([1, 2])).sum().backward()
+    module.phase.grad = torch.full((3,), 1 + 2j, dtype=torch.complex64).conj()
+    if hasattr(module.low, "grad_dtype"):
+        module.low.grad_dtype = torch.float32
+    module.low.grad = torch.ones(3, dtype=getattr(module.low, "grad_dtype", torch.bfloat16))
+    worker.push()
+    worker.pull()
+    assert torch.equal(module.phase.detach(), torch.full((3,), -1 + 2j))
+    assert torch.equal(module.low.detach(), -torch.ones(3, dtype=torch.bfloat16))

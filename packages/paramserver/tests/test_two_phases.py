@@ -26,7 +26,8 @@ from paramserver import (
     partition,
     run,
 )
-from paramserver.protocol.ledger import Accept, Join, Leave, Ledger, Log, Read, Write
+from paramserver.protocol.ledger import Ledger
+from paramserver.protocol.log import Accept, Join, Leave, Log, Read, Write
 from paramserver.protocol.messages import Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection

@@ -40,8 +40,8 @@ from paramserver.journal import DiskJournal, JournalError
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running import launch, supervise
 from paramserver.running.supervise import join_servers, open_server, read_final_state
-from paramserver.transport import zeromq as transport
-from paramserver.transport.zeromq import Keys
+from paramserver.transport import zeromq, zeromq_connection
+from paramserver.transport.zeromq_connection import Keys, ZeroMQConnection
 from paramserver_training import (
     SGD,
     assert_equal_parameters,
@@ -235,7 +235,8 @@ def test_a_suspended_process_requests_again_before_it_gives_up(served, monkeypat
     job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=5.0)
     jumps = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
-    monkeypatch.setattr(transport, "time", clock)
+    monkeypatch.setattr(zeromq, "time", clock)
+    monkeypatch.setattr(zeromq_connection, "time", clock)
     server = served(job)
     with ExitStack() as stack:
         first = stack.enter_context(join_servers(job, 0, [server.address]))
@@ -259,8 +260,9 @@ def test_a_suspended_worker_requests_again_although_no_message_arrived(served, m
     """The clock jumps by an hour while the server is down; it answers when it is back."""
     jumps = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
-    monkeypatch.setattr(transport, "time", clock)
-    monkeypatch.setattr(transport, "_RETRY", 0.1)
+    monkeypatch.setattr(zeromq, "time", clock)
+    monkeypatch.setattr(zeromq_connection, "time", clock)
+    monkeypatch.setattr(zeromq_connection, "_RETRY", 0.1)
     server = served(job_of())
     with join_servers(job_of(), 0, [server.address]) as worker:
         server.stop()
@@ -461,7 +463,7 @@ def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
 
 
 def test_only_those_whose_keys_are_known_may_come(served, monkeypatch):
-    monkeypatch.setattr(transport, "_RETRY", 0.2)
+    monkeypatch.setattr(zeromq_connection, "_RETRY", 0.2)
     (server_public, server_secret), (ours, our_secret), (theirs, their_secret) = (
         tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
     )
@@ -507,7 +509,7 @@ def test_a_key_may_act_only_as_its_ranks(served):
 
 def abort_as(rank, address, keys):
     """Report that the worker `rank` has failed, with the keys of another worker."""
-    connection = transport.ZeroMQConnection(address, rank, 0, life=1, keys=keys)
+    connection = ZeroMQConnection(address, rank, 0, life=1, keys=keys)
     connection.abort("an attack")
     connection.close()
 

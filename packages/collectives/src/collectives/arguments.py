@@ -140,10 +140,20 @@ def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 
     Otherwise a step of an algorithm would overwrite elements that a later step reads.
     """
-    storage = tensor.untyped_storage().data_ptr()
-    if any(output.untyped_storage().data_ptr() == storage for output in outputs):
-        return tensor.clone()
+    start, stop = _storage_range(tensor)
+    for output in outputs:
+        output_start, output_stop = _storage_range(output)
+        # Storages of NumPy arrays and other buffers may overlap without being the same.
+        if start < output_stop and output_start < stop:
+            return tensor.clone()
     return tensor
+
+
+def _storage_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor's storage and of the byte after it."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
 
 
 def copy_back(tensor: Tensor, flat: Tensor) -> None:

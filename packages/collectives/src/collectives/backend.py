@@ -15,13 +15,11 @@ It is a `ProcessGroup`, not a Python `Backend`, which torch 2.15 supports too: t
 handles of such a backend in handles whose `is_completed` never returns True.
 """
 
-import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +27,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
-from collectives.communicator import Communicator, limit_calls
+from collectives.communicator import Communicator
 from collectives.execution.work import CoalescedWork, Work
 from collectives.process_group.device_backends import connect_gloo, copy_options, create_backend
-from collectives.process_group.method_arguments import Options, first_tensor, single, single_list
+from collectives.process_group.method_arguments import Options, single, single_list
+from collectives.process_group.methods import Started, collective_method, on_gloo, refused
 from collectives.store import fresh_store
 
 NAME = "collectives"
@@ -41,78 +40,6 @@ CPU = torch.device("cpu")
 # torch's stubs declare several signatures per method, which a single method cannot override.
 _ProcessGroup: Any = dist.ProcessGroup
 _GlooOptions: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
-_Method = Callable[..., Any]
-#: The handle of a call, or None if it has finished, and the tensors that it has written.
-_Started = tuple[dist.Work | None, Sequence[Tensor]]
-
-
-def _by_device(method: _Method) -> _Method:
-    """Forward calls with tensors that are not on the CPU to the backend of their device."""
-    name = method.__name__
-
-    @wraps(method)
-    def call(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> Any:
-        tensor = first_tensor([*args, *kwargs.values()])
-        if tensor is not None and not tensor.is_cpu:
-            return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
-        work = method(self, *args, **kwargs)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
-
-    return call
-
-
-def _collective(*names: str) -> Callable[[Callable[..., _Started]], _Method]:
-    """Return a decorator that makes a method of torch's ProcessGroup from a function.
-
-    The function receives the method's tensors and its `Options`. `names` are the options that users
-    may pass by position, after the tensors.
-    """
-
-    def decorate(function: Callable[..., _Started]) -> _Method:
-        *tensor_names, _ = list(inspect.signature(function).parameters)[1:]
-
-        @wraps(function)
-        def method(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
-            count = len(tensor_names)
-            by_name = {name: kwargs.pop(name) for name in tensor_names if name in kwargs}
-            options = Options.parse(names, args[count:], kwargs)
-            with limit_calls(options.timeout):
-                work, results = function(self, *args[:count], options=options, **by_name)
-            return Work.completed(list(results)) if work is None else work
-
-        return _by_device(method)
-
-    return decorate
-
-
-def _on_gloo(name: str) -> _Method:
-    """Return a method that calls gloo's method of the same name.
-
-    The inherited method would deadlock: it holds the interpreter while it calls gloo, which may
-    wait for its own thread, which needs the interpreter to free the tensors of an earlier call.
-    """
-
-    def forward(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._gloo, name)(*args, **kwargs)
-
-    forward.__name__ = name
-    return _by_device(forward)
-
-
-def _refused(name: str, remedy: str) -> _Method:
-    """Return a method that raises NotImplementedError.
-
-    The inherited method would address the gloo backend only, without any effect on our calls.
-    """
-
-    def refuse(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"the {NAME} backend does not support {name}; {remedy}")
-
-    refuse.__name__ = name
-    refuse.__doc__ = f"Raise NotImplementedError: {remedy}."
-    return refuse
 
 
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
@@ -156,8 +83,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ----- ours: collectives of one tensor per rank -----
 
-    @_collective("op")
-    def allreduce(self, tensors: Any, options: Options) -> _Started:
+    @collective_method("op")
+    def allreduce(self, tensors: Any, options: Options) -> Started:
         """Reduce a tensor over all ranks, in place; gloo reduces sparse tensors."""
         tensor = single(tensors)
         if tensor.is_sparse:
@@ -166,8 +93,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self._gloo.allreduce([tensor], gloo_options), [tensor]
         return collective.all_reduce(tensor, options.op, self, options.async_op), [tensor]
 
-    @_collective("root")
-    def broadcast(self, tensors: Any, options: Options) -> _Started:
+    @collective_method("root")
+    def broadcast(self, tensors: Any, options: Options) -> Started:
         """Copy the root's tensor to every rank."""
         tensor = single(tensors)
         work = collective.broadcast(
@@ -175,8 +102,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
         return work, [tensor]
 
-    @_collective("root", "op")
-    def reduce(self, tensors: Any, options: Options) -> _Started:
+    @collective_method("root", "op")
+    def reduce(self, tensors: Any, options: Options) -> Started:
         """Reduce over all ranks into the root's tensor."""
         tensor = single(tensors)
         work = lists.reduce(
@@ -184,15 +111,15 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
         return work, [tensor]
 
-    @_collective()
-    def all_gather_single(self, output: Any, input: Any, options: Options) -> _Started:
+    @collective_method()
+    def all_gather_single(self, output: Any, input: Any, options: Options) -> Started:
         """Write the inputs of all ranks to `output`, in rank order."""
         result = single(output)
         work = collective.all_gather_into_tensor(result, single(input), self, options.async_op)
         return work, [result]
 
-    @_collective("op")
-    def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> _Started:
+    @collective_method("op")
+    def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> Started:
         """Reduce `input` over all ranks and write this rank's slice to `output`."""
         result = single(output)
         work = collective.reduce_scatter_tensor(
@@ -200,7 +127,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
         return work, [result]
 
-    @_collective()
+    @collective_method()
     def all_to_all_single(
         self,
         output: Tensor,
@@ -208,7 +135,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         options: Options,
-    ) -> _Started:
+    ) -> Started:
         """Send the i-th part of `input` to rank i; write the received parts to `output`."""
         work = collective.all_to_all_single(
             output,
@@ -232,20 +159,20 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ----- ours: collectives of lists of tensors -----
 
-    @_collective()
-    def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> _Started:
+    @collective_method()
+    def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> Started:
         """Fill every rank's list with every rank's tensor."""
         outputs = single_list(output_tensors)
         return lists.all_gather(outputs, single(input_tensors), self, options.async_op), outputs
 
-    @_collective("root")
-    def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> _Started:
+    @collective_method("root")
+    def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> Started:
         """Fill the root's list with every rank's tensor."""
         outputs = single_list(output_tensors)
         return _gather(self, outputs, single(input_tensors), options), outputs
 
-    @_collective("root")
-    def gather_single(self, output: Any, input: Any, options: Options) -> _Started:
+    @collective_method("root")
+    def gather_single(self, output: Any, input: Any, options: Options) -> Started:
         """Write every rank's input to the root's output, in rank order."""
         result = single(output)
         is_root = self.rank() == options.root
@@ -254,8 +181,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     gather_into_tensor = gather_single
 
-    @_collective("root")
-    def scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> _Started:
+    @collective_method("root")
+    def scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> Started:
         """Copy the i-th tensor of the root's list to rank i."""
         output = single(output_tensors)
         work = lists.scatter(
@@ -267,44 +194,44 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
         return work, [output]
 
-    @_collective("op")
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> _Started:
+    @collective_method("op")
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> Started:
         """Reduce the i-th tensors of all ranks' lists into the output of rank i."""
         output = single(output_tensors)
         inputs = single_list(input_tensors)
         return lists.reduce_scatter(output, inputs, options.op, self, options.async_op), [output]
 
-    @_collective()
+    @collective_method()
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], options: Options
-    ) -> _Started:
+    ) -> Started:
         """Send the i-th input to rank i; write the received tensors to the outputs."""
         work = lists.all_to_all(output_tensors, input_tensors, self, options.async_op)
         return work, output_tensors
 
     # ----- ours: coalesced calls -----
 
-    @_collective("op")
-    def allreduce_coalesced(self, tensors: Any, options: Options) -> _Started:
+    @collective_method("op")
+    def allreduce_coalesced(self, tensors: Any, options: Options) -> Started:
         """Reduce several tensors in place, in one call."""
         return _coalesced(self, "all_reduce", [[t] for t in tensors], tensors, options)
 
-    @_collective()
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Options) -> _Started:
+    @collective_method()
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Options) -> Started:
         """Run `all_gather_single` on several pairs of tensors, in one call."""
         return _coalesced(self, "all_gather", [[output] for output in outputs], inputs, options)
 
-    @_collective("op")
+    @collective_method("op")
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, options: Options
-    ) -> _Started:
+    ) -> Started:
         """Run `reduce_scatter_single` on several pairs of tensors, in one call."""
         return _coalesced(self, "reduce_scatter", [[output] for output in outputs], inputs, options)
 
-    @_collective()
+    @collective_method()
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], options: Options
-    ) -> _Started:
+    ) -> Started:
         """Copy input_list[i] of each rank to output_lists[rank][i], in one call."""
         lengths = [len(outputs) for outputs in output_lists]
         if lengths != [len(input_list)] * self.size():
@@ -461,7 +388,7 @@ def _coalesced(
     outputs: list[list[Tensor]],
     inputs: Sequence[Tensor],
     options: Options,
-) -> _Started:
+) -> Started:
     if not inputs or len(outputs) != len(inputs):
         raise ValueError(
             f"a coalesced {kind} expected lists of one length that is not zero, got "
@@ -473,7 +400,7 @@ def _coalesced(
 
 
 for _name in GLOO:
-    setattr(CollectivesProcessGroup, _name, _on_gloo(_name))
+    setattr(CollectivesProcessGroup, _name, on_gloo(_name))
 for _name, _remedy in REFUSED.items():
-    setattr(CollectivesProcessGroup, _name, _refused(_name, _remedy))
+    setattr(CollectivesProcessGroup, _name, refused(_name, NAME, _remedy))
 dist.Backend.register_backend(NAME, CollectivesProcessGroup, extended_api=True, devices=["cpu"])

@@ -25,7 +25,7 @@ from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
 from paramserver.transport.connection import import_extra
-from paramserver.transport.zeromq import Keys
+from paramserver.transport.zeromq_connection import Keys
 
 
 def main(argv: Sequence[str] | None = None) -> int:

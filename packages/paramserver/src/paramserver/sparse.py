@@ -30,19 +30,27 @@ def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -
         elif gradient.is_sparse and gradient.sparse_dim() == 1:
             gradient = gradient.coalesce()
             rows = gradient.indices()[0].cpu()
-            elements = gradient.values().cpu()
+            elements = _as_stored(gradient.values(), piece)
             _, inside = _elements(piece, rows)  # (rows, width)
             counts.append(int(inside.any(1).sum()))
             parts += [rows[inside.any(1)], elements.reshape(inside.shape)[inside]]
         else:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             counts.append(-1)
-            parts.append(dense.reshape(-1)[piece.start : piece.stop].cpu())
+            parts.append(_as_stored(dense.reshape(-1)[piece.start : piece.stop], piece))
     raw = torch.cat([p.contiguous().view(torch.uint8) for p in (torch.tensor(counts), *parts)])
     if len(raw) >= len(buffer):
         return 0
     buffer[: len(raw)] = raw
     return len(raw)
+
+
+def _as_stored(values: Tensor, piece: Piece) -> Tensor:
+    """Return values in the element type of the piece, in host memory.
+
+    The memory of a lazy conjugate does not contain its values.
+    """
+    return values.to("cpu", piece.dtype).resolve_conj().resolve_neg()
 
 
 def unpack(shard: Shard, data: Tensor) -> list[Tensor]:

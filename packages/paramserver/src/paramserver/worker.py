@@ -45,7 +45,7 @@ class Worker:
             `partition(parameters, len(servers), whole=whole)`.
         rank: number of this worker.
         whole: whether each parameter is stored on one server.
-        local: the policy, if it is `LocalSteps` and `servers` are connections.
+        local: the policy of the servers, if it is `LocalSteps` and `servers` are connections.
         optimizer: factory of the local optimizer, or an `OptimizerSpec`; `LocalSteps` require it.
         site: process group whose ranks act as one worker. Every rank creates a `Worker`, calls the
             same methods and passes gradients that are already averaged over the group. Only the
@@ -171,6 +171,7 @@ class Worker:
         The call waits as long as the policy requires. All servers send the same version. Between
         two exchanges of local steps the call does nothing.
         """
+        self._require_active()
         if self._pull_due is not None and self._steps >= self._pull_due:
             self._receive_update()
         return self.version
@@ -185,9 +186,12 @@ class Worker:
         the run.
 
         Raises:
-            ValueError: a gradient is not finite. No server applies it, the gradients stay in the
+            ValueError: a gradient is not finite, or the module has a gradient for a parameter that
+                is not on the servers. No server applies any gradient, the gradients stay in the
                 module and the other workers are not affected.
         """
+        self._require_active()
+        self._require_stored_parameters()
         self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if self._local is None or self._updater is None:
             self._on_communicator(self._push)
@@ -233,6 +237,23 @@ class Worker:
         for connection in self._connections:
             connection.abort(reason)
 
+    def _require_active(self) -> None:
+        if self._finished or self._has_left:
+            state = "finished" if self._finished else "left"
+            raise RuntimeError(f"worker {self.rank} has {state}; it can neither pull nor push")
+
+    def _require_stored_parameters(self) -> None:
+        """Raise `ValueError` if a gradient belongs to a parameter that is not on the servers."""
+        stored = {id(parameter) for parameter in self._parameters.values()}
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and id(parameter) not in stored:
+                raise ValueError(
+                    f"expected gradients of the parameters that the module had when worker "
+                    f"{self.rank} was created, got one of {name}, which was added, replaced or "
+                    "unfrozen since; create the servers and workers after such changes, or set "
+                    "its gradient to None if it is not trained here"
+                )
+
     def _local_updater(self, factory: OptimizerFactory) -> Updater:
         parameters = self._parameters
         spec = spec_of(factory)
@@ -270,8 +291,6 @@ class Worker:
 
         The requests that it yields are sent, and the answers are passed back to it.
         """
-        if self._finished:
-            raise RuntimeError(f"worker {self.rank} has finished; it can neither pull nor push")
         answers: list[Message] | None = None
         while True:
             try:

@@ -32,8 +32,15 @@ def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
 
 
 def reduce_scatter(wire: PointToPoint, out: Tensor, flat: Tensor, name: str) -> None:
-    """Reduce this rank's slice of `flat` over all ranks into `out`; `flat` does not change."""
-    _reduce(wire, flat.tensor_split(wire.world), out, name)
+    """Reduce this rank's slice of `flat` over all ranks into `out`, which may be that slice.
+
+    The other slices of `flat` do not change.
+    """
+    slices = list(flat.tensor_split(wire.world))
+    if out.data_ptr() == slices[wire.rank].data_ptr():
+        # `out` holds sums of other slices before this rank's slice is added in the last step.
+        slices[wire.rank] = out.clone()
+    _reduce(wire, slices, out, name)
 
 
 def all_gather(wire: PointToPoint, out: Tensor, local: Tensor) -> None:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 
 from paramserver.protocol.core import Followed, Record, Staged
-from paramserver.protocol.ledger import Log
+from paramserver.protocol.log import Log
 
 MAGIC = b"pserver2"
 #: Number of random bytes that identify a journal.

@@ -26,7 +26,7 @@ from paramserver.journal.files import (
     read_snapshot,
     refuse_if_in_use,
 )
-from paramserver.protocol.ledger import Log
+from paramserver.protocol.log import Log
 
 #: Number of times that the journal of another server, which may be running, is read.
 _READS = 5

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from paramserver.consistency import Consistency
-from paramserver.protocol.ledger import Ledger, Log, Member, Push, wrong_clock
+from paramserver.protocol.ledger import Ledger, Member, wrong_clock
+from paramserver.protocol.log import Log, Push
 from paramserver.protocol.messages import (
     OBSERVER,
     Kind,

@@ -12,112 +12,23 @@ servers, which need no links between them. A worker that rejoins starts a new ep
 its older epochs are refused.
 """
 
-import hashlib
-import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paramserver.consistency import Consistency
-from paramserver.protocol.messages import LIMIT
-
-#: Identity of a push: worker, epoch, clock.
-Push = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Start:
-    """Entry: the job, which had ended, starts again and expects workers 0 to `workers` - 1."""
-
-    workers: int
-
-
-@dataclass(frozen=True)
-class Join:
-    """Entry: `worker` takes part from now on, as if it had pushed `clock` gradients."""
-
-    worker: int
-    epoch: int
-    clock: int
-    session: int
-
-
-@dataclass(frozen=True)
-class Accept:
-    """Entry: a push is accepted. Its update is applied once the other workers have pushed."""
-
-    push: Push
-
-
-@dataclass(frozen=True)
-class Write:
-    """Entry: one update by the mean of these pushes, summed in this order."""
-
-    pushes: tuple[Push, ...]
-    #: Staleness of each push: the updates between the version its worker read and this one.
-    staleness: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Read:
-    """Entry: read `number` of `worker` returns the parameters at this position of the log."""
-
-    worker: int
-    epoch: int
-    number: int
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Entry: `worker` has finished or is lost.
-
-    Its pushes that are staged but not accepted are discarded.
-    """
-
-    worker: int
-
-
-Entry = Start | Join | Accept | Write | Read | Leave
-
-
-@dataclass(frozen=True)
-class Log:
-    """Entries `start`, `start` + 1, ... of the ledger."""
-
-    start: int
-    entries: tuple[Entry, ...]
-    #: Digest of all entries before `start`, equal for equal histories only.
-    before: str = ""
-
-    @property
-    def stop(self) -> int:
-        """Number of the next entry."""
-        return self.start + len(self.entries)
-
-    def after(self, position: int) -> "Log":
-        """Return the part of the log that starts at `position`."""
-        skipped = max(0, position - self.start)
-        before = self.before
-        for entry in self.entries[:skipped]:
-            before = _digest(before, entry)
-        return Log(max(position, self.start), self.entries[skipped:], before)
-
-    def to_text(self) -> str:
-        """Return the log as JSON, for messages and the journal."""
-        lists = [_to_list(entry) for entry in self.entries]
-        if self.before:
-            lists.insert(0, ["after", self.before])
-        return json.dumps([self.start, *lists], separators=(",", ":"))
-
-    @staticmethod
-    def from_text(text: str) -> "Log":
-        """Return the log that `to_text` wrote; raise `ValueError` for any other text."""
-        match json.loads(text):
-            case [int(start), ["after", str(before)], *lists] if _is_number(start):
-                return Log(start, tuple(map(_from_list, lists)), before)
-            case [int(start), *lists] if _is_number(start):
-                return Log(start, tuple(map(_from_list, lists)))
-        raise ValueError(f"expected a log [start, entry, ...], got {text[:80]!r}")
+from paramserver.protocol.log import (
+    Accept,
+    Entry,
+    Join,
+    Leave,
+    Log,
+    Push,
+    Read,
+    Start,
+    Write,
+    digest,
+    push_of,
+)
 
 
 @dataclass
@@ -296,12 +207,12 @@ class Ledger:
         log = Log.from_text(state["log"])
         self.version = state["version"]
         self.members = {int(w): Member(**member) for w, member in state["members"].items()}
-        self._accepted = [_push(push) for push in state["accepted"]]
+        self._accepted = [push_of(push) for push in state["accepted"]]
         self._first = log.start
         self._entries = list(log.entries)
         self._digests = [log.before]
         for entry in log.entries:
-            self._digests.append(_digest(self._digests[-1], entry))
+            self._digests.append(digest(self._digests[-1], entry))
 
     def _continuation(self, log: Log) -> Log:
         """Return the new part of `log`."""
@@ -377,7 +288,7 @@ class Ledger:
 
     def _append(self, entry: Entry) -> None:
         self._entries.append(entry)
-        self._digests.append(_digest(self._digests[-1], entry))
+        self._digests.append(digest(self._digests[-1], entry))
         match entry:
             case Start(workers):
                 clock = self._slowest()
@@ -439,44 +350,3 @@ def wrong_clock(worker: int, clock: int, expected: int) -> ValueError:
         f"worker {worker} is at clock {clock}, but the server has {expected} of its gradients; "
         "create one Worker per worker number"
     )
-
-
-def _digest(before: str, entry: Entry) -> str:
-    text = before + json.dumps(_to_list(entry), separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _to_list(entry: Entry) -> list[Any]:
-    return [type(entry).__name__.lower(), *vars(entry).values()]
-
-
-def _from_list(fields: Any) -> Entry:
-    match fields:
-        case ["start", workers] if _is_number(workers) and workers < 2**20:
-            return Start(workers)
-        case ["join", worker, epoch, clock, session] if _are_numbers(fields[1:]):
-            return Join(worker, epoch, clock, session)
-        case ["accept", list(push)]:
-            return Accept(_push(push))
-        case ["write", list(pushes), list(staleness)] if _are_numbers(staleness):
-            return Write(tuple(map(_push, pushes)), tuple(staleness))
-        case ["read", worker, epoch, number] if _are_numbers(fields[1:]):
-            return Read(worker, epoch, number)
-        case ["leave", worker] if _is_number(worker):
-            return Leave(worker)
-    raise ValueError(f"expected an entry of a ledger, got {str(fields)[:80]}")
-
-
-def _push(fields: Any) -> Push:
-    if not isinstance(fields, list | tuple) or len(fields) != 3 or not _are_numbers(fields):
-        raise ValueError(f"expected an entry of a ledger with a push, got {str(fields)[:80]}")
-    worker, epoch, clock = fields
-    return worker, epoch, clock
-
-
-def _are_numbers(fields: Iterable[Any]) -> bool:
-    return all(_is_number(field) for field in fields)
-
-
-def _is_number(field: Any) -> bool:
-    return type(field) is int and 0 <= field < LIMIT

@@ -6,7 +6,6 @@ applied before the read is fetched; readers share the copy. A push that arrives 
 recognized by its identity (worker, epoch, clock) and has no effect.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 
 from paramserver import sparse
 from paramserver.consistency import Consistency, LocalSteps
-from paramserver.optimizers import OptimizerFactory, Updater
+from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Piece, Shard, local_part
-from paramserver.protocol.ledger import Accept, Join, Leave, Log, Push, Read, Write
+from paramserver.protocol.log import Accept, Join, Leave, Log, Push, Read, Write
+from paramserver.protocol.pieces_optimizer import updater_of_pieces
 
 EpochAndNumber = tuple[int, int]
 
@@ -56,7 +56,15 @@ class Replica:
         self._parameters = [nn.Parameter(view) for views_of in views for view in views_of]
         pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
         self._copy_in(pieces, parameters)
-        self._updater = _updater(local.outer if local else optimizer, self, pieces, parameters)
+        factory = local.outer if local else optimizer
+        self._updater = updater_of_pieces(
+            factory,
+            self._parameters,
+            pieces,
+            parameters,
+            servers=shard.servers,
+            fragments=len(self._fragments),
+        )
         targets = iter(self._updater.targets)
         #: By fragment: the tensors that receive the gradients.
         self._targets = [[next(targets) for _ in views_of] for views_of in views]
@@ -351,86 +359,6 @@ def _require_finite(worker: int, shard: Shard, gradients: Sequence[Tensor]) -> N
             )
 
 
-#: Optimizers that update each element without the other elements of its tensor.
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-    torch.optim.SparseAdam,
-)
-
-
-def _updater(
-    factory: OptimizerFactory,
-    replica: Replica,
-    pieces: Sequence[Piece],
-    parameters: Mapping[str, Tensor],
-) -> Updater:
-    """Return the updater of the pieces.
-
-    Raises:
-        ValueError: their updates would differ from those of whole parameters.
-    """
-    names, shapes = [p.name for p in pieces], [p.shape for p in pieces]
-    updater = Updater(factory, replica._parameters, names, shapes)
-    updater.spec.check_groups(parameters)
-    is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
-    servers, fragments = replica.shard.servers, len(replica._fragments)
-    if updater.spec.max_norm is not None and (is_local or servers > 1 or fragments > 1):
-        part = "a rank's shards" if is_local else f"{fragments} fragments on {servers} servers"
-        raise ValueError(
-            f"expected all gradients on one server with max_norm, because it limits their common "
-            f"norm, got {part}; pass servers=1 and one fragment, or pass max_norm=None and call "
-            "torch.nn.utils.clip_grad_norm_ on each worker before `push`, which limits the norm "
-            "of each worker's gradients"
-        )
-    if updater.optimizer:
-        _require_elementwise(pieces, updater.optimizer)
-        is_part = len(pieces) < len(parameters) or any(p.view_shape != p.shape for p in pieces)
-        if is_part and not updater.spec.groups:
-            _require_one_group(updater.spec.optimizer, parameters.values())
-    return updater
-
-
-def _require_one_group(
-    factory: Callable[..., torch.optim.Optimizer], parameters: Iterable[Tensor]
-) -> None:
-    """Raise `ValueError` if a factory of an optimizer of parts would group whole parameters."""
-    # They have the shapes of the parameters and take no memory.
-    whole = [nn.Parameter(p.detach().new_zeros(()).expand(p.shape)) for p in parameters]
-    groups = factory(whole).param_groups
-    if len(groups) > 1:
-        raise ValueError(
-            f"expected one parameter group, because each server stores a part of the parameters, "
-            f"got {len(groups)}; pass OptimizerSpec(groups=...), which groups parameters by name "
-            "and shape"
-        )
-
-
-def _require_elementwise(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` if a tensor is split and the optimizer may need all of its elements."""
-    kind = type(optimizer)
-    # torch wraps `step` of each class when its first optimizer is created.
-    steps = {inspect.unwrap(elementwise.step) for elementwise in _ELEMENTWISE}
-    if inspect.unwrap(kind.step) in steps or getattr(kind, "elementwise", False):
-        return
-    for piece in pieces:
-        if piece.view_shape != piece.shape:
-            raise ValueError(
-                f"expected an elementwise optimizer, because {piece.name} is split, got "
-                f"{kind.__name__}; pass whole=True, which keeps each parameter on one server, or "
-                f"set {kind.__name__}.elementwise = True if it uses no other elements of a tensor"
-            )
-
-
 def _describe(policy: Consistency | None) -> str:
     """Return the settings of a policy as a text that is equal in every process."""
     values = getattr(policy, "__dict__", {}).items()
@@ -443,7 +371,7 @@ def layout(shard: Shard, policy: Consistency | None) -> str:
     if not isinstance(policy, LocalSteps):
         return f"{shard.digest()} (gradients)"
     kind = "whole fragments" if shard.whole and policy.fragments > 1 else "fragments"
-    return f"{shard.digest()} (changes in {policy.fragments} {kind}, {policy.compression})"
+    return f"{shard.digest()} (changes in {kind} of {_describe(policy)})"
 
 
 def flatten(views: Iterable[Tensor]) -> Tensor:

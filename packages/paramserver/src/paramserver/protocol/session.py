@@ -13,7 +13,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from paramserver.protocol.ledger import Log
+from paramserver.protocol.log import Log
 from paramserver.protocol.messages import Kind, Message, pushed_twice
 
 T = TypeVar("T")

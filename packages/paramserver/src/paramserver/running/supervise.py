@@ -22,7 +22,8 @@ from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
 from paramserver.running.processes import Processes, ReportProgress
 from paramserver.transport.connection import GRACE
-from paramserver.transport.zeromq import Keys, ZeroMQConnection, ZeroMQServer
+from paramserver.transport.zeromq import ZeroMQServer
+from paramserver.transport.zeromq_connection import Keys, ZeroMQConnection
 from paramserver.worker import Worker, local_of
 
 

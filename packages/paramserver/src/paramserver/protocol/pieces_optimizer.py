@@ -1,0 +1,103 @@
+"""The optimizer of one server, which stores pieces of the parameters.
+
+An optimizer that uses whole tensors, norms or groups would give other updates for pieces. It is
+refused before training starts.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paramserver.optimizers import OptimizerFactory, Updater
+from paramserver.partition import Piece
+
+#: Optimizers that update each element without the other elements of its tensor.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.SparseAdam,
+)
+
+
+def updater_of_pieces(
+    factory: OptimizerFactory,
+    targets: Sequence[nn.Parameter],
+    pieces: Sequence[Piece],
+    parameters: Mapping[str, Tensor],
+    *,
+    servers: int,
+    fragments: int,
+) -> Updater:
+    """Return the updater of the pieces that a server stores.
+
+    Args:
+        factory: the optimizer factory.
+        targets: the memory of each piece.
+        pieces: the pieces of the server's shard.
+        parameters: all parameters of the model, by name.
+        servers: number of servers over which the parameters are partitioned.
+        fragments: number of fragments of the shard.
+
+    Raises:
+        ValueError: the updates would differ from those of whole parameters.
+    """
+    names, shapes = [p.name for p in pieces], [p.shape for p in pieces]
+    updater = Updater(factory, targets, names, shapes)
+    updater.spec.check_groups(parameters)
+    is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
+    if updater.spec.max_norm is not None and (is_local or servers > 1 or fragments > 1):
+        part = "a rank's shards" if is_local else f"{fragments} fragments on {servers} servers"
+        raise ValueError(
+            f"expected all gradients on one server with max_norm, because it limits their common "
+            f"norm, got {part}; pass servers=1 and one fragment, or pass max_norm=None and call "
+            "torch.nn.utils.clip_grad_norm_ on each worker before `push`, which limits the norm "
+            "of each worker's gradients"
+        )
+    if updater.optimizer:
+        _require_elementwise(pieces, updater.optimizer)
+        is_part = len(pieces) < len(parameters) or any(p.view_shape != p.shape for p in pieces)
+        if is_part and not updater.spec.groups:
+            _require_one_group(updater.spec.optimizer, parameters.values())
+    return updater
+
+
+def _require_one_group(
+    factory: Callable[..., torch.optim.Optimizer], parameters: Iterable[Tensor]
+) -> None:
+    """Raise `ValueError` if a factory of an optimizer of parts would group whole parameters."""
+    # They have the shapes of the parameters and take no memory.
+    whole = [nn.Parameter(p.detach().new_zeros(()).expand(p.shape)) for p in parameters]
+    groups = factory(whole).param_groups
+    if len(groups) > 1:
+        raise ValueError(
+            f"expected one parameter group, because each server stores a part of the parameters, "
+            f"got {len(groups)}; pass OptimizerSpec(groups=...), which groups parameters by name "
+            "and shape"
+        )
+
+
+def _require_elementwise(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` if a tensor is split and the optimizer may need all of its elements."""
+    kind = type(optimizer)
+    # torch wraps `step` of each class when its first optimizer is created.
+    steps = {inspect.unwrap(elementwise.step) for elementwise in _ELEMENTWISE}
+    if inspect.unwrap(kind.step) in steps or getattr(kind, "elementwise", False):
+        return
+    for piece in pieces:
+        if piece.view_shape != piece.shape:
+            raise ValueError(
+                f"expected an elementwise optimizer, because {piece.name} is split, got "
+                f"{kind.__name__}; pass whole=True, which keeps each parameter on one server, or "
+                f"set {kind.__name__}.elementwise = True if it uses no other elements of a tensor"
+            )

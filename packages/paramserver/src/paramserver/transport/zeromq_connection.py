@@ -1,0 +1,171 @@
+"""The worker's end of the transport over ZeroMQ, and the keys of a process; see `zeromq`."""
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
+from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_extra
+from paramserver.transport.pieces import Arrival, piece_bounds
+
+#: Seconds between two BEATs of a worker.
+_BEAT_INTERVAL = 1.0
+#: Seconds of silence after which a request or its answer counts as lost.
+_RETRY = 2.5
+#: Number of pieces that may be queued.
+MAX_PIECES = 4
+
+
+@dataclass(frozen=True)
+class Keys:
+    """CURVE keys of one process, 40 characters each (`zmq.curve_keypair()`)."""
+
+    public: str
+    secret: str
+    #: At a worker: public key of the server.
+    server: str = ""
+    #: At a server: public key of each rank that may join. A key may have several ranks.
+    workers: Mapping[int, str] = field(default_factory=dict)
+
+
+class ZeroMQConnection(Connection):
+    """A worker's connection to the server at an address.
+
+    Args:
+        address: address of the server.
+        worker: number of the worker.
+        nbytes: size of the server's shard in bytes.
+        life: a number that identifies this connection; a restarted worker passes another one.
+        patience: seconds during which the server may be silent. A server that is restarted within
+            that time is not noticed.
+        keys: CURVE keys of the worker and the server.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        worker: int,
+        nbytes: int,
+        *,
+        life: int,
+        patience: float = 60.0,
+        keys: Keys | None = None,
+    ) -> None:
+        self._zmq = zmq = import_extra("zmq", "zeromq")
+        super().__init__(nbytes)
+        self._address = address
+        self._worker = worker
+        self._life = life
+        self.session = life
+        self._patience = patience
+        self._number = 0
+        self._sent = zmq.MessageTracker()
+        self._context = zmq.Context()
+        self._keys = keys
+        self._socket = self._connect("requests", keys)
+        self._beat_socket = self._connect("beats", keys)
+        self._closed = threading.Event()
+        self._beat_thread = threading.Thread(target=self._send_beats, daemon=True)
+        self._beat_thread.start()
+
+    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+        """Send a request, repeatedly if necessary, until it is answered."""
+        self._number += 1
+        start = time.monotonic()
+        # Seconds without a message. A poll counts as at most its timeout, because this process may
+        # have been suspended: then it sends the request again before it gives up.
+        silence = 0.0
+        self._send(message, written)
+        answer = Message(Kind.WAIT)
+        arrival = Arrival(self.parameters)
+        is_complete = False
+        while not is_complete:
+            poll_start = time.monotonic()
+            if not self._socket.poll(int(_RETRY * 1000)):
+                silence += min(_RETRY, time.monotonic() - poll_start)
+                if silence > self._patience:
+                    raise self._lost(start)
+                if self._sent.done:  # otherwise the request has not left this process yet
+                    self._send(message)
+                continue
+            head, *data = self._socket.recv_multipart(copy=False)
+            life, number, at, *fields = json.loads(head.bytes)
+            if (life, number) != (self._life, self._number):
+                continue  # a second answer to an earlier request that was repeated
+            silence = 0.0
+            if not at:
+                answer = Message.from_fields(fields)
+                raise_failure(f"the server at {self._address}", answer)
+                arrival = Arrival(self.parameters[: answer.size])
+            has_all_data = arrival.take(at, data[0].buffer if data else b"")
+            is_complete = has_all_data and answer.kind is not Kind.WAIT
+        return answer
+
+    def _lost(self, start: float) -> PeerLost:
+        # A server does not answer a client whose key it does not know.
+        remedy = "check that it knows this key" if self._number == 1 else "restart it"
+        return PeerLost(
+            f"the server at {self._address} was silent for {self._patience:g} s, "
+            f"{time.monotonic() - start:.0f} s after the request; {remedy}"
+        )
+
+    def abort(self, reason: str) -> None:
+        """Report the failure to the server, over a socket that no other thread uses."""
+        if not self._closed.is_set():
+            socket = self._connect("abort", self._keys)
+            self._send(Message(Kind.ABORT, text=reason), (), socket)
+            socket.close(linger=500)
+
+    def close(self) -> None:
+        """Close the sockets and stop sending BEATs."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._socket.close(linger=500)
+            self._beat_thread.join()
+            self._context.term()
+
+    def _send(self, message: Message, written: Iterable[int] = (), socket: Any = None) -> None:
+        written_bytes = 0
+        written = iter(written)
+        socket = socket or self._socket
+        data = self.gradients[
+            : (message.size or None) if message.kind in KINDS_WITH_GRADIENTS else 0
+        ]
+        for start, stop in piece_bounds(len(data)):
+            while written_bytes < stop:  # the previous piece is sent while this one is written
+                written_bytes = next(written, stop)
+            fields = () if start else message.fields()
+            head = json.dumps([self._worker, self._life, self._number, start, *fields]).encode()
+            # The frame shares the buffer. A piece that leaves after the buffer has changed belongs
+            # to a request number that is not valid any more.
+            frames = [head, data[start:stop].numpy().data] if stop else [head]
+            with suppress(self._zmq.Again):  # a server that refuses the key has disconnected
+                flags = self._zmq.NOBLOCK
+                self._sent = socket.send_multipart(frames, flags, copy=False, track=True)
+
+    def _send_beats(self) -> None:
+        fields = Message(Kind.BEAT).fields()
+        head = json.dumps([self._worker, self._life, 0, 0, *fields]).encode()
+        while not self._closed.wait(_BEAT_INTERVAL):
+            with suppress(self._zmq.Again):  # the server is not connected now
+                self._beat_socket.send(head, self._zmq.NOBLOCK)
+        self._beat_socket.close(linger=0)
+
+    def _connect(self, name: str, keys: Keys | None) -> Any:
+        zmq = self._zmq
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"{self._worker}-{self._life}-{name}".encode())
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.SNDHWM, 4 if name == "beats" else 0)
+        socket.setsockopt(zmq.RCVHWM, MAX_PIECES)
+        if keys:
+            socket.curve_publickey = keys.public.encode()
+            socket.curve_secretkey = keys.secret.encode()
+            socket.curve_serverkey = keys.server.encode()
+        socket.connect(self._address)
+        return socket
