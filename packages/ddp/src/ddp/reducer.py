@@ -16,7 +16,8 @@
 # ready on rank 0, so that buckets fill one after the other.
 #
 # `.grad` may already be the mean of an earlier step. That mean is equal on all ranks, so averaging
-# (old mean + new gradient) leaves the old mean unchanged.
+# (old mean + new gradient) leaves the old mean unchanged if all ranks participate and their scales
+# add up to one.
 
 from __future__ import annotations
 
@@ -81,16 +82,17 @@ class Reducer:
         self.slots: dict[int, tuple[Bucket, int]] = {}
         #: Reductions of the current step, in the order of launches.
         self.reductions: list[BucketReduction] = []
-        #: Reductions whose running collective may complete before they are waited for.
+        #: Reductions whose current collective is polled for the time of its completion.
         self._polled: list[BucketReduction] = []
         #: True from the first gradient of a step until `finish`.
         self.is_open = False
         self.num_steps = 0
         #: Factor that each gradient is multiplied by before the sum.
         self.scale = 1.0
-        #: Parameters without a gradient on this rank in the current step.
+        #: Indices of parameters whose hook did not run on this rank in the current step.
         self.missing: list[int] = []
-        #: Order in which gradients are expected: the last layer's first, until a step was seen.
+        #: The expected order of gradients: the reverse order of registration until the first step
+        #: has recorded the real one.
         self.order = list(reversed(range(len(self.parameters))))
         self._options = options
         self._group = group
@@ -177,8 +179,9 @@ class Reducer:
     def finish(self, *, is_participating: bool = True) -> set[int]:
         """Launch the remaining buckets, wait for all, and close the step.
 
-        Returns the parameters without a gradient on any rank. With `is_participating=False` this
-        rank contributes zeros, so that the other ranks can complete their step.
+        Returns the indices of parameters for which no rank has a gradient. With
+        `is_participating=False` this rank contributes zeros, so that the other ranks can complete
+        their step.
         """
         step = FinishedStep(self.buckets, is_participating, wait_start=time.perf_counter())
         self._deferring = frozenset()

@@ -6,7 +6,7 @@ random float32 weights that make each property visible, and the description must
 
     random     scores with a standard deviation of 2.5, at several lengths up to the context
     large      large scores and activations, which reach caps and clamps
-    small      a stream of the size of the norms' epsilon
+    small      a residual stream whose mean square is about the norms' epsilon
     padded     left and right padding, with position ids and without, if the model accepts them
 
 One float32 copy of the weights is made. For a large model, one group of layers is copied at a time;
@@ -38,7 +38,7 @@ Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
 
 #: The largest number of tokens that is verified unless the caller passes `context`.
 _DEFAULT_CONTEXT = 1024
-#: The limit of one forward pass in FLOPs; larger models are verified with shorter texts.
+#: The limit of one forward pass in FLOPs; larger models are verified with shorter sequences.
 _FORWARD_FLOPS = 3e11
 _SHORT_LENGTH = 24
 #: The number of random numbers that are copied at once.
@@ -84,37 +84,40 @@ def matching_settings(
         context = _context(model, tensors, roles, candidates[0])
         noise = _Noise(next(iter(tensors.values())).device)
         probes = _probes(model, context, candidates[0])
-        errors = [0.0] * len(probes)
+        # The remaining candidates, each with its largest error in each probe.
+        remaining = [(candidate, [0.0] * len(probes)) for candidate in candidates]
         for group in _layer_groups(tensors):
-            draw = _Draw(tensors, roles, candidates[0], group, constants.gain_offset, noise)
+            draw = _Draw(tensors, roles, remaining[0][0], group, constants.gain_offset, noise)
             for i, probe in enumerate(probes):
-                candidates, error = _survivors(model, draw, probe, candidates, build)
-                errors[i] = max(errors[i], error)
+                settings = [candidate for candidate, _ in remaining]
+                errors = _accepted_errors(model, draw, probe, settings, build)
+                passed = []
+                for (candidate, largest), error in zip(remaining, errors, strict=True):
+                    if error <= probe.tolerance:
+                        largest[i] = max(largest[i], error)
+                        passed.append((candidate, largest))
+                remaining = passed
+    selected, largest = remaining[0]
     comparisons = tuple(
         Comparison(
             "padded" if probe.is_padded else probe.name, probe.length, error, probe.tolerance
         )
-        for probe, error in zip(probes, errors, strict=True)
+        for probe, error in zip(probes, largest, strict=True)
     )
-    return replace(candidates[0], context=context), comparisons
+    return replace(selected, context=context), comparisons
 
 
-def _survivors(
+def _accepted_errors(
     model: nn.Module, draw: _Draw, probe: Probe, candidates: Sequence[Settings], build: Build
-) -> tuple[list[Settings], float]:
-    """Return the candidates that pass a probe, and the error of the first one."""
+) -> list[float]:
+    """Return the error of each candidate in a probe; raise ValueError if none is accepted."""
     # Rounding occasionally sends a token to another expert, but rarely for two draws of weights.
     attempts = 2 if candidates[0].experts_used else 1
     errors: list[float] = []
     for seed in range(attempts):
         errors = _errors(model, draw, replace(probe, seed=seed), candidates, build)
-        passed = [
-            (candidate, error)
-            for candidate, error in zip(candidates, errors, strict=True)
-            if error <= probe.tolerance
-        ]
-        if passed:
-            return [candidate for candidate, _ in passed], passed[0][1]
+        if any(error <= probe.tolerance for error in errors):
+            return errors
     nearest = min(errors, key=lambda error: float("inf") if error != error else error)
     raise ValueError(
         f"no description of this {type(model).__name__} has its logits: with {probe.name} weights "
@@ -168,7 +171,7 @@ class _SkipZeroLayers(TorchFunctionMode):
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
-    """Return the largest deviation of a position's logits, relative to the size of all logits."""
+    """Return the largest RMS error of one position's logits, over the standard deviation of all."""
     if ours.shape != expected.shape:
         raise ValueError(
             f"the model returns {tuple(expected.shape)} instead of logits {tuple(ours.shape)}; "
@@ -188,7 +191,7 @@ def call(
     weights: Mapping[str, Tensor] | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """Return the model's logits, with other `weights` and with buffers in float32 if passed."""
+    """Return the model's logits; `weights` replace its parameters, and buffers are then float32."""
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
     with warnings.catch_warnings():
@@ -225,7 +228,10 @@ def takes(model: nn.Module, argument: str) -> bool:
 
 
 def _probes(model: nn.Module, context: int, settings: Settings) -> list[Probe]:
-    """Return the probes, all of which a description must pass; neighbors share their weights."""
+    """Return the probes, all of which a description must pass.
+
+    Consecutive probes of one scale have the same weights.
+    """
     short = min(_SHORT_LENGTH, context)
     probes = [Probe(name="random", length=short), Probe(name="random", length=1)]
     if takes(model, "attention_mask") and short > 4:
@@ -408,7 +414,7 @@ class _Draw:
         if part in ("attention.q_norm", "attention.k_norm"):
             return query
         if part.endswith(("q_down", "kv_down")):
-            # A small latent reaches the epsilon of its norm.
+            # A small latent makes the epsilon of its norm visible.
             return min(query, probe.stream_std * query)
         if part.startswith("attention.q") or part in ("attention.k", "attention.kv_up"):
             return probe.stream_std if self.norms_queries else query

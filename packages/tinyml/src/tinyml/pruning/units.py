@@ -1,9 +1,9 @@
 """Units that several layers share, found by following a model's graph (Note [Dependency groups]).
 
-A `Walk` visits every node once. The rule of its operator returns the dimension of the result that
-holds units: `product_rules` create units and read them, `passing_rules` pass them on. Units that
-reach an operator without a rule, or an operator that mixes them, cannot be removed;
-`Group.blocked_by` names that operator.
+A unit is a channel, a feature or a head that can be pruned. A `Walk` visits every node once. The
+rule of its operator returns the dimension of the result that holds units: `product_rules` create
+units and read them, `passing_rules` pass them on. Units that reach an operator without a rule, or
+an operator that mixes them, cannot be removed; `Group.blocked_by` names that operator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZED = {"view", "reshape", "_unsafe_view", "unflatten", "expand", "split", "sp
 
 
 class Walk(UnitGroups):
-    """A walk through a graph that merges the groups that have to lose the same units."""
+    """A walk through a graph that merges groups whose units must be pruned together."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.reads = SizeReads()
@@ -41,8 +41,8 @@ class Walk(UnitGroups):
             self.size_uses.setdefault(source, []).append(SizeUse(use, ()))
 
     def _note_sizes(self, node: fx.Node, result: Any) -> None:
-        """Record which of the node's sizes count units, for sizes that come from attributes."""
-        # One call may become several nodes, as a reshape becomes a copy and a view.
+        """Record for each size that the code reads from an attribute if it is a number of units."""
+        # A reshape may be exported as a copy and a view of one annotation; only the view has sizes.
         sized = node.op == "call_function" and operator_name(node) in _SIZED
         for index, sources in size_sources(node).items() if sized else ():
             if isinstance(result, list):

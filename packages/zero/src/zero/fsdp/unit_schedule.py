@@ -4,9 +4,9 @@
     backward   all-gather layer i-1 while layer i runs, then free layer i    S (n-1)/n
                reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
 
-S is the size of the parameters in bytes, and n the number of ranks.
-The last layer of forward is the first of backward, so it is not freed in between. The backward of
-an embedding does not read its weight, so the weight is not gathered for it.
+S is the size of the parameters in bytes, and n the number of ranks. The last layer of forward is
+the first of backward, so it is not freed in between. The backward of an embedding does not read its
+weight, so the weight is not gathered for it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ class UnitSchedule(nn.Module):
     # Forward
 
     def _begin_forward(self) -> None:
-        """Prepare a forward if the outermost hooked module starts, also that of `fsdp.module(x)`."""
+        """Prepare a forward if the outermost hooked module starts.
+
+        That is `fsdp.module` if the caller calls it directly.
+        """
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reset_after_error()
         self._num_running += 1

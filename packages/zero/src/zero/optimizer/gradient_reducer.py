@@ -18,9 +18,9 @@ has collected already. `finish()` averages all of them.
 Note [Order of reductions]
 Collectives match only if all ranks launch them in the same order. Every backward launches every
 bucket exactly once, even if no gradient of it is ready, in the order in which buckets became
-ready on rank 0 in the first backward after `add`. If several reducers share a group, each rank may reach them
-in a different order or not at all. They then launch when backward ends, in the order of their
-construction.
+ready on rank 0 in the first backward after `add`. If several reducers share a group, each rank may
+reach them in a different order or not at all. They then launch when backward ends, in the order of
+their construction.
 """
 
 from __future__ import annotations
