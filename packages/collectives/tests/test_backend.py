@@ -481,7 +481,16 @@ def timeouts_of_single_calls():
     barrier_options = dist.BarrierOptions()
     barrier_options.timeout = limit
     tensor = torch.ones(3)
+
+    def before_another_call(group):
+        """Submit a call with the group's timeout while the first one runs."""
+        first = group.allreduce(tensor, dist.ReduceOp.SUM, limit)
+        time.sleep(0.05)
+        dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        first.wait()
+
     calls = [
+        before_another_call,
         lambda group: collectives.barrier(group, timeout=limit),
         lambda group: group.barrier(barrier_options).wait(),
         lambda group: group.allreduce(tensor, dist.ReduceOp.SUM, limit).wait(),

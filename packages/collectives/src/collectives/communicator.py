@@ -4,8 +4,8 @@ Each process group has one communicator, which its first collective creates. The
 run one at a time, in the order in which they are made: synchronous calls on the caller's thread,
 asynchronous calls on the group's progress thread (see `execution/progress.py`).
 
-A call that fails makes the group unusable and names the ranks that caused it. The exception is a
-mismatch that is found before data moves.
+A call that fails makes the group unusable and names the ranks that caused it. Only a mismatch that
+is found before data moves leaves the group usable.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -49,7 +49,7 @@ from collectives.store import fresh_store
 CALLS_REMEMBERED = 16
 # torch does not report that it destroys a gloo group, so a thread checks at this interval.
 DESTROYED_POLL_SECONDS = 0.2
-# Time that the exit of the process waits for all threads: see Note [Threads at exit].
+# Seconds that the exit of the process waits for all threads: see Note [Threads at exit].
 EXIT_SECONDS = 5.0
 
 _watcher: threading.Thread | None = None
@@ -102,7 +102,7 @@ def _close_destroyed_groups() -> None:
 
 
 def _watch_for_destroyed_groups() -> None:
-    """Start the thread that closes the communicators of destroyed groups, unless it runs."""
+    """Start the thread that closes communicators of destroyed groups, unless it runs already."""
     global _watcher
     # A forked process inherits the object, but not the thread.
     if _watcher is None or not _watcher.is_alive():
@@ -141,8 +141,8 @@ class Communicator:
     ) -> None:
         self.rank = group.rank()
         self.world = group.size()
-        #: The group's timeout in seconds.
-        self.timeout = timeout.total_seconds()
+        #: The group's timeout in seconds, and that of the call that runs.
+        self.group_timeout = self.timeout = timeout.total_seconds()
         # One deadline, a value of time.monotonic, bounds all waits of this constructor.
         deadline = deadline or time.monotonic() + self.timeout
         self.store = fresh_store(store, self.world, deadline)
@@ -174,7 +174,7 @@ class Communicator:
         self.compare_calls = False
         #: Set by `checked`: search the inputs for NaNs.
         self.find_nan = False
-        #: Cleared by `checked`: compare shapes, not only numbers of elements.
+        #: Cleared by `checked(shapes=False)`: compare shapes, not only numbers of elements.
         self.compare_shapes = True
         self.operation = Operation()
         self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
@@ -226,7 +226,6 @@ class Communicator:
             with event:
                 execution.run(None)
             return None
-        self._update_timeout()
         outputs = as_list(inputs if result is None else result)
         with event:
             return self._submit(execution, outputs, make_job)
@@ -251,7 +250,7 @@ class Communicator:
             work = Work(
                 run,
                 outputs,
-                timeout=execution.timeout or self.timeout,
+                timeout=execution.timeout or self._current_group_timeout(),
                 count_calls=lambda: self.operation.number,
                 has_moved=partial(is_done, job),
             )
@@ -275,7 +274,7 @@ class Communicator:
                 self.fail(error)
         return True
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> NoReturn:
         """Raise the error that explains why the current call failed."""
         reason = self.failures.explain(error, self.operation, self.timeout)
         if reason is error:
@@ -335,16 +334,16 @@ class Communicator:
         broken = self.failures.broken
         if broken is not None:
             raise RankLost(broken.ranks, f"an earlier call has failed: {broken}")
-        self._update_timeout()
+        if self._current_group_timeout() != self.timeout:
+            self._set_timeout(self.group_timeout)
         self._calls.append(packed)
         number = self.operation.number + 1
         self.operation = Operation(number, self._calls, range(self.world), compare_calls)
 
-    def _update_timeout(self) -> None:
-        """Adopt the timeout of the gloo group, which torch may have changed."""
-        seconds = self.gloo.timeout_seconds()
-        if seconds and seconds != self.timeout:
-            self._set_timeout(seconds)
+    def _current_group_timeout(self) -> float:
+        """Return the timeout of the gloo group in seconds, which torch may have changed."""
+        self.group_timeout = self.gloo.timeout_seconds() or self.group_timeout
+        return self.group_timeout
 
     def _set_timeout(self, seconds: float) -> None:
         self.timeout = seconds
@@ -373,7 +372,6 @@ class _Execution:
             call = replace(call, has_nan=True)
         # The engine owns the lock while it has jobs: see Note [Engine hand-over].
         with comm.progress.running if job is None else nullcontext():
-            group_timeout = comm.timeout
             comm.start_call(self.compare_calls, call.packed, self.timeout)
             try:
                 if job is None:
@@ -384,7 +382,7 @@ class _Execution:
                 comm.fail(error)
             finally:
                 if self.timeout is not None:
-                    comm._set_timeout(group_timeout)
+                    comm._set_timeout(comm.group_timeout)
 
 
 def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -> None:
