@@ -158,7 +158,7 @@ class SimulatedServer:
             world.consistency,
             workers=world.founders,
             timeout=TIMEOUT,
-            survives=True,
+            continue_after_loss=True,
             elastic=True,
             drop_after=world.drop_after,
             journal=self,

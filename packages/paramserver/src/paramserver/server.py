@@ -87,9 +87,9 @@ class Server:
             self.consistency,
             workers=workers,
             timeout=timeout,
-            survives=survives,
+            continue_after_loss=survives,
             elastic=elastic,
-            waits=waits,
+            wait_for_rejoin=waits,
             drop_after=drop_after,
         )
         self._changed = threading.Condition()

@@ -69,11 +69,11 @@ class Core:
         replica: the parameters of the server's shard.
         consistency: the policy.
         workers: number of workers that take part from the start.
-        timeout: seconds after which a silent worker ends the waits for it.
-        survives: whether training continues after a worker is lost; otherwise it fails.
+        timeout: seconds without a request after which other workers stop waiting for a worker.
+        continue_after_loss: whether training continues after a worker is lost; otherwise it fails.
         elastic: whether other workers may join, and lost workers may rejoin.
-        waits: whether no worker continues without a lost one until it has rejoined. A wait that
-            takes too long is an error of the worker that waits.
+        wait_for_rejoin: whether the other workers block until a lost worker has rejoined. A worker
+            that blocks for too long raises TimeoutError.
         drop_after: seconds of waiting after which a slow worker counts as lost; None for never.
         journal: storage of records; None keeps none.
     """
@@ -85,9 +85,9 @@ class Core:
         *,
         workers: int,
         timeout: float,
-        survives: bool,
+        continue_after_loss: bool,
         elastic: bool,
-        waits: bool = False,
+        wait_for_rejoin: bool = False,
         drop_after: float | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -106,9 +106,9 @@ class Core:
         self.reports: dict[int, tuple[float, int]] = {}
         self._consistency = consistency
         self._workers = workers
-        self._survives = survives
+        self._continues_after_loss = continue_after_loss
         self._elastic = elastic
-        self._waits = waits
+        self._waits_for_rejoin = wait_for_rejoin
         self._drop_after = drop_after
         #: Time of the last request, by worker.
         self._last_seen = dict.fromkeys(range(workers), 0.0)
@@ -127,7 +127,7 @@ class Core:
     ) -> Message | None:
         """Return the answer to a request, or None if the request has to wait.
 
-        The data of the answer are in `answer_data`. If an exception is raised, nothing has changed.
+        The data of the answer are in `answer_data`. If `validate` raises, nothing has changed.
 
         Args:
             worker: number of the worker that sent the request.
@@ -229,7 +229,7 @@ class Core:
             if not silent:
                 continue
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
-            if self._survives and not self._waits:
+            if self._continues_after_loss and not self._waits_for_rejoin:
                 for w in silent:
                     self.lose(w, self._reason(w, now))
                 continue
@@ -248,7 +248,7 @@ class Core:
         self._waiting = {w: (now, message) for w, (_, message) in self._waiting.items()}
 
     def next_deadline(self) -> float:
-        """Return the time at which `check` has to be called if no request arrives before."""
+        """Return the time at which `check` has to be called if no request arrives before then."""
         waiting = self._waiting.values()
         ends = (self._deadline(w, since) for since, m in waiting for w in self._waits_for(m))
         return min(ends, default=float("inf"))
@@ -260,9 +260,9 @@ class Core:
             return
         message = f"worker {worker} is gone at clock {member.clock}: {reason}"
         self._waiting.pop(worker, None)
-        if self._waits:
+        if self._waits_for_rejoin:
             return  # the others wait until it has rejoined
-        if self._survives:
+        if self._continues_after_loss:
             self.lost[worker] = message
             if self.is_first:
                 self.ledger.leave(worker)  # the replica replays it with the next answer
@@ -377,7 +377,8 @@ class Core:
         replica = self.replica
         if self._elastic:
             self.lost.pop(worker, None)
-        if m.number:  # only the first server decides which workers take part
+        if m.number:
+            # The number is the server's. Only server 0 decides which workers take part.
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
         if replica.shard.servers > 1 and not self.ledger.can_follow(m.position):
             return Message(Kind.REREAD, position=replica.position)
@@ -426,8 +427,8 @@ class Core:
             raise PeerLost(f"training continues without this worker: worker {worker} has left")
         if not member.active:
             raise RuntimeError(f"worker {worker} has finished; it can neither pull nor push")
-        # Only with transports that may lose a request can a push be repeated. With the others a
-        # second push of one clock comes from a second worker with the same number.
+        # Elastic workers may resend a push whose answer was lost. Otherwise a second push of one
+        # clock means that two workers use the same number.
         may_repeat = self._elastic and m.kind in (Kind.PUSH, Kind.COMMIT)
         is_repeated = may_repeat and m.clock == member.clock - 1
         if m.clock != member.clock and not is_repeated:
