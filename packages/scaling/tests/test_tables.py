@@ -862,3 +862,14 @@ def test_name_is_recognized_with_its_unit(name, ours, unit):
 )
 def test_names_of_other_quantities_are_not_recognized(name):
     assert not is_known_name(name)
+
+
+def test_columns_of_keyed_cells_are_aligned_by_key():
+    """The keys of JSON objects may have another order in each column."""
+    parameters = {"a": 1e8, "b": 2e8, "c": 4e8, "d": 8e8}
+    tokens = {"d": 8e10, "c": 4e10, "b": 2e10, "a": 1e10}
+    loss = {"c": 2.7, "d": 2.5, "a": 3.3, "b": 3.0}
+    runs = load_runs({"N": parameters, "D": tokens, "loss": loss})
+    assert runs.parameters.tolist() == [1e8, 2e8, 4e8, 8e8]
+    assert runs.tokens.tolist() == [1e10, 2e10, 4e10, 8e10]
+    assert runs.loss.tolist() == [3.3, 3.0, 2.7, 2.5]

@@ -144,7 +144,9 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
     if all(isinstance(v, Mapping) for v in values):
         if any(is_known_name(name) for name in content):
             # pandas' orient="columns": {"N": {"0": …, "1": …}}
-            return _from_columns({name: list(v.values()) for name, v in content.items()})
+            # The keys identify the rows, whose order may differ between columns.
+            keys = dict.fromkeys(key for column in values for key in column)
+            return _from_columns({n: [c.get(k) for k in keys] for n, c in content.items()})
         return _from_records(values)
     if not any(isinstance(v, list | tuple | np.ndarray) or hasattr(v, "__len__") for v in values):
         return _from_records([content])
