@@ -153,7 +153,7 @@ def test_custom_form_is_fitted():
         fit_law(form, {"y": x})
     with pytest.raises(ValueError, match="'y' must be positive and finite, but row 12 is -1"):
         fit_law(form, {"x": x, "y": [*x[:-1], -1.0]})
-    with pytest.raises(ValueError, match="2 rows cannot fix 3 constants"):
+    with pytest.raises(ValueError, match="expected at least 3 rows to fit own, got 2"):
         fit_law(form, {"x": x[:2], "y": x[:2]})
     with pytest.raises(ValueError, match="differ in length"):
         fit_law(form, {"x": x, "y": x[:-1]})
@@ -193,7 +193,7 @@ def test_undetermined_constants_and_bad_options_are_reported():
         {"L0": 2.6, "A": 0.5, "C": 0.4, "alpha": 0.5}, rel=1e-6
     )
     rising = {"loss": [3, 2.5, 2.2, 2.0, 1.9], "error": [0.4, 0.5, 0.6, 0.65, 0.7]}
-    with pytest.warns(ScalingWarning, match="k, gamma of accuracy at a bound"):
+    with pytest.warns(ScalingWarning, match="k, gamma of accuracy ended at a bound"):
         fit_law("accuracy", rising)
     for options, message in (
         ({"loss": "mse"}, "expected loss to be one of"),
@@ -204,3 +204,12 @@ def test_undetermined_constants_and_bad_options_are_reported():
             fit_law("chinchilla", runs, **options)
     with pytest.raises(ValueError, match="got 'zeta'"):
         fit_law("chinchilla", runs).interval("zeta")
+
+
+def test_forms_of_different_targets_are_not_compared():
+    """Each form used to be scored on its own target, and all scores were ranked together."""
+    rows = {name: np.geomspace(1, 10, 8) for name in ("parameters", "tokens", "loss", "compute")}
+    rows["error"] = rows["loss"] / 20
+    forms = ["kaplan", next(f for f in CATALOG.values() if f.target == "error")]
+    with pytest.raises(ValueError, match=r"forms of one target, got \['error', 'loss'\]"):
+        select_law(rows, forms)

@@ -873,3 +873,28 @@ def test_columns_of_keyed_cells_are_aligned_by_key():
     assert runs.parameters.tolist() == [1e8, 2e8, 4e8, 8e8]
     assert runs.tokens.tolist() == [1e10, 2e10, 4e10, 8e10]
     assert runs.loss.tolist() == [3.3, 3.0, 2.7, 2.5]
+
+
+def test_series_with_different_indexes_are_refused():
+    """By their labels pandas would align them; by position the pairs would be wrong."""
+    pandas = pytest.importorskip("pandas")
+    sizes, tokens = pandas.Series([1e8, 2e8]), pandas.Series([2e9, 4e9], index=[1, 0])
+    with pytest.raises(ValueError, match="'N' and 'D' are Series with different indexes"):
+        load_runs({"N": sizes, "D": tokens, "loss": sizes})
+
+
+def test_metrics_that_are_logged_twice_at_one_step_are_refused():
+    rows = [
+        {"run": "a", "tag": tag, "step": step, "value": value}
+        for tag, step, value in (
+            ("loss", 1, 3.0), ("loss", 2, 2.9), ("loss", 2, 2.8), ("N", 0, 1e8), ("tokens", 1, 2e9),
+        )
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"'loss' has two values at step 2 of one run, 2\.9 and 2"):
+        load_runs(rows)
+
+
+def test_names_that_occur_flat_and_nested_are_refused():
+    record = {"config.lr": 0.1, "config": {"lr": 0.2}, "N": 1e8, "D": 2e9, "loss": 3.0}
+    with pytest.raises(ValueError, match=r"'config\.lr' as a name and as nested mappings"):
+        load_runs([record, record])

@@ -40,7 +40,7 @@ class LawFit(ComparesArrays):
     form: Form
     constants: dict[str, float]
     objective: float
-    #: Log of predicted over observed target, one per row.
+    #: log(predicted / observed), one per row.
     residuals: Array
     proof: Proof
     problem: Problem
@@ -136,11 +136,12 @@ def fit_law(
         target: The name of the target; by default the form's own.
         delta: The width of the Huber loss.
         fixed: Constants that are not fitted.
-        prove: Polish every point of the exponent grid.
+        prove: Refine the fit from every point of the exponent grid, not only from the best ones.
 
     Raises:
-        ValueError: Columns are missing, not positive or of unequal length, a constant is unknown,
-            there are fewer rows than constants, or the rows do not identify the law.
+        ValueError: Columns are missing, of unequal length or not positive (inputs that may be zero:
+            negative), a constant is unknown, there are fewer rows than constants, or the rows do
+            not identify the law.
 
     A `ScalingWarning` reports constants at a bound.
     """
@@ -151,15 +152,17 @@ def fit_law(
     validate_objective(loss, delta)
     needed = len(form.constants) - len(fixed)
     if len(log_target) < needed:
-        raise ValueError(f"{len(log_target)} rows cannot fix {needed} constants of {form.name}")
+        raise ValueError(
+            f"expected at least {needed} rows to fit {form.name}, got {len(log_target)}"
+        )
     _require_identified(form, columns, fixed)
     problem = Problem(form, columns, log_target, fixed)
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]
     if at_bound := _constants_at_bound(problem, theta):
         warnings.warn(
-            f"{', '.join(at_bound)} of {form.name} at a bound: the rows do not determine it, or do"
-            " not follow such a law",
+            f"{', '.join(at_bound)} of {form.name} ended at a bound: the rows do not determine it,"
+            " or do not follow such a law",
             ScalingWarning,
             stacklevel=2,
         )
@@ -178,7 +181,7 @@ def fit_law(
 
 
 def _check_constants(form: Form, fixed: Mapping[str, float]) -> None:
-    """Raise `ValueError` if fixed constants are unknown or impossible."""
+    """Raise `ValueError` if fixed constants are unknown or invalid."""
     if unknown := {*fixed} - {*form.constants}:
         raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
     for name, value in fixed.items():
@@ -227,9 +230,11 @@ def select_law(
 ) -> list[tuple[float, LawFit]]:
     """Fit several forms and return (score, fit) pairs, the lowest score first.
 
-    The score is the root mean square of log predicted over observed target. It is measured on the
-    rows above the `fraction` quantile of column `by`, with a fit of the rows below. The returned
-    fits use all rows. `forms` defaults to every form of `CATALOG` whose inputs the rows have.
+    The score is the root mean square of log(predicted / observed). It is measured on the rows more
+    than 1 % above the `fraction` quantile of column `by`, with a fit of the rows below. The
+    returned fits use all rows. `forms` defaults to every form of `CATALOG` for the target, by
+    default "loss", whose inputs the rows have. Raises ValueError if the forms have different
+    targets, because their scores could not be compared.
     """
     axis = _column(rows, by)
     masks = below_cuts(axis, [fraction])
@@ -244,14 +249,21 @@ def select_law(
                 chosen.append(form)
     else:
         chosen = [_resolve_form(form) for form in forms]
+    targets = {target or form.target for form in chosen}
+    if len(targets) > 1:
+        raise ValueError(
+            f"expected forms of one target, got {sorted(targets)}; compare the forms of each target"
+            " separately, or pass target="
+        )
     scored = []
     for form in chosen:
-        columns, log_target = _columns(form, rows, target or form.target)
-        table = {**columns, "y": np.exp(log_target)}
-        part = fit_law(form, {k: v[below] for k, v in table.items()}, target="y")
+        name = target or form.target
+        columns, log_target = _columns(form, rows, name)
+        table = {**columns, name: np.exp(log_target)}
+        part = fit_law(form, {k: v[below] for k, v in table.items()}, target=name)
         predicted = part.predict(**{k: columns[k][~below] for k in form.inputs})
         errors = np.log(predicted) - log_target[~below]
-        scored.append((float(np.sqrt(np.mean(errors**2))), fit_law(form, table, target="y")))
+        scored.append((float(np.sqrt(np.mean(errors**2))), fit_law(form, table, target=name)))
     return sorted(scored, key=lambda pair: pair[0])
 
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,7 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
 
 def _from_columns(content: Mapping[str, Any]) -> Table:
     """Return the table of columns of the same length."""
+    _require_same_index(content)
     columns = {}
     for name, values in content.items():
         cells = np.atleast_1d(np.asanyarray(values))
@@ -165,6 +167,17 @@ def _from_columns(content: Mapping[str, Any]) -> Table:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"columns differ in length: {lengths}")
     return Table(columns, np.arange(1, max(lengths.values(), default=0) + 1))
+
+
+def _require_same_index(content: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if columns are pandas Series whose rows have different labels."""
+    indexes = {n: v.index for n, v in content.items() if hasattr(v, "iloc")}
+    for first, name in pairwise(indexes):
+        if not indexes[first].equals(indexes[name]):
+            raise ValueError(
+                f"columns {first!r} and {name!r} are Series with different indexes; pass a"
+                " DataFrame, which aligns them, or arrays"
+            )
 
 
 def _read_file(path: Path, delimiter: str | None) -> Table:
@@ -333,12 +346,17 @@ def _flatten(record: Mapping[str, Any], path: str = "") -> Record:
         if pairs and all(isinstance(p, Mapping) and {"key", "value"} <= set(p) for p in pairs):
             nested = {pair["key"]: pair["value"] for pair in pairs}
         if not isinstance(nested, Mapping):
-            flat[path + str(name)] = value
+            added = {path + str(name): value}
         elif "value" in nested and set(nested) <= {"value", "desc"}:
             # wandb's config.yaml stores each value under the key "value".
-            flat[path + str(name)] = nested["value"]
+            added = {path + str(name): nested["value"]}
         else:
-            flat.update(_flatten(nested, f"{path}{name}."))
+            added = _flatten(nested, f"{path}{name}.")
+        if repeated := flat.keys() & added.keys():
+            raise ValueError(
+                f"a record has {min(repeated)!r} as a name and as nested mappings; keep one of them"
+            )
+        flat |= added
     return flat
 
 
@@ -374,6 +392,11 @@ def _pivot(table: Table) -> Table:
     for i, (tag, value, step, *run) in enumerate(zip(*map(table.cells, names), strict=True)):
         key = (int(runs[i]), str(step))
         record = records.setdefault(key, {"step": step, **dict(zip(run_names, run, strict=True))})
+        if record.get(str(tag), value) != value:
+            raise ValueError(
+                f"{tag!r} has two values at step {step} of one run, {record[str(tag)]} and {value},"
+                " as after a restart; keep the rows of one attempt"
+            )
         record[str(tag)] = value
         rows.setdefault(key, int(table.rows[i]))
         by_run.setdefault(key[0], {}).setdefault(str(tag), []).append(value)
