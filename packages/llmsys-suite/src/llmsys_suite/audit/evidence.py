@@ -1,4 +1,7 @@
-"""Evidence for the checks of `plan` and `train` that the run's own records do not contain."""
+"""Measurements for the checks of `plan` and `train` that are missing from the run's own records.
+
+The audit measures speed, FLOPs, initial weights and clocks by other means than the run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from llmsys_suite.measure import network, reference_matmul
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights
 
-#: Turns of products and of the reference matmul, and seconds of products per turn. Other programs
-#: slow a product for longer than it takes, so the best of few products is not the best rate.
+#: Number of rounds of matmuls and of the reference matmul, and seconds of matmuls per round. Other
+#: programs slow the processor for longer than one matmul takes, so the minimum needs many rounds.
 PRODUCT_TURNS, PRODUCT_SECONDS = 20, 0.02
 
 
@@ -45,7 +48,7 @@ def gather_evidence(run: Run) -> dict[str, Any]:
 
 
 def counted(run: Run) -> dict[str, int]:
-    """Count the parameters and FLOPs of a step of the reference with torch on the meta device."""
+    """Count parameters and the FLOPs of a training step of the reference on the meta device."""
     weights = initial_weights(run)
     flops = count_flops(weights, run.config.rows, run.config.context, run.model.num_heads)
     return {
@@ -57,10 +60,11 @@ def counted(run: Run) -> dict[str, int]:
 
 
 def initial_scales(run: Run) -> list[tuple[float, str]]:
-    """Return how far the standard deviation of each initial matrix is from Glorot's.
+    """Return how far the standard deviation of each initial matrix is from Glorot's, and its name.
 
     The unit is the standard error of a standard deviation. Weights beyond three standard deviations
-    are drawn again, which narrows the distribution. Embeddings have a standard deviation of 1.
+    are resampled, which narrows the distribution. Embeddings have a standard deviation of 1. Other
+    tensors must consist of ones; otherwise their deviation is inf.
     """
     narrowed = truncnorm.std(-3, 3)
     scales = []
@@ -87,7 +91,7 @@ def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
 
 
 def _product_rates(run: Run) -> dict[str, float]:
-    """Return the best rate of a product by a separate clock, and over the reference matmul's rate.
+    """Return the peak rate of a matmul, and its ratio to the rate of the small reference matmul.
 
     The first is the best of all ranks in FLOPs per second, the second is the median of the ranks.
     """

@@ -66,7 +66,7 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
     steps = max(1, round(budget / (6 * parameters * ROWS * CONTEXT)))
     rate = 6e-3 * (64 / width) ** 0.5
-    # The models are so small that separate kernels per weight would take a tenth of a step.
+    # The models are so small that a kernel per weight and operation would take longer.
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
     for step in range(steps):
         for group in optimizer.param_groups:
