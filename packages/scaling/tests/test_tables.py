@@ -884,12 +884,9 @@ def test_series_with_different_indexes_are_refused():
 
 
 def test_metrics_that_are_logged_twice_at_one_step_are_refused():
-    rows = [
-        {"run": "a", "tag": tag, "step": step, "value": value}
-        for tag, step, value in (
-            ("loss", 1, 3.0), ("loss", 2, 2.9), ("loss", 2, 2.8), ("N", 0, 1e8), ("tokens", 1, 2e9),
-        )
-    ]  # fmt: skip
+    logged = [("N", 0, 1e8), ("tokens", 1, 2e9), ("loss", 1, 3.0), ("loss", 2, 2.9)]
+    logged.append(("loss", 2, 2.8))
+    rows = [{"run": "a", "tag": tag, "step": step, "value": value} for tag, step, value in logged]
     with pytest.raises(ValueError, match=r"'loss' has two values at step 2 of one run, 2\.9 and 2"):
         load_runs(rows)
 
