@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from paramserver import Asynchronous, Job
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.supervise import join_servers, open_server, read_final_state
-from paramserver.transport import pieces, zeromq
+from paramserver.transport import pieces, zeromq, zeromq_connection
 from paramserver.transport.pieces import Arrival, BufferPool, piece_bounds
 from test_zeromq import UNIT_SGD, Vector, count
 
@@ -170,7 +170,7 @@ class SlowLink:
 
 
 def test_on_a_slow_link_nothing_is_sent_twice(server, monkeypatch):
-    monkeypatch.setattr(zeromq, "_RETRY", 0.3)
+    monkeypatch.setattr(zeromq_connection, "_RETRY", 0.3)
     monkeypatch.setattr(zeromq, "_KEEP_ALIVE", 0.1)
     link = SlowLink(int(server.address.rsplit(":", 1)[1]))
     with join_servers(job(), 0, [link.address]) as worker:
