@@ -30,7 +30,7 @@ def jobs(paged, kind):
             "strides": (THREE,) * 4,
             "cuts": ("*i32",) * 2 if paged else "constexpr",
             "table_shape": ("i32", "i32"),
-            "sizes": ("i32",) * 6,
+            "sizes": ("i32",) * 7,
             "spec": SCORE,
             "meta": "constexpr",
         },
@@ -39,18 +39,15 @@ def jobs(paged, kind):
     yield (
         decode.append_kernel,
         {
-            "cache": cell,
-            "rows": cell,
+            **dict.fromkeys(("k_cache", "v_cache", "k", "v"), cell),
             "lengths": "*i32",
             "table": table,
-            "cache_strides": FOUR,
-            "strides": FOUR,
+            "strides": (FOUR,) * 4,
             "table_shape": ("i32", "i32"),
             "sizes": ("i32",) * 3,
-            "D": "constexpr",
-            "BLOCK_D": "constexpr",
+            **dict.fromkeys(("D", "BLOCK_D", "DV", "BLOCK_DV"), "constexpr"),
         },
-        {"D": 96, "BLOCK_D": 128},
+        {"D": 96, "BLOCK_D": 128, "DV": 64, "BLOCK_DV": 64},
     )
     yield (
         forward.combine_kernel,
@@ -86,7 +83,7 @@ def main():
                 triton.compile(
                     ASTSource(kernel, ordered, constants),
                     target=GPUTarget("cuda", arch, 32),
-                    options={"num_warps": 4, "num_stages": 2},
+                    options={"num_warps": 4, "num_stages": 4},
                 )
                 print(arch, kernel.__name__, "paged" if paged else "contiguous", kind)
 

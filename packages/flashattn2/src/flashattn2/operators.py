@@ -40,7 +40,8 @@ def forward(
     if cu_q is not None and cu_k is not None:
         waits = backend not in KERNEL_BACKENDS
         check_boundaries("cu_seqlens_q", cu_q, q.shape[2], waits)
-        check_boundaries("cu_seqlens_k", cu_k, k.shape[2], waits)
+        if cu_k is not cu_q or k.shape[2] != q.shape[2]:
+            check_boundaries("cu_seqlens_k", cu_k, k.shape[2], waits)
     spec = AttentionSpec(scale, left, right, softcap)
     maxima: Tensor | None = None
     if backend == "gluon":

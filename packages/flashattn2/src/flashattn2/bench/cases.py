@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
 from flashattn2.bench.implementations import Attention, causal, fused_kernels, naive
-from flashattn2.bench.measure import elapsed_ms, processor, saved_bytes
+from flashattn2.bench.measure import elapsed_ms, graph_ms, processor, saved_bytes
 from flashattn2.bench.rounds import (
     OUT_OF_MEMORY,
     PASSES,
@@ -131,7 +131,8 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
 
     SDPA does the same work: two copies into the caches, and a call on views of the filled part with
     `enable_gqa` for grouped heads.  `gbps` is the size of the keys and values, each read once,
-    divided by the time.
+    divided by the time.  On a GPU, further rows have the time of a replayed CUDA graph, which does
+    not depend on Python.
     """
     shapes = [(1, 8, 8, 100), (1, 32, 8, 2000), (4, 32, 32, 2000)]
     dtype, dim = torch.float32, 64
@@ -155,23 +156,27 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
                 {n: elapsed_ms(r, 10, device) / 10 for n, r in runs.items()} for _ in range(31)
             ]
             times = {name: [round[name] for round in rounds] for name in runs}
+        graph_times = {}
+        if device == "cuda":
+            graph_times = {name: [graph_ms(run) for _ in range(3)] for name, run in runs.items()}
         size = 2 * batch * kv_heads * (keys + 1) * dim * dtype.itemsize
-        for name in runs:
-            ratios = [t / ours for t, ours in zip(times[name], times["ours"], strict=True)]
-            milliseconds = statistics.median(times[name])
-            yield {
-                "case": "decode",
-                "dtype": str(dtype).removeprefix("torch."),
-                "batch": batch,
-                "heads": heads,
-                "kv_heads": kv_heads,
-                "keys": keys,
-                "dim": dim,
-                "impl": name,
-                "time_ms": milliseconds,
-                "gbps": size / milliseconds / 1e6,
-                "ratio_p50": statistics.median(ratios),
-            }
+        for group, suffix in ((times, ""), (graph_times, ", CUDA graph")):
+            for name, values in group.items():
+                ratios = [t / ours for t, ours in zip(values, group["ours"], strict=True)]
+                milliseconds = statistics.median(values)
+                yield {
+                    "case": "decode",
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "batch": batch,
+                    "heads": heads,
+                    "kv_heads": kv_heads,
+                    "keys": keys,
+                    "dim": dim,
+                    "impl": name + suffix,
+                    "time_ms": milliseconds,
+                    "gbps": size / milliseconds / 1e6,
+                    "ratio_p50": statistics.median(ratios),
+                }
 
 
 def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) -> Tensor:

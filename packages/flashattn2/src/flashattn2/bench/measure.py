@@ -20,6 +20,13 @@ def time_ms(run: Callable[[], Any], device: str) -> float:
     return elapsed_ms(run, 1, device)
 
 
+def graph_ms(run: Callable[[], Any]) -> float:
+    """Return the median time of one run in a replayed CUDA graph."""
+    from triton.testing import do_bench_cudagraph
+
+    return float(do_bench_cudagraph(run, rep=20, return_mode="median"))
+
+
 def elapsed_ms(run: Callable[[], Any], passes: int, device: str) -> float:
     """Return the total time of all passes."""
     if device == "cuda":

@@ -35,9 +35,9 @@ from flashattn2.spec import AttentionSpec
 
 def decode(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, cu_q: Tensor | None,
-    spec: AttentionSpec, split_size: int,
+    spec: AttentionSpec, split_size: int, new: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output and log-sum-exp of `q` over the first `lengths` keys of each sequence.
+    """Return the output and log-sum-exp of `q` over the first `lengths + new` keys.
 
     With `cu_q`, the queries are packed: `(1, heads, total_q, dim)`.
     """
@@ -52,7 +52,7 @@ def decode(
     rows = seq_q * group
     # The query heads of one key head are rows of a tile, in the order of their positions, so a
     # causal tile ends at the keys of its last query.
-    by_row = q.unflatten(1, (kv_heads, group)).transpose(2, 3)
+    by_row = q if seq_q == 1 else q.unflatten(1, (kv_heads, group)).transpose(2, 3)
     by_row = by_row.reshape(batch, kv_heads, rows, dim).contiguous()
     cuts = None if cu_q is None else (cu_q * group,) * 2
     block_m, block_n = tile_rows(
@@ -73,6 +73,7 @@ def decode(
     if splits > 1:
         to_out = q.new_empty((splits * batch, kv_heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, kv_heads, rows), dtype=torch.float32)
+    key_bytes = block_n * (launch.power_of_two(dim) + launch.power_of_two(v_dim)) * k.element_size()
     exact = q.dtype == torch.float32
     meta = launch.Meta(
         dim, launch.power_of_two(dim), v_dim, launch.power_of_two(v_dim), block_m, block_n,
@@ -81,39 +82,48 @@ def decode(
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         by_row, k, v, to_out, to_lse, lengths, table, launch.strides(by_row, k, v, to_out),
         cuts, (0, 1) if table is None else tuple(table.shape),
-        (tiles, kv_heads, rows, group, k.shape[0], k.shape[2]),
+        (tiles, kv_heads, rows, group, k.shape[0], k.shape[2], new),
         launch.score_factors(spec, exact), meta,
-        num_warps=4, num_stages=2, enable_fp_fusion=True,
+        num_warps=4, num_stages=count_stages(q.device, key_bytes), enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         combine(to_out, to_lse, out, lse, splits)
+    if seq_q == 1:
+        return out.view(batch, heads, 1, v_dim), lse.view(batch, heads, 1)
     # [batch, kv_heads, seq_q, group, ...] to [batch, heads, seq_q, ...]
     by_query = (x.unflatten(2, (seq_q, group)).transpose(2, 3) for x in (out, lse))
     out, lse = (x.flatten(1, 2).contiguous() for x in by_query)
     return out, lse
 
 
-def append(cache: Tensor, rows: Tensor, lengths: Tensor, table: Tensor | None) -> None:
-    """Write `rows` after the first `lengths` rows of each sequence."""
-    batch, heads, new, dim = rows.shape
-    if rows.numel() == 0:
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None
+) -> None:
+    """Write the rows of `k` and `v` after the first `lengths` rows of each sequence."""
+    batch, heads, new, dim = k.shape
+    if k.numel() == 0:
         return
+    v_dim = v.shape[-1]
     append_kernel[(batch * new, heads)](
-        cache, rows, lengths.contiguous(), None if table is None else table.contiguous(),
-        cache.stride(), rows.stride(), (0, 1) if table is None else tuple(table.shape),
-        (new, cache.shape[0], cache.shape[2]), D=dim, BLOCK_D=launch.power_of_two(dim),
+        k_cache, v_cache, k, v,
+        lengths.contiguous(), None if table is None else table.contiguous(),
+        (k_cache.stride(), v_cache.stride(), k.stride(), v.stride()),
+        (0, 1) if table is None else tuple(table.shape),
+        (new, k_cache.shape[0], k_cache.shape[2]),
+        D=dim, BLOCK_D=launch.power_of_two(dim), DV=v_dim, BLOCK_DV=launch.power_of_two(v_dim),
     )  # fmt: skip
 
 
 @triton.jit
 def append_kernel(
-    cache, rows, lengths, table, cache_strides, strides, table_shape, sizes,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    k_cache, v_cache, k, v, lengths, table, strides, table_shape, sizes,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Write one new row.  Grid: (batch · new rows, kv_heads).
+    """Write one new row of each cache.  Grid: (batch · new rows, kv_heads).
 
     See Note [Pages that do not exist].
     """
+    k_cache_strides, v_cache_strides, k_strides, v_strides = strides
     new, pages, page_size = sizes
     batch, row = tl.program_id(0) // new, tl.program_id(0) % new
     head = tl.cast(tl.program_id(1), tl.int64)
@@ -124,14 +134,26 @@ def append_kernel(
         entry = tl.cast(batch, tl.int64) * entries + at // page_size
         page = tl.load(table + entry, exists, other=-1)
         exists = exists & (page >= 0) & (page < pages)
-    columns = tl.arange(0, BLOCK_D)
-    source = tl.cast(batch, tl.int64) * strides[0] + head * strides[1]
-    source += tl.cast(row, tl.int64) * strides[2]
-    target = tl.cast(page, tl.int64) * cache_strides[0] + head * cache_strides[1]
-    target += tl.cast(at % page_size, tl.int64) * cache_strides[2]
-    x = tl.load(rows + source + tl.cast(columns, tl.int64) * strides[3], columns < D, other=0.0)
+    source = (batch, head, row)
+    target = (page, head, at % page_size)
+    _copy_row(k, k_strides, source, k_cache, k_cache_strides, target, exists, D, BLOCK_D)
+    _copy_row(v, v_strides, source, v_cache, v_cache_strides, target, exists, DV, BLOCK_DV)
+
+
+@triton.jit
+def _copy_row(
+    rows, strides, source, cache, cache_strides, target, exists,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copy one row to its place `(page, head, row)` in the cache, if that exists."""
+    columns = tl.cast(tl.arange(0, BLOCK_D), tl.int64)
+    first = tl.cast(source[0], tl.int64) * strides[0] + source[1] * strides[1]
+    first += tl.cast(source[2], tl.int64) * strides[2]
+    start = tl.cast(target[0], tl.int64) * cache_strides[0] + target[1] * cache_strides[1]
+    start += tl.cast(target[2], tl.int64) * cache_strides[2]
+    x = tl.load(rows + first + columns * strides[3], columns < D, other=0.0)
     if exists:
-        tl.store(cache + target + tl.cast(columns, tl.int64) * cache_strides[3], x, columns < D)
+        tl.store(cache + start + columns * cache_strides[3], x, columns < D)
 
 
 def tile_rows(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
@@ -140,6 +162,16 @@ def tile_rows(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
     if element_bytes == 4:
         return min(block_m, 16), 32 if dim <= 128 else 16
     return block_m, 64 if dim <= 128 else 32
+
+
+def count_stages(device: torch.device, key_bytes: int) -> int:
+    """Return the stages of the pipeline of loads: four, or fewer that fit into shared memory.
+
+    A program multiplies one row or a few, so its time is the latency of loads: with four stages,
+    three tiles of keys and values are on their way while the fourth is used.
+    """
+    query_bytes = 16 * 1024
+    return max(2, min(4, (launch.device_of(device).shared_bytes - query_bytes) // key_bytes))
 
 
 @triton.jit
@@ -153,7 +185,7 @@ def decode_kernel(
     `cuts` of packed queries count rows.
     """
     q_strides, k_strides, v_strides, out_strides = strides
-    tiles, kv_heads, rows, group, pages, page_size = sizes
+    tiles, kv_heads, rows, group, pages, page_size, new = sizes
     _, _, _, left, right = spec
     tile, batch, kv_head, at, num_lines = program(tiles, kv_heads, False)
     split = tl.program_id(1)
@@ -168,7 +200,7 @@ def decode_kernel(
     )  # [M, D]
     if meta.PACKED:
         batch = sequence
-    seq_k = tl.load(lengths + batch)
+    seq_k = tl.load(lengths + batch) + new
     # See Note [Pages that do not exist].
     capacity = page_size * tl.cast(table_shape[1], tl.int64)
     fits = (seq_k >= 0) & (seq_k <= capacity)

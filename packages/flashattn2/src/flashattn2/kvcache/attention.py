@@ -96,24 +96,31 @@ def flash_attention_with_kvcache(
         (q,) = (q,) if q.dtype == k_cache.dtype else cast_for_autocast(q)
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
         method = _select_method(q, k_cache, v_cache, spec, backend, precision, split_size)
-        is_cpu_kernel = not is_paged and _is_single_query_on_cpu(q, k_cache, v_cache, spec, method)
+        is_cpu_kernel = (
+            not is_paged
+            and cu_seqlens_q is None
+            and _is_single_query_on_cpu(q, k_cache, v_cache, spec, method)
+        )
         plan = Plan(spec, method, is_cpu_kernel)
         store_plan(signature, q, plan)
 
     # Run.
-    lengths = validation.lengths(cache_seqlens, q, batch)
+    lengths = validation.lengths(cache_seqlens, q, batch, new, k_cache, block_table)
+    check_lengths = isinstance(cache_seqlens, Tensor)
     as_operator = needs_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
     if k is not None and v is not None:
         write = append_op if as_operator else append
-        write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend)
+        write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend, check_lengths)
         if not as_operator:
             torch.autograd.graph.increment_version((k_cache, v_cache))
-        lengths = lengths + new
     run = decode_op if as_operator else attend
     out, lse = run(
         *(q, k_cache, v_cache, lengths, block_table, cu_seqlens_q),
         *plan.spec.scalars(),
-        *(plan.method.backend, plan.method.split_size),
+        *(plan.method.backend, plan.method.split_size, new),
+        # Appending has checked the lengths and pages.
+        check_lengths=check_lengths and k is None,
+        check_pages=k is None,
     )
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)

@@ -25,9 +25,15 @@ def attend(
     softcap: float,
     backend: str,
     split_size: int,
+    new: int,
+    check_lengths: bool,
+    check_pages: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp over the first `lengths` keys of each sequence."""
-    counts = check_values(lengths, 0, k_cache, block_table, backend)
+    """Return the output and log-sum-exp over the first `lengths + new` keys of each sequence.
+
+    The arguments `check_lengths` and `check_pages` are those of `assert_values`.
+    """
+    counts = check_values(lengths, new, k_cache, block_table, backend, check_lengths, check_pages)
     if cu_q is not None:
         check_boundaries("cu_seqlens_q", cu_q, q.shape[2], backend != "triton")
     spec = AttentionSpec(scale, left, right, softcap)
@@ -35,7 +41,10 @@ def attend(
         from flashattn2.kernels import decode
 
         with torch.cuda.device_of(q):
-            return decode.decode(q, k_cache, v_cache, lengths, block_table, cu_q, spec, split_size)
+            return decode.decode(
+                q, k_cache, v_cache, lengths, block_table, cu_q, spec, split_size, new
+            )
+    counts = [count + new for count in counts]
     bounds = None if cu_q is None else cu_q.cpu().tolist()
     out, lse = eager.attend_sequences(
         q, k_cache, v_cache, counts, block_table, bounds, spec, backend
@@ -61,18 +70,19 @@ def append(
     lengths: Tensor,
     block_table: Tensor | None,
     backend: str,
+    check_lengths: bool,
 ) -> None:
     """Write the new rows after the first `lengths` rows of each sequence."""
-    check_values(lengths, k.shape[2], k_cache, block_table, backend)
+    check_values(lengths, k.shape[2], k_cache, block_table, backend, check_lengths, True)
     check_memory(k_cache, v_cache, k, v)
-    for cache, rows in ((k_cache, k), (v_cache, v)):
-        if backend == "triton":
-            from flashattn2.kernels import decode
+    if backend == "triton":
+        from flashattn2.kernels import decode
 
-            with torch.cuda.device_of(k):
-                decode.append(cache, rows, lengths, block_table)
-        else:
-            eager.scatter_rows(cache, rows, lengths, block_table)
+        with torch.cuda.device_of(k):
+            decode.append(k_cache, v_cache, k, v, lengths, block_table)
+        return
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        eager.scatter_rows(cache, rows, lengths, block_table)
 
 
 append_op = torch.library.custom_op(

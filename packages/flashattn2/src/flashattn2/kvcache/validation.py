@@ -1,5 +1,7 @@
 """Validation of the arguments of `flash_attention_with_kvcache`."""
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -152,7 +154,7 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
     """Raise ValueError if a new row would overwrite another one.
 
     The operator calls this function: in a compiled graph, only its tensors have memory.  The fast
-    path of a decoded token calls it too, and each statement is measurable there.
+    path of a decoded token calls it too, where every additional statement slows decoding.
     """
     if 0 in k_cache.stride() or 0 in v_cache.stride():
         for cache in (k_cache, v_cache):
@@ -167,11 +169,56 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
         # Latent attention has values that are a part of the keys, in the caches and the new rows.
         return
     first = k_cache if distance >= 0 else v_cache
-    if abs(distance) < first.shape[3] * first.element_size() and k.numel():
+    extent = sum(map(operator.mul, first.stride(), first.shape))
+    if abs(distance) < extent * first.element_size() and k.numel():
+        _check_separate(k_cache, v_cache, distance)
+
+
+def _check_separate(k_cache: Tensor, v_cache: Tensor, distance: int) -> None:
+    """Raise ValueError if rows of the caches, `distance` bytes apart, have memory in common."""
+    elements, rest = divmod(distance, k_cache.element_size())
+    dims = []
+    for k_stride, k_size, v_stride, v_size in zip(
+        k_cache.stride(), k_cache.shape, v_cache.stride(), v_cache.shape, strict=True
+    ):
+        # The stride of a dimension of size 1 has no meaning.
+        strides = (v_stride if k_size == 1 else k_stride, k_stride if v_size == 1 else v_stride)
+        if max(k_size, v_size) > 1:
+            dims.append((strides[0], k_size, strides[1], v_size))
+    if rest or _may_overlap(elements, sorted(dims, reverse=True)):
         raise ValueError(
-            "expected separate caches for different k and v, got one memory for k_cache and "
-            "v_cache: the new values would overwrite the new keys; allocate v_cache separately"
+            "expected separate memory for k_cache and v_cache, got caches that overlap: new values "
+            "would overwrite keys; allocate the caches separately, or as parts of one tensor such "
+            "as kv[0] and kv[1]"
         )
+
+
+def _may_overlap(distance: int, dims: list[tuple[int, int, int, int]]) -> bool:
+    """Return True if two tensors that are `distance` elements apart may have an element in common.
+
+    The `dims` are (stride, size) of both tensors in the order of falling strides.  The result is
+    exact for strides that both tensors share and that are no smaller than the extent of the
+    dimensions inside; of other strides, only the first and last elements are compared.
+    """
+    extents = [1 + sum((size - 1) * stride for stride, size in sides) for sides in _sides(dims)]
+    if not -extents[1] < distance < extents[0]:
+        return False
+    if not dims:
+        return True
+    (k_stride, k_size, v_stride, v_size), *inner = dims
+    inner_extents = [1 + sum((n - 1) * stride for stride, n in sides) for sides in _sides(inner)]
+    if k_stride != v_stride or k_stride < max(inner_extents):
+        return True
+    # Inside the extent of the inner dimensions, only two differences of this index are possible.
+    return any(
+        -v_size < difference < k_size and _may_overlap(distance - difference * k_stride, inner)
+        for difference in (distance // k_stride, distance // k_stride + 1)
+    )
+
+
+def _sides(dims: list[tuple[int, int, int, int]]) -> tuple[list[tuple[int, int]], ...]:
+    """Return the strides and sizes of each of the two tensors."""
+    return [dim[:2] for dim in dims], [dim[2:] for dim in dims]
 
 
 def _is_expanded(x: Tensor) -> bool:
@@ -179,11 +226,21 @@ def _is_expanded(x: Tensor) -> bool:
     return any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
 
 
-def lengths(cache_seqlens: int | Tensor, q: Tensor, batch: int) -> Tensor:
-    """Return the lengths as an int32 tensor with one length per sequence, without waiting."""
+def lengths(
+    cache_seqlens: int | Tensor,
+    q: Tensor,
+    batch: int,
+    new: int,
+    cache: Tensor,
+    table: Tensor | None,
+) -> Tensor:
+    """Return the lengths as an int32 tensor with one length per sequence, without waiting.
+
+    Raises `ValueError` for an int above the capacity; `check_values` checks a tensor.
+    """
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        if not -MAX_ROWS <= cache_seqlens <= MAX_ROWS:
-            raise ValueError(f"cache_seqlens must be from 0 to the capacity, got {cache_seqlens}")
+        if not 0 <= cache_seqlens <= _capacity(cache, table) - new:
+            raise ValueError(f"{_length_rule(new, cache, table)}, got {cache_seqlens}")
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if not isinstance(cache_seqlens, Tensor):
         raise TypeError(
@@ -201,25 +258,43 @@ def lengths(cache_seqlens: int | Tensor, q: Tensor, batch: int) -> Tensor:
 
 
 def check_values(
-    lengths: Tensor, new: int, cache: Tensor, table: Tensor | None, backend: str
+    lengths: Tensor,
+    new: int,
+    cache: Tensor,
+    table: Tensor | None,
+    backend: str,
+    check_lengths: bool,
+    check_pages: bool,
 ) -> list[int]:
     """Check the lengths and the pages in use; return the lengths, if the backend reads them.
 
     The Triton kernels do not wait for a GPU: there the check is a device-side assertion.
     """
     if backend == "triton" and lengths.device.type != "cpu":
-        assert_values(lengths, new, cache, table)
+        assert_values(lengths, new, cache, table, check_lengths, check_pages)
         return []
     counts: list[int] = lengths.cpu().tolist()
     check_counts(counts, new, cache, table)
     return counts
 
 
-def assert_values(lengths: Tensor, new: int, cache: Tensor, table: Tensor | None) -> None:
-    """Assert on the device, without waiting, that lengths fit and that pages in use exist."""
-    is_valid = ((lengths >= 0) & (lengths <= _capacity(cache, table) - new)).all()
-    torch._assert_async(is_valid, _length_rule(new, cache, table))
-    if table is not None:
+def assert_values(
+    lengths: Tensor,
+    new: int,
+    cache: Tensor,
+    table: Tensor | None,
+    check_lengths: bool,
+    check_pages: bool,
+) -> None:
+    """Assert on the device, without waiting, that lengths fit and that pages in use exist.
+
+    Each assertion takes several kernels, so `check_lengths` and `check_pages` are False for values
+    that were checked before.
+    """
+    if check_lengths:
+        is_valid = (lengths == lengths.clamp(0, _capacity(cache, table) - new)).all()
+        torch._assert_async(is_valid, _length_rule(new, cache, table))
+    if table is not None and check_pages:
         first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
         is_unused = first_rows >= (lengths + new)[:, None]
         is_valid = (is_unused | ((table >= 0) & (table < len(cache)))).all()
