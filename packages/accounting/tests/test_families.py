@@ -495,6 +495,59 @@ def test_dense_layers_between_experts_are_refused(family: str) -> None:
         Transformer.from_hf(content | {"moe_layer_freq": 2})
 
 
+def test_second_name_of_a_field_is_read_like_transformers() -> None:
+    import transformers
+
+    tried = 0
+    for family in sorted(set(FAMILIES) - UNBUILT):
+        config = transformers.AutoConfig.for_model(family, **small(family))
+        kind = type(config)
+        if not kind.attribute_map:
+            continue
+        full = config.to_dict()
+        original = Transformer.from_hf(full)
+        for second, first in kind.attribute_map.items():
+            value = full.get(first)
+            # A GPT-Neo also lists the kinds of its layers.
+            if type(value) is not int or not value or (family, first) == ("gpt_neo", "num_layers"):
+                continue
+            content = {name: field for name, field in full.items() if name != first}
+            content |= {second: 2 * value}
+            try:
+                expected = Transformer.from_hf(kind.from_dict(dict(content)).to_dict())
+            except ValueError:
+                continue
+            tried += 1
+            assert Transformer.from_hf(content) == expected, (family, second)
+            if expected != original:
+                with pytest.raises(ValueError, match=f"{first} and {second}, two names"):
+                    Transformer.from_hf(full | {second: 2 * value})
+    assert tried > 60, tried
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "other", "expected"),
+    [
+        ("biogpt", "hidden_act", "relu", "relu"),
+        ("clip_text_model", "hidden_act", "relu", "relu"),
+        ("mt5", "feed_forward_proj", "gated-gelu", "gelu_new"),
+        ("t5", "feed_forward_proj", "gelu", "gelu"),
+        ("vit", "hidden_act", "relu", "relu"),
+        ("whisper", "activation_function", "relu", "relu"),
+        ("xglm", "activation_function", "relu", "relu"),
+    ],
+)
+def test_activation_is_the_one_of_the_class(
+    family: str, field: str, other: str, expected: str
+) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(family, **{field: other})
+    model = Transformer.from_hf(config)
+    assert model.activation == expected
+    assert not model.encoder or model.encoder.activation == expected
+
+
 def test_model_type_that_is_not_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected model_type to be a name, got \['llama'\]"):
         Transformer.from_hf({"model_type": ["llama"]})

@@ -181,6 +181,26 @@ def _spelled(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
+def _with_first_names(content: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """Return a configuration in which each second name of a field is replaced by the first.
+
+    Raises `ValueError` if both names are present with different values. The order of the lines
+    decides which of them transformers uses.
+    """
+    renamed: Table = {}
+    for first, seconds in _ALIASES.items():
+        for second, families in seconds.items():
+            if family not in families or content.get(second) is None:
+                continue
+            renamed[first] = content[second]
+            if content.get(first, content[second]) != content[second]:
+                raise ValueError(
+                    f"expected {first} and {second}, two names of one field of {family}, to be "
+                    f"equal, got {content[first]!r} and {content[second]!r}; omit one of them"
+                )
+    return {**content, **renamed} if renamed else content
+
+
 class Config:
     """The names in a formula: functions, `let` definitions and fields of the configuration.
 
@@ -188,7 +208,7 @@ class Config:
     """
 
     def __init__(self, content: Mapping[str, Any], family: str, table: Table) -> None:
-        self.content = content
+        self.content = _with_first_names(content, family)
         self.family = family
         self.table = table
         self.let: Table = table.get("let", {})
@@ -452,6 +472,7 @@ _FILES = {
 _BASE: Table = {
     name: table for file in _FILES.values() for name, table in file.pop("base", {}).items()
 }
+_ALIASES: Table = tables("model/families/aliases.toml")
 _TOWERS: Table = tables("model/families/towers.toml")
 _MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
 #: Reasons why some families are refused.
