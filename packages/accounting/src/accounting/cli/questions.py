@@ -12,7 +12,7 @@ from accounting.flops import Phase, flops
 from accounting.hardware import Hardware, find
 from accounting.kv_cache import kv_cache
 from accounting.memory.states import device_parameters
-from accounting.model.matrices import all_matrices
+from accounting.model.matrices import all_matrices, matrices
 from accounting.model.records import MLA, Experts, Window
 from accounting.model.shape import Shape
 from accounting.model.transformer import Transformer, content_of
@@ -37,6 +37,8 @@ class Stage(NamedTuple):
     model: Shape
     weight_bytes: float
     cache_bytes: float
+    #: Part of the cache that one new token reads.
+    read_bytes: float
 
 
 @checks.entry()
@@ -74,9 +76,10 @@ def serving(
         result = []
         for number in range(pipeline):
             part = plan.stage_model(model, number)
-            cache_bytes = float(kv_cache(part, seq=seq, dtype=cache, tensor=ranks).total)
+            stored = kv_cache(part, seq=seq, dtype=cache, tensor=ranks)
             weight_bytes = sum(device_parameters(model, plan, number)) * size
-            result.append(Stage(part, weight_bytes, cache_bytes))
+            read_bytes = float(stored.total) - _unselected_bytes(part, stored, seq)
+            result.append(Stage(part, weight_bytes, float(stored.total), read_bytes))
         return result
 
     tensor = gpus // pipeline
@@ -86,7 +89,7 @@ def serving(
     if not cache_bytes:
         raise ValueError(f"expected a decoder, got {model.name}, which keeps no cache")
     usable = 0.9 * device.memory_bytes
-    read = sum(_read_parameters(x.model, tensor) * size + x.cache_bytes for x in loads)
+    read = sum(_read_parameters(x.model, tensor, "decode") * size + x.read_bytes for x in loads)
     room = math.inf
     for stage in loads:
         if stage.weight_bytes > usable:
@@ -140,10 +143,12 @@ def _inference_seconds(
     utilization = MATMUL_SHARE.get(dtype, 0.8) * POWER_SHARE.get(device.name, 1.0)
     tokens = batch * (seq if phase == "prefill" else 1)
     least = modeled = 0.0
-    for part, _, cache_bytes in loads:
+    for part, _, cache_bytes, read_bytes in loads:
         work = flops(part, seq=seq, batch=batch, phase=phase)
         scores = float(work["attention"].total) if "attention" in work else 0.0
-        moved = _read_parameters(part, tensor, tokens) * size + batch * cache_bytes
+        moved = _read_parameters(part, tensor, phase, tokens) * size
+        # A prefill writes the whole cache.
+        moved += batch * (read_bytes if phase == "decode" else cache_bytes)
         peak, bandwidth = device.peak(dtype), device.memory_bandwidth
         least += max(float(work.total) / tensor / peak, moved / bandwidth)
         stream = STREAM_PASSES / 3 * part.layers * tokens * part.d_model * wire
@@ -183,14 +188,23 @@ def _devices_needed(
     return 0
 
 
-def _read_parameters(model: Shape, ranks: int, tokens: int = 1) -> int:
+def _unselected_bytes(model: Shape, cache: Breakdown, seq: int) -> float:
+    """Return the bytes of the latents that an index does not select for a new token."""
+    if not model.mla or not model.mla.index_heads:
+        return 0.0
+    latents = sum(float(p.total) for p in cache if p.name in ("latents", "position keys"))
+    return latents * (1 - min(seq, model.mla.index_top) / seq)
+
+
+def _read_parameters(model: Shape, ranks: int, phase: Phase, tokens: int = 1) -> int:
     """Return the parameters that a device reads for some tokens, without tables.
 
-    Tokens that choose experts independently of each other miss some of them.
+    Tokens that choose experts independently of each other miss some of them. A decode step does
+    not read the encoder, nor the matrices of its keys and values.
     """
     read = 0.0
-    for matrix in all_matrices(model):
-        if matrix.kind == "table":
+    for matrix in matrices(model) if phase == "decode" else all_matrices(model):
+        if matrix.kind == "table" or (phase == "decode" and matrix.applies_to == "source"):
             continue
         copies = float(matrix.copies)
         if matrix.routed:
