@@ -265,6 +265,23 @@ def test_three_runs_per_budget_use_plain_parabolas_with_a_warning():
     assert fit.valleys[0].shape is None
 
 
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"per_budget": 3, "span": 9}, "too few for a skew"),
+        ({"per_budget": 4, "span": 40}, "'parameters' 3.42x apart"),
+        ({"shift": 5.5}, "at an edge of 'parameters'"),
+    ],
+)
+def test_seeds_of_one_size_are_one_point_of_the_grid(grid, message):
+    once = isoflop_runs(**grid)
+    columns = {"N": once.parameters, "D": once.tokens, "loss": once.loss}
+    seeds = [{**columns, "loss": once.loss * factor} for factor in (1.0, 0.9995, 1.0005)]
+    runs = load_runs({name: np.concatenate([seed[name] for seed in seeds]) for name in columns})
+    assert any(message in doubt for doubt in quiet(once).warnings)
+    assert any(message in doubt for doubt in quiet(runs).warnings)
+
+
 def test_shape_at_its_bound_is_reported_and_not_used():
     """Small models are far worse than under any law, so the search ends at its bound."""
     u = np.linspace(-1, 1, 6)
