@@ -40,10 +40,10 @@ def fit_sweep(
     """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
 
     Runs at one batch size and rate are repetitions, which a column such as `seed` identifies.
-    Without one, the k-th rows of all rates are one repetition in the jackknife. Rows without a loss and runs that did not
-    finish are left out. Diverged runs are left out too, with a warning and a count. Their loss is
-    nan, inf or "diverged", or a number that no curve through the other rates explains, such as the
-    logarithm of the vocabulary size.
+    Without one, the k-th rows of all rates are one repetition in the jackknife. Rows without a loss
+    and runs that did not finish are left out. Diverged runs are left out too, with a warning and a
+    count. Their loss is nan, inf or "diverged", or a number that no curve through the other rates
+    explains, such as the logarithm of the vocabulary size.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
