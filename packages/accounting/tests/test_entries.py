@@ -99,7 +99,7 @@ TAKES: dict[str, dict[str, Any]] = {
 # Internal functions, which are not documented.
 INSIDE = {
     *("memory.backward", "memory.fsdp_pipeline"),
-    *("memory.states.stage_states", "memory.states.fsdp_groups"),
+    *("memory.states.stage_states", "memory.states.fsdp_groups", "memory.states.cast_weights"),
     *("breakdown", "checks", "cli.main", "cli.report", "memory.live", "model.formulas"),
     *("model.matrices", "model.module", "model.registry", "plan", "search.launch"),
     *("search.estimates",),
