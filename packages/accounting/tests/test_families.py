@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from accounting import Transformer, flops, kv_cache, parameters
-from accounting.model.registry import _MULTIMODAL, ENCODERS, FAMILIES, transformer_arguments
+from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
+from accounting.model.registry import transformer_arguments
 from random_configurations import outcomes
 from transformers_cache import cache_name
 
@@ -297,7 +298,7 @@ def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", sorted(name for names in _MULTIMODAL.values() for name in names))
+@pytest.mark.parametrize("family", sorted(name for names in MULTIMODAL.values() for name in names))
 def test_every_multimodal_class_ties_its_language_model_like_transformers(family: str) -> None:
     tying_agrees(family)
 
