@@ -14,8 +14,9 @@ from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import blank_cells, list_some, parse_numbers, uses_decimal_comma
 from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
-from scaling.tables.source import Table, read_table
+from scaling.tables.source import read_table
 from scaling.tables.states import keep_finished
+from scaling.tables.table import Table
 from scaling.units import Array
 
 #: Texts of losses of diverged runs.

@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from scaling.tables.names import Column
-from scaling.tables.source import Table
+from scaling.tables.table import Table
 from scaling.units import Array
 
 
