@@ -36,7 +36,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "cli.questions.differences": {"first": MODEL, "second": MODEL, "seq": 8},
     "cli.questions.read_model": {"text": "layers=2,d_model=8,heads=2,vocab_size=9"},
     "cli.questions.stored_dtype": {"text": "layers=2"},
-    "cli.questions.serving": {"model": MODEL, "gpus": 1, "hardware": "H100", "seq": 8},
+    "cli.serving.serving": {"model": MODEL, "gpus": 1, "hardware": "H100", "seq": 8},
     "flops.flops": RUN | {"phase": "training", "attention": "full", "recompute": "none"},
     "flops.hfu": {"model": MODEL, "tokens_per_second": 5.0, "seq": 8, "flash": True} | PEAK,
     "flops.mfu": {"model": MODEL, "tokens_per_second": 5.0, "seq": 8} | PEAK,

@@ -24,7 +24,8 @@ from accounting import (
     training_memory,
 )
 from accounting.cli.main import main
-from accounting.cli.questions import amount, serving, stored_dtype
+from accounting.cli.questions import amount, stored_dtype
+from accounting.cli.serving import serving
 from accounting.memory.states import device_parameters
 from accounting.plan import even
 from accounting.search.launch import command_lines
