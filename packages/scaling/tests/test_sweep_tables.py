@@ -126,9 +126,9 @@ def test_rows_of_one_seed_are_one_repetition_in_any_order():
             rows.append({"lr": rate, "batch_size": 64, "seed": seed, "loss": loss})
     expected = fit_sweep(rows).intervals[0]
     for missing in (0, 1):
-        kept = rows[missing:]
+        present = rows[missing:]
         intervals = [
-            fit_sweep([kept[i] for i in random.permutation(len(kept))]).intervals[0]
+            fit_sweep([present[i] for i in random.permutation(len(present))]).intervals[0]
             for _ in range(5)
         ]
         ends = [(interval.low, interval.high) for interval in intervals]

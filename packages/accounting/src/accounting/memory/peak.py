@@ -84,7 +84,8 @@ class _Step:
 
     def head(self) -> Iterator[Breakdown]:
         """Yield the moments from the end of the forward to the final norm's backward."""
-        unsharded, before, cast = self.unsharded, self.kept_gradients, self.cast_weights
+        unsharded, before = self.unsharded, self.kept_gradients
+        cast = self.cast_weights
         saved = replace(self.saved, name="activations")
         head = head_activations(self.model, tokens=self.tokens, **self.work.head(self.model))
         # At the end of the forward the gradient of the logits does not exist yet.
@@ -122,7 +123,8 @@ class _Step:
 
     def blocks(self) -> Iterator[Breakdown]:
         """Yield the moments inside the blocks, from the last one to the first."""
-        model, unsharded, cast = self.model, self.unsharded, self.cast_weights
+        model, unsharded = self.model, self.unsharded
+        cast = self.cast_weights
         last_gradients = self.parameters
         if not self.gradients_kept:
             last_gradients -= _first_block_and_table(model)

@@ -19,7 +19,7 @@ _BASE: Table = {
 ALIASES: Table = tables("model/families/aliases.toml")
 #: Vision towers and projectors of multimodal families.
 TOWERS: Table = tables("model/families/towers.toml")
-#: How multimodal classes tie the head of their language model.
+#: Multimodal classes by the field that ties the head of their language model.
 MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
 #: Reasons why some families are refused.
 REFUSED: dict[str, str] = {

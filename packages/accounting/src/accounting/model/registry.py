@@ -1,4 +1,4 @@
-"""Which family of `families/*.toml` describes a configuration of Hugging Face.
+"""The arguments of a `Transformer` for any configuration of Hugging Face.
 
 A family without a table is refused by name. A multimodal configuration is that of its language
 model, with the parameters of a known vision tower.

@@ -1,4 +1,7 @@
-"""Tables of raw cells, whose rows keep their line or position for later messages."""
+"""Tables of raw cells, and the state of reading one.
+
+Each row keeps its line or position, so that every later message can refer to it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import list_some
+from scaling.tables.names import Column
+from scaling.units import Array
 
 Cells = NDArray[Any]
 
@@ -53,6 +58,38 @@ class Table:
         keys = zip(*(map(str, self.cells(name)) for name in names), strict=True)
         codes = (index.setdefault(key, len(index)) for key in keys)
         return np.fromiter(codes, np.intp, len(self))
+
+
+@dataclass
+class Reading:
+    """The state of reading a table, which the other modules of this folder change step by step."""
+
+    name: str
+    table: Table
+    #: The chosen columns by our names.
+    columns: dict[str, Column]
+    #: The user's unit by our names.
+    units: Mapping[str, float]
+    #: The user's decimal mark.
+    decimal: str | None
+    values: dict[str, Array] = field(default_factory=dict)
+    #: The rows that were left out because they have no loss.
+    without_loss: Table | None = None
+    #: Sentences about choices, for `Runs.explanation`.
+    choices: list[str] = field(default_factory=list)
+    #: Sentences about rows that were left out, also issued as warnings.
+    exclusions: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[int]:
+        """The line or the position from 1 of each row in its source."""
+        rows: list[int] = self.table.rows.tolist()
+        return rows
+
+    def select(self, which: NDArray[Any]) -> None:
+        """Leave out the other rows."""
+        self.table = self.table.select(which)
+        self.values = {k: v[which] for k, v in self.values.items()}
 
 
 def object_cells(values: Sequence[Any]) -> Cells:
