@@ -281,7 +281,9 @@ def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] 
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     whole = defaults(family)
-    text = {k: v for k, v in whole["text_config"].items() if k != "tie_word_embeddings"}
+    # Bidirectional attention, which PaliGemma's class sets, is refused and does not affect tying.
+    removed = ("tie_word_embeddings", "use_bidirectional_attention")
+    text = {k: v for k, v in whole["text_config"].items() if k not in removed}
     for outer_value, inner_value in values:
         inner = text if inner_value is None else text | {"tie_word_embeddings": inner_value}
         content = {k: v for k, v in whole.items() if k != "tie_word_embeddings"}
