@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from accounting import Transformer, flops, kv_cache, parameters
-from accounting.model.registry import _MULTIMODAL, ENCODERS, FAMILIES, transformer_arguments
+from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
+from accounting.model.registry import transformer_arguments
 from random_configurations import outcomes
 from transformers_cache import cache_name
 
@@ -280,7 +281,9 @@ def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] 
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     whole = defaults(family)
-    text = {k: v for k, v in whole["text_config"].items() if k != "tie_word_embeddings"}
+    # Bidirectional attention, which PaliGemma's class sets, is refused and does not affect tying.
+    removed = ("tie_word_embeddings", "use_bidirectional_attention")
+    text = {k: v for k, v in whole["text_config"].items() if k not in removed}
     for outer_value, inner_value in values:
         inner = text if inner_value is None else text | {"tie_word_embeddings": inner_value}
         content = {k: v for k, v in whole.items() if k != "tie_word_embeddings"}
@@ -297,7 +300,7 @@ def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", sorted(name for names in _MULTIMODAL.values() for name in names))
+@pytest.mark.parametrize("family", sorted(name for names in MULTIMODAL.values() for name in names))
 def test_every_multimodal_class_ties_its_language_model_like_transformers(family: str) -> None:
     tying_agrees(family)
 
@@ -493,6 +496,59 @@ def test_dense_layers_between_experts_are_refused(family: str) -> None:
     Transformer.from_hf(content)
     with pytest.raises(ValueError, match="moe_layer_freq is not 1"):
         Transformer.from_hf(content | {"moe_layer_freq": 2})
+
+
+def test_second_name_of_a_field_is_read_like_transformers() -> None:
+    import transformers
+
+    tried = 0
+    for family in sorted(set(FAMILIES) - UNBUILT):
+        config = transformers.AutoConfig.for_model(family, **small(family))
+        kind = type(config)
+        if not kind.attribute_map:
+            continue
+        full = config.to_dict()
+        original = Transformer.from_hf(full)
+        for second, first in kind.attribute_map.items():
+            value = full.get(first)
+            # A GPT-Neo also lists the kinds of its layers.
+            if type(value) is not int or not value or (family, first) == ("gpt_neo", "num_layers"):
+                continue
+            content = {name: field for name, field in full.items() if name != first}
+            content |= {second: 2 * value}
+            try:
+                expected = Transformer.from_hf(kind.from_dict(dict(content)).to_dict())
+            except ValueError:
+                continue
+            tried += 1
+            assert Transformer.from_hf(content) == expected, (family, second)
+            if expected != original:
+                with pytest.raises(ValueError, match=f"{first} and {second}, two names"):
+                    Transformer.from_hf(full | {second: 2 * value})
+    assert tried > 60, tried
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "other", "expected"),
+    [
+        ("biogpt", "hidden_act", "relu", "relu"),
+        ("clip_text_model", "hidden_act", "relu", "relu"),
+        ("mt5", "feed_forward_proj", "gated-gelu", "gelu_new"),
+        ("t5", "feed_forward_proj", "gelu", "gelu"),
+        ("vit", "hidden_act", "relu", "relu"),
+        ("whisper", "activation_function", "relu", "relu"),
+        ("xglm", "activation_function", "relu", "relu"),
+    ],
+)
+def test_activation_is_the_one_of_the_class(
+    family: str, field: str, other: str, expected: str
+) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(family, **{field: other})
+    model = Transformer.from_hf(config)
+    assert model.activation == expected
+    assert not model.encoder or model.encoder.activation == expected
 
 
 def test_model_type_that_is_not_a_name_is_refused() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from accounting import (
     Plan,
     Transformer,
     Workload,
+    memory_timeline,
     parameters,
     training_memory,
 )
@@ -398,3 +400,27 @@ def test_fullest_stage_is_found_among_distinct_stages(layers: int, schedule: str
     run = {"batch": 8, "seq": 16}
     every = [training_memory(model, plan, stage=stage, **run).total for stage in range(4)]
     assert training_memory(model, plan, **run).total == max(every)
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "fsdp_bf16", "mixed_bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_training_memory_contains_every_tensor_of_the_peak(precision: str, zero: int) -> None:
+    sizes: dict[str, Any] = {"layers": 4, "d_model": 256, "heads": 4, "vocab_size": 8000}
+    for model in (Transformer(**sizes), Transformer(**sizes, tied=True, gated_mlp=False)):
+        for data in (1, 2):
+            work: dict[str, Any] = {"batch": 2, "seq": 16, "precision": precision}
+            plan = Plan(data=data, zero=zero)
+            everything = training_memory(model, plan, **work)
+            peak = peak_memory(model, plan, **work, foreach=False)
+            roots = peak["square roots"].total if "square roots" in peak else 0
+            assert peak.total - roots <= everything.total
+            copied = "cast weights" in everything or "gathered" in everything
+            assert copied == (precision != "mixed_bf16" or (zero == 3 and data > 1))
+            moments = memory_timeline(model, plan, **work).moments
+            assert moments[0].total + 2 * model.size // data < everything.total
+
+
+def test_peak_of_selective_recomputation_is_refused() -> None:
+    model = Transformer(layers=2, d_model=64, heads=4, vocab_size=100)
+    with pytest.raises(ValueError, match="expected recompute 'none' or 'full' in peak_memory"):
+        peak_memory(model, Plan(recompute="selective"), batch=1, seq=8)

@@ -217,14 +217,14 @@ def agrees_with_fsdp(seed: int) -> None:
 
 
 @releases_outputs
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0])
 def test_fsdp_in_pipeline_stores_unsharded_weights_and_gradients(seed: int) -> None:
     agrees_with_fsdp(seed)
 
 
 @releases_outputs
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", [1, 3, *range(4, 52)])
+@pytest.mark.parametrize("seed", range(1, 52))
 def test_fifty_fsdp_stages_peak_like_live_tensors(seed: int) -> None:
     agrees_with_fsdp(seed)
 

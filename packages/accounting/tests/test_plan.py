@@ -24,7 +24,8 @@ from accounting import (
     training_memory,
 )
 from accounting.cli.main import main
-from accounting.cli.questions import amount, serving, stored_dtype
+from accounting.cli.questions import amount, stored_dtype
+from accounting.cli.serving import serving
 from accounting.memory.states import device_parameters
 from accounting.plan import even
 from accounting.search.launch import command_lines
@@ -379,6 +380,21 @@ def test_inference_times_start_at_roofline_of_stages(batch: int) -> None:
     assert staged["sequences_at_once"] > 2 * result["sequences_at_once"]
 
 
+def test_decode_step_reads_neither_encoder_nor_latents_that_are_not_selected() -> None:
+    sizes: dict[str, Any] = {"layers": 3, "d_model": 64, "heads": 4, "vocab_size": 100}
+    encoder = Transformer(**sizes | {"vocab_size": 0}, causal=False, lm_head=False)
+    model = Transformer(**sizes, encoder=encoder)
+    result = serving(model, seq=32)
+    # A layer has four projections per attention, and those of keys and values of the encoder wait.
+    read = 3 * (6 * 64 * 64 + 3 * 64 * 256 + 3 * 64) + 64 + 64 * 100
+    cache = kv_cache(model, seq=32).total
+    assert result["bytes_per_token"] == pytest.approx(2 * read + cache, abs=2 * 3 * 64)
+    latent = replace(DEEPSEEK_V3.mla, index_heads=64, index_head_dim=128, index_top=2048)
+    sparse = replace(DEEPSEEK_V3, mla=latent)
+    short, long = (serving(sparse, seq=seq)["bytes_per_token"] for seq in (2048, 16384))
+    assert long - short == 61 * (16384 - 2048) * 128 * 2
+
+
 def test_batch_reads_experts_that_its_tokens_choose() -> None:
     experts = Experts(count=128, per_token=8, width=768)
     model = Transformer(layers=2, d_model=2048, heads=32, vocab_size=99, experts=experts)
@@ -522,7 +538,7 @@ def test_no_plan_is_proposed_whose_memory_is_not_modeled(devices: int) -> None:
     model = Transformer(layers=16, d_model=2048, heads=16, vocab_size=32000)
     about: dict[str, Any] = {"devices": devices, "batch": 256, "seq": 2048, "hardware": "H100"}
     for memory in (6e9, 2e9, 80e9):
-        result = plans_that_fit(model, **about, memory_bytes=memory, pipeline=4, most=40)
+        result = plans_that_fit(model, **about, memory_bytes=memory, pipeline=4, most=12)
         for candidate in result:
             assert candidate.plan.zero != 2
             assert candidate.plan.zero < 3 or candidate.plan.schedule != "interleaved"

@@ -53,7 +53,7 @@ def test_stage_stores_micro_batches_in_flight(stage: int) -> None:
     zero=st.integers(0, 3),
     recompute=st.sampled_from(["none", "selective", "full"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_peak_in_time_is_everything_at_once_or_less(
     schedule: dict[str, Any], pipeline: int, often: int, zero: int, recompute: str
 ) -> None:

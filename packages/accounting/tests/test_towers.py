@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accounting import Plan, Transformer, flops, parameters, training_memory
-from accounting.model.registry import _TOWERS
+from accounting.model.family_tables import TOWERS
 
 TEXT: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99},
@@ -86,9 +86,7 @@ def agrees(family: str, kind: str, draws: int) -> None:
 
 
 CASES = [
-    (family, kind)
-    for family, table in sorted(_TOWERS.items())
-    for kind in table.get("kinds", ("",))
+    (family, kind) for family, table in sorted(TOWERS.items()) for kind in table.get("kinds", ("",))
 ]
 FEW = [("gemma3", "siglip_vision_model"), ("qwen2_5_vl", "")]
 

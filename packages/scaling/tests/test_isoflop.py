@@ -1,5 +1,6 @@
 import dataclasses
 import warnings
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,9 +18,21 @@ pytestmark = [
 
 
 def quiet(runs, *arguments, **options):
+    """Fit without warnings, and without the parametric fit of the same runs for a comparison.
+
+    The parametric fit takes longer than the valleys.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
-        return fit_isoflop(runs, *arguments, **options)
+        fit = fit_isoflop(runs, *arguments, **options)
+    assert "_parametric" in vars(type(fit))
+    fit.__dict__["_parametric"] = None
+    return fit
+
+
+@cache
+def noisy_fit(seed):
+    return quiet(isoflop_runs(CHINCHILLA, noise=3e-3, seed=seed))
 
 
 exponents = st.floats(0.05, 1.0)
@@ -172,7 +185,7 @@ def test_exponent_interval_covers_the_truth():
     """At a coverage of 95 %, 33 of 40 is the 0.3 % quantile."""
     covered = 0
     for seed in range(40):
-        fit = quiet(isoflop_runs(CHINCHILLA, noise=3e-3, seed=seed))
+        fit = noisy_fit(seed)
         assert fit.exponent in fit.exponent_interval
         covered += CHINCHILLA.exponent in fit.exponent_interval
     assert 33 <= covered <= 39
@@ -192,10 +205,12 @@ def coverage(law, sets, degree=None, **grid):
     inside = 0
     errors = []
     for seed in range(sets):
-        fit = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), degree=degree)
+        if law == CHINCHILLA and degree is None and not grid:
+            fit = noisy_fit(seed)
+        else:
+            fit = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), degree=degree)
         fit = dataclasses.replace(fit, drift=0.0)
-        # The comparison with the parametric law takes longer than the fit and is not needed here.
-        fit.__dict__["_parametric_size"] = None
+        fit.__dict__["_parametric"] = None
         with warnings.catch_warnings():
             # At four runs per budget some intervals are so wide that they issue a warning.
             warnings.simplefilter("ignore", ScalingWarning)
@@ -263,6 +278,23 @@ def test_three_runs_per_budget_use_plain_parabolas_with_a_warning():
     fit = quiet(isoflop_runs(per_budget=3, span=9))
     assert any("too few for a skew" in doubt for doubt in fit.warnings)
     assert fit.valleys[0].shape is None
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"per_budget": 3, "span": 9}, "too few for a skew"),
+        ({"per_budget": 4, "span": 40}, "'parameters' 3.42x apart"),
+        ({"shift": 5.5}, "at an edge of 'parameters'"),
+    ],
+)
+def test_seeds_of_one_size_are_one_point_of_the_grid(grid, message):
+    once = isoflop_runs(**grid)
+    columns = {"N": once.parameters, "D": once.tokens, "loss": once.loss}
+    seeds = [{**columns, "loss": once.loss * factor} for factor in (1.0, 0.9995, 1.0005)]
+    runs = load_runs({name: np.concatenate([seed[name] for seed in seeds]) for name in columns})
+    assert any(message in doubt for doubt in quiet(once).warnings)
+    assert any(message in doubt for doubt in quiet(runs).warnings)
 
 
 def test_shape_at_its_bound_is_reported_and_not_used():

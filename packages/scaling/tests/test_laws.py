@@ -159,6 +159,8 @@ def test_custom_form_is_fitted():
         fit_law(form, {"x": x, "y": x[:-1]})
     with pytest.raises(ValueError, match="no law 'chinchila' in the catalog"):
         fit_law("chinchila", {"x": x})
+    with pytest.raises(TypeError, match="expected a Form or the name of one first, got dict"):
+        fit_law({"x": x}, form)
     with pytest.raises(ValueError, match=r"\['E'\] are not constants of own"):
         fit_law(form, {"x": x, "y": x}, fixed={"E": 1.0})
 

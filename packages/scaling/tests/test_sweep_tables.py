@@ -115,6 +115,27 @@ def test_seeds_names_dates_and_measurements_are_not_settings():
     assert sweep.best_rates == pytest.approx([1e-3, 2e-3], rel=0.02)
 
 
+def test_rows_of_one_seed_are_one_repetition_in_any_order():
+    random = np.random.default_rng(0)
+    rates = np.geomspace(1e-4, 1e-2, 7)
+    rows = []
+    for seed in range(4):
+        common = random.normal(0, 0.01)
+        for rate in rates:
+            loss = 3 + 0.1 * np.log(rate / 1e-3 + common) ** 2 + random.normal(0, 1e-3)
+            rows.append({"lr": rate, "batch_size": 64, "seed": seed, "loss": loss})
+    expected = fit_sweep(rows).intervals[0]
+    for missing in (0, 1):
+        present = rows[missing:]
+        intervals = [
+            fit_sweep([present[i] for i in random.permutation(len(present))]).intervals[0]
+            for _ in range(5)
+        ]
+        ends = [(interval.low, interval.high) for interval in intervals]
+        np.testing.assert_allclose(ends, np.tile(ends[0], (5, 1)), rtol=1e-12)
+        np.testing.assert_allclose(ends[0], (expected.low, expected.high), rtol=0.02)
+
+
 def test_history_of_a_sweep_is_refused():
     """The early losses of a run are not repetitions of its final one."""
     rows = [row | {"run_id": f"r{i}"} for i, row in enumerate(curve(1e-3))]

@@ -110,8 +110,7 @@ class Plan:
         """Return True if a stage keeps its weights unsharded during a step: FSDP2 in a pipeline.
 
         See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py. Raises
-        `ValueError`
-        if the memory of the schedule is not modeled.
+        `ValueError` if the memory of the schedule is not modeled.
         """
         if self.zero < 3 or self.pipeline == 1 or self.replicas == 1:
             return False

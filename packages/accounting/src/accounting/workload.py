@@ -33,8 +33,8 @@ class Workload:
     #: need.
     compiled: bool = False
     #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors.
-    #: An RMSNorm and the activation `gelu_new` are several operators. A layer with a window has a
-    #: mask and repeated keys and values. MLA copies its keys and its output.
+    #: An RMSNorm and the activation `gelu_new` are several operators. A layer with a window of at
+    #: most `seq` keys has a mask and repeated keys and values. MLA copies its keys and its output.
     transformers: bool = False
     #: Number of chunks in which the head and the cross-entropy run; the backward recomputes each
     #: chunk.

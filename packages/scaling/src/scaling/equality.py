@@ -13,7 +13,7 @@ LONGEST = 9
 class ComparesArrays:
     """Base class whose `==` compares fields, arrays elementwise; nan equals nan.
 
-    It prints in at most ten lines. Subclasses are declared with `eq=False`, because the generated
+    Its text has at most ten lines. Subclasses are declared with `eq=False`, because the generated
     comparison raises for arrays.
     """
 

@@ -45,8 +45,8 @@ COARSE_GRID = 2.5
 #: Smallest singular value of (log N, log^2 N / 2) in a budget; three sizes 1.1 apart have 0.002.
 MIN_BUDGET_SINGULAR_VALUE = 0.002
 
-#: Fewest runs beyond three per budget that a common shape needs.
-FEWEST_EXTRA_RUNS = 3
+#: Fewest sizes beyond three per budget that a common shape needs.
+FEWEST_EXTRA_SIZES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,12 +229,13 @@ def _budget(group: Runs) -> float:
 def _sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
     """Return the runs of a budget in order of size, and add messages about their grid."""
     group = group[np.argsort(group.parameters, kind="stable")]
-    x = np.log(group.parameters)
-    best = int(np.argmin(group.loss))
+    # Several runs of one size, such as seeds, are one point of the grid.
+    x = np.unique(np.log(group.parameters))
+    best = int(np.searchsorted(x, np.log(group.parameters[np.argmin(group.loss)])))
     location = _location(group)
     if (spread := group.compute.max() / group.compute.min()) > 1.2:
         diagnostics.add("'compute' spans a factor of {:.2f}: not one budget", location, spread)
-    if best in (0, len(group) - 1):
+    if best in (0, len(x) - 1):
         diagnostics.add("the least 'loss' is at an edge of 'parameters'; train beyond it", location)
     gap = math.exp(np.diff(x)[max(best - 1, 0) : best + 1].max(initial=0.0))
     if gap > COARSE_GRID:
@@ -287,11 +288,11 @@ def _valleys_of_common_shape(
 
     Return None and add a message if the runs do not determine a shape.
     """
-    count = sum(map(len, groups))
-    if count - 3 * len(groups) < FEWEST_EXTRA_RUNS:
+    count = sum(len(np.unique(group.parameters)) for group in groups)
+    if count - 3 * len(groups) < FEWEST_EXTRA_SIZES:
         diagnostics.add(
-            f"{count} runs at {len(groups)} budgets are too few for a skew that all budgets share,"
-            " which takes four runs per budget or more: these are plain parabolas"
+            f"{count} sizes at {len(groups)} budgets are too few for a skew that all budgets share,"
+            " which takes four sizes per budget or more: these are plain parabolas"
         )
         return None
     usable = []

@@ -20,7 +20,6 @@ from scaling.tables.derived import TIMES, token_factors
 from scaling.tables.grouping import cluster
 from scaling.tables.history import keep_last_rows
 from scaling.tables.names import Column, match_columns
-from scaling.tables.reading import Reading
 from scaling.tables.scales import LARGEST_LOSS, complete
 from scaling.tables.selection import (
     datasets_message,
@@ -31,6 +30,7 @@ from scaling.tables.selection import (
 )
 from scaling.tables.source import read_table
 from scaling.tables.states import keep_finished
+from scaling.tables.table import Reading
 from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: Least relative gap in compute between two budgets.

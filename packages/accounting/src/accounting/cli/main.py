@@ -18,8 +18,9 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import binary_size
-from accounting.cli.questions import amount, differences, read_model, serving, stored_dtype
+from accounting.cli.questions import amount, differences, read_model, stored_dtype
 from accounting.cli.report import as_text, report
+from accounting.cli.serving import serving
 from accounting.hardware import HARDWARE, find
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS

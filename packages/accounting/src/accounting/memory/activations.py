@@ -156,11 +156,17 @@ def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
         "fed": 0 if model.parallel_block and model.norms_per_layer == 1 else dense,
         "x": len(model.expert_layers),
         "transformers": work.transformers,
-        "masked": len(model.windowed_layers) * work.transformers,
+        "masked": _masked_layers(model, work),
         "flash": work.flash,
         "dropout": work.dropout,
         "scores": not work.flash and plan.recompute == "none",
     }
+
+
+def _masked_layers(model: Shape, work: Workload) -> int:
+    """Return the number of layers with a mask; transformers builds none for a wider window."""
+    is_cut = model.window is not None and work.seq >= model.window.size
+    return len(model.windowed_layers) if work.transformers and is_cut else 0
 
 
 def _hidden_tensors(model: Shape, work: Workload) -> int:

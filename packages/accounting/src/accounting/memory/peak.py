@@ -10,7 +10,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown, Sizes, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.memory.backward import times
-from accounting.memory.states import model_states, one_layer
+from accounting.memory.states import cast_weights, model_states, one_layer
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted, split
@@ -50,6 +50,11 @@ def peak_memory(
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
         )
+    if plan.recompute == "selective":
+        raise ValueError(
+            "expected recompute 'none' or 'full' in peak_memory, got 'selective'; use "
+            "training_memory for it"
+        )
     full = checkpointed or plan.recompute == "full"
     plan = replace(plan, recompute="full" if full else "none", devices=0)
     step = _Step(model, plan, work, gradients_kept)
@@ -73,13 +78,14 @@ class _Step:
         self.states = model_states(
             self.parameters, data=plan.data, zero=plan.zero, precision=self.kind
         )
+        self.cast_weights = cast_weights(model, plan, self.kind)
         self.unsharded = _Unsharded(model, plan, self.kind)
         self.saved = activations(model, plan, work)
 
     def head(self) -> Iterator[Breakdown]:
         """Yield the moments from the end of the forward to the final norm's backward."""
         unsharded, before = self.unsharded, self.kept_gradients
-        cast = unsharded.cast()
+        cast = self.cast_weights
         saved = replace(self.saved, name="activations")
         head = head_activations(self.model, tokens=self.tokens, **self.work.head(self.model))
         # At the end of the forward the gradient of the logits does not exist yet.
@@ -118,7 +124,7 @@ class _Step:
     def blocks(self) -> Iterator[Breakdown]:
         """Yield the moments inside the blocks, from the last one to the first."""
         model, unsharded = self.model, self.unsharded
-        cast = unsharded.cast()
+        cast = self.cast_weights
         last_gradients = self.parameters
         if not self.gradients_kept:
             last_gradients -= _first_block_and_table(model)
@@ -198,7 +204,7 @@ class _Step:
 
 
 class _Unsharded:
-    """The unsharded tensors of a moment: autocast's copies, and the groups that ZeRO-3 gathers."""
+    """The groups of tensors that ZeRO-3 gathers, and the gradient of the head."""
 
     def __init__(self, model: Shape, plan: Plan, kind: Precision) -> None:
         self.model = model
@@ -210,13 +216,6 @@ class _Unsharded:
         self.size = bytes_of(kind.cast_weights or kind.weights)
         table = model.vocab_size * model.embedding_dim if model.lm_head else 0
         self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
-
-    def cast(self) -> Breakdown | None:
-        """Return the copies of the matrices that autocast makes and the graph keeps."""
-        if self.plan.zero == 3 or not self.kind.cast_weights:
-            return None
-        count = _matrix_parameters(self.model)
-        return product("cast weights", "B", parameters=count, bytes=self.size)
 
     def of_head(self, there: bool, copies: int) -> Breakdown:
         """Return `copies` gradients of the head's matrix, or nothing unless `there`."""
@@ -283,12 +282,6 @@ def _first_block_and_table(model: Shape) -> int:
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")
     table = sum(m.size for m in layer_matrices if m.kind == "table" or m.part == "embedding")
     return block + (0 if model.tied else table)
-
-
-def _matrix_parameters(model: Shape) -> int:
-    """Return the parameters of linear layers, without tables, norms, biases and sinks."""
-    count = sum(matrix.size for matrix in matrices(model) if matrix.kind == "matrix")
-    return count + (model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0)
 
 
 @checks.entry()

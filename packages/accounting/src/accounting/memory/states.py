@@ -57,6 +57,24 @@ def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, in
     return dense, routed
 
 
+def cast_weights(model: Shape, plan: Plan, kind: Precision, stage: int = 0) -> Breakdown | None:
+    """Return the copies of the matrices that autocast makes and the graph keeps.
+
+    FSDP gathers its weights in the dtype of the copies instead.
+    """
+    if not kind.cast_weights or (plan.zero == 3 and plan.replicas > 1):
+        return None
+    stage_model = plan.stage_model(model, stage)
+    count = 0
+    for matrix in all_matrices(stage_model):
+        if matrix.kind == "matrix":
+            cut = matrix.tensor_ranks(plan.tensor, model.kv_heads)
+            count += split(matrix.size, cut * (plan.expert if matrix.routed else 1))
+    if stage_model.tied and stage_model.lm_head:
+        count += split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
+    return product("cast weights", "B", parameters=count, bytes=bytes_of(kind.cast_weights))
+
+
 def stage_states(model: Shape, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
     """Return weights, gradients and optimizer of a device of a stage."""
     dense, routed = device_parameters(model, plan, stage)

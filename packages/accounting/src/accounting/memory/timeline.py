@@ -84,13 +84,14 @@ def memory_timeline(
     states = {part.name: float(part.total) for part in whole}
     flight = plan.in_flight(stage)
     activation_bytes = states.pop("activations", 0.0) / flight
-    gathered, gradients = states.pop("gathered", 0.0), states.pop("gradients", 0.0)
+    gradients = states.pop("gradients", 0.0)
+    unsharded = {name: states.pop(name, 0.0) for name in ("cast weights", "gathered")}
     backward = {name: states.pop(name, 0.0) for name in _BACKWARD}
     moments: list[Moment] = []
 
     def moment(when: str, alive: int, working: bool, grown: bool, back: bool = False) -> None:
         parts = states | {"gradients": gradients * grown, "activations": activation_bytes * alive}
-        parts["gathered"] = gathered * working
+        parts |= {name: size * working for name, size in unsharded.items()}
         parts |= {name: size * back for name, size in backward.items()}
         moments.append(Moment(when=when, parts=parts))
 

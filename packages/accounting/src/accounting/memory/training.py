@@ -9,7 +9,7 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations
 from accounting.memory.backward import end_of_model, one_block, temporary_gradients, times
 from accounting.memory.fsdp_pipeline import FsdpStage
-from accounting.memory.states import distinct_stages, fsdp_groups, stage_states
+from accounting.memory.states import cast_weights, distinct_stages, fsdp_groups, stage_states
 from accounting.memory.states import model_states as model_states
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
@@ -58,6 +58,7 @@ def _stage_memory(model: Shape, plan: Plan, work: Workload, stage: int) -> Break
         *states,
         times("activations", activations(model, plan, work, stage=stage), in_flight=in_flight),
         one_block(model, plan, work) if plan.recompute == "full" else None,
+        cast_weights(model, plan, kind, stage),
         _gathered(model, plan, kind, stage),
         end_of_model(model, plan, work)
         if stage == plan.pipeline - 1

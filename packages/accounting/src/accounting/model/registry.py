@@ -1,40 +1,17 @@
-"""Hugging Face model families, described by the tables in `families/*.toml`.
+"""The arguments of a `Transformer` for any configuration of Hugging Face.
 
-A table maps each size of a `Shape` to a number, a bool, or a formula over the fields of the
-configuration. Defaults of these fields are part of the table. `families/decoders.toml` documents
-the format. A family without a table is refused by name.
+A family without a table is refused by name. A multimodal configuration is that of its language
+model, with the parameters of a known vision tower.
 """
 
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 from accounting import checks
-from accounting.model.formulas import FUNCTIONS, Table, tables, value
-from accounting.model.matrices import matrices
-from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
-from accounting.model.shape import Shape
-
-# Keys of a table that are not fields of a `Transformer`.
-_ABOUT = ("like", "fields", "let", "refuse", "heads_known", "classes", "extra", "more")
-# Multimodal configurations nest that of their language model, which is described here.
-_NESTED = ("text_config", "llm_config", "language_config")
-_ATTENTION = ("attention", "full_attention", "indexed_attention", "*")
-_KINDS = (
-    *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
-    *("mamba", "recurrent", "conv", "moe", "mlp", "hybrid", "M", "E", "-", "sparse", "dense"),
-)
-# Activations that save equally many tensors count as one kind. Variants of GELU and xIELU save
-# their input and output, and a squared ReLU saves the output of its ReLU and the square.
-_ACTIVATIONS = {
-    "silu": ("silu", "swish"),
-    "gelu_new": ("gelu_new",),
-    "gelu": (
-        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_python"),
-        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "relu2", "xielu"),
-    ),
-    "relu": ("relu",),
-}
+from accounting.model.family import class_named, family_arguments, spelled
+from accounting.model.family_tables import FAMILIES, REFUSED
+from accounting.model.formulas import Table
+from accounting.model.multimodal import language_model, tied, vision_tower
 
 
 def transformer_arguments(content: Mapping[str, Any]) -> Table:
@@ -42,424 +19,35 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
     family = content.get("model_type")
     if not isinstance(family, str | None):
         raise ValueError(f"expected model_type to be a name, got {family!r}")
-    text = None if family in FAMILIES else _language_model(content, family)
-    if text is not None:
-        arguments = transformer_arguments(text | _tied(content, text))
-        if _spelled(_class_named(content)) == _spelled(f"{family}_model"):
-            arguments |= {"lm_head": False, "head_bias": False}
-        tower = tuple(_vision_tower(content, arguments["d_model"]))
-        missing = "without its other parts"
-        if tower:
-            missing = "with the parameters of its vision tower; FLOPs and activations are of text"
-        name = f"{arguments['name']}, the language model of {family} {missing}"
-        arguments["extra"] = (*arguments["extra"], *tower)
-        return arguments | {"name": content.get("_name_or_path") or name}
+    if family in FAMILIES:
+        return family_arguments(content, family)
+    text = language_model(content, family)
+    if text is None:
+        raise ValueError(_reason(family))
+    arguments = transformer_arguments(text | tied(content, text))
+    if spelled(class_named(content)) == spelled(f"{family}_model"):
+        arguments |= {"lm_head": False, "head_bias": False}
+    tower = tuple(vision_tower(content, arguments["d_model"]))
+    missing = "without its other parts"
+    if tower:
+        missing = "with the parameters of its vision tower; FLOPs and activations are of text"
+    name = f"{arguments['name']}, the language model of {family} {missing}"
+    arguments["extra"] = (*arguments["extra"], *tower)
+    return arguments | {"name": content.get("_name_or_path") or name}
+
+
+def _reason(family: str | None) -> str:
+    """Return why a family without a table is refused."""
     if family is None:
-        raise ValueError("expected a config.json with model_type, got one without it")
+        return "expected a config.json with model_type, got one without it"
     why = REFUSED.get(family.removesuffix("_text"))
     if why:
-        raise ValueError(
+        return (
             f"model_type {family!r} is not supported: {why}. parameters(module) counts its module, "
             "also on the meta device, and fits(module, sample) traces a step"
         )
-    if family not in FAMILIES:
-        raise ValueError(
-            f"expected model_type to be one of {', '.join(sorted(FAMILIES))}, got {family!r}"
-            f"{checks.nearest(family, FAMILIES)}; describe another family with "
-            "Transformer(layers=..., d_model=..., ...)"
-        )
-    table = _table(family)
-    config = Config(content, family, table)
-    for condition, message in table.get("refuse", ()):
-        if config.value(condition):
-            raise ValueError(message.format_map(config))
-    return {"name": content.get("_name_or_path") or family} | config.arguments(
-        table | _head(table, content, family)
+    return (
+        f"expected model_type to be one of {', '.join(sorted(FAMILIES))}, got {family!r}"
+        f"{checks.nearest(family, FAMILIES)}; describe another family with "
+        "Transformer(layers=..., d_model=..., ...)"
     )
-
-
-def _language_model(content: Mapping[str, Any], family: Any) -> Table | None:
-    """Return the part of a multimodal configuration that describes its language model, if any."""
-    for field in _NESTED:
-        inner = content.get(field)
-        if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
-            return {"model_type": f"{family}_text"} | dict(inner)
-    if _TOWERS.get(family, {}).get("flat") and content.get("text_config") is None:
-        ties = ("architectures", "tie_word_embeddings")
-        flat = {name: value for name, value in content.items() if name not in ties}
-        return flat | {"model_type": f"{family}_text"}
-    return None
-
-
-def _vision_tower(content: Mapping[str, Any], width: int) -> Iterator[Matrix]:
-    """Yield the parts of a vision tower of a known kind and of its projector.
-
-    They are tables, which a token of text does not multiply. Every tensor-parallel rank stores
-    them.
-    """
-    family, vision = str(content["model_type"]), content.get("vision_config")
-    table = _TOWERS.get(family, {})
-    kind = vision.get("model_type") if isinstance(vision, Mapping) else None
-    if not vision or ("tower" not in table and kind not in table.get("kinds", ())):
-        return
-    if "tower" in table:
-        fields = Config(vision, f"{family}_vision", table | {"fields": table["vision"]})
-        for name, formula in table["tower"].items():
-            yield _tower_part(name, fields.size(name, formula))
-    else:
-        fields = Config(vision, str(kind), _table(str(kind)))
-        tower = Shape(**transformer_arguments({**vision, "architectures": None}))
-        for name in dict.fromkeys(matrix.part for matrix in matrices(tower)):
-            sizes = (matrix.size for matrix in matrices(tower) if matrix.part == name)
-            yield _tower_part(name, sum(sizes))
-    outer = Config({**content, "vision": fields, "width": width}, family, table)
-    for name, formula in table.get("projector", {}).items():
-        yield _tower_part(f"projector {name}", outer.size(name, formula))
-
-
-def _tower_part(name: str, size: int) -> Matrix:
-    return Matrix("vision tower", name, 1, size, kind="table")
-
-
-def _class_named(content: Mapping[str, Any]) -> str:
-    """Return the first class in `architectures`, or an empty name."""
-    named = content.get("architectures")
-    if not isinstance(named, list | tuple | None):
-        raise ValueError(f"expected architectures to be a list of names, got {named!r}")
-    return str(named[0]) if named else ""
-
-
-def _tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
-    """Return the `tie_word_embeddings` by which a multimodal class ties its language model."""
-    field = "tie_word_embeddings"
-    family = content["model_type"]
-    outer_value = content.get(field)
-    inner_value = inner.get(field)
-    if family in _MULTIMODAL["by_language_model"] or inner_value == outer_value is not None:
-        return {}
-    if family in _MULTIMODAL["by_either"]:
-        return {field: bool(outer_value or inner_value)}
-    if family in _MULTIMODAL["tied_by_default"] or family in _MULTIMODAL["untied_by_default"]:
-        default = family in _MULTIMODAL["tied_by_default"]
-        return {field: default if outer_value is None else outer_value}
-    raise ValueError(
-        f"expected {field} of {family!r} and of its language model to be given and equal, got "
-        f"{outer_value!r} and {inner_value!r}; pass the configuration of the language model"
-    )
-
-
-def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
-    """Return the table entries for the head that the class in `architectures` builds."""
-    name = _class_named(content)
-    known: dict[str, Table] = {}
-    for endings, more in table["heads_known"].items():
-        for ending in endings.split("|"):
-            known |= dict.fromkeys(_class_names(table, family, ending), more)
-    if _spelled(name) not in known:
-        raise ValueError(
-            f"expected architectures to name a known class of {family}, got {name!r}; omit it for "
-            "the base model of the family"
-        )
-    return dict(known[_spelled(name)])
-
-
-def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
-    """Yield the class names of a family with an ending; without an ending, yield an empty name.
-
-    A class has the name of its family, or one of the names that the table lists.
-    """
-    if not ending:
-        yield ""
-        return
-    endings = ("", "_text", "_model", "_text_model")
-    for name in (*table.get("classes", ()), *map(family.removesuffix, endings)):
-        yield _spelled(name + ending)
-
-
-def _spelled(name: str) -> str:
-    """Return a name in lower case without separators, so that MPTForCausalLM is MptForCausalLM."""
-    return name.replace("_", "").replace("-", "").lower()
-
-
-class Config:
-    """The names in a formula: functions, `let` definitions and fields of the configuration.
-
-    A missing field raises a `ValueError` that names it.
-    """
-
-    def __init__(self, content: Mapping[str, Any], family: str, table: Table) -> None:
-        self.content = content
-        self.family = family
-        self.table = table
-        self.let: Table = table.get("let", {})
-        self.fields: Table = table.get("fields", {})
-        self.layers, self.layer = 0, -1
-        listed = self.get("layer_types", self.get("layers_block_type"))
-        self.types: Any = () if listed is None else listed
-        self.typed = listed is not None
-        methods = (self.get, self.raw, self.some, self.first_of, self.sliding, self.attends)
-        self.functions = _FUNCTIONS | {function.__name__: function for function in methods}
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.functions:
-            return self.functions[name]
-        if name in self.let:
-            return self.value(self.let[name])
-        if name == "i":
-            return self.layer
-        if name == "kind":
-            return self._kind()
-        value = self.content.get(name)
-        if value is not None:
-            return value
-        default = self.fields.get(name)
-        if default is None:
-            raise ValueError(f"{name} is missing from this {self.family} config.json")
-        if name in self.content and default:
-            raise ValueError(
-                f"{name} is null in this {self.family} config.json; omit it for the default of "
-                f"its class, {default!r}, or pass a value"
-            )
-        # An empty string stands for None, which TOML does not have: the class derives the value.
-        return None if default == "" else default
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field, or `default` if it is missing or null."""
-        value = self.content.get(name)
-        return default if value is None else value
-
-    def raw(self, name: str, default: Any = None) -> Any:
-        """Return a field even if it is null, or `default` if it is missing."""
-        return self.content.get(name, default)
-
-    def some(self, name: str, default: Any) -> Any:
-        """Return a field, or `default` if it is missing or null; raise `ValueError` if it is 0."""
-        value = self.content.get(name)
-        return default if value is None else self.positive(name, value)
-
-    def first_of(self, *names: str) -> Any:
-        """Return the first field that the file has, or else the first that has a default."""
-        for name in names:
-            if self.content.get(name) is not None:
-                return self.content[name]
-        return self[next((name for name in names if self.fields.get(name)), names[-1])]
-
-    def sliding(self, default: bool) -> bool:
-        """Return True if a layer has a window, by `layer_types` or else by `default`."""
-        kind = self._kind()
-        return default if kind is None else bool(kind == "sliding_attention")
-
-    def attends(self, default: bool) -> bool:
-        """Return True if a layer has attention, by `layer_types` or else by `default`."""
-        kind = self._kind()
-        return default if kind is None else kind in _ATTENTION
-
-    def _kind(self) -> Any:
-        return self.types[self.layer] if self.types else None
-
-    def value(self, entry: Any) -> Any:
-        """Evaluate a formula; a number or a bool is returned as it is."""
-        if not isinstance(entry, str):
-            return entry
-        try:
-            return value(entry, self)  # type: ignore[arg-type]
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(
-                f"this {self.family} config.json cannot be read: {entry} fails with {error}"
-            ) from None
-
-    def size(self, name: str, entry: Any) -> int:
-        """Return an integer size; a bool counts as 1 or 0."""
-        value = self.value(entry)
-        return checks.whole(name, int(value) if isinstance(value, bool) else value, least=0)
-
-    def where(self, entry: Any) -> tuple[int, ...]:
-        """Return the layers for which a formula is true."""
-        indices = []
-        for layer in range(self.layers):
-            self.layer = layer
-            if self.value(entry):
-                indices.append(layer)
-        return tuple(indices)
-
-    def arguments(self, table: Table) -> Table:
-        """Return the arguments of `Shape` that a table of formulas describes."""
-        self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
-        if self.typed and len(self.types) != self.layers:
-            raise ValueError(
-                f"expected one entry of layer_types per layer ({self.layers}), got "
-                f"{len(self.types)}"
-            )
-        for kind in self.types:
-            checks.choice("a kind in layer_types", kind, _KINDS)
-        arguments: Table = {}
-        for key, entry in table.items():
-            if key in _DERIVED:
-                arguments |= self._derived_size(key, entry)
-            elif key not in _ABOUT:
-                arguments[key] = self._argument(key, entry)
-        rows = (*table.get("extra", ()), *table.get("more", ()))
-        extra = (matrix for row in rows for matrix in self.matrices(row))
-        return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
-
-    def _argument(self, key: str, entry: Any) -> Any:
-        """Return one argument of `Shape`."""
-        if key in ("attention_layers", "mlp_layers"):
-            return self.where(entry)
-        if key in _RECORDS:
-            return self.record(_RECORDS[key], entry)
-        if key == "mixers":
-            mixers = [self.mixer(row) for row in entry]
-            return tuple(mixer for mixer in mixers if mixer.layers)
-        if key == "encoder":
-            # The encoder uses the formulas of the family with its own number of layers.
-            side = Config(self.content, self.family, self.table)
-            return Shape(**side.arguments(_table(entry)), name=key) if entry else None
-        return self.value(entry)
-
-    def _derived_size(self, key: str, entry: Any) -> Table:
-        """Return a size as an argument, or no argument if `Shape` has to derive it."""
-        # A table entry of 0, and a field that is None, let `Shape` derive the size.
-        size = self.value(entry)
-        if entry != 0 and size is not None:
-            return {key: self.positive(entry, size)}
-        return {key: size} if key == "heads" else {}
-
-    def record(self, kind: type, entry: Table) -> Any:
-        """Return experts, a window or a latent, or None if the model does not have it."""
-        if not self.value(entry.get("if", True)):
-            return None
-        layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
-        if layers == {"layers": ()}:
-            return None
-        sizes = {k: self.value(v) for k, v in entry.items() if k not in ("if", "where")}
-        if "size" in sizes and sizes["size"] is None:
-            return None
-        for name in ("width", "q_rank"):
-            if sizes.get(name) is not None:
-                self.positive(entry[name], sizes[name])
-        return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
-
-    def positive(self, entry: Any, value: Any) -> Any:
-        """Return a size, and raise `ValueError` for 0, which `Shape` would take as missing."""
-        if not value:
-            raise ValueError(
-                f"{entry} is {value!r} in this {self.family} config.json; omit it or set it to "
-                "null to let its class derive it"
-            )
-        return value
-
-    def mixer(self, entry: Table) -> Mixer:
-        """Return a recurrent mixer of `mixers.toml` with the sizes of the family."""
-        name, layers = entry["like"], self.where(entry["where"])
-        about = _mixers()[name]
-        sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
-        sizes = about.get("sizes", {}) | sizes | {"d_model": self.value(self.table["d_model"])}
-        inner = Config(sizes, self.family, about)
-        listed = (
-            Matrix(
-                "mixer",
-                label,
-                inner.size(label, rows or 1),
-                inner.size(label, columns),
-                split,
-                kind="matrix" if rows else "vector",
-            )
-            for label, rows, columns, split in about["matrices"]
-        )
-        numbers = {key: inner.value(about[key]) for key in ("state", "scan", "saved")}
-        return Mixer(
-            name=name, layers=layers, matrices=tuple(m for m in listed if m.entries), **numbers
-        )
-
-    def matrices(self, row: Table) -> Iterator[Matrix]:
-        """Yield an additional matrix, table or vector of a family, and its bias."""
-        if not self.value(row.get("if", True)):
-            return
-        once = row.get("once", False)
-        kind = row.get("kind", "matrix" if row.get("bias") else "vector")
-        about: Table = {"part": "pooler" if once else row.get("part", "ends")}
-        about |= {"applies_to": "sequence"} if once else {}
-        about |= {"layers": self.where(row["where"])} if "where" in row else {}
-        rows, columns = (self.size(row["name"], row.get(key, 1)) for key in ("rows", "columns"))
-        more: Table = {"split": row.get("split", "none"), "chosen": row.get("chosen", 1)}
-        more["skips"] = self.size("skips", row.get("skips", 0))
-        yield Matrix(name=row["name"], rows=rows, columns=columns, kind=kind, **about, **more)
-        if row.get("bias"):
-            yield Matrix(
-                name=f"{row['name']} bias", rows=1, columns=columns, kind="vector", **about
-            )
-
-
-def activation(name: str) -> str:
-    """Return the kind of an activation function: `silu`, `gelu`, `gelu_new` or `relu`.
-
-    Functions of one kind save the same tensors for the backward.
-    """
-    for known, names in _ACTIVATIONS.items():
-        if name in names:
-            return known
-    listed = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
-    raise ValueError(f"expected hidden_act to be one of {listed}, got {name!r}")
-
-
-def _most(value: Any) -> int:
-    return int(max(value) if isinstance(value, list) else value)
-
-
-def _count(value: Any) -> int:
-    return len(value) if isinstance(value, list | tuple) else 1
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return tuple(value) if isinstance(value, list | tuple) else (value, value)
-
-
-#: Sizes that `Shape` derives if they are missing, and the number of heads; 0 is not a valid size.
-_DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
-_FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair, "count": _count}
-_RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}
-
-
-@cache
-def _mixers() -> Table:
-    return tables("model/families/mixers.toml")
-
-
-@cache
-def _table(name: str, base: bool = False) -> Table:
-    """Return the table of a family merged with its base tables; its own entries take precedence."""
-    entries: Table = _BASE[name] if base or name not in FAMILIES else FAMILIES[name]
-    merged: Table = {}
-    for base_name in entries.get("like", ()):
-        above = _table(base_name, base=base_name in _BASE)
-        merged = _joined(merged, above)
-    return _joined(merged, entries)
-
-
-def _joined(above: Table, entries: Table) -> Table:
-    both = {
-        key: above[key] | entries[key]
-        for key in ("fields", "let")
-        if key in above and key in entries
-    }
-    return above | entries | both
-
-
-_FILES = {
-    name: tables(f"model/families/{name}.toml") for name in ("decoders", "hybrids", "encoders")
-}
-_BASE: Table = {
-    name: table for file in _FILES.values() for name, table in file.pop("base", {}).items()
-}
-_TOWERS: Table = tables("model/families/towers.toml")
-_MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
-#: Reasons why some families are refused.
-REFUSED: dict[str, str] = {
-    name: why for file in _FILES.values() for name, why in file.pop("refused", {}).items()
-}
-#: One table per known `model_type`.
-FAMILIES: dict[str, Table] = {
-    name: table for file in _FILES.values() for name, table in file.items()
-}
-ENCODERS = frozenset(_FILES["encoders"])

@@ -114,6 +114,7 @@ class Estimator:
         self.compute_seconds = operations / (ASSUMED_UTILIZATION * device.peak(kind.compute))
         self.weight_bytes = float(bytes_of(kind.weights))
         self.gradient_bytes = float(bytes_of(kind.gradients))
+        self.cast_bytes = float(bytes_of(kind.cast_weights)) if kind.cast_weights else 0.0
         states = float(kind.bytes_per_parameter) - self.weight_bytes - self.gradient_bytes
         self.optimizer_bytes = 0.0 if self.offload == "optimizer" else states
 
@@ -246,10 +247,12 @@ class Estimator:
         weights = sharded if candidate.shards_weights else whole
         gradients = sharded if candidate.shards_gradients else whole
         states = sharded if candidate.zero else whole
+        cast = whole if candidate.zero < 3 else 0.0
         return (
             self.weight_bytes * weights
             + self.gradient_bytes * gradients
             + self.optimizer_bytes * states
+            + self.cast_bytes * cast
         )
 
     def _exposed_seconds(self, candidate: Candidate, whole: float) -> float:

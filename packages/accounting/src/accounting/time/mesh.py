@@ -27,11 +27,11 @@ class MeshBatch:
     """The smallest compute-bound batch on a mesh, in tokens."""
 
     comms: Literal["summed", "overlapped"]
-    #: X, which need not be an integer at the optimum.
+    #: FSDP shards X, which need not be an integer at the optimum.
     fsdp: float
-    #: Y.
+    #: Tensor-parallel ranks Y.
     tensor: float
-    #: C / W, in FLOP per byte of link.
+    #: Operations per second over bytes per second of a link, C / W.
     alpha: float
     #: Tokens per device.
     per_device: float

@@ -270,6 +270,8 @@ def select_law(
 def _resolve_form(form: Form | str) -> Form:
     if isinstance(form, Form):
         return form
+    if not isinstance(form, str):
+        raise TypeError(f"expected a Form or the name of one first, got {type(form).__name__}")
     if form not in CATALOG:
         raise ValueError(f"no law {form!r} in the catalog {[*CATALOG]}; pass a name or a Form")
     return CATALOG[form]

@@ -14,8 +14,9 @@ from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import blank_cells, list_some, parse_numbers, uses_decimal_comma
 from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
-from scaling.tables.source import Table, read_table
+from scaling.tables.source import read_table
 from scaling.tables.states import keep_finished
+from scaling.tables.table import Table
 from scaling.units import Array
 
 #: Texts of losses of diverged runs.
@@ -39,10 +40,11 @@ def fit_sweep(
 ) -> Sweep:
     """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
 
-    Runs at one batch size and rate are repetitions. Rows without a loss and runs that did not
-    finish are left out. Diverged runs are left out too, with a warning and a count. Their loss is
-    nan, inf or "diverged", or a number that no curve through the other rates explains, such as the
-    logarithm of the vocabulary size.
+    Runs at one batch size and rate are repetitions, which a column such as `seed` identifies.
+    Without one, the k-th rows of all rates are one repetition in the jackknife. Rows without a loss
+    and runs that did not finish are left out. Diverged runs are left out too, with a warning and a
+    count. Their loss is nan, inf or "diverged", or a number that no curve through the other rates
+    explains, such as the logarithm of the vocabulary size.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
@@ -203,15 +205,37 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
         warnings.warn(messages[-1], ScalingWarning, stacklevel=3)
     sizes = np.array(sorted({size for size, _ in runs}))
     rates = np.array(sorted({rate for _, rate in runs}))
-    repetitions = max(map(len, runs.values()))
-    log_losses = np.full((len(sizes), repetitions, len(rates)), np.nan)
+    repetitions = _index_repetitions(table, runs)
+    log_losses = np.full((len(sizes), max(repetitions.values()) + 1, len(rates)), np.nan)
     for (size, rate), losses in runs.items():
         i = int(np.searchsorted(sizes, size))
         j = int(np.searchsorted(rates, rate))
-        log_losses[i, : len(losses), j] = np.log([loss for _, loss in losses])
+        for row, loss in losses:
+            log_losses[i, repetitions[row], j] = math.log(loss)
     sweep = build_sweep("table", "table", rates, sizes, log_losses)
     read = ", ".join(f"{ours} by {name!r}" for ours, name in chosen.items())
     return replace(sweep, diverged=len(diverged), explanation="\n".join([read, *messages]))
+
+
+def _index_repetitions(table: Table, runs: RunsBySetting) -> dict[int, int]:
+    """Return the index of each row among the repetitions of its batch size.
+
+    Rows of one seed have one index at all rates. Without a column of seeds, or if seeds do not
+    repeat from rate to rate, the k-th row of each rate is the k-th repetition.
+    """
+    indices = {row: k for losses in runs.values() for k, (row, _) in enumerate(losses)}
+    names = [name for name in table.columns if _normalize(name) in WORDS["repetitions"]]
+    if not names:
+        return indices
+    seeds = dict(zip(table.rows.tolist(), setting_codes(table, names).tolist(), strict=True))
+    for size in {size for size, _ in runs}:
+        of_size = [losses for (batch_size, _), losses in runs.items() if batch_size == size]
+        groups = [{row: seeds[row] for row, _ in losses} for losses in of_size]
+        seen = sorted({seed for group in groups for seed in group.values()})
+        is_unique = all(len({*group.values()}) == len(group) for group in groups)
+        if is_unique and len(seen) == max(map(len, groups)):
+            indices |= {row: seen.index(seed) for group in groups for row, seed in group.items()}
+    return indices
 
 
 def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:

@@ -15,8 +15,8 @@ from scaling.tables.cells import (
 )
 from scaling.tables.derived import TIMES
 from scaling.tables.names import Column, Match, ambiguity
-from scaling.tables.reading import Reading
 from scaling.tables.scales import SMALLEST_MEDIAN
+from scaling.tables.table import Reading
 from scaling.units import Array
 
 #: Largest relative difference by rounding between columns of the same numbers.

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import parse_numbers
-from scaling.tables.source import Table
+from scaling.tables.table import Table
 from scaling.units import Array
 
 #: Relative differences up to which sizes, tokens and compute of two runs count as equal.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
 from scaling.tables.names import WORDS
-from scaling.tables.reading import Reading
+from scaling.tables.table import Reading
 from scaling.units import Array
 
 #: Rows of one size are the checkpoints of a training, rather than trainings of several lengths, if

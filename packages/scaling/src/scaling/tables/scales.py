@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
-from scaling.tables.reading import Reading
+from scaling.tables.table import Reading
 from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from scaling.tables.cells import is_blank, list_some
 from scaling.tables.names import STATES
-from scaling.tables.source import Table
+from scaling.tables.table import Table
 
 #: The name of an enumeration before a state, as in `RunStatus.FINISHED`.
 ENUMERATION_PREFIX = re.compile(r"^(?:job|run|trial|task)_?(?:state|status)[._]")

@@ -1,0 +1,213 @@
+"""Memory and time of inference, by the roofline of each pipeline stage."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from accounting import checks
+from accounting.breakdown import Breakdown
+from accounting.flops import Phase, flops
+from accounting.hardware import Hardware, find
+from accounting.kv_cache import kv_cache
+from accounting.memory.states import device_parameters
+from accounting.model.matrices import all_matrices, matrices
+from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
+from accounting.plan import Plan, split
+from accounting.precision import bytes_of
+from accounting.time.collective import Collective
+from accounting.time.efficiency import (
+    ATTENTION_SHARE,
+    BANDWIDTH_SHARE,
+    MATMUL_SHARE,
+    POWER_SHARE,
+    STREAM_PASSES,
+)
+from accounting.time.published import Interval, predicted
+from accounting.time.step import fastest, group_link
+
+
+class Stage(NamedTuple):
+    """A pipeline stage: its layers, and the bytes of its weights and of one cache per device."""
+
+    model: Shape
+    weight_bytes: float
+    cache_bytes: float
+    #: Part of the cache that one new token reads.
+    read_bytes: float
+
+
+@checks.entry()
+def serving(
+    model: Transformer,
+    *,
+    gpus: int = 1,
+    hardware: str = "H100",
+    seq: int = 8192,
+    weights: str = "bf16",
+    cache: str = "bf16",
+    batch: int = 1,
+    pipeline: int = 1,
+) -> dict[str, float]:
+    """Return memory and time of inference with tensor parallelism in each of `pipeline` stages.
+
+    Weights and cache follow the same plan: tensors that tensor parallelism copies (norms, routers,
+    latents, key heads if there are fewer than devices) are on every device. Bytes are summed over
+    all devices. A tenth of the memory is left free. `devices_needed` is the smallest number of
+    devices with room for `batch` sequences, or 0 if there is none. Raises `ValueError` if
+    `pipeline` does not divide `gpus`, or the other degrees the model.
+
+    Prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
+    Each time is an `Interval`: the lower end is the roofline of every stage at the full peak
+    and bandwidth, and the upper end has the widest known error of training steps.
+    """
+    device = find(hardware)
+    size = float(bytes_of(weights))
+    if gpus % pipeline:
+        raise ValueError(f"expected pipeline to divide gpus={gpus}, got pipeline={pipeline}")
+
+    def stages(ranks: int) -> list[Stage]:
+        plan = Plan(tensor=ranks, pipeline=pipeline)
+        plan.check(model)
+        result = []
+        for number in range(pipeline):
+            part = plan.stage_model(model, number)
+            stored = kv_cache(part, seq=seq, dtype=cache, tensor=ranks)
+            weight_bytes = sum(device_parameters(model, plan, number)) * size
+            read_bytes = float(stored.total) - _unselected_bytes(part, stored, seq)
+            result.append(Stage(part, weight_bytes, float(stored.total), read_bytes))
+        return result
+
+    tensor = gpus // pipeline
+    loads = stages(tensor)
+    weight_bytes = tensor * sum(stage.weight_bytes for stage in loads)
+    cache_bytes = tensor * sum(stage.cache_bytes for stage in loads)
+    if not cache_bytes:
+        raise ValueError(f"expected a decoder, got {model.name}, which keeps no cache")
+    usable = 0.9 * device.memory_bytes
+    read = sum(_read_parameters(x.model, tensor, "decode") * size + x.read_bytes for x in loads)
+    room = math.inf
+    for stage in loads:
+        if stage.weight_bytes > usable:
+            room = 0
+        elif stage.cache_bytes:  # A stage without attention stores no cache.
+            room = min(room, (usable - stage.weight_bytes) // stage.cache_bytes)
+    prefill, decode = (
+        _inference_seconds(loads, device, tensor, phase, batch=batch, seq=seq, weights=weights)
+        for phase in ("prefill", "decode")
+    )
+    return {
+        "memory_bytes": usable * gpus,
+        "weights_bytes": weight_bytes,
+        "cache_bytes_per_sequence": cache_bytes,
+        "cache_bytes_per_token": cache_bytes / seq,
+        "sequences_at_once": int(room),
+        "devices_needed": _devices_needed(model, usable, stages, batch),
+        "flops_per_token": float(flops(model, seq=seq, phase="decode").total),
+        "bytes_per_token": read * tensor,
+        "tokens_per_second_alone_at_most": device.memory_bandwidth / read,
+        "prefill_flops": float(flops(model, seq=seq, phase="prefill").total),
+        "batch": batch,
+        **_ends("prefill_seconds", prefill),
+        **_ends("decode_step_seconds", decode),
+        **_ends("tokens_per_second", decode.rate(batch)),
+    }
+
+
+def _ends(name: str, interval: Interval) -> dict[str, float]:
+    return {
+        f"{name}_low": interval.low,
+        f"{name}": interval.middle,
+        f"{name}_high": interval.high,
+    }
+
+
+def _inference_seconds(
+    loads: list[Stage],
+    device: Hardware,
+    tensor: int,
+    phase: Phase,
+    *,
+    batch: int,
+    seq: int,
+    weights: str,
+) -> Interval:
+    """Return the seconds of a prefill or a decode step, in which stages run one after another."""
+    size = float(bytes_of(weights))
+    dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
+    wire = 2 if dtype != "fp32" else 4
+    utilization = MATMUL_SHARE.get(dtype, 0.8) * POWER_SHARE.get(device.name, 1.0)
+    tokens = batch * (seq if phase == "prefill" else 1)
+    least = modeled = 0.0
+    for part, _, cache_bytes, read_bytes in loads:
+        work = flops(part, seq=seq, batch=batch, phase=phase)
+        scores = float(work["attention"].total) if "attention" in work else 0.0
+        moved = _read_parameters(part, tensor, phase, tokens) * size
+        # A prefill writes the whole cache.
+        moved += batch * (read_bytes if phase == "decode" else cache_bytes)
+        peak, bandwidth = device.peak(dtype), device.memory_bandwidth
+        least += max(float(work.total) / tensor / peak, moved / bandwidth)
+        stream = STREAM_PASSES / 3 * part.layers * tokens * part.d_model * wire
+        modeled += (float(work.total) - scores) / tensor / (peak * utilization)
+        modeled += scores / tensor / (peak * ATTENTION_SHARE)
+        modeled += (moved + stream) / (bandwidth * BANDWIDTH_SHARE)
+        payload = tokens * part.d_model * wire
+        if tensor > 1:
+            # One all-reduce after attention or a mixer, and one after the MLP or the experts.
+            calls = _collective("all_reduce", tensor, 2 * part.layers, payload)
+            modeled += fastest(calls, group_link(device, stride=1, ranks=tensor))
+    if len(loads) > 1:
+        sends = _collective("send", 2, len(loads) - 1, payload)
+        modeled += fastest(sends, group_link(device, stride=tensor, ranks=2, operation="send"))
+    return replace(predicted(modeled), low=least)
+
+
+def _collective(operation: str, ranks: int, count: int, size: int) -> Collective:
+    about: dict[str, Any] = {"name": operation, "operation": operation, "axis": "tensor"}
+    return Collective(**about, ranks=ranks, count=count, call_bytes=size)
+
+
+def _devices_needed(
+    model: Transformer,
+    usable: float,
+    stages: Callable[[int], list[Stage]],
+    batch: int,
+) -> int:
+    # A tensor-parallel degree divides the heads, or the MLP of a model without heads.
+    for ranks in range(1, (model.heads or model.d_ff) + 1):
+        try:
+            loads = stages(ranks)
+        except ValueError:
+            continue
+        if max(x.weight_bytes + batch * x.cache_bytes for x in loads) <= usable:
+            return ranks * len(loads)
+    return 0
+
+
+def _unselected_bytes(model: Shape, cache: Breakdown, seq: int) -> float:
+    """Return the bytes of the latents that an index does not select for a new token."""
+    if not model.mla or not model.mla.index_heads:
+        return 0.0
+    latents = sum(float(p.total) for p in cache if p.name in ("latents", "position keys"))
+    return latents * (1 - min(seq, model.mla.index_top) / seq)
+
+
+def _read_parameters(model: Shape, ranks: int, phase: Phase, tokens: int = 1) -> int:
+    """Return the parameters that a device reads for some tokens, without tables.
+
+    Tokens that choose experts independently of each other miss some of them. A decode step does
+    not read the encoder, nor the matrices of its keys and values.
+    """
+    read = 0.0
+    for matrix in matrices(model) if phase == "decode" else all_matrices(model):
+        if matrix.kind == "table" or (phase == "decode" and matrix.applies_to == "source"):
+            continue
+        copies = float(matrix.copies)
+        if matrix.routed:
+            copies *= 1 - (1 - matrix.chosen / matrix.copies) ** tokens
+        cut = matrix.tensor_ranks(ranks, model.kv_heads)
+        read += split(matrix.times * matrix.entries, cut) * copies
+    # A lookup reads one row of a table; a tied head reads the whole table.
+    tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0
+    return round(read) + split(tied, ranks)

@@ -1,0 +1,289 @@
+"""A configuration of Hugging Face as the names in the formulas of a family's table."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accounting import checks
+from accounting.model.family_tables import ALIASES, merged_table, mixer_tables
+from accounting.model.formulas import FUNCTIONS, Table, value
+from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
+from accounting.model.shape import Shape
+
+# Keys of a table that are not fields of a `Transformer`.
+_ABOUT = ("like", "fields", "let", "refuse", "heads_known", "classes", "extra", "more")
+_ATTENTION = ("attention", "full_attention", "indexed_attention", "*")
+_KINDS = (
+    *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
+    *("mamba", "recurrent", "conv", "moe", "mlp", "hybrid", "M", "E", "-", "sparse", "dense"),
+)
+# Activations that save equally many tensors count as one kind. Variants of GELU and xIELU save
+# their input and output, and a squared ReLU saves the output of its ReLU and the square.
+_ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_new": ("gelu_new",),
+    "gelu": (
+        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_python"),
+        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "relu2", "xielu"),
+    ),
+    "relu": ("relu",),
+}
+
+
+def _with_first_names(content: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """Return a configuration in which each second name of a field is replaced by the first.
+
+    Raises `ValueError` if both names are present with different values. The order of the lines
+    decides which of them transformers uses.
+    """
+    renamed: Table = {}
+    for first, seconds in ALIASES.items():
+        for second, families in seconds.items():
+            if family not in families or content.get(second) is None:
+                continue
+            renamed[first] = content[second]
+            if content.get(first, content[second]) != content[second]:
+                raise ValueError(
+                    f"expected {first} and {second}, two names of one field of {family}, to be "
+                    f"equal, got {content[first]!r} and {content[second]!r}; omit one of them"
+                )
+    return {**content, **renamed} if renamed else content
+
+
+class Config:
+    """The names in a formula: functions, `let` definitions and fields of the configuration.
+
+    A missing field raises a `ValueError` that names it.
+    """
+
+    def __init__(self, content: Mapping[str, Any], family: str, table: Table) -> None:
+        self.content = _with_first_names(content, family)
+        self.family = family
+        self.table = table
+        self.let: Table = table.get("let", {})
+        self.fields: Table = table.get("fields", {})
+        self.layers, self.layer = 0, -1
+        listed = self.get("layer_types", self.get("layers_block_type"))
+        self.types: Any = () if listed is None else listed
+        self.typed = listed is not None
+        methods = (self.get, self.raw, self.some, self.first_of, self.sliding, self.attends)
+        self.functions = _FUNCTIONS | {function.__name__: function for function in methods}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.functions:
+            return self.functions[name]
+        if name in self.let:
+            return self.value(self.let[name])
+        if name == "i":
+            return self.layer
+        if name == "kind":
+            return self._kind()
+        value = self.content.get(name)
+        if value is not None:
+            return value
+        default = self.fields.get(name)
+        if default is None:
+            raise ValueError(f"{name} is missing from this {self.family} config.json")
+        if name in self.content and default:
+            raise ValueError(
+                f"{name} is null in this {self.family} config.json; omit it for the default of "
+                f"its class, {default!r}, or pass a value"
+            )
+        # An empty string stands for None, which TOML does not have: the class derives the value.
+        return None if default == "" else default
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field, or `default` if it is missing or null."""
+        value = self.content.get(name)
+        return default if value is None else value
+
+    def raw(self, name: str, default: Any = None) -> Any:
+        """Return a field even if it is null, or `default` if it is missing."""
+        return self.content.get(name, default)
+
+    def some(self, name: str, default: Any) -> Any:
+        """Return a field, or `default` if it is missing or null; raise `ValueError` if it is 0."""
+        value = self.content.get(name)
+        return default if value is None else self.positive(name, value)
+
+    def first_of(self, *names: str) -> Any:
+        """Return the first field that the file has, or else the first that has a default."""
+        for name in names:
+            if self.content.get(name) is not None:
+                return self.content[name]
+        return self[next((name for name in names if self.fields.get(name)), names[-1])]
+
+    def sliding(self, default: bool) -> bool:
+        """Return True if a layer has a window, by `layer_types` or else by `default`."""
+        kind = self._kind()
+        return default if kind is None else bool(kind == "sliding_attention")
+
+    def attends(self, default: bool) -> bool:
+        """Return True if a layer has attention, by `layer_types` or else by `default`."""
+        kind = self._kind()
+        return default if kind is None else kind in _ATTENTION
+
+    def _kind(self) -> Any:
+        return self.types[self.layer] if self.types else None
+
+    def value(self, entry: Any) -> Any:
+        """Evaluate a formula; a number or a bool is returned as it is."""
+        if not isinstance(entry, str):
+            return entry
+        try:
+            return value(entry, self)  # type: ignore[arg-type]
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"this {self.family} config.json cannot be read: {entry} fails with {error}"
+            ) from None
+
+    def size(self, name: str, entry: Any) -> int:
+        """Return an integer size; a bool counts as 1 or 0."""
+        value = self.value(entry)
+        return checks.whole(name, int(value) if isinstance(value, bool) else value, least=0)
+
+    def where(self, entry: Any) -> tuple[int, ...]:
+        """Return the layers for which a formula is true."""
+        indices = []
+        for layer in range(self.layers):
+            self.layer = layer
+            if self.value(entry):
+                indices.append(layer)
+        return tuple(indices)
+
+    def arguments(self, table: Table) -> Table:
+        """Return the arguments of `Shape` that a table of formulas describes."""
+        self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
+        if self.typed and len(self.types) != self.layers:
+            raise ValueError(
+                f"expected one entry of layer_types per layer ({self.layers}), got "
+                f"{len(self.types)}"
+            )
+        for kind in self.types:
+            checks.choice("a kind in layer_types", kind, _KINDS)
+        arguments: Table = {}
+        for key, entry in table.items():
+            if key in _DERIVED:
+                arguments |= self._derived_size(key, entry)
+            elif key not in _ABOUT:
+                arguments[key] = self._argument(key, entry)
+        rows = (*table.get("extra", ()), *table.get("more", ()))
+        extra = (matrix for row in rows for matrix in self.matrices(row))
+        return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
+
+    def _argument(self, key: str, entry: Any) -> Any:
+        """Return one argument of `Shape`."""
+        if key in ("attention_layers", "mlp_layers"):
+            return self.where(entry)
+        if key in _RECORDS:
+            return self.record(_RECORDS[key], entry)
+        if key == "mixers":
+            mixers = [self.mixer(row) for row in entry]
+            return tuple(mixer for mixer in mixers if mixer.layers)
+        if key == "encoder":
+            # The encoder uses the formulas of the family with its own number of layers.
+            side = Config(self.content, self.family, self.table)
+            return Shape(**side.arguments(merged_table(entry)), name=key) if entry else None
+        return self.value(entry)
+
+    def _derived_size(self, key: str, entry: Any) -> Table:
+        """Return a size as an argument, or no argument if `Shape` has to derive it."""
+        # A table entry of 0, and a field that is None, let `Shape` derive the size.
+        size = self.value(entry)
+        if entry != 0 and size is not None:
+            return {key: self.positive(entry, size)}
+        return {key: size} if key == "heads" else {}
+
+    def record(self, kind: type, entry: Table) -> Any:
+        """Return experts, a window or a latent, or None if the model does not have it."""
+        if not self.value(entry.get("if", True)):
+            return None
+        layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
+        if layers == {"layers": ()}:
+            return None
+        sizes = {k: self.value(v) for k, v in entry.items() if k not in ("if", "where")}
+        if "size" in sizes and sizes["size"] is None:
+            return None
+        for name in ("width", "q_rank"):
+            if sizes.get(name) is not None:
+                self.positive(entry[name], sizes[name])
+        return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
+
+    def positive(self, entry: Any, value: Any) -> Any:
+        """Return a size, and raise `ValueError` for 0, which `Shape` would take as missing."""
+        if not value:
+            raise ValueError(
+                f"{entry} is {value!r} in this {self.family} config.json; omit it or set it to "
+                "null to let its class derive it"
+            )
+        return value
+
+    def mixer(self, entry: Table) -> Mixer:
+        """Return a recurrent mixer of `mixers.toml` with the sizes of the family."""
+        name, layers = entry["like"], self.where(entry["where"])
+        about = mixer_tables()[name]
+        sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
+        sizes = about.get("sizes", {}) | sizes | {"d_model": self.value(self.table["d_model"])}
+        inner = Config(sizes, self.family, about)
+        listed = (
+            Matrix(
+                "mixer",
+                label,
+                inner.size(label, rows or 1),
+                inner.size(label, columns),
+                split,
+                kind="matrix" if rows else "vector",
+            )
+            for label, rows, columns, split in about["matrices"]
+        )
+        numbers = {key: inner.value(about[key]) for key in ("state", "scan", "saved")}
+        return Mixer(
+            name=name, layers=layers, matrices=tuple(m for m in listed if m.entries), **numbers
+        )
+
+    def matrices(self, row: Table) -> Iterator[Matrix]:
+        """Yield an additional matrix, table or vector of a family, and its bias."""
+        if not self.value(row.get("if", True)):
+            return
+        once = row.get("once", False)
+        kind = row.get("kind", "matrix" if row.get("bias") else "vector")
+        about: Table = {"part": "pooler" if once else row.get("part", "ends")}
+        about |= {"applies_to": "sequence"} if once else {}
+        about |= {"layers": self.where(row["where"])} if "where" in row else {}
+        rows, columns = (self.size(row["name"], row.get(key, 1)) for key in ("rows", "columns"))
+        more: Table = {"split": row.get("split", "none"), "chosen": row.get("chosen", 1)}
+        more["skips"] = self.size("skips", row.get("skips", 0))
+        yield Matrix(name=row["name"], rows=rows, columns=columns, kind=kind, **about, **more)
+        if row.get("bias"):
+            yield Matrix(
+                name=f"{row['name']} bias", rows=1, columns=columns, kind="vector", **about
+            )
+
+
+def activation(name: str) -> str:
+    """Return the kind of an activation function: `silu`, `gelu`, `gelu_new` or `relu`.
+
+    Functions of one kind save the same tensors for the backward.
+    """
+    for known, names in _ACTIVATIONS.items():
+        if name in names:
+            return known
+    listed = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
+    raise ValueError(f"expected hidden_act to be one of {listed}, got {name!r}")
+
+
+def _most(value: Any) -> int:
+    return int(max(value) if isinstance(value, list) else value)
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, list | tuple) else 1
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return tuple(value) if isinstance(value, list | tuple) else (value, value)
+
+
+#: Sizes that `Shape` derives if they are missing, and the number of heads; 0 is not a valid size.
+_DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
+_FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair, "count": _count}
+_RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}

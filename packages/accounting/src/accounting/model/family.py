@@ -1,0 +1,64 @@
+"""The arguments of a `Transformer` for a configuration of one family.
+
+The class of transformers that `architectures` names decides whether a model has a head.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accounting.model.config import Config
+from accounting.model.family_tables import merged_table
+from accounting.model.formulas import Table
+
+
+def family_arguments(content: Mapping[str, Any], family: str) -> Table:
+    """Return the keyword arguments of the `Transformer` of a configuration of a known family."""
+    table = merged_table(family)
+    config = Config(content, family, table)
+    for condition, message in table.get("refuse", ()):
+        if config.value(condition):
+            raise ValueError(message.format_map(config))
+    return {"name": content.get("_name_or_path") or family} | config.arguments(
+        table | _head(table, content, family)
+    )
+
+
+def class_named(content: Mapping[str, Any]) -> str:
+    """Return the first class in `architectures`, or an empty name."""
+    named = content.get("architectures")
+    if not isinstance(named, list | tuple | None):
+        raise ValueError(f"expected architectures to be a list of names, got {named!r}")
+    return str(named[0]) if named else ""
+
+
+def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
+    """Return the table entries for the head that the class in `architectures` builds."""
+    name = class_named(content)
+    known: dict[str, Table] = {}
+    for endings, more in table["heads_known"].items():
+        for ending in endings.split("|"):
+            known |= dict.fromkeys(_class_names(table, family, ending), more)
+    if spelled(name) not in known:
+        raise ValueError(
+            f"expected architectures to name a known class of {family}, got {name!r}; omit it for "
+            "the base model of the family"
+        )
+    return dict(known[spelled(name)])
+
+
+def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
+    """Yield the class names of a family with an ending; without an ending, yield an empty name.
+
+    A class has the name of its family, or one of the names that the table lists.
+    """
+    if not ending:
+        yield ""
+        return
+    endings = ("", "_text", "_model", "_text_model")
+    for name in (*table.get("classes", ()), *map(family.removesuffix, endings)):
+        yield spelled(name + ending)
+
+
+def spelled(name: str) -> str:
+    """Return a name in lower case without separators, so that MPTForCausalLM is MptForCausalLM."""
+    return name.replace("_", "").replace("-", "").lower()

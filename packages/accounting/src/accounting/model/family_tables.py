@@ -1,0 +1,58 @@
+"""The tables of model families in `families/*.toml`, and their inheritance.
+
+A table maps each size of a `Shape` to a number, a bool, or a formula over the fields of the
+configuration. Defaults of these fields are part of the table. `families/decoders.toml` documents
+the format.
+"""
+
+from functools import cache
+
+from accounting.model.formulas import Table, tables
+
+_FILES = {
+    name: tables(f"model/families/{name}.toml") for name in ("decoders", "hybrids", "encoders")
+}
+_BASE: Table = {
+    name: table for file in _FILES.values() for name, table in file.pop("base", {}).items()
+}
+#: Second names of fields, with the families that have them.
+ALIASES: Table = tables("model/families/aliases.toml")
+#: Vision towers and projectors of multimodal families.
+TOWERS: Table = tables("model/families/towers.toml")
+#: Multimodal classes by the field that ties the head of their language model.
+MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
+#: Reasons why some families are refused.
+REFUSED: dict[str, str] = {
+    name: why for file in _FILES.values() for name, why in file.pop("refused", {}).items()
+}
+#: One table per known `model_type`.
+FAMILIES: dict[str, Table] = {
+    name: table for file in _FILES.values() for name, table in file.items()
+}
+ENCODERS = frozenset(_FILES["encoders"])
+
+
+@cache
+def mixer_tables() -> Table:
+    """Return the tables of recurrent layers by name."""
+    return tables("model/families/mixers.toml")
+
+
+@cache
+def merged_table(name: str, base: bool = False) -> Table:
+    """Return the table of a family merged with its base tables; its own entries take precedence."""
+    entries: Table = _BASE[name] if base or name not in FAMILIES else FAMILIES[name]
+    merged: Table = {}
+    for base_name in entries.get("like", ()):
+        above = merged_table(base_name, base=base_name in _BASE)
+        merged = _joined(merged, above)
+    return _joined(merged, entries)
+
+
+def _joined(above: Table, entries: Table) -> Table:
+    both = {
+        key: above[key] | entries[key]
+        for key in ("fields", "let")
+        if key in above and key in entries
+    }
+    return above | entries | both

@@ -1,0 +1,77 @@
+"""The parts of a multimodal configuration: its language model, and a known vision tower."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accounting.model.config import Config
+from accounting.model.family import family_arguments
+from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merged_table
+from accounting.model.formulas import Table
+from accounting.model.matrices import matrices
+from accounting.model.records import Matrix
+from accounting.model.shape import Shape
+
+# Multimodal configurations nest that of their language model, which is described here.
+_NESTED = ("text_config", "llm_config", "language_config")
+
+
+def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
+    """Return the part of a multimodal configuration that describes its language model, if any."""
+    for field in _NESTED:
+        inner = content.get(field)
+        if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
+            return {"model_type": f"{family}_text"} | dict(inner)
+    if TOWERS.get(family, {}).get("flat") and content.get("text_config") is None:
+        ties = ("architectures", "tie_word_embeddings")
+        flat = {name: value for name, value in content.items() if name not in ties}
+        return flat | {"model_type": f"{family}_text"}
+    return None
+
+
+def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
+    """Return the `tie_word_embeddings` by which a multimodal class ties its language model."""
+    field = "tie_word_embeddings"
+    family = content["model_type"]
+    outer_value = content.get(field)
+    inner_value = inner.get(field)
+    if family in MULTIMODAL["by_language_model"] or inner_value == outer_value is not None:
+        return {}
+    if family in MULTIMODAL["by_either"]:
+        return {field: bool(outer_value or inner_value)}
+    if family in MULTIMODAL["tied_by_default"] or family in MULTIMODAL["untied_by_default"]:
+        default = family in MULTIMODAL["tied_by_default"]
+        return {field: default if outer_value is None else outer_value}
+    raise ValueError(
+        f"expected {field} of {family!r} and of its language model to be given and equal, got "
+        f"{outer_value!r} and {inner_value!r}; pass the configuration of the language model"
+    )
+
+
+def vision_tower(content: Mapping[str, Any], width: int) -> Iterator[Matrix]:
+    """Yield the parts of a vision tower of a known kind and of its projector.
+
+    They are tables, which a token of text does not multiply. Every tensor-parallel rank stores
+    them.
+    """
+    family, vision = str(content["model_type"]), content.get("vision_config")
+    table = TOWERS.get(family, {})
+    kind = vision.get("model_type") if isinstance(vision, Mapping) else None
+    if not vision or ("tower" not in table and kind not in table.get("kinds", ())):
+        return
+    if "tower" in table:
+        fields = Config(vision, f"{family}_vision", table | {"fields": table["vision"]})
+        for name, formula in table["tower"].items():
+            yield _tower_part(name, fields.size(name, formula))
+    else:
+        fields = Config(vision, str(kind), merged_table(str(kind)))
+        tower = Shape(**family_arguments({**vision, "architectures": None}, str(kind)))
+        for name in dict.fromkeys(matrix.part for matrix in matrices(tower)):
+            sizes = (matrix.size for matrix in matrices(tower) if matrix.part == name)
+            yield _tower_part(name, sum(sizes))
+    outer = Config({**content, "vision": fields, "width": width}, family, table)
+    for name, formula in table.get("projector", {}).items():
+        yield _tower_part(f"projector {name}", outer.size(name, formula))
+
+
+def _tower_part(name: str, size: int) -> Matrix:
+    return Matrix("vision tower", name, 1, size, kind="table")

@@ -1,0 +1,143 @@
+"""Files of text: CSV of any dialect, JSON, and JSON lines."""
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaling.tables.reshape import from_records
+from scaling.tables.table import Table, object_cells, require_unique_names
+
+NumberedCells = tuple[int, tuple[str, ...]]
+
+#: Suffixes of files that are not text.
+BINARY_SUFFIXES = (".parquet", ".feather", ".xlsx", ".xls", ".gz", ".zip", ".arrow", ".db")
+
+
+def read_text(path: Path) -> tuple[str, list[str]]:
+    """Return the text of a file, and sentences on how it was decoded."""
+    if path.suffix.lower() in BINARY_SUFFIXES or "tfevents" in path.name:
+        raise ValueError(
+            f"{path} is not a text file: read it with pandas, polars, pyarrow or, for TensorBoard,"
+            " tbparse, and pass the DataFrame"
+        )
+    raw = path.read_bytes()
+    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    try:
+        return raw.decode(encoding), []
+    except UnicodeDecodeError:
+        return raw.decode("latin-1"), ["the text is not UTF-8 and is read as Latin-1"]
+
+
+def parse_json(path: Path, text: str) -> tuple[Any, list[int] | None]:
+    """Return the content of JSON; for one JSON object per line, the records and their lines."""
+    try:
+        return json.loads(text), None
+    except json.JSONDecodeError as error:
+        lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if len(lines) == 1:
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
+    records = []
+    for i, line in lines:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: line {i} is not valid JSON: {error}") from None
+    return records, [i for i, _ in lines]
+
+
+def parse_csv(path: Path, text: str, delimiter: str | None) -> Table:
+    """Return the table of a CSV file; comments, blank lines and repeated headers are skipped."""
+    numbered = enumerate(text.splitlines(), 1)
+    content = [(i, line) for i, line in numbered if line.strip(" \t\r,;|")]
+    comments = [line for _, line in content if line.lstrip()[:1] == "#"]
+    if comments:
+        content = [(i, line) for i, line in content if line.lstrip()[:1] != "#"]
+    if not content:
+        return from_records([])
+    mark = _find_delimiter(content[0][1]) if delimiter is None else delimiter
+    if '"' in text or mark in " |":
+        rows = _split_lines(content, mark)
+    else:
+        # The garbage collector does not traverse tuples of text, unlike a million lists.
+        rows = [(i, tuple(line.split(mark))) for i, line in content]
+    header: Sequence[str] = rows.pop(0)[1]
+    if all(_is_numeric(cell) for cell in header if cell) and comments:
+        # numpy.savetxt writes the header as a comment.
+        rows.insert(0, (content[0][0], tuple(header)))
+        header = next(csv.reader([comments[-1].lstrip(" #")], delimiter=mark))
+    header = [name.strip() for name in header]
+    _check_header(path, header, mark)
+    choices = [] if delimiter is not None else [f"cells are separated by {mark!r}"]
+    if comments:
+        choices.append(f"{len(comments)} lines that start with '#' are comments")
+    data_rows = _check_rows(path, rows, header, mark)
+    if len(data_rows) < len(rows):
+        choices.append(f"{len(rows) - len(data_rows)} rows that repeat the header are skipped")
+    columns = {}
+    for k, name in enumerate(header if data_rows else []):
+        columns[name] = object_cells([cells[k].strip() for _, cells in data_rows])
+    return Table(columns, np.array([line for line, _ in data_rows], np.intp), choices)
+
+
+def _check_rows(
+    path: Path, rows: list[NumberedCells], header: Sequence[str], mark: str
+) -> list[NumberedCells]:
+    """Return the rows that do not repeat the header; raise `ValueError` for a ragged row."""
+    lowered = [name.lower() for name in header]
+    data_rows = []
+    for line, cells in rows:
+        while len(cells) > len(header) and not cells[-1]:
+            cells = cells[:-1]
+        is_header = cells[0].strip().lower() == lowered[0]
+        if is_header and [cell.strip().lower() for cell in cells] == lowered:
+            continue
+        if len(cells) != len(header):
+            raise ValueError(
+                f"{path}: line {line} has {len(cells)} cells under {len(header)} columns"
+                f" {header}; is {mark!r} the delimiter?"
+            )
+        data_rows.append((line, cells))
+    return data_rows
+
+
+def _split_lines(content: list[tuple[int, str]], mark: str) -> list[NumberedCells]:
+    """Return the cells of each row with the line on which it starts."""
+    # Quoted cells may contain line breaks, so the reader's own line count is used.
+    reader = csv.reader([line for _, line in content], delimiter=mark, skipinitialspace=True)
+    rows = []
+    lines_before = 0
+    for cells in reader:
+        if mark == " ":
+            cells = [cell for cell in cells if cell]
+        rows.append((content[lines_before][0], tuple(cells)))
+        lines_before = reader.line_num
+    if content[0][1].lstrip().startswith("|"):
+        # A Markdown table has empty outer cells and a ruler below its header.
+        rows = [(i, cells[1:-1]) for i, cells in rows if not set("".join(cells)) <= set("-: ")]
+    return rows
+
+
+def _check_header(path: Path, header: list[str], mark: str) -> None:
+    """Raise `ValueError` unless a header consists of several different names."""
+    if all(_is_numeric(cell) for cell in header if cell):
+        raise ValueError(f"{path}: the first line holds numbers, {header}: put names above them")
+    if len(header) < 2:
+        other = next((d for d in ";\t|," if d in "".join(header) and d != mark), None)
+        hint = f"; pass delimiter={other!r}" if other else ""
+        raise ValueError(f"{path}: delimiter {mark!r} leaves one column, {header}{hint}")
+    require_unique_names(header, path)
+
+
+def _find_delimiter(header: str) -> str:
+    """Return the most frequent delimiter of a header; a space if it has none."""
+    delimiter = max("\t;|,", key=header.count)
+    return delimiter if delimiter in header else " "
+
+
+def _is_numeric(cell: str) -> bool:
+    return re.fullmatch(r"[-+]?[\d.,_' ]+(e[-+]?\d+)?", cell.strip(), re.IGNORECASE) is not None

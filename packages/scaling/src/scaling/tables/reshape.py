@@ -1,0 +1,123 @@
+"""Tables from records, also nested ones, and tables with a row per metric.
+
+wandb, MLflow and TensorBoard export nested values and one row per metric and step.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scaling.tables.names import recognize
+from scaling.tables.table import Table, object_cells
+
+Record = dict[str, Any]
+
+#: Names of the columns of a table with one row per metric, as in exports of TensorBoard and MLflow.
+METRIC_NAMES = ("tag", "key", "metric", "metric_name")
+METRIC_RUNS = ("run", "dir_name", "run_id", "run_uuid", "run_name")
+
+
+def from_records(records: Sequence[Any], rows: Sequence[int] | None = None) -> Table:
+    """Return the table of records, which map names to cells."""
+    for record in records:
+        if not isinstance(record, Mapping):
+            raise TypeError(f"expected a record that maps names to values, got {record!r}")
+    flat = [_flatten(record) for record in records]
+    names = dict.fromkeys(name for record in flat for name in record)
+    columns = {name: object_cells([record.get(name) for record in flat]) for name in names}
+    positions = np.arange(1, len(flat) + 1) if rows is None else np.array(rows, np.intp)
+    return Table(columns, positions)
+
+
+def flatten_cells(table: Table) -> Table:
+    """Return a table whose cells are not mappings, not even as text."""
+    for cells in table.columns.values():
+        if cells.dtype == object and any(
+            c[:1] == "{" if isinstance(c, str) else isinstance(c, Mapping) for c in cells
+        ):
+            names = list(table.columns)
+            rows = zip(*table.columns.values(), strict=True)
+            records = [dict(zip(names, row, strict=True)) for row in rows]
+            flat = from_records(records, table.rows.tolist())
+            return Table(flat.columns, flat.rows, table.choices)
+    return table
+
+
+def _flatten(record: Mapping[str, Any], path: str = "") -> Record:
+    """Return a record whose nested mappings are replaced by names such as "outer.inner".
+
+    Nested mappings may also be text, as JSON or, in exports of wandb's API, as Python literals, or
+    lists of keys and values, as in exports of MLflow's API.
+    """
+    flat: Record = {}
+    for name, value in record.items():
+        nested = _parse_mapping(value) if isinstance(value, str) and value[:1] == "{" else value
+        pairs = nested if isinstance(nested, list) else []
+        if pairs and all(isinstance(p, Mapping) and {"key", "value"} <= set(p) for p in pairs):
+            nested = {pair["key"]: pair["value"] for pair in pairs}
+        if not isinstance(nested, Mapping):
+            added = {path + str(name): value}
+        elif "value" in nested and set(nested) <= {"value", "desc"}:
+            # wandb's config.yaml stores each value under the key "value".
+            added = {path + str(name): nested["value"]}
+        else:
+            added = _flatten(nested, f"{path}{name}.")
+        if repeated := flat.keys() & added.keys():
+            raise ValueError(
+                f"a record has {min(repeated)!r} as a name and as nested mappings; keep one of them"
+            )
+        flat |= added
+    return flat
+
+
+def _parse_mapping(text: str) -> Any:
+    """Return the value of a JSON or Python literal; the text itself if it is neither."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        finite = re.sub(r"(?<=[:\[, ])(nan|-?inf)(?=[,}\]])", "None", text)
+    try:
+        return ast.literal_eval(finite)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def pivot(table: Table) -> Table:
+    """Return a table with a column per metric, if it has a row per metric and step.
+
+    A metric that is logged once per run, such as its size, belongs to every row of the run. A loss
+    belongs to its step alone.
+    """
+    lowered = {name.lower(): name for name in table.columns}
+    metric = next((lowered[name] for name in METRIC_NAMES if name in lowered), None)
+    has_losses = any(recognize(name, "loss") for name in table.columns)
+    if metric is None or has_losses or not {"value", "step"} <= set(lowered):
+        return table
+    run_names = [lowered[name] for name in METRIC_RUNS if name in lowered][:1]
+    runs = table.codes(run_names) if run_names else np.zeros(len(table), np.intp)
+    records: dict[tuple[int, str], Record] = {}
+    rows: dict[tuple[int, str], int] = {}
+    by_run: dict[int, dict[str, list[Any]]] = {}
+    names = [metric, lowered["value"], lowered["step"], *run_names]
+    for i, (tag, value, step, *run) in enumerate(zip(*map(table.cells, names), strict=True)):
+        key = (int(runs[i]), str(step))
+        record = records.setdefault(key, {"step": step, **dict(zip(run_names, run, strict=True))})
+        if record.get(str(tag), value) != value:
+            raise ValueError(
+                f"{tag!r} has two values at step {step} of one run, {record[str(tag)]} and {value},"
+                " as after a restart; keep the rows of one attempt"
+            )
+        record[str(tag)] = value
+        rows.setdefault(key, int(table.rows[i]))
+        by_run.setdefault(key[0], {}).setdefault(str(tag), []).append(value)
+    for (run_code, _), record in records.items():
+        for tag, values in by_run[run_code].items():
+            if len(values) == 1 and not recognize(tag, "loss"):
+                record[tag] = values[0]
+    wide = from_records(list(records.values()), list(rows.values()))
+    choice = f"each row is a metric, named by {metric!r}: rows of one step are read as one"
+    return Table(wide.columns, wide.rows, [*table.choices, choice])

@@ -1,0 +1,103 @@
+"""Tables of raw cells, and the state of reading one.
+
+Each row keeps its line or position, so that every later message can refer to it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scaling.tables.cells import list_some
+from scaling.tables.names import Column
+from scaling.units import Array
+
+Cells = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The cells of a table by column; a cell that a record does not have is None."""
+
+    columns: dict[str, Cells]
+    #: The line or the position from 1 of each row.
+    rows: NDArray[np.intp]
+    #: Sentences on how the source was read.
+    choices: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, which: Cells) -> "Table":
+        """Return the rows that a mask or an array of positions selects."""
+        columns = {name: cells[which] for name, cells in self.columns.items()}
+        return Table(columns, self.rows[which], self.choices)
+
+    def where(self, wanted: Mapping[str, Any], source: str) -> "Table":
+        """Return the rows with these cells; raise `ValueError` if there are none."""
+        table = self
+        for name, value in wanted.items():
+            texts = list(map(str, table.cells(name))) if name in table.columns else []
+            table = table.select(np.flatnonzero([text == str(value) for text in texts]))
+            if not len(table):
+                seen = dict.fromkeys(texts)
+                reason = f"it is {list_some(seen)}" if seen else "there is no such column"
+                raise ValueError(f"{source}: {name!r} is nowhere {value!r}; {reason}")
+        return table
+
+    def cells(self, name: str) -> list[Any]:
+        """Return a column as Python values, so that messages show cells as they were written."""
+        values: list[Any] = self.columns[name].tolist()
+        return values
+
+    def codes(self, names: Sequence[str]) -> NDArray[np.intp]:
+        """Return an index from 0 of the texts that each row has in some columns."""
+        index: dict[tuple[str, ...], int] = {}
+        keys = zip(*(map(str, self.cells(name)) for name in names), strict=True)
+        codes = (index.setdefault(key, len(index)) for key in keys)
+        return np.fromiter(codes, np.intp, len(self))
+
+
+@dataclass
+class Reading:
+    """The state of reading a table, which the other modules of this folder change step by step."""
+
+    name: str
+    table: Table
+    #: The chosen columns by our names.
+    columns: dict[str, Column]
+    #: The user's unit by our names.
+    units: Mapping[str, float]
+    #: The user's decimal mark.
+    decimal: str | None
+    values: dict[str, Array] = field(default_factory=dict)
+    #: The rows that were left out because they have no loss.
+    without_loss: Table | None = None
+    #: Sentences about choices, for `Runs.explanation`.
+    choices: list[str] = field(default_factory=list)
+    #: Sentences about rows that were left out, also issued as warnings.
+    exclusions: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[int]:
+        """The line or the position from 1 of each row in its source."""
+        rows: list[int] = self.table.rows.tolist()
+        return rows
+
+    def select(self, which: NDArray[Any]) -> None:
+        """Leave out the other rows."""
+        self.table = self.table.select(which)
+        self.values = {k: v[which] for k, v in self.values.items()}
+
+
+def object_cells(values: Sequence[Any]) -> Cells:
+    """Return values as a vector of Python objects, also if they are sequences."""
+    return np.fromiter(values, object, len(values))
+
+
+def require_unique_names(names: Sequence[str], source: object) -> None:
+    """Raise `ValueError` if columns have the same name."""
+    if repeated := {name for name in names if name and names.count(name) > 1}:
+        raise ValueError(f"{source} has several columns {sorted(repeated)}: rename all but one")
