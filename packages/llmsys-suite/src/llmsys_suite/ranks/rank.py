@@ -139,9 +139,14 @@ class Run:
         if EVENTS in os.environ:
             os.write(int(os.environ[EVENTS]), f"{self.rank} {event}\n".encode())
 
+    @property
+    def has_launcher(self) -> bool:
+        """True if a launcher stamps the events of this rank; torchrun does not."""
+        return STAMPS in os.environ
+
     def stamps(self) -> dict[tuple[int, str], float]:
         """Return the launcher's time of each (rank, event), or {} without a launcher."""
-        if STAMPS not in os.environ:
+        if not self.has_launcher:
             return {}
         with open(os.environ[STAMPS]) as file:
             lines = [line.split(" ", 2) for line in file.read().splitlines()]

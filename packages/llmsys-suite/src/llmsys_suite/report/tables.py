@@ -64,7 +64,7 @@ def planned(results: Results, evidence: Row) -> list[Row]:
     plan, train = results["plan"], results.get("train")
     rows = train.rows if isinstance(train, of.Train) else []
     probe = evidence.get("probe", {}).get("variants", {}).get(PEER, {})
-    counted = evidence.get("counted", {})
+    counted = evidence.get("model_counts", {})
     pairs = [
         ("parameters", plan.parameters, counted.get("parameters")),
         ("GFLOPs per step", plan.step_flops_full / 1e9,

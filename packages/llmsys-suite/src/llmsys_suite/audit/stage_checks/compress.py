@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ from llmsys_suite.stages import compress
 BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
 #: Rounds of the audit's own timing.
 ROUNDS = 5
-#: Largest number of distinct values per row of a weight, by method.
-CODEBOOKS = {"k-means, 4 bits": 16, "k-means, 2 bits": 4}
+#: Bits of a codebook; a row of a weight has at most two to this power distinct values.
+CODEBOOK_BITS = {"k-means, 4 bits": 4, "k-means, 2 bits": 2}
 
 
 def checks(run: Run, result: results.Compress) -> Iterator[Check]:
@@ -47,6 +48,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     sizes = []
     losses = []
     errors = []
+    rounding: list[tuple[float, str]] = []
     structure: list[str] = []
     models = compress.compressed(run)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -57,9 +59,11 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
             loaded = tinyml.load(run.trained, path)
             loss = float(cross_entropy(loaded(tokens), targets))
             losses.append((loss, rows[method]["heldout_loss"], method))
-            structure += _structure(method, loaded)
+            structure += _structure(method, run.trained, loaded)
             if method in BITS:
                 errors.append((_grid_error(run.trained, loaded, BITS[method]), method))
+            if method in CODEBOOK_BITS:
+                rounding.append((_over_grid(run.trained, loaded, CODEBOOK_BITS[method]), method))
     yield Sources("size_of", "tensors in the file").all_equal("bytes", sizes)
     from_file = Sources("reported", "read back from the file")
     yield from_file.all_equal("held-out loss", losses, REPLAYED_LOSS)
@@ -67,6 +71,13 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     yield weights.none("sparsity and codebooks", structure)
     grids = Sources("every weight, in steps", "half a step")
     yield grids.all_near("rounding of linear grids", errors, 0.51)
+    codebooks = Sources("squared error of the weights", "that of a linear grid of as many bits")
+    yield codebooks.all_near("rounding to codebooks", rounding, 1.0)
+    # Both methods round the weights alike, so only rounded activations change the loss.
+    weights_only = rows["linear, 8 bits"]["heldout_loss"]
+    moved = abs(rows["8 bits, activations too"]["heldout_loss"] / weights_only - 1)
+    activations = Sources("reported", "the loss with float32 activations")
+    yield activations.between("rounded activations move the loss", 0.0, moved, 1e-7, math.inf)
     smaller = [
         (whole["size_bytes"] / row["size_bytes"], row["smaller"], method)
         for method, row in rows.items()
@@ -90,20 +101,39 @@ def _exact_loss(run: Run) -> float:
     return reference.mean_loss(in_float64(run.trained), *on_device(run, heldout), config.num_heads)
 
 
-def _structure(method: str, model: nn.Module) -> list[str]:
+def _structure(method: str, original: Decoder, model: nn.Module) -> list[str]:
     """Return the linear weights that are not as sparse or as coarse as their method requires."""
     wrong = []
     for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 2 or "embedding" in name:
             continue
-        if method in CODEBOOKS:
+        if method in CODEBOOK_BITS:
             values = max(len(row.unique()) for row in weight.detach())
-            if values > CODEBOOKS[method]:
+            if values > 2 ** CODEBOOK_BITS[method]:
                 wrong.append(f"{method}, {name}: {values} values")
-        if method == "half pruned" and float((weight == 0).float().mean()) < 0.45:
-            wrong.append(f"{method}, {name}: {float((weight == 0).float().mean()):.0%} zeros")
+        if method == "half pruned":
+            zero = weight == 0
+            if (fraction := float(zero.float().mean())) < 0.45:
+                wrong.append(f"{method}, {name}: {fraction:.0%} zeros")
+            magnitudes = original.get_submodule(name).get_parameter("weight").abs()
+            if magnitudes[zero].max() > magnitudes[~zero].min():
+                wrong.append(f"{method}, {name}: a larger weight than others is pruned")
     return wrong
+
+
+def _over_grid(model: Decoder, small: nn.Module, bits: int) -> float:
+    """Return the squared error of all linear weights over that of a linear grid."""
+    error = grid_error = 0.0
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            rounded = small.get_submodule(name).weight
+            assert isinstance(rounded, Tensor)
+            step = 2 * layer.weight.abs().amax(1, keepdim=True) / (2**bits - 2)
+            error += float((layer.weight - rounded).square().sum())
+            on_grid = (layer.weight / step).round() * step
+            grid_error += float((layer.weight - on_grid).square().sum())
+    return error / grid_error
 
 
 def _grid_error(model: Decoder, small: nn.Module, bits: int) -> float:

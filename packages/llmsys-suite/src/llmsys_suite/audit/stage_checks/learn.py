@@ -38,6 +38,9 @@ def checks(run: Run, result: results.Learn) -> Iterator[Check]:
     yield from _last_checkpoint(run, run.folder, len(result.losses))
     if result.probed_step is not None:
         yield from probed_step.checks(run, result, result.probed_step)
+    elif result.begun_at < len(result.losses):
+        steps = Sources("reported", "a step drawn at random")
+        yield steps.none("step that the audit repeats", ["there is none"])
 
 
 def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:

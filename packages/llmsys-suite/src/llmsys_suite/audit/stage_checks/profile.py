@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from itertools import groupby
@@ -12,14 +13,18 @@ import torch
 from torch import Tensor
 
 from llmsys_suite import results
+from llmsys_suite.audit import peers
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.flops import Flops, count_flops
-from llmsys_suite.audit.tolerances import RATE_BAND
+from llmsys_suite.audit.tolerances import RATE_BAND, SHORTEST_BAND
 from llmsys_suite.config import size_of
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import profile
 from llmsys_suite.step.case import PHASES, WARMUPS
+
+#: Steps of the audit's own timing.
+STEPS_TIMED = 5
 
 
 def checks(run: Run, result: results.Profile) -> Iterator[Check]:
@@ -39,6 +44,7 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
             if not row["note"]:
                 yield from ten_steps(row)
                 yield from _utilization(run, row, _flops(run, size))
+    yield _step_again(run, result.protocol)
     flops = _flops(run, run.config.size)
     first = result.operators[0]
     counter = Sources("profile", "torch's counter")
@@ -48,6 +54,45 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
     scores = flops.attention_forward / (4 * run.model.d_model // run.model.num_heads)
     five = Sources("profile", "five per score")
     yield five.equal("FLOPs of softmax", 5 * scores, first["softmax_flops"])
+
+
+def _step_again(run: Run, protocol: results.Rows) -> Check:
+    """Time each phase of a step of the run's model, and compare the shortest times."""
+    config = run.config
+    model = Decoder(run.model, plain_attention).to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(config.rows // run.world, config.context, dtype=torch.long)
+    tokens = tokens.to(run.device)
+    seconds = []
+    for _ in range(1 + STEPS_TIMED):
+        clocks = [peers.monotonic(run)]
+        with run.autocast():
+            loss = model.loss(tokens, tokens)
+        clocks.append(peers.monotonic(run))
+        loss.backward()
+        clocks.append(peers.monotonic(run))
+        optimizer.step()
+        optimizer.zero_grad()
+        clocks.append(peers.monotonic(run))
+        seconds.append(np.diff(clocks))
+    # The first step creates the state of the optimizer.
+    shortest = np.array(seconds[1:]).min(axis=0)
+    rows = [row for row in protocol if row["size"] == config.size and not row["note"]]
+    reported = np.array([step for row in rows for step in row["seconds"]])
+    triples = []
+    if rows:
+        triples = list(zip(shortest, reported.min(axis=0), PHASES, strict=True))
+    expected, actual, phase = max(triples, key=_factor, default=(math.nan, math.nan, "nothing"))
+    own = Sources("shortest time of a phase", "the audit's own timing")
+    low, high = expected / SHORTEST_BAND, expected * SHORTEST_BAND
+    return own.between(
+        f"{config.size}: shortest step", expected, actual, float(low), float(high), phase
+    )
+
+
+def _factor(triple: tuple[float, float, str]) -> float:
+    expected, actual, _ = triple
+    return abs(math.log(actual / expected))
 
 
 def _complete(run: Run, result: results.Profile) -> Iterator[Check]:
