@@ -32,7 +32,7 @@ BAND = 1.6
 #: Allowed factor between the shortest times of the same work at different moments, of which other
 #: programs may disturb one.
 SHORTEST_BAND = 3.0
-#: Allowed factor between rates of a product that are measured in two processes or by two clocks.
+#: Allowed factor between rates of a product that are measured in two processes.
 RATE_BAND = 2.5
 #: Allowed factor between a peer of the run and the audit's, timed in the same rounds.
 PEER_BAND = 1.4

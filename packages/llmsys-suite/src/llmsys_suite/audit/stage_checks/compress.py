@@ -27,6 +27,9 @@ from llmsys_suite.stages import compress
 
 #: The methods that round to a linear grid, and the bits of the grid.
 BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
+#: Largest squared error of codebooks over that of a linear grid: 0.83 for the rows of 32 weights of
+#: the smallest model, 0.67 for those of 128.
+OVER_GRID = 0.95
 #: Rounds of the audit's own timing.
 ROUNDS = 5
 #: Bits of a codebook; a row of a weight has at most two to this power distinct values.
@@ -72,7 +75,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     grids = Sources("every weight, in steps", "half a step")
     yield grids.all_near("rounding of linear grids", errors, 0.51)
     codebooks = Sources("squared error of the weights", "that of a linear grid of as many bits")
-    yield codebooks.all_near("rounding to codebooks", rounding, 1.0)
+    yield codebooks.all_near("rounding to codebooks", rounding, OVER_GRID)
     # Both methods round the weights alike, so only rounded activations change the loss.
     weights_only = rows["linear, 8 bits"]["heldout_loss"]
     moved = abs(rows["8 bits, activations too"]["heldout_loss"] / weights_only - 1)

@@ -38,6 +38,8 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
         yield Sources("profiler", "a timer around it").between(
             f"{row['phase']}: operators' total", timer, row["total_ms"], low, 1.05 * timer + 0.5
         )
+    fused = [row["phase"] for row in result.operators[:2] if not row["softmax_share"]]
+    yield Sources("profiler", "attention without a fused kernel").none("softmax of a phase", fused)
     yield from _complete(run, result)
     for size, rows in groupby(result.protocol, key=itemgetter("size")):
         for row in rows:

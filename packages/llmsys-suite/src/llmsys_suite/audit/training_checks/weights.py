@@ -101,10 +101,14 @@ def stored_tensors(record: Record) -> Iterator[Check]:
         parameters = whole / (ranks if name in SHARDED_PARAMETERS else 1)
         moments = 2 * whole / (ranks if name in SHARDED_MOMENTS else 1)
         buffers = whole if name in BUFFERED else 0.0
+        least = parameters + moments
+        if record.config.world > 1:
+            least += (1 - UNEVEN) * buffers
         if name in (SERVER, LOCAL):
             # The server, on the first rank, stores moments and the last pushes of all workers.
             moments = 0.0
             buffers = 12 * whole
+            least = parameters
         stored = record.train.final_weights[name]["stored"]
         formula = Sources("tensors reachable from the variant", "its formula")
         for kind, expected in (("parameters", parameters), ("moments", moments)):
@@ -116,9 +120,9 @@ def stored_tensors(record: Record) -> Iterator[Check]:
         most, where = max((bytes_["all"], f"rank {rank}") for rank, bytes_ in enumerate(stored))
         yield formula.between(
             f"{name}: all that is stored",
-            parameters + moments,
+            parameters + moments + buffers,
             most,
-            parameters + moments,
+            least,
             (1 + UNEVEN) * (parameters + moments + buffers),
             where,
         )
