@@ -240,6 +240,10 @@ def compare(
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")
+    if fail_above is not None and assert_equal:
+        raise UsageError(
+            "--fail-above compares times and --assert-equal losses and counts; call compare twice"
+        )
     old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
     rows = [] if assert_equal else compare_runs(old, new, margin=percentage(margin, "--margin"))
     unequal = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]

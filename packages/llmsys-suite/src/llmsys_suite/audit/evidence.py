@@ -12,18 +12,19 @@ import time
 from typing import Any
 
 import torch
-from scipy.stats import truncnorm
 from torch import Tensor
 
 from llmsys_suite.audit import peers
 from llmsys_suite.audit.flops import count_flops
-from llmsys_suite.audit.probe import probe
+from llmsys_suite.audit.probe import probe, replay
 from llmsys_suite.audit.text import batch_evidence, read_parts, split_evidence
 from llmsys_suite.measure import network, reference_matmul
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights
 
+#: Number of steps of the run that are repeated in float64, and in float32.
+REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
 #: Number of rounds of matmuls and of the reference matmul, and seconds of matmuls per round. Other
 #: programs slow the processor for longer than one matmul takes, so the minimum needs many rounds.
 PRODUCT_ROUNDS, PRODUCT_SECONDS = 20, 0.02
@@ -33,22 +34,38 @@ SIDE, WALL_CLOCK_SIDE = {"cpu": 1024, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:
-    """Collect probes, counts, clocks and digests on all ranks."""
+    """Collect probes, counts, clocks and digests on rank 0; every rank takes part."""
     with run.in_float32():
         probed = probe(run)
+        # The last rank takes many steps while rank 0 takes a few in float64 and counts.
+        losses = trajectory = []
+        if run.rank == 0:
+            start = {name: w.double() for name, w in initial_weights(run).items()}
+            losses = replay(run, start, REPLAYED)
+        if run.rank == run.world - 1:
+            trajectory = replay(run, initial_weights(run), REPLAYED_IN_FLOAT32)
+    counts = _counts(run) if run.rank == 0 else {}
+    probed |= {"replayed_losses": losses, "trajectory": run.gather(trajectory)[-1]}
     return {
         "probe": probed,
-        "text": batch_evidence(run.config, read_parts(run.config)[0]),
+        **counts,
         "split": split_evidence(run),
-        "initial_scales": initial_scales(run),
         "peers": peers.time_peers(run, [*probed["variants"]]),
-        "model_counts": count_model(run),
-        "saved_bytes": count_saved_bytes(run) if run.rank == 0 else 0,
         **_product_rates(run),
         "reference_matmul_flops": reference_matmul.flops(run.device),
         "one_host": len(set(run.gather(platform.node()))) == 1,
         "stage_clocks": stage_clocks(run),
         "sockets_count": network.available() and run.config.backend == "gloo",
+    }
+
+
+def _counts(run: Run) -> dict[str, Any]:
+    """Return the evidence that one rank can collect without a clock."""
+    return {
+        "text": batch_evidence(run.config, read_parts(run.config)[0]),
+        "initial_scales": initial_scales(run),
+        "model_counts": count_model(run),
+        "saved_bytes": count_saved_bytes(run),
     }
 
 
@@ -92,7 +109,8 @@ def initial_scales(run: Run) -> list[tuple[float, str]]:
     are resampled, which narrows the distribution. Embeddings have a standard deviation of 1. Other
     tensors must consist of ones; otherwise their deviation is inf.
     """
-    narrowed = truncnorm.std(-3, 3)
+    density = math.exp(-4.5) / math.sqrt(2 * math.pi)
+    narrowed = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
     scales = []
     for name, weight in initial_weights(run).items():
         if weight.ndim == 2:

@@ -87,13 +87,14 @@ def _median_ratios(
     for call in calls.values():
         call()
     ratios = {"audit": math.inf}
-    seconds: dict[str, list[float]] = {call: [] for call in calls}
+    seconds: dict[str, list[float]] = {timed: [] for timed in calls}
     while len(seconds[name]) < ROUNDS and not 1 / CLEAR < ratios["audit"] < CLEAR:
-        for call, more in timed_in_turns(run, calls, ROUNDS_PER_DECISION, warmup=0).items():
-            seconds[call] += more
-        for call in [other for other in calls if other != name]:
-            ratio = median_ratio(seconds[name], seconds[call])
-            ratios[call] = float(statistics.median(run.gather(ratio)))
+        for timed, more in timed_in_turns(run, calls, ROUNDS_PER_DECISION, warmup=0).items():
+            seconds[timed] += more
+        for other in calls:
+            if other != name:
+                ratio = median_ratio(seconds[name], seconds[other])
+                ratios[other] = float(statistics.median(run.gather(ratio)))
     return ratios
 
 

@@ -29,8 +29,6 @@ from llmsys_suite.variants.single import Variant
 
 #: Learning rate of the probe, large enough that rounding of the weights hides no gradient.
 RATE = 16.0
-#: Number of steps of the run that are repeated in float64, and in float32.
-REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
 #: Rounds of the DiLoCo probe, and local steps per round.
 ROUNDS, LOCAL_STEPS = 2, 2
 
@@ -60,18 +58,11 @@ def probe(run: Run) -> dict[str, Any]:
     if LOCAL in variants:
         steps = DiLoCo.policy.interval
         local_losses = run.gather(replay(run, initial_weights(run), steps, all_rows=False))
-    # Two ranks share the work.
-    losses = replay(run, start, REPLAYED) if run.rank == 0 else []
-    trajectory = []
-    if run.rank == run.world - 1:
-        trajectory = replay(run, initial_weights(run), REPLAYED_IN_FLOAT32)
     return {
         "exact_loss": exact_loss,
         "variants": variants,
         "rounds": rounds,
         "local_losses": local_losses,
-        "replayed_losses": losses,
-        "trajectory": run.gather(trajectory)[-1],
     }
 
 

@@ -41,6 +41,8 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)
     #: The model that `train` passes to the stages that analyze it.
     trained: torch.nn.Module | None = None
+    #: The trained model compressed by each method, which the audit examines.
+    compressed: dict[str, torch.nn.Module] = field(default_factory=dict)
     #: The rendezvous store of this run; None where a run is built without one, as in tests.
     store: dist.Store | None = None
     #: The stage that runs now, for the message of a failure.
