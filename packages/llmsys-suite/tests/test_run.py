@@ -11,12 +11,13 @@ import llmsys_suite
 import pytest
 import torch
 import torch.distributed as dist
-from llmsys_suite.config import RunConfig, UsageError, resolve
+from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.resolution import resolve
 from llmsys_suite.start import run as start
 from llmsys_suite.text.data import epoch_steps, load_corpus, read_text
 from llmsys_suite.variants import IN_EPOCHS

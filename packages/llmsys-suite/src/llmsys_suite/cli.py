@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmsys_suite.config import STAGES, UsageError, resolve
+from llmsys_suite.config import STAGES, UsageError
+from llmsys_suite.resolution import resolve
 
 if TYPE_CHECKING:
     from llmsys_suite.report.compare import Comparison

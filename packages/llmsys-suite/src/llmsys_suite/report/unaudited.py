@@ -49,7 +49,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
             "protocol.loss",
             "protocol.threads",
         ),
-        "times of other sizes than the run's": (),
+        "times of sizes other than that of the run": (),
         "times under the profiler": ("operators.timer_ms", "operators.total_ms"),
         "operators and their shares": (
             "operators.top_calls",

@@ -16,14 +16,14 @@ SAVED_BYTES = (0.9, 1.5)
 
 def counts(record: Record) -> Iterator[Check]:
     """Compare parameters and FLOPs with torch's counts of the reference."""
-    plan, counted = record.plan, record.evidence["model_counts"]
+    plan, counts = record.plan, record.evidence["model_counts"]
     weights = Sources("plan", "the reference's weights")
-    yield weights.equal("parameters", counted["parameters"], plan.parameters)
+    yield weights.equal("parameters", counts["parameters"], plan.parameters)
     full = Sources("plan", "torch's counter on the reference")
-    yield full.equal("FLOPs per step, full attention", counted["flops_full"], plan.step_flops_full)
+    yield full.equal("FLOPs per step, full attention", counts["flops_full"], plan.step_flops_full)
     causal = Sources("plan", "torch's counter, half of attention's products left out")
     yield causal.equal(
-        "FLOPs per step, causal", counted["flops_causal"], plan.step_flops_causal, 1e-9
+        "FLOPs per step, causal", counts["flops_causal"], plan.step_flops_causal, 1e-9
     )
 
 

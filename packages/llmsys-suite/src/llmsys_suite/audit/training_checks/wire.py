@@ -96,9 +96,9 @@ def slow_link(record: Record) -> Iterator[Check]:
             fractions.append((computing / (computing + link_s), row["link_computing_share"], name))
             times.append((1e3 * link_s, row["link_ms"], name))
     if times:
-        counted = Sources("summary", "bytes counted, over the rate")
-        yield counted.all_equal("computing over a slow link", fractions, 1e-6)
-        yield counted.all_equal("time on a slow link", times, 1e-6)
+        quotient = Sources("summary", "bytes counted, over the rate")
+        yield quotient.all_equal("computing over a slow link", fractions, 1e-6)
+        yield quotient.all_equal("time on a slow link", times, 1e-6)
 
 
 def _received_in_training(record: Record, name: str, received: float) -> Check:
