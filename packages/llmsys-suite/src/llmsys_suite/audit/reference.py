@@ -24,7 +24,7 @@ from llmsys_suite.plain import AdamW, Weights, logits, loss, norm, softmax
 __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss", "softmax"]
 
 #: Largest size of one layer's attention scores; a batch is split into parts below it.
-SCORE_BYTES = 2**24
+SCORE_BYTES = 2**22
 
 
 def gradients(

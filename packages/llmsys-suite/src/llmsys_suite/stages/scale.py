@@ -27,12 +27,13 @@ ROWS, CONTEXT = 16, 64
 # One, so that any even width will do.
 HEADS = 1
 HELDOUT_ROWS = 256
+#: The budget in FLOPs, the width and the seed of a run.
+PlannedRun = tuple[float, int, int]
 
 
 def run(run: Run) -> Scale | None:
     """Return the losses of all runs, their IsoFLOP fit and its extrapolation."""
-    # Assigned round-robin; a perfect split would save two ranks a tenth of the time.
-    planned = planned_runs(run.config)[run.rank :: run.world]
+    planned = runs_by_rank(planned_runs(run.config), run.world)[run.rank]
     mine = [train_one(run, *arguments) for arguments in planned]
     gathered = run.gather(mine)
     rows = sorted(
@@ -44,8 +45,8 @@ def run(run: Run) -> Scale | None:
     return fit(rows)
 
 
-def planned_runs(config: RunConfig) -> list[tuple[float, int, int]]:
-    """Return the budget in FLOPs, the width and the seed of each run."""
+def planned_runs(config: RunConfig) -> list[PlannedRun]:
+    """Return all runs of the stage."""
     # With epochs the number of steps depends on the text.
     steps = RunConfig.steps if config.epochs else config.steps
     return [
@@ -54,6 +55,26 @@ def planned_runs(config: RunConfig) -> list[tuple[float, int, int]]:
         for budget, widths in GRID
         for width in widths
     ]
+
+
+def runs_by_rank(planned: list[PlannedRun], world: int) -> list[list[PlannedRun]]:
+    """Return the runs of each rank, so that all ranks take about as many steps.
+
+    The longest run comes first, and each goes to the rank with the fewest steps so far. A step of
+    any of these small models takes about the same time.
+    """
+
+    def steps(planned_run: PlannedRun) -> float:
+        budget, width, _ = planned_run
+        return budget / (26 * width**2 + 261 * width)
+
+    totals = [0.0] * world
+    assigned: list[list[PlannedRun]] = [[] for _ in range(world)]
+    for planned_run in sorted(planned, key=steps, reverse=True):
+        rank = totals.index(min(totals))
+        totals[rank] += steps(planned_run)
+        assigned[rank].append(planned_run)
+    return assigned
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:
