@@ -253,3 +253,19 @@ def test_a_gradient_is_clipped_to_a_positive_norm(clip):
         resolve(["learn"], preset="cpu", clip=clip)
     with pytest.raises(UsageError, match="--clip needs the stage learn"):
         resolve(["train"], preset="cpu", clip=0.5)
+
+
+@pytest.mark.parametrize("option", ["--data", "--resume", "--out"])
+def test_an_empty_path_is_refused_and_does_not_name_the_current_folder(option, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["llmsys", "run", "plan", option, ""])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    assert "Invalid value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["data", "resume", "out"])
+def test_an_empty_path_in_a_file_is_refused(name, tmp_path):
+    (tmp_path / "run.toml").write_text(f'{name} = ""\n')
+    with pytest.raises(UsageError, match=f"expected {name} to be a path"):
+        read_toml(tmp_path / "run.toml")

@@ -35,6 +35,13 @@ def main() -> None:
         sys.exit(USAGE_ERROR)
 
 
+def _path(text: str) -> Path:
+    """Return a path; an empty text, as of an unset variable, would name the current folder."""
+    if not text:
+        raise ValueError("expected a path, got an empty text")
+    return Path(text)
+
+
 @app.command()
 def run(
     stages: Annotated[
@@ -75,15 +82,19 @@ def run(
     trace: Annotated[bool, typer.Option("--trace", help="Trace three steps of learn.")] = False,
     log: Annotated[str | None, typer.Option(help="Log learn to tensorboard or wandb.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue the training of RUN/checkpoint.")
+        Path | None, typer.Option(parser=_path, help="Continue the training of RUN/checkpoint.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(parser=_path, help="Text: a file or a folder.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="bytes, bpe, or a tokenizer.json; default: bytes.")
     ] = None,
     vocabulary: Annotated[int | None, typer.Option(help="Tokens of bpe; default: 4096.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=_path, help="A new folder for the results.")
+    ] = None,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
     ] = None,
