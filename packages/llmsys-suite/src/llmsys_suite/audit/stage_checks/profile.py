@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import cache
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 
 import numpy as np
@@ -23,8 +22,8 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import profile
 from llmsys_suite.step.case import PHASES, WARMUPS
 
-#: Steps of the audit's own timing.
-STEPS_TIMED = 5
+#: Most steps of the audit's own timing after the first two.
+MOST_STEPS = 30
 
 
 def checks(run: Run, result: results.Profile) -> Iterator[Check]:
@@ -48,7 +47,7 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
             assert flops is not None
             yield from ten_steps(row)
             yield from _utilization(run, row, flops)
-    yield _step_again(run, result.protocol)
+    yield from _step_again(run, result.protocol)
     flops = _flops(run, run.config.size)
     first = result.operators[0]
     counter = Sources("profile", "torch's counter")
@@ -60,15 +59,35 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
     yield five.equal("FLOPs of softmax", 5 * scores, first["softmax_flops"])
 
 
-def _step_again(run: Run, protocol: results.Rows) -> Check:
-    """Time each phase of a step of the run's model, and compare the shortest times."""
-    config = run.config
+def _step_again(run: Run, protocol: results.Rows) -> Iterator[Check]:
+    """Time each phase of a step of the run's model, and compare the shortest times.
+
+    Further steps are taken while a phase is too long, because another program may have slowed it.
+    """
+    size = run.config.size
+    rows = [row for row in protocol if row["size"] == size and not row["note"]]
+    if not rows:
+        return
+    reported = np.array([step for row in rows for step in row["seconds"]]).min(axis=0)
+    steps = _timed_steps(run)
+    next(steps)  # creates the state of the optimizer
+    shortest = next(steps)
+    for seconds in islice(steps, MOST_STEPS):
+        if (shortest <= SHORTEST_BAND * reported).all():
+            break
+        shortest = np.minimum(shortest, seconds)
+    own = Sources("shortest time of a phase", "the audit's own timing")
+    for phase, expected, actual in zip(PHASES, shortest, reported, strict=True):
+        yield own.within(f"{size}: {phase}", float(expected), float(actual), SHORTEST_BAND)
+
+
+def _timed_steps(run: Run) -> Iterator[np.ndarray]:
+    """Take one step after the other; yield the seconds of its phases."""
     model = Decoder(run.model, plain_attention).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(config.rows // run.world, config.context, dtype=torch.long)
-    tokens = tokens.to(run.device)
-    seconds = []
-    for _ in range(1 + STEPS_TIMED):
+    rows = run.config.rows // run.world
+    tokens = torch.zeros(rows, run.config.context, dtype=torch.long, device=run.device)
+    while True:
         clocks = [peers.monotonic(run)]
         with run.autocast():
             loss = model.loss(tokens, tokens)
@@ -78,25 +97,7 @@ def _step_again(run: Run, protocol: results.Rows) -> Check:
         optimizer.step()
         optimizer.zero_grad()
         clocks.append(peers.monotonic(run))
-        seconds.append(np.diff(clocks))
-    # The first step creates the state of the optimizer.
-    shortest = np.array(seconds[1:]).min(axis=0)
-    rows = [row for row in protocol if row["size"] == config.size and not row["note"]]
-    reported = np.array([step for row in rows for step in row["seconds"]])
-    triples = []
-    if rows:
-        triples = list(zip(shortest, reported.min(axis=0), PHASES, strict=True))
-    expected, actual, phase = max(triples, key=_factor, default=(math.nan, math.nan, "nothing"))
-    own = Sources("shortest time of a phase", "the audit's own timing")
-    low, high = expected / SHORTEST_BAND, expected * SHORTEST_BAND
-    return own.between(
-        f"{config.size}: shortest step", expected, actual, float(low), float(high), phase
-    )
-
-
-def _factor(triple: tuple[float, float, str]) -> float:
-    expected, actual, _ = triple
-    return abs(math.log(actual / expected))
+        yield np.diff(clocks)
 
 
 def _complete(run: Run, result: results.Profile) -> Iterator[Check]:
