@@ -34,10 +34,10 @@ from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.learning import evaluation
-from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import KEY, report_failure
 from llmsys_suite.ranks.launch import launch
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import inspect, links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.step import process, sweep

@@ -10,7 +10,7 @@ ROOT = Path(llmsys_suite.__file__).parent
 #: From the bottom up. A name is a subpackage or a module of the package.
 FLOORS = (
     {"config", "config_file", "environment", "folder", "hugging_face", "measure", "model", "plain",
-     "progress", "resolution", "results", "text"},
+     "resolution", "results", "text"},
     {"ranks"},
     {"learning", "splits", "step", "variants"},
     {"stages"},

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.resolution import resolve
 from llmsys_suite.stages import scale

@@ -18,8 +18,8 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.launch import EVENTS, STAMPS
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.text.data import Corpus
 
 

@@ -133,7 +133,7 @@ def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
     """Return a random step, the same on every rank, that the audit repeats; None without audit.
 
-    The first step is drawn only if there is no other, because the optimizer has no state in it.
+    The first step is drawn only if it is the only one, because the optimizer has no state in it.
     """
     if "audit" not in run.config.stages or first >= total:
         return None

@@ -12,6 +12,7 @@ import torch
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.ranks.division import divide_by_cost
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Scale
 
@@ -58,23 +59,9 @@ def planned_runs(config: RunConfig) -> list[PlannedRun]:
 
 
 def runs_by_rank(planned: list[PlannedRun], world: int) -> list[list[PlannedRun]]:
-    """Return the runs of each rank, so that all ranks take about as many steps.
-
-    The longest run comes first, and each goes to the rank with the fewest steps so far. A step of
-    any of these small models takes about the same time.
-    """
-
-    def steps(planned_run: PlannedRun) -> float:
-        budget, width, _ = planned_run
-        return budget / (26 * width**2 + 261 * width)
-
-    totals = [0.0] * world
-    assigned: list[list[PlannedRun]] = [[] for _ in range(world)]
-    for planned_run in sorted(planned, key=steps, reverse=True):
-        rank = totals.index(min(totals))
-        totals[rank] += steps(planned_run)
-        assigned[rank].append(planned_run)
-    return assigned
+    """Return the runs of each rank; a step of any of these small models takes about as long."""
+    steps = {run: run[0] / (26 * run[1] ** 2 + 261 * run[1]) for run in planned}
+    return divide_by_cost(steps, world)
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:

@@ -38,7 +38,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
     rows = max(1, run.config.rows // run.world)
     shape = [rows, model.num_heads, model.context, model.d_model // model.num_heads]
     shapes = {"reported": result.shape, "of the inputs": list(inputs[0].shape)}
-    wrong = [f"{name}: {found}" for name, found in shapes.items() if found != shape]
+    wrong = [f"{name}: {value}" for name, value in shapes.items() if value != shape]
     yield Sources("the stage", "the configuration").none("shape", wrong)
     exact = reference.attention(*(t.detach().double() for t in inputs))
     # A kernel that returned a stored result would be right for the inputs of the stage only.

@@ -76,9 +76,9 @@ def _step_again(run: Run, protocol: results.Rows) -> Iterator[Check]:
         if (shortest <= SHORTEST_BAND * reported).all():
             break
         shortest = np.minimum(shortest, seconds)
-    own = Sources("shortest time of a phase", "the audit's own timing")
+    timed = Sources("shortest time of a phase", "the audit's own timing")
     for phase, expected, actual in zip(PHASES, shortest, reported, strict=True):
-        yield own.within(f"{size}: {phase}", float(expected), float(actual), SHORTEST_BAND)
+        yield timed.within(f"{size}: {phase}", float(expected), float(actual), SHORTEST_BAND)
 
 
 def _timed_steps(run: Run) -> Iterator[np.ndarray]:
