@@ -48,8 +48,9 @@ from llmsys_suite.stages import (
 )
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
+from llmsys_suite.step.training import Step
 from llmsys_suite.text.data import Corpus
-from llmsys_suite.variants import VARIANTS, shallow, single
+from llmsys_suite.variants import VARIANTS, final_weights, shallow, single
 from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.single import Variant
 
@@ -540,6 +541,104 @@ def faster(name: str, column: str) -> Callable[[Any], None]:
     return change
 
 
+def without_event(event: str) -> MakePatches:
+    """Do not report an event of a stage to the launcher."""
+
+    def report(original: Any, run: Run, reported: str) -> None:
+        if reported != event:
+            original(run, reported)
+
+    return lambda run: around(Run, "report_event", report)
+
+
+def step_of(name: str, patch: Callable[[Any], Patch], then: Callable[[Any], Any]) -> Patch:
+    """Patch a variant in its timed steps of the stage `train`, and call `then` after each."""
+
+    def timed_step(original: Any, run: Run, variant_name: str, variant: Any, *more: Any) -> Any:
+        if variant_name != name:
+            return original(run, variant_name, variant, *more)
+        with patch(variant):
+            sample = original(run, variant_name, variant, *more)
+        then(variant)
+        return sample
+
+    return around(train, "timed_step", timed_step)
+
+
+def slowed(variant: Any) -> Patch:
+    return after(variant, "update", lambda _: time.sleep(0.05))
+
+
+def late_update(run: Run) -> Patch:
+    return step_of(
+        FLAT,
+        lambda v: mock.patch.object(v, "update"),
+        lambda v: [v.optimizer.step(), v.optimizer.zero_grad()],
+    )
+
+
+def no_local_steps(run: Run) -> Patch:
+    counts: dict[int, int] = {}
+
+    def communicate(original: Any, v: Any) -> None:
+        counts[id(v)] = counts.get(id(v), 0) + 1
+        if counts[id(v)] == 1 or v.policy.steps <= 2:
+            original(v)
+
+    return around(VARIANTS[LOCAL], "communicate", communicate)
+
+
+def optimizer_in_activations(p: Any, *_: Any) -> Any:
+    parts = p.training_bytes_by_part
+    half = parts["optimizer"] // 2
+    moved = {"optimizer": half, "activations": parts["activations"] + parts["optimizer"] - half}
+    return replace(p, training_bytes_by_part=parts | moved)
+
+
+def half_of_both_peaks(run: Run) -> list[Patch]:
+    def halved(p: Any, *_: Any) -> Any:
+        half = p.training_peak_bytes // 2
+        parts = p.training_bytes_by_part
+        return replace(
+            p,
+            training_peak_bytes=half,
+            training_bytes_by_part=parts | {"activations": parts["activations"] - half},
+        )
+
+    return [
+        after(plan, "predict", halved),
+        after(plan, "measured_peak_bytes", lambda n, *_: n // 2),
+    ]
+
+
+def forward_only(original: Any, calls: Any, *more: Any) -> Any:
+    return original(
+        {n: functools.partial(*c.args, is_causal=True) for n, c in calls.items()}, *more
+    )
+
+
+def other_step(change: Callable[[Step], Any]) -> Patch:
+    """Change the step that the stage `profile` times, after its construction."""
+    return after(Step, "__init__", lambda _, step, *__: change(step))
+
+
+def plain_descent(step: Step) -> None:
+    step.optimizer = torch.optim.SGD(step.model.parameters(), lr=1e-3)
+
+
+def fused_attention(step: Step) -> None:
+    for block in step.model.layers():
+        block.attention.attend = F.scaled_dot_product_attention
+
+
+def random_halves(model: Any) -> Any:
+    pruned = copy.deepcopy(model)
+    for layer in pruned.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data[torch.rand_like(layer.weight) < 0.5] = 0
+    return pruned
+
+
 # ---- the table -------------------------------------------------------------------------------
 
 FAULTS: list[Fault] = [
@@ -704,7 +803,7 @@ FAULTS: list[Fault] = [
     Fault("parallel", "one microbatch is missing from the loss", lambda run:
         after(splits.PipelineModel, "step", lambda loss, self, *_: loss * (self.microbatches - 1) / self.microbatches)),
     Fault("parallel", "the time of all iterations is halved", lambda run:
-        rows(parallel, lambda row: {key: row[key] / 2 for key in ("total_s", "iteration_ms")})),
+        rows(parallel, lambda row: {"iteration_ms": row["iteration_ms"] / 2, "seconds": [s / 2 for s in row["seconds"]]})),
     # Profile and precision.
     Fault("profile", "operators' times are in nanoseconds", lambda run:
         after(kernels, "summarize", lambda row, *_: row | {"total_ms": 1e3 * row["total_ms"]})),
@@ -813,6 +912,34 @@ FAULTS: list[Fault] = [
         around(scale, "fit", lambda original, runs: original(runs[:-1]))),
     Fault("compress", "the worst method is left out", lambda run: edit(compress, lambda result: result.rows.pop())),
     Fault("learn", "a held-out loss is left out", lambda run: edit(learn, lambda result: result.heldout.pop(1))),
+    # Instruments, stages and competitors that another outsider changed.
+    Fault("train", "the launcher gets no stamp of the end of the stage", without_event("train ends")),
+    Fault("train", "the seconds of the stage are halved in the summary", lambda run:
+        around(RunFolder, "add_stage", lambda original, self, stage, result, seconds=0.0, *more: original(self, stage, result, seconds / 2, *more))),
+    Fault("train", "torch DDP is slowed in the timed steps only", lambda run: step_of(PEER, slowed, lambda v: None)),
+    Fault("train", "the optimizer's step is taken after the timed step", late_update),
+    Fault("train", "DiLoCo takes no local steps after the first", no_local_steps, (LOCAL,)),
+    Fault("train", "trained weights are compared with themselves", lambda run:
+        around(final_weights, "furthest", lambda original, ours, _: original(ours, ours))),
+    Fault("train", "a rank's last bit differs, and digests do not show it", lambda run:
+        [mock.patch.object(final_weights, "_bits", return_value=""), last_bit(run)]),
+    Fault("plan", "half of the moments are called activations", lambda run: after(plan, "predict", optimizer_in_activations)),
+    Fault("plan", "the planned and the measured peak are halved", half_of_both_peaks),
+    Fault("plan", "the clock of the thread is four times too slow, in the audit too", lambda run:
+        mock.patch.object(time, "thread_time", lambda original=time.thread_time: original() / 4)),
+    Fault("links", "the stage is said to be impossible", lambda run: mock.patch.object(links, "run", return_value=Skipped("one rank has no link"))),
+    Fault("parallel", "the stage is said to be impossible", lambda run: mock.patch.object(parallel, "run", return_value=Skipped("no split"))),
+    Fault("parallel", "the median of the iterations is halved", lambda run: rows(parallel, lambda row: {"iteration_ms": row["iteration_ms"] / 2})),
+    Fault("attention", "the formula is SDPA", lambda run: mock.patch.dict(attention.KERNELS, {"plain": F.scaled_dot_product_attention})),
+    Fault("attention", "the tiled kernel is SDPA", lambda run: mock.patch.dict(attention.KERNELS, {"flashattn2 tiled": F.scaled_dot_product_attention})),
+    Fault("attention", "the reported shape has twice the rows", lambda run: edit(attention, lambda result: result.shape.__setitem__(0, 2 * result.shape[0]))),
+    Fault("attention", "forward passes are timed without backward", lambda run: around(attention, "time_interleaved", forward_only)),
+    Fault("profile", "the optimizer of the timed steps is SGD", lambda run: other_step(plain_descent)),
+    Fault("profile", "attention of the timed steps is fused", lambda run: other_step(fused_attention)),
+    Fault("learn", "no step is drawn for the audit", lambda run: mock.patch.object(learn, "draw_probed_step", return_value=None)),
+    Fault("compress", "activations are not rounded", lambda run: mock.patch.dict(compress.METHODS, {"8 bits, activations too": lambda model: tinyml.quantize(model, 8)})),
+    Fault("compress", "the pruned half is drawn at random", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": random_halves})),
+    Fault("compress", "k-means is a linear grid", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 4 bits": lambda model: tinyml.quantize(model, 4)})),
     # The folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

@@ -29,14 +29,15 @@ import torch.distributed as dist
 from injected_faults import FAULTS, Fault
 from llmsys_suite.audit import probe
 from llmsys_suite.audit import run as audit
+from llmsys_suite.audit.check import Check
 from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.learning import evaluation
-from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import KEY, report_failure
 from llmsys_suite.ranks.launch import launch
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import inspect, links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.step import process, sweep
@@ -231,8 +232,10 @@ def _failed_in_all(run: Run, stages: set[str], attempts: int) -> tuple[str, ...]
 
 def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcome:
     start = time.perf_counter()
+    config = run.config
+    run.config = replace(config, out=out)
     if run.rank == 0:
-        run.folder = RunFolder.create(replace(run.config, out=out), {})
+        run.folder = RunFolder.create(run.config, {})
     run.results = {stage: honest[stage] for stage in ("plan", "train") if stage in honest}
     trained = run.trained
     run.recorder._samples = []
@@ -249,6 +252,7 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
             # An error that would end the run has detected the fault too.
             failed = [f"an error, {_recover(run, error)}"]
     run.trained = trained
+    run.config = config
     return _reported(run, Outcome(fault.label, tuple(failed), time.perf_counter() - start))
 
 
@@ -266,13 +270,19 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
             if run.rank == 0:
                 run.results[stage] = doubled(honest[stage], name)
             if stage in audit.STAGES:
-                checks = audit.stage_checks(run, stage)
+                checks = _stage_checks(run, stage)
             else:
                 checks = audit.recorded_checks(run, evidence)
             failed = tuple(check.name for check in checks if not check.passed)
             seconds = time.perf_counter() - start
             outcomes.append(_reported(run, Outcome(f"{stage}: {name}", failed, seconds)))
     return outcomes
+
+
+def _stage_checks(run: Run, stage: str) -> list[Check]:
+    """Return the checks of a stage on rank 0, which has the results of all stages."""
+    takes_part = run.rank == 0 or stage in audit.COLLECTIVE
+    return audit.stage_checks(run, stage) if takes_part else []
 
 
 class _OtherRankFailed(RuntimeError):
@@ -320,7 +330,7 @@ def _failed_checks(run: Run, stage: str) -> list[str]:
         worker.run_stage(run, "plan")
     worker.run_stage(run, "train" if stage in ("plan", "folder") else stage)
     if stage in audit.STAGES:
-        checks = audit.stage_checks(run, stage)
+        checks = _stage_checks(run, stage)
     else:
         checks = audit.recorded_checks(run, audit.gather_evidence(run))
     failed = [check.name for check in checks if not check.passed]

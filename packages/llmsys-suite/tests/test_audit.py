@@ -42,9 +42,9 @@ PLAN = Plan(
         "step_flops_causal": 500,
         "gradient_bytes": 400,
         "ddp_wire_bytes_per_rank": 400,
-        "training_peak_bytes": 1000,
-        "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": -200},
-        "measured_peak_bytes": 1040,
+        "training_peak_bytes": 1500,
+        "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": 300},
+        "measured_peak_bytes": 1540,
         "peak": 1e6,
         "reference_flops_per_second": 8e5,
         "layer_matmuls": 50.0,
@@ -67,7 +67,8 @@ def honest_samples():
                     "stage": "train", "variant": variant, "step": step, "warmup": step < 1,
                     "rank": rank,
                 }  # fmt: skip
-                parts = {"forward": 0.03, "backward": 0.05 + 0.01 * rank, "optimizer": 0.02}
+                last = "communication" if variant in ("parameter server", LOCAL) else "optimizer"
+                parts = {"forward": 0.03, "backward": 0.05 + 0.01 * rank, last: 0.02}
                 seconds = sum(parts.values()) + 0.001
                 samples += [
                     row | {"phase": k, "seconds": s, "core_s": 0.9 * s} for k, s in parts.items()
@@ -104,6 +105,7 @@ def probed(ranks, wire=400):
         "planned_wire": [[wire, wire]] * ranks,
         "shared": [400] * ranks,
         "planned_shared": [400] * ranks,
+        "digest": ["a"] * ranks,
     }
 
 
@@ -131,16 +133,18 @@ def honest():
             "replayed_losses": [5.0, 4.0, 3.0],
             "trajectory": [5.0, 4.0, 3.0, 2.0],
             "rounds": [[1e-5, "q"]] * 2,
+            "local_losses": [[4.9], [5.1]],
             "variants": {
                 n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
             },
         },
         "text": {"row_digests": BATCHES, "distinct": True, "epoch_steps": 70, "windows": []},
         "split": {"ranks": [["a", "b"]] * 2, "files": ["a", "b"], "repeated": 1, "windows": 64},
-        "peer_ratios": {PEER: 1.02, "torch FSDP2": 0.98},
+        "peers": {PEER: {"audit": 1.02, "ddp flat": 0.98}},
+        "saved_bytes": 300,
         "initial_scales": [[1.5, "q"]],
         "reference_matmul_flops": 1000,
-        "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
+        "model_counts": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "product_over_reference": 1.35,
         "product_flops_per_second": 1.1e6,
         "one_host": True,
@@ -165,11 +169,17 @@ def test_held_out_text_in_the_training_text_fails(change, name):
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
-@pytest.mark.parametrize("peer", [PEER, "torch FSDP2"])
-def test_a_peer_that_is_slowed_or_skips_work_fails(peer, ratio):
+def test_a_peer_that_is_slowed_or_skips_work_fails(ratio):
     plan, train, samples, evidence = honest()
-    evidence["peer_ratios"][peer] = ratio
-    assert red(plan, train, samples, evidence) == [f"time of {peer}"]
+    evidence["peers"][PEER]["audit"] = ratio
+    assert red(plan, train, samples, evidence) == [f"time of {PEER}"]
+
+
+@pytest.mark.parametrize("ratio", [0.6, 1.6])
+def test_a_peer_that_is_slowed_in_the_training_only_fails(ratio):
+    plan, train, samples, evidence = honest()
+    evidence["peers"][PEER]["ddp flat"] = ratio
+    assert red(plan, train, samples, evidence) == [f"time of {PEER} over that of ddp flat"]
 
 
 def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(tmp_path):
@@ -206,7 +216,7 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
     plan, train, samples, evidence = honest()
     wire = 2 * (world - 1) / world * 400
     heads = 1000 * 20 * (world - 1)  # of twenty tensors, as often as a ring passes them on
-    evidence["counted"]["tensors"] = 20
+    evidence["model_counts"]["tensors"] = 20
     for name, probe in evidence["probe"]["variants"].items():
         if name not in (SINGLE, LOCAL):
             probe |= {"planned_wire": [[wire, wire]] * world, "received": [wire + heads] * world}
@@ -240,7 +250,7 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
         ("step_flops_full", 601, "FLOPs per step, full attention"),
         ("step_flops_causal", 501, "FLOPs per step, causal"),
         ("training_peak_bytes", 900, "peak memory of a step"),
-        ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "weights and moments"),
+        ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "moment bytes"),
         ("training_bytes_by_part", {"weights": 400, "optimizer": 801}, "parts of the peak"),
         ("step_ms", 119.0, "predicted time of a step"),
         ("gradient_bytes", 1200, "gradient bytes"),
@@ -283,6 +293,28 @@ def test_ranks_whose_weights_differ_in_a_bit_fail():
         train.final_weights["ddp flat"]["differ"].append("rank 1 norm.weight")
 
     assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
+
+
+def test_weights_that_were_compared_with_themselves_fail():
+    def change(train, samples, evidence):
+        train.final_weights["ddp flat"]["from_one_process"] = [0.0, "q"]
+
+    assert tampered(change) == ["ddp flat: weight change of the training"]
+
+
+def test_ranks_whose_probed_weights_differ_in_a_bit_fail():
+    def change(train, samples, evidence):
+        evidence["probe"]["variants"]["ddp flat"]["digest"][1] = "b"
+
+    assert tampered(change) == ["ddp flat: weights after two steps, bit by bit"]
+
+
+@pytest.mark.parametrize("saved", [-300, 1500])
+def test_a_measured_peak_that_is_not_the_saved_bytes_fails(saved):
+    def change(train, samples, evidence):
+        evidence["saved_bytes"] = saved
+
+    assert tampered(change) == ["measured peak memory of a step"]
 
 
 def test_a_rank_without_weights_fails():
@@ -401,7 +433,11 @@ def test_a_phase_that_is_not_recorded_fails():
     def change(train, samples, evidence):
         samples[:] = [s for s in samples if s["phase"] != "optimizer"]
 
-    assert tampered(change) == ["work in the phases of a step", "reported shares of phases"]
+    assert tampered(change) == [
+        "phases of every step",
+        "work in the phases of a step",
+        "reported shares of phases",
+    ]
 
 
 def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
@@ -434,6 +470,21 @@ def test_a_stage_whose_clock_is_not_the_launchers_fails():
         evidence["stage_clocks"][1][2] = 2.5
 
     assert tampered(change) == ["time of a stage"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_without_a_stamp_of_the_launcher_fails(rank):
+    def change(train, samples, evidence):
+        evidence["stage_clocks"][rank][3] = None
+
+    assert tampered(change) == ["start and stop of every stage"]
+
+
+def test_a_run_without_a_launcher_has_no_stamps():
+    def change(train, samples, evidence):
+        evidence["stage_clocks"] = []
+
+    assert tampered(change) == []
 
 
 def test_steps_that_take_longer_than_their_stage_fail():
@@ -496,6 +547,14 @@ def test_rounds_of_local_steps_that_end_elsewhere_fail(distance):
         evidence["probe"]["rounds"][1] = [distance, "q"]
 
     assert tampered(change) == [f"{LOCAL}: weight change of the first DiLoCo rounds"]
+
+
+def test_local_steps_that_are_not_taken_fail():
+    def change(train, samples, evidence):
+        evidence["probe"]["local_losses"][1] = [5.0]
+
+    name = f"{LOCAL}: losses of each rank before the first exchange"
+    assert tampered(change) == [name]
 
 
 def test_local_steps_may_drift_apart_but_not_far():

@@ -133,6 +133,11 @@ def test_fail_above_succeeds_only_if_every_variant_is_shown_to_be_fast_enough(
     assert exit.value.code == status
 
 
+def test_a_limit_on_times_is_refused_where_losses_are_compared():
+    with pytest.raises(UsageError, match="call compare twice"):
+        cli.compare("a", "b", fail_above=5.0, assert_equal=True)
+
+
 @pytest.mark.parametrize("percent", [5.0, 8.0])
 def test_a_variant_that_is_the_same_within_the_margin_passes_any_limit_above_it(percent):
     row = compare.Comparison("a", 1.01, 0.97, 1.049, 30, 0, margin=0.05)

@@ -14,11 +14,11 @@ from llmsys_suite.config import (
     Size,
     UsageError,
     percentage,
-    resolve,
     size_of,
     with_dependencies,
 )
 from llmsys_suite.config_file import MEANING, read_toml
+from llmsys_suite.resolution import resolve
 from llmsys_suite.stages.plan import predict
 from llmsys_suite.start import execute
 from llmsys_suite.text.data import read_text, require_text
@@ -131,7 +131,7 @@ def test_text_shorter_than_the_run_is_read_more_than_once(tmp_path):
 
 @pytest.mark.parametrize("world", [1, 8, 16, 64])
 def test_the_gpu_preset_fits_eighty_gigabytes_at_any_world_size(monkeypatch, world):
-    monkeypatch.setattr("llmsys_suite.config.count_gpus", lambda: world)
+    monkeypatch.setattr("llmsys_suite.resolution.count_gpus", lambda: world)
     config = resolve([], preset="gpu")
     assert config.world == world
     assert predict(config).host_peak_bytes < 79e9
@@ -253,3 +253,19 @@ def test_a_gradient_is_clipped_to_a_positive_norm(clip):
         resolve(["learn"], preset="cpu", clip=clip)
     with pytest.raises(UsageError, match="--clip needs the stage learn"):
         resolve(["train"], preset="cpu", clip=0.5)
+
+
+@pytest.mark.parametrize("option", ["--data", "--resume", "--out"])
+def test_an_empty_path_is_refused_and_does_not_name_the_current_folder(option, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["llmsys", "run", "plan", option, ""])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    assert "Invalid value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["data", "resume", "out"])
+def test_an_empty_path_in_a_file_is_refused(name, tmp_path):
+    (tmp_path / "run.toml").write_text(f'{name} = ""\n')
+    with pytest.raises(UsageError, match=f"expected {name} to be a path"):
+        read_toml(tmp_path / "run.toml")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmsys_suite.config import RunConfig, UsageError, resolve
+from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.environment import forget_peak_memory, peak_memory_bytes
+from llmsys_suite.resolution import resolve
 from llmsys_suite.start import run as start
 from llmsys_suite.text.data import (
     Text,

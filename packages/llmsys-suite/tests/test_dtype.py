@@ -5,9 +5,10 @@ import types
 import pytest
 import torch
 from llmsys_suite.audit.tolerances import loss_tolerance, weight_tolerance
-from llmsys_suite.config import RunConfig, UsageError, check, resolve
+from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.resolution import check, resolve
 from llmsys_suite.step.case import Case
 from llmsys_suite.variants.single import Variant
 from torch import nn
@@ -82,7 +83,7 @@ def test_tf32_is_refused_without_a_gpu_and_unknown_dtypes_everywhere(monkeypatch
         Case(dtype="tf32")
     with pytest.raises(UsageError, match="dtype 'fp64' is unknown; choose from fp32, tf32, bf16"):
         resolve([], preset="cpu", dtype="fp64")
-    monkeypatch.setattr("llmsys_suite.config.count_gpus", lambda: 2)
+    monkeypatch.setattr("llmsys_suite.resolution.count_gpus", lambda: 2)
     assert resolve([], preset="gpu", dtype="tf32").dtype == "tf32"
 
 

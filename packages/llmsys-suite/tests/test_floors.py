@@ -10,7 +10,7 @@ ROOT = Path(llmsys_suite.__file__).parent
 #: From the bottom up. A name is a subpackage or a module of the package.
 FLOORS = (
     {"config", "config_file", "environment", "folder", "hugging_face", "measure", "model", "plain",
-     "progress", "results", "text"},
+     "resolution", "results", "text"},
     {"ranks"},
     {"learning", "splits", "step", "variants"},
     {"stages"},
@@ -37,3 +37,8 @@ def test_no_module_imports_one_of_a_higher_floor(path):
     top = path.relative_to(ROOT).with_suffix("").parts[0]
     parts = imported_parts(ast.parse(path.read_text()))
     assert [part for part in parts if floor_of(part) > floor_of(top)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "stages").glob("*.py")), ids=lambda p: p.stem)
+def test_a_stage_has_fewer_than_150_lines(path):
+    assert len(path.read_text().splitlines()) < 150

@@ -4,9 +4,10 @@ import types
 
 import pytest
 import torch
-from llmsys_suite.config import RunConfig, UsageError, resolve
+from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
+from llmsys_suite.resolution import resolve
 from llmsys_suite.stages import profile
 from llmsys_suite.step import kernels
 from torch.autograd import DeviceType
@@ -95,7 +96,7 @@ def test_torchrun_ranks_select_their_gpu_before_memory_is_queried(monkeypatch, t
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr("llmsys_suite.config.count_gpus", lambda: 2)
+    monkeypatch.setattr("llmsys_suite.resolution.count_gpus", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
 
     def free(device):
@@ -110,14 +111,14 @@ def test_torchrun_ranks_select_their_gpu_before_memory_is_queried(monkeypatch, t
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
 def test_nccl_needs_one_gpu_per_rank_also_if_it_was_chosen_automatically(monkeypatch, backend):
-    monkeypatch.setattr("llmsys_suite.config.count_gpus", lambda: 2)
+    monkeypatch.setattr("llmsys_suite.resolution.count_gpus", lambda: 2)
     assert resolve([], preset="gpu", backend=backend).backend == "nccl"
     with pytest.raises(UsageError, match="one GPU per rank, got 4 ranks and 2 GPUs"):
         resolve([], preset="gpu", backend=backend, world=4)
 
 
 def test_the_gpu_preset_trains_in_bfloat16_unless_another_dtype_is_named(monkeypatch):
-    monkeypatch.setattr("llmsys_suite.config.count_gpus", lambda: 2)
+    monkeypatch.setattr("llmsys_suite.resolution.count_gpus", lambda: 2)
     assert resolve([], preset="gpu").dtype == "bf16"
     assert resolve([], preset="gpu", dtype="tf32").dtype == "tf32"
 

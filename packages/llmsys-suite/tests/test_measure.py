@@ -16,7 +16,7 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import network
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.progress import Progress
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.train import _train, counter, timed_step
 from llmsys_suite.text.data import load_corpus

@@ -11,7 +11,7 @@ from llmsys_suite.audit import reference
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.progress import Progress
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import parallel
 from llmsys_suite.text.data import load_corpus

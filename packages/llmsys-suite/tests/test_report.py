@@ -152,7 +152,7 @@ def a_run(path, **config):
     folder.write_json("checks.json", [check])
     probe = {"torch DDP": {"received": [2**21]}}
     counted = {"parameters": 918656, "flops_full": 10**9}
-    folder.write_json("evidence.json", {"counted": counted, "probe": {"variants": probe}})
+    folder.write_json("evidence.json", {"model_counts": counted, "probe": {"variants": probe}})
     folder.finish()
     return folder
 

@@ -11,12 +11,14 @@ import llmsys_suite
 import pytest
 import torch
 import torch.distributed as dist
-from llmsys_suite.config import RunConfig, UsageError, resolve
+from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.progress import Progress
 from llmsys_suite.ranks import worker
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.resolution import resolve
+from llmsys_suite.stages import scale
 from llmsys_suite.start import run as start
 from llmsys_suite.text.data import epoch_steps, load_corpus, read_text
 from llmsys_suite.variants import IN_EPOCHS
@@ -85,3 +87,16 @@ def ranks_with_different_texts():
 
 def test_ranks_that_read_different_texts_are_refused():
     run_ranks(ranks_with_different_texts, 2, backend="")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_ranks_divide_the_runs_of_the_scaling_law_by_their_steps(world):
+    planned = scale.planned_runs(RunConfig(world=world))
+    assigned = scale.runs_by_rank(planned, world)
+    assert sorted(run for runs in assigned for run in runs) == sorted(planned)
+    # The number of steps is proportional to the budget over the parameters.
+    steps = [
+        sum(budget / (26 * width**2 + 261 * width) for budget, width, _ in runs)
+        for runs in assigned
+    ]
+    assert max(steps) < 1.05 * sum(steps) / world

@@ -6,8 +6,9 @@ import types
 
 import pytest
 import torch
-from llmsys_suite.config import RunConfig, UsageError, check
+from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.learning.log import TRACED, open_log, traced_steps
+from llmsys_suite.resolution import check
 
 
 class FakeWriter:

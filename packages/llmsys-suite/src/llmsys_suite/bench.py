@@ -16,7 +16,7 @@ from typing import Any
 
 from accounting.bench import table
 
-from llmsys_suite.config import resolve
+from llmsys_suite.resolution import resolve
 from llmsys_suite.start import run
 
 Row = dict[str, float | int | str]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmsys_suite.config import STAGES, UsageError, resolve
+from llmsys_suite.config import STAGES, UsageError
+from llmsys_suite.resolution import resolve
 
 if TYPE_CHECKING:
     from llmsys_suite.report.compare import Comparison
@@ -32,6 +33,13 @@ def main() -> None:
     except UsageError as error:
         print(f"llmsys: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+
+
+def _path(text: str) -> Path:
+    """Return a path; an empty text, as of an unset variable, would name the current folder."""
+    if not text:
+        raise ValueError("expected a path, got an empty text")
+    return Path(text)
 
 
 @app.command()
@@ -74,15 +82,19 @@ def run(
     trace: Annotated[bool, typer.Option("--trace", help="Trace three steps of learn.")] = False,
     log: Annotated[str | None, typer.Option(help="Log learn to tensorboard or wandb.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue the training of RUN/checkpoint.")
+        Path | None, typer.Option(parser=_path, help="Continue the training of RUN/checkpoint.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(parser=_path, help="Text: a file or a folder.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="bytes, bpe, or a tokenizer.json; default: bytes.")
     ] = None,
     vocabulary: Annotated[int | None, typer.Option(help="Tokens of bpe; default: 4096.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=_path, help="A new folder for the results.")
+    ] = None,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
     ] = None,
@@ -240,6 +252,10 @@ def compare(
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")
+    if fail_above is not None and assert_equal:
+        raise UsageError(
+            "--fail-above compares times and --assert-equal losses and counts; call compare twice"
+        )
     old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
     rows = [] if assert_equal else compare_runs(old, new, margin=percentage(margin, "--margin"))
     unequal = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]

@@ -77,6 +77,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name, value in values.items():
         if name not in MEANING:
             raise UsageError(f"{path}: unknown field {name!r}; `llmsys config` prints all fields")
+        if name in PATHS and value == "":
+            raise UsageError(f"{path}: expected {name} to be a path, got an empty text")
         if not _has_kind(value, kinds[name]):
             raise UsageError(f"{path}: expected {name} of type {kinds[name]}, got {value!r}")
     return {name: Path(value) if name in PATHS else value for name, value in values.items()}

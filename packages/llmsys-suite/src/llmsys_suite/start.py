@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from llmsys_suite.config import RunConfig, UsageError, check
+from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.resolution import check
 from llmsys_suite.text.data import in_epochs, read_text, require_text
 from llmsys_suite.text.tokens import require_tokenizer
 

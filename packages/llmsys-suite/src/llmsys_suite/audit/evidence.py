@@ -9,36 +9,48 @@ import math
 import platform
 import statistics
 import time
-from functools import partial
 from typing import Any
 
 import torch
-from scipy.stats import truncnorm
+from torch import Tensor
 
 from llmsys_suite.audit import peers
 from llmsys_suite.audit.flops import count_flops
-from llmsys_suite.audit.probe import probe
+from llmsys_suite.audit.probe import probe, replay
 from llmsys_suite.audit.text import batch_evidence, read_parts, split_evidence
 from llmsys_suite.measure import network, reference_matmul
+from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights
 
+#: Number of steps of the run that are repeated in float64, and in float32.
+REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
 #: Number of rounds of matmuls and of the reference matmul, and seconds of matmuls per round. Other
 #: programs slow the processor for longer than one matmul takes, so the minimum needs many rounds.
-PRODUCT_TURNS, PRODUCT_SECONDS = 20, 0.02
+PRODUCT_ROUNDS, PRODUCT_SECONDS = 20, 0.02
+#: Side of the matrices of the matmul, and of the matmul that is timed by the wall clock. On a CPU
+#: the second one ends before another program takes the core.
+SIDE, WALL_CLOCK_SIDE = {"cpu": 1024, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:
-    """Collect probes, counts, clocks and digests on all ranks."""
+    """Collect probes, counts, clocks and digests on rank 0; every rank takes part."""
     with run.in_float32():
         probed = probe(run)
+        # The last rank takes many steps while rank 0 takes a few in float64 and counts.
+        losses = trajectory = []
+        if run.rank == 0:
+            start = {name: w.double() for name, w in initial_weights(run).items()}
+            losses = replay(run, start, REPLAYED)
+        if run.rank == run.world - 1:
+            trajectory = replay(run, initial_weights(run), REPLAYED_IN_FLOAT32)
+    counts = _counts(run) if run.rank == 0 else {}
+    probed |= {"replayed_losses": losses, "trajectory": run.gather(trajectory)[-1]}
     return {
         "probe": probed,
-        "text": batch_evidence(run.config, read_parts(run.config)[0]),
+        **counts,
         "split": split_evidence(run),
-        "initial_scales": initial_scales(run),
-        "peer_ratios": peers.peer_ratios(run),
-        "counted": counted(run),
+        "peers": peers.time_peers(run, [*probed["variants"]]),
         **_product_rates(run),
         "reference_matmul_flops": reference_matmul.flops(run.device),
         "one_host": len(set(run.gather(platform.node()))) == 1,
@@ -47,7 +59,17 @@ def gather_evidence(run: Run) -> dict[str, Any]:
     }
 
 
-def counted(run: Run) -> dict[str, int]:
+def _counts(run: Run) -> dict[str, Any]:
+    """Return the evidence that one rank can collect without a clock."""
+    return {
+        "text": batch_evidence(run.config, read_parts(run.config)[0]),
+        "initial_scales": initial_scales(run),
+        "model_counts": count_model(run),
+        "saved_bytes": count_saved_bytes(run),
+    }
+
+
+def count_model(run: Run) -> dict[str, int]:
     """Count parameters and the FLOPs of a training step of the reference on the meta device."""
     weights = initial_weights(run)
     flops = count_flops(weights, run.config.rows, run.config.context, run.model.num_heads)
@@ -59,6 +81,27 @@ def counted(run: Run) -> dict[str, int]:
     }
 
 
+def count_saved_bytes(run: Run) -> int:
+    """Return the bytes of the tensors that autograd saves in one step, besides parameters."""
+    model = Decoder(run.model).to(run.device)
+    rows = run.config.rows // run.config.parts
+    tokens = torch.zeros(rows, run.config.context, dtype=torch.long, device=run.device)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), run.autocast():
+        # The loss keeps all saved tensors alive, so that each storage has another address.
+        loss = model.loss(tokens, tokens)
+    del loss
+    return sum(saved.values())
+
+
 def initial_scales(run: Run) -> list[tuple[float, str]]:
     """Return how far the standard deviation of each initial matrix is from Glorot's, and its name.
 
@@ -66,7 +109,8 @@ def initial_scales(run: Run) -> list[tuple[float, str]]:
     are resampled, which narrows the distribution. Embeddings have a standard deviation of 1. Other
     tensors must consist of ones; otherwise their deviation is inf.
     """
-    narrowed = truncnorm.std(-3, 3)
+    density = math.exp(-4.5) / math.sqrt(2 * math.pi)
+    narrowed = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
     scales = []
     for name, weight in initial_weights(run).items():
         if weight.ndim == 2:
@@ -78,40 +122,57 @@ def initial_scales(run: Run) -> list[tuple[float, str]]:
     return scales
 
 
-def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
-    """Return (stage, rank, seconds by the clock of the rank, seconds by that of the launcher)."""
-    stage_seconds = run.gather(run.seconds)
+def stage_clocks(run: Run) -> list[tuple[str, int, float, float | None]]:
+    """Return (stage, rank, seconds that the rank reports, seconds by the launcher's clock).
+
+    The launcher's seconds are None if one of its two stamps is missing. The list is empty without a
+    launcher, as under torchrun.
+    """
+    reported = dict(run.seconds)
+    if run.folder is not None:
+        stored = run.folder.summary["stages"].items()
+        reported |= {stage: result["stage_seconds"] for stage, result in stored}
     stamps = run.stamps()
-    return [
-        (stage, rank, seconds, stamps[rank, f"{stage} ends"] - stamps[rank, f"{stage} begins"])
-        for rank, results in enumerate(stage_seconds)
-        for stage, seconds in results.items()
-        if (rank, f"{stage} ends") in stamps
-    ]
+    clocks = []
+    for rank, seconds_by_stage in enumerate(run.gather(reported)):
+        for stage, seconds in seconds_by_stage.items():
+            start, stop = (stamps.get((rank, f"{stage} {event}")) for event in ("begins", "ends"))
+            launcher_s = None if start is None or stop is None else stop - start
+            clocks.append((stage, rank, seconds, launcher_s))
+    return clocks if run.has_launcher else []
 
 
 def _product_rates(run: Run) -> dict[str, float]:
-    """Return the peak rate of a matmul, and its ratio to the rate of the small reference matmul.
+    """Return the rate of a matmul by the wall clock, and its ratio to the small reference matmul's.
 
-    The first is the best of all ranks in FLOPs per second, the second is the median of the ranks.
+    The first is the best of all ranks in FLOPs per second. The second is the median of the ranks,
+    by the clock of the stage `plan`.
     """
-    on_cpu = run.device.type == "cpu"
-    clock = time.thread_time if on_cpu else partial(peers.monotonic, run)
+    device = run.device
     run.barrier()
-    n = 1024 if on_cpu else 8192
-    a, b = (torch.randn(n, n, device=run.device).to(run.compute_dtype) for _ in range(2))
-    product = separate = beside = math.inf
-    for _ in range(PRODUCT_TURNS):
-        end = time.perf_counter() + PRODUCT_SECONDS
-        while time.perf_counter() < end:
-            began = clock()
-            begin = reference_matmul.clock(run.device)
-            torch.mm(a, b.T)
-            product = min(product, reference_matmul.clock(run.device) - begin)
-            separate = min(separate, clock() - began)
-        beside = min(beside, reference_matmul.core_seconds(run.device))
-    over_reference = 2 * n**3 / product / (reference_matmul.flops(run.device) / beside)
+    factors = _factors(run, SIDE[device.type])
+    wall_clock_factors = _factors(run, WALL_CLOCK_SIDE[device.type])
+    matmul_s = wall_clock_s = reference_s = math.inf
+    for _ in range(PRODUCT_ROUNDS):
+        stop_time = time.perf_counter() + PRODUCT_SECONDS
+        while time.perf_counter() < stop_time:
+            start_time = reference_matmul.clock(device)
+            torch.mm(*factors)
+            matmul_s = min(matmul_s, reference_matmul.clock(device) - start_time)
+            start_time = peers.monotonic(run)
+            torch.mm(*wall_clock_factors)
+            wall_clock_s = min(wall_clock_s, peers.monotonic(run) - start_time)
+        reference_s = min(reference_s, reference_matmul.core_seconds(device))
+    rate = 2 * SIDE[device.type] ** 3 / matmul_s
+    over_reference = rate / (reference_matmul.flops(device) / reference_s)
+    wall_clock_rate = 2 * WALL_CLOCK_SIDE[device.type] ** 3 / wall_clock_s
     return {
-        "product_flops_per_second": max(run.gather(2 * n**3 / separate)),
+        "product_flops_per_second": max(run.gather(wall_clock_rate)),
         "product_over_reference": float(statistics.median(run.gather(over_reference))),
     }
+
+
+def _factors(run: Run, side: int) -> tuple[Tensor, Tensor]:
+    """Return two matrices; the second is transposed, as in a linear layer."""
+    a, b = (torch.randn(side, side, device=run.device).to(run.compute_dtype) for _ in range(2))
+    return a, b.T

@@ -6,9 +6,11 @@ would look fast. The audit's peers are written out here and timed in the same ro
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +19,39 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from llmsys_suite.audit.tolerances import PEER_BAND
 from llmsys_suite.measure.samples import PEER
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.variants import VARIANTS, variants_here
+from llmsys_suite.variants import VARIANTS
 
-ROUNDS = 15
+#: Variants to which the peer's time in the stage `train` is compared: the first that was trained.
+OTHERS = ("ddp bucketed", "ddp flat")
+#: Most rounds, and rounds between two decisions whether to stop.
+ROUNDS, ROUNDS_PER_DECISION = 15, 5
+#: A median within this factor of 1 needs no further rounds: the next ones would have to differ by
+#: far more than those before them to move it out of PEER_BAND.
+CLEAR = math.sqrt(PEER_BAND)
 
 
-def peer_ratios(run: Run) -> dict[str, float]:
-    """Return the time of each of the run's peers over that of the audit's, the median of ranks."""
+def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, float]]:
+    """Return, for each peer among the trained variants, medians over rounds and ranks.
+
+    The entry "audit" is the time of the run's variant over that of the audit's. Another entry is
+    the time of the run's variant over that of another variant, whose name is the key.
+    """
     wrappers = {PEER: _replicated, "torch FSDP2": _sharded} if run.world > 1 else {}
-    trained = variants_here(run.device, run.config.epochs)
-    ratios = {}
-    for name, wrap in wrappers.items():
-        if name in trained:
-            ratio = _peer_ratio(run, name, wrap)
-            ratios[name] = float(statistics.median(run.gather(ratio)))
-    return ratios
+    other = next((name for name in OTHERS if name in trained), None)
+    return {
+        name: _time_peer(run, name, wrap, other)
+        for name, wrap in wrappers.items()
+        if name in trained
+    }
 
 
-def _peer_ratio(run: Run, name: str, wrap: Callable[[Decoder], nn.Module]) -> float:
+def _time_peer(
+    run: Run, name: str, wrap: Callable[[Decoder], nn.Module], other: str | None
+) -> dict[str, float]:
     tokens, targets = run.batch(0, shared=True)
     torch.manual_seed(run.config.seed)
     model = wrap(Decoder(run.model, attention=flash_attention).to(run.device))
@@ -52,13 +66,36 @@ def _peer_ratio(run: Run, name: str, wrap: Callable[[Decoder], nn.Module]) -> fl
         optimizer.step()
         optimizer.zero_grad()
 
-    variant = VARIANTS[name](run, run.model)
+    names = [name] if other is None else [name, other]
+    variants = {name: VARIANTS[name](run, run.model) for name in names}
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(variant.step, tokens, targets) for name, variant in variants.items()
+    }
     run.barrier()
-    seconds = timed_in_turns(run, {"run": lambda: variant.step(tokens, targets), "audit": step})
-    variant.close()
+    ratios = _median_ratios(run, name, calls | {"audit": step})
+    for variant in variants.values():
+        variant.close()
     # Discard the phases that the recorder timed outside of any step.
     run.recorder.take()
-    return median_ratio(seconds["run"], seconds["audit"])
+    return ratios
+
+
+def _median_ratios(
+    run: Run, name: str, calls: Mapping[str, Callable[[], object]]
+) -> dict[str, float]:
+    """Return the time of a call over that of each other one, the median over rounds and ranks."""
+    for call in calls.values():
+        call()
+    ratios = {"audit": math.inf}
+    seconds: dict[str, list[float]] = {timed: [] for timed in calls}
+    while len(seconds[name]) < ROUNDS and not 1 / CLEAR < ratios["audit"] < CLEAR:
+        for timed, more in timed_in_turns(run, calls, ROUNDS_PER_DECISION, warmup=0).items():
+            seconds[timed] += more
+        for other in calls:
+            if other != name:
+                ratio = median_ratio(seconds[name], seconds[other])
+                ratios[other] = float(statistics.median(run.gather(ratio)))
+    return ratios
 
 
 def _replicated(decoder: Decoder) -> nn.Module:
@@ -76,16 +113,16 @@ def _sharded(decoder: Decoder) -> nn.Module:
 
 
 def timed_in_turns(
-    run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
+    run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, *, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call, round by round, after one round without timing."""
+    """Return the seconds of each call, round by round, after `warmup` rounds without timing."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
+    for number in range(warmup + rounds):
         for name, call in calls.items():
-            begin = monotonic(run)
+            start_time = monotonic(run)
             call()
-            if number:
-                seconds[name].append(monotonic(run) - begin)
+            if number >= warmup:
+                seconds[name].append(monotonic(run) - start_time)
     return seconds
 
 

@@ -8,6 +8,7 @@ bytes that were announced in shared memory.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,8 +29,6 @@ from llmsys_suite.variants.single import Variant
 
 #: Learning rate of the probe, large enough that rounding of the weights hides no gradient.
 RATE = 16.0
-#: Number of steps of the run that are repeated in float64, and in float32.
-REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
 #: Rounds of the DiLoCo probe, and local steps per round.
 ROUNDS, LOCAL_STEPS = 2, 2
 
@@ -55,17 +54,15 @@ def probe(run: Run) -> dict[str, Any]:
             if taken[0][key] is not None
         }
     rounds = probe_rounds(run, start) if LOCAL in variants else []
-    # Two ranks share the work.
-    losses = replay(run, start, REPLAYED) if run.rank == 0 else []
-    trajectory = []
-    if run.rank == run.world - 1:
-        trajectory = replay(run, initial_weights(run), REPLAYED_IN_FLOAT32)
+    local_losses = []
+    if LOCAL in variants:
+        steps = DiLoCo.policy.interval
+        local_losses = run.gather(replay(run, initial_weights(run), steps, all_rows=False))
     return {
         "exact_loss": exact_loss,
         "variants": variants,
         "rounds": rounds,
-        "replayed_losses": losses,
-        "trajectory": run.gather(trajectory)[-1],
+        "local_losses": local_losses,
     }
 
 
@@ -97,22 +94,33 @@ def _observe(
     moved = {name: (start[name] - after[name].double()) / RATE for name in after}
     weights = reference.furthest(moved, exact)
     size = sum(4 * w.numel() for w in start.values())
-    received = network.Received()
+    counter = network.Received()
     if not variant.alone:
         run.barrier()  # a rank that is late to its counter would miss what others have sent it
     with network.announced() as shared:
         variant.step(tokens, targets)
     if not variant.alone:
         run.barrier()  # others' gradients may reach a server after its own rank's step
+    received = counter.bytes()
     return {
         "loss": loss,
         "gradients": seen,
         "weights": weights,
-        "received": received.bytes(),
+        "received": received,
+        "digest": digest(variant.weights()),
         "planned_wire": variant.planned_wire_bytes(size),
         "shared": sum(shared),
         "planned_shared": variant.planned_shared_bytes(size),
     }
+
+
+def digest(weights: Weights) -> str:
+    """Return a digest of the bits of all weights."""
+    bits = hashlib.sha256()
+    for name in sorted(weights):
+        plain = weights[name].detach().cpu().contiguous()
+        bits.update(plain.view(torch.uint8).numpy().tobytes())
+    return bits.hexdigest()
 
 
 def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
@@ -143,14 +151,20 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
     return run.gather(reference.furthest(after, moved))
 
 
-def replay(run: Run, weights: Weights, steps: int) -> list[float]:
-    """Return the losses of at most `steps` steps, trained with an explicit AdamW."""
+def replay(run: Run, weights: Weights, steps: int, *, all_rows: bool = True) -> list[float]:
+    """Return the losses of at most `steps` steps, trained with an explicit AdamW.
+
+    Without `all_rows` this rank trains alone on its rows.
+    """
     config = run.config
     losses = []
     text, _ = read_parts(config)
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(steps, config.warmup + config.steps)):
         batch = global_batch(text, config, step)
+        if not all_rows:
+            tokens, targets = (part.chunk(run.world)[run.rank] for part in batch)
+            batch = tokens, targets
         value, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
         losses.append(value)
         weights = optimizer.step(weights, gradients)

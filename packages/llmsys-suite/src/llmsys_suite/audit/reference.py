@@ -24,7 +24,7 @@ from llmsys_suite.plain import AdamW, Weights, logits, loss, norm, softmax
 __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss", "softmax"]
 
 #: Largest size of one layer's attention scores; a batch is split into parts below it.
-SCORE_BYTES = 2**24
+SCORE_BYTES = 2**22
 
 
 def gradients(
@@ -70,15 +70,15 @@ def diloco(
     """
     inner = [AdamW(weights, rate) for _ in batches]
     velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
-    for begin in range(0, len(batches[0]), steps):
-        ended = []
+    for first in range(0, len(batches[0]), steps):
+        ends = []
         for optimizer, rows in zip(inner, batches, strict=True):
             local = weights
-            for some in rows[begin : begin + steps]:
+            for some in rows[first : first + steps]:
                 local = optimizer.step(local, gradients(local, *some, heads)[1])
-            ended.append(local)
+            ends.append(local)
         for name, w in weights.items():
-            change = sum(w - local[name] for local in ended) / len(ended)
+            change = sum(w - local[name] for local in ends) / len(ends)
             velocity[name] = 0.9 * velocity[name] + change
             weights = weights | {name: w - 0.7 * (change + 0.9 * velocity[name])}
     return weights

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+
 from llmsys_suite.audit import training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.evidence import gather_evidence
-from llmsys_suite.audit.stage_checks import COLLECTIVE, STAGES
+from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Audit
 
@@ -34,11 +38,39 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     if {"plan", "train"} <= ran:
         evidence = gather_evidence(run)
         checks += recorded_checks(run, evidence)
-    for stage in STAGES:
+    for stage in COLLECTIVE:
         run.wait_for_ranks()
         if stage in ran:
             checks += stage_checks(run, stage)
+    checks += _distributed_checks(run)
     return evidence, checks if run.rank == 0 else []
+
+
+def _distributed_checks(run: Run) -> list[Check]:
+    """Return the checks of the stages that one rank can check; two ranks divide them."""
+    shared = replace(run, results=run.gather(run.results)[0], trained=_shared_model(run))
+    last = run.world - 1
+    owners = {stage: last if stage in ON_LAST_RANK else 0 for stage in STAGES}
+    mine = {
+        stage: stage_checks(shared, stage)
+        for stage in STAGES.keys() - {*COLLECTIVE}
+        if stage in shared.results and owners[stage] == run.rank
+    }
+    by_stage = {stage: checks for part in run.gather(mine) for stage, checks in part.items()}
+    return [check for stage in STAGES for check in by_stage.get(stage, [])]
+
+
+def _shared_model(run: Run) -> nn.Module | None:
+    """Return the trained model of rank 0, of which the other ranks receive a copy."""
+    shape = run.trained.config if isinstance(run.trained, Decoder) else None
+    shape = run.gather(shape)[0]
+    if shape is None:
+        return None
+    model = run.trained if run.rank == 0 else Decoder(shape).to(run.device)
+    assert model is not None
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    return model
 
 
 def recorded_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
@@ -50,7 +82,7 @@ def recorded_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
 
 
 def stage_checks(run: Run, stage: str) -> list[Check]:
-    """Return the checks of one of the other stages; every rank takes part."""
+    """Return the checks of one of the other stages."""
     checks = _guarded(stage, STAGES[stage](run, run.results[stage]))
     return [replace(check, name=f"{stage}: {check.name}") for check in checks]
 

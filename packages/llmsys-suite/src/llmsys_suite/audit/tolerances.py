@@ -29,7 +29,10 @@ CLOCK = 0.02
 #: Allowed factor between times of the same work at different moments or depths. It detects a factor
 #: of two, regardless of the load that other programs put on the caches.
 BAND = 1.6
-#: Allowed factor between rates of a product that are measured in two processes or by two clocks.
+#: Allowed factor between the shortest times of the same work at different moments, of which other
+#: programs may disturb one.
+SHORTEST_BAND = 3.0
+#: Allowed factor between rates of a product that are measured in two processes.
 RATE_BAND = 2.5
 #: Allowed factor between a peer of the run and the audit's, timed in the same rounds.
 PEER_BAND = 1.4

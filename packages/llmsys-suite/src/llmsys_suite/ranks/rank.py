@@ -18,8 +18,8 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.launch import EVENTS, STAMPS
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.text.data import Corpus
 
 
@@ -41,6 +41,8 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)
     #: The model that `train` passes to the stages that analyze it.
     trained: torch.nn.Module | None = None
+    #: The trained model compressed by each method, which the audit examines.
+    compressed: dict[str, torch.nn.Module] = field(default_factory=dict)
     #: The rendezvous store of this run; None where a run is built without one, as in tests.
     store: dist.Store | None = None
     #: The stage that runs now, for the message of a failure.
@@ -139,9 +141,14 @@ class Run:
         if EVENTS in os.environ:
             os.write(int(os.environ[EVENTS]), f"{self.rank} {event}\n".encode())
 
+    @property
+    def has_launcher(self) -> bool:
+        """True if a launcher stamps the events of this rank; torchrun does not."""
+        return STAMPS in os.environ
+
     def stamps(self) -> dict[tuple[int, str], float]:
         """Return the launcher's time of each (rank, event), or {} without a launcher."""
-        if STAMPS not in os.environ:
+        if not self.has_launcher:
             return {}
         with open(os.environ[STAMPS]) as file:
             lines = [line.split(" ", 2) for line in file.read().splitlines()]

@@ -28,9 +28,9 @@ from llmsys_suite.config import BYTES, RunConfig, UsageError, restarts
 from llmsys_suite.environment import environment, forget_peak_memory, peak_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.progress import Progress
 from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_failure
 from llmsys_suite.ranks.launch import STORE
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.data import load_corpus, read_text
 from llmsys_suite.text.tokens import load, write_tokens

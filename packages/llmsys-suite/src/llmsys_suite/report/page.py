@@ -151,8 +151,8 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         f"{curve}</div>"
         f"{samples}<nav>{contents}</nav>\n{body}\n"
         f"<details><summary>seconds of each stage</summary>{_table(seconds)}"
-        '<p class="soft">Reported, not audited: peaks of processes, seconds of stages below one '
-        "second, and all seconds under torchrun.</p></details>"
+        '<p class="soft">Reported, not audited: peaks of processes, and all seconds under '
+        "torchrun.</p></details>"
         f"<nav>{files}</nav></body></html>\n"
     )
 

@@ -64,11 +64,11 @@ def planned(results: Results, evidence: Row) -> list[Row]:
     plan, train = results["plan"], results.get("train")
     rows = train.rows if isinstance(train, of.Train) else []
     probe = evidence.get("probe", {}).get("variants", {}).get(PEER, {})
-    counted = evidence.get("counted", {})
+    counts = evidence.get("model_counts", {})
     pairs = [
-        ("parameters", plan.parameters, counted.get("parameters")),
+        ("parameters", plan.parameters, counts.get("parameters")),
         ("GFLOPs per step", plan.step_flops_full / 1e9,
-         counted["flops_full"] / 1e9 if counted else None),
+         counts["flops_full"] / 1e9 if counts else None),
         ("peak of a step, MiB", plan.training_peak_bytes / MIB,
          plan.measured_peak_bytes / MIB),
         ("DDP's wire, MiB per rank", plan.ddp_wire_bytes_per_rank / MIB,

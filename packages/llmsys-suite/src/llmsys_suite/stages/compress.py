@@ -35,21 +35,16 @@ def run(run: Run) -> Compress | None:
         return None
     tokens, targets = heldout(run)
     with torch.no_grad(), run.in_float32():
-        models = compressed(run)
-        calls = {name: partial(model, tokens) for name, model in models.items()}
+        model = run.trained.eval()
+        models = {method: compress(model) for method, compress in METHODS.items()}
+        run.compressed = models
+        calls = {name: partial(small, tokens) for name, small in models.items()}
         interleaved = time_interleaved(calls, ROUNDS, run.device)
         rows = [_row(name, small, tokens, targets) for name, small in models.items()]
     for row in rows:
         row["smaller"] = rows[0]["size_bytes"] / row["size_bytes"]
         row["speedup_p50"] = 1 / interleaved.ratio_to(BASELINE, row["method"])
     return Compress(rows, interleaved)
-
-
-def compressed(run: Run) -> dict[str, nn.Module]:
-    """Return the trained model compressed by each method."""
-    assert run.trained is not None
-    model = run.trained.eval()
-    return {method: compress(model) for method, compress in METHODS.items()}
 
 
 def heldout(run: Run) -> tuple[torch.Tensor, torch.Tensor]:

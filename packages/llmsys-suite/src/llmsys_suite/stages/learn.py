@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from llmsys_suite.learning.choice import make_variant
 from llmsys_suite.learning.evaluation import decoder, heldout_loss, sample
 from llmsys_suite.learning.log import Log, open_log, traced_steps
+from llmsys_suite.learning.schedule import RATE, is_due, schedule
 from llmsys_suite.learning.state import CHECKPOINT, PROBE, beginning, require_same, resumed
 from llmsys_suite.ranks.failure import collect_stop_requests
 from llmsys_suite.ranks.rank import Run
@@ -28,8 +28,6 @@ from llmsys_suite.text.data import row_digests
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.single import Variant
 
-#: Peak learning rate relative to that of `train`, and the fraction of steps of its warm-up.
-RATE, WARM = 2.0, 0.05
 #: Number of evaluations on the held-out text, and of checkpoints.
 EVALUATIONS, SAVES = 8, 4
 
@@ -132,19 +130,12 @@ def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
     zero.save_checkpoint(run.out / name, *variant.checkpointed(), extra=dict(state))
 
 
-def is_due(step: int, total: int, times: int) -> bool:
-    """Return True at equal intervals, `times` per training, and after the last step."""
-    return step == total or step % max(1, total // times) == 0
-
-
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
-    """Return a random step, the same on every rank, that the audit repeats; None without audit."""
+    """Return a random step, the same on every rank, that the audit repeats; None without audit.
+
+    The first step is drawn only if it is the only one, because the optimizer has no state in it.
+    """
     if "audit" not in run.config.stages or first >= total:
         return None
-    step: int = run.gather(random.SystemRandom().randrange(first, total))[0]
+    step: int = run.gather(random.SystemRandom().randrange(min(first + 1, total - 1), total))[0]
     return step
-
-
-def schedule(progress: float) -> float:
-    """Return the learning-rate factor: a linear warm-up, then half a cosine."""
-    return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))

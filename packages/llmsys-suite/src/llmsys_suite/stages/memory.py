@@ -18,7 +18,7 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.autocast_memory import saved_bytes
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.results import Memory
+from llmsys_suite.results import Memory, Rows
 
 ROWS = 4
 #: Sizes besides that of the run, with the contexts and the vocabulary of the coursework.
@@ -43,6 +43,8 @@ def run(run: Run) -> Memory | None:
     """Return timelines and peaks of this run's model and of 2.7B; ranks share the contexts."""
     wanted = contexts(run.config)
     cases = [(size, length) for size, lengths in wanted.items() for length in lengths]
+    # Rank 0 has the shortest cases of two ranks, so it also counts mixed precision.
+    mixed = _mixed(run.config) if run.rank == 0 else []
     mine = {
         (size, length): profile(size, length, vocabulary_of(size, run.config))
         for size, length in cases[run.rank :: run.world]
@@ -56,20 +58,23 @@ def run(run: Run) -> Memory | None:
         | profiles[size, lengths[1]]["drawn"]
         for size, lengths in wanted.items()
     }
-    size, lengths = list(wanted.items())[-1]
-    mixed = [
-        {
-            "model": size,
-            "context": lengths[1],
-            "autocast": "bf16" if autocast else "off",
-            "saved_for_backward_mib": saved_for_backward(
-                size, lengths[1], vocabulary_of(size, run.config), autocast=autocast
-            ),
-        }
-        for autocast in (False, True)
-    ]
     on_gpu = run.device.type == "cuda" and run.folder is not None
     return Memory(models, mixed, _snapshot(run) if on_gpu else "")
+
+
+def _mixed(config: RunConfig) -> Rows:
+    """Return the bytes that the last drawn size saves for the backward pass, in two precisions."""
+    size, lengths = list(contexts(config).items())[-1]
+    model = ModelConfig.named(size, vocabulary=vocabulary_of(size, config), context=lengths[1])
+    return [
+        {
+            "model": size,
+            "context": model.context,
+            "autocast": name,
+            "saved_for_backward_mib": saved_bytes(model, ROWS, autocast=name != "off") / MIB,
+        }
+        for name in ("off", "bf16")
+    ]
 
 
 def profile(size: str, context: int, vocabulary: int = VOCABULARY_BESIDE) -> dict[str, Any]:
@@ -91,14 +96,6 @@ def profile(size: str, context: int, vocabulary: int = VOCABULARY_BESIDE) -> dic
             "largest": Ledger().table(step.at_peak),
         },
     }
-
-
-def saved_for_backward(
-    size: str, context: int, vocabulary: int = VOCABULARY_BESIDE, *, autocast: bool
-) -> float:
-    """Return the live MiB at the start of the backward pass; see `saved_bytes`."""
-    config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
-    return saved_bytes(config, ROWS, autocast=autocast) / MIB
 
 
 def inference(config: ModelConfig) -> LiveMemory:

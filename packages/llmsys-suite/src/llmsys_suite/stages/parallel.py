@@ -68,8 +68,7 @@ def _timed(name: str, model: Split, tokens: Tensor, targets: Tensor) -> dict[str
     dist.all_reduce(working)
     return {
         "split": name,
-        "iterations": ITERATIONS,
-        "total_s": sum(seconds),
+        "seconds": seconds,
         "iteration_ms": statistics.median(seconds) * 1e3,
         "bubble": model.bubble(),
         "waiting": 1 - float(working) / dist.get_world_size(),

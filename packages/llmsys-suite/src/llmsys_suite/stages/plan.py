@@ -77,14 +77,14 @@ def run(run: Run) -> Plan:
 
     predicted = predict(run.config)
     fit = predicted.all_variants_bytes < 0.8 * available_memory_bytes(run.device.type)
-    peak, beside = agreed_rates(run)
+    peak, reference_rate = agreed_rates(run)
     first, further = layer_matmuls(run) if run.rank == 0 else (0.0, 0.0)
     matmuls = step_matmuls(first, further, run.model.num_layers)
-    one_s = reference_matmul.flops(run.device) / beside
+    one_s = reference_matmul.flops(run.device) / reference_rate
     return Plan(
         **vars(predicted),
         peak=peak,
-        reference_flops_per_second=beside,
+        reference_flops_per_second=reference_rate,
         variants_fit_together=all(run.gather(fit)),
         layer_matmuls=first,
         step_matmuls=matmuls,
@@ -139,7 +139,7 @@ def agreed_rates(run: Run) -> list[float]:
     for _ in range(TURNS):
         seconds = PRODUCTS_SECONDS / TURNS
         product = reference_matmul.product_rate(run.device, run.compute_dtype, seconds)
-        beside = reference_matmul.flops(run.device) / reference_matmul.core_seconds(run.device)
-        rates.append((product, beside))
+        reference_s = reference_matmul.core_seconds(run.device)
+        rates.append((product, reference_matmul.flops(run.device) / reference_s))
     everywhere = [pair for pairs in run.gather(rates) for pair in pairs]
     return [max(rate) for rate in zip(*everywhere, strict=True)]

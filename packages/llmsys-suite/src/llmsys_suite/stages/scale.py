@@ -12,6 +12,7 @@ import torch
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.ranks.division import divide_by_cost
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Scale
 
@@ -27,12 +28,13 @@ ROWS, CONTEXT = 16, 64
 # One, so that any even width will do.
 HEADS = 1
 HELDOUT_ROWS = 256
+#: The budget in FLOPs, the width and the seed of a run.
+PlannedRun = tuple[float, int, int]
 
 
 def run(run: Run) -> Scale | None:
     """Return the losses of all runs, their IsoFLOP fit and its extrapolation."""
-    # Assigned round-robin; a perfect split would save two ranks a tenth of the time.
-    planned = planned_runs(run.config)[run.rank :: run.world]
+    planned = runs_by_rank(planned_runs(run.config), run.world)[run.rank]
     mine = [train_one(run, *arguments) for arguments in planned]
     gathered = run.gather(mine)
     rows = sorted(
@@ -44,8 +46,8 @@ def run(run: Run) -> Scale | None:
     return fit(rows)
 
 
-def planned_runs(config: RunConfig) -> list[tuple[float, int, int]]:
-    """Return the budget in FLOPs, the width and the seed of each run."""
+def planned_runs(config: RunConfig) -> list[PlannedRun]:
+    """Return all runs of the stage."""
     # With epochs the number of steps depends on the text.
     steps = RunConfig.steps if config.epochs else config.steps
     return [
@@ -54,6 +56,12 @@ def planned_runs(config: RunConfig) -> list[tuple[float, int, int]]:
         for budget, widths in GRID
         for width in widths
     ]
+
+
+def runs_by_rank(planned: list[PlannedRun], world: int) -> list[list[PlannedRun]]:
+    """Return the runs of each rank; a step of any of these small models takes about as long."""
+    steps = {run: run[0] / (26 * run[1] ** 2 + 261 * run[1]) for run in planned}
+    return divide_by_cost(steps, world)
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Checks of the stages besides `plan` and `train`, each by a second method.
 
-Every rank calls these functions, because some use collectives; the checks that rank 0 yields count.
+Those of a stage in COLLECTIVE run on all ranks, and the checks that rank 0 yields count. The others
+run on one rank, which has the results and the trained model of rank 0.
 """
 
 from __future__ import annotations
@@ -37,3 +38,5 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
 }
 #: Stages whose checks use collectives.
 COLLECTIVE = ("links", "parallel")
+#: Stages that the last rank checks while rank 0 checks the others: about half of the time.
+ON_LAST_RANK = ("learn", "scale")

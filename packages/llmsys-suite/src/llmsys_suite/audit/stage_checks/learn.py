@@ -30,14 +30,15 @@ from llmsys_suite.variants.initial_weights import seeded
 
 def checks(run: Run, result: results.Learn) -> Iterator[Check]:
     """Check the configuration, losses, steps and rows of the training, and one random step."""
-    if run.folder is None:
-        return
     yield from _configuration(run, result)
     yield from _losses(run, result)
     yield from _samples(run, result)
-    yield from _last_checkpoint(run, run.folder, len(result.losses))
+    yield from _last_checkpoint(run, len(result.losses))
     if result.probed_step is not None:
         yield from probed_step.checks(run, result, result.probed_step)
+    elif result.begun_at < len(result.losses):
+        steps = Sources("reported", "a step drawn at random")
+        yield steps.none("step that the audit repeats", ["there is none"])
 
 
 def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
@@ -72,13 +73,12 @@ def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
 
 
 def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
-    assert run.folder is not None
     config = run.config
     heads = run.model.num_heads
     allowed = loss_tolerance(config, REPLAYED_LOSS)
     train, held_out = read_parts(config)
     rows = on_device(run, reference.spread(held_out, evaluation.HELDOUT_ROWS, config.context))
-    stored = load_file(run.folder.path / MODEL)
+    stored = load_file(run.out / MODEL)
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
     exact = reference.mean_loss(weights, *rows, heads)
     file = Sources("reported", "the file's weights in float64")
@@ -115,13 +115,12 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
 
 def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
     """Compare losses, rates and rows of every step and rank with mean, formula and sampler."""
-    assert run.folder is not None
     config = run.config
     total = len(result.losses)
     if result.begun_at == total:
         return  # the checkpoint was saved after the last step
     by_step: dict[int, dict[int, Any]] = {step: {} for step in range(result.begun_at, total)}
-    for s in run.folder.samples():
+    for s in RunFolder(run.out).samples():
         if s["stage"] == "learn" and s["phase"] == "step":
             by_step[s["step"]][s["rank"]] = s
     train, _ = read_parts(config)
@@ -150,12 +149,12 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
     yield sampler.none("ranks' rows", foreign)
 
 
-def _last_checkpoint(run: Run, folder: RunFolder, total: int) -> Iterator[Check]:
+def _last_checkpoint(run: Run, total: int) -> Iterator[Check]:
     last = read_checkpoint(run.out / CHECKPOINT)
     steps = {int(step) for step in last["step"].values()}
     counts = Sources("step counts in the checkpoint", f"{total} losses")
     yield counts.none("steps of the optimizer", [f"{n} steps" for n in steps if n != total])
-    stored = load_file(folder.path / MODEL)
+    stored = load_file(run.out / MODEL)
     different = [n for n, w in last["weight"].items() if not torch.equal(stored[n].cpu(), w)]
     weights = Sources("each weight", "the checkpoint")
     yield weights.none("weights of the model file", different)

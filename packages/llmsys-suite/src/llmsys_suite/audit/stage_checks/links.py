@@ -23,6 +23,8 @@ def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]
     """Sum with every algorithm on every rank, and recompute the columns on rank 0."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     if rows is None:
+        ranks = Sources("the run", "one, of a run without links")
+        yield ranks.equal("number of ranks if the stage is skipped", 1, run.world)
         return
     off = []
     for algorithm in dict.fromkeys(r["algorithm"] for r in rows if r["case"] == "all_reduce"):

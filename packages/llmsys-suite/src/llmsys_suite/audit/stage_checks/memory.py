@@ -18,9 +18,7 @@ PEAK_BYTES = 0.10
 
 
 def checks(run: Run, result: results.Memory) -> Iterator[Check]:
-    """Compare peaks, the residual stream and the timeline of every size, on rank 0."""
-    if run.rank:
-        return
+    """Compare peaks, the residual stream and the timeline of every size."""
     config = run.config
     expected = [(size, n) for size, lengths in memory.contexts(config).items() for n in lengths]
     counted = [(size, row["context"]) for size, m in result.models.items() for row in m["peaks"]]

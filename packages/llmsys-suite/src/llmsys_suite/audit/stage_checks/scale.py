@@ -22,9 +22,7 @@ from llmsys_suite.variants.initial_weights import seeded
 
 
 def checks(run: Run, result: results.Scale) -> Iterator[Check]:
-    """Recompute the columns, train one run again and repeat the fit, on rank 0."""
-    if run.rank:
-        return
+    """Recompute the columns, train one run again and repeat the fit."""
     trained = [(row["compute_flops"], row["width"], row["seed"]) for row in result.runs]
     yield same_rows("runs", scale.planned_runs(run.config), trained)
     yield from _columns(result.runs)

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.peers import median_ratio
-from llmsys_suite.audit.tolerances import BAND
+from llmsys_suite.audit.tolerances import BAND, SHORTEST_BAND
 from llmsys_suite.measure.interleaved import Interleaved
 
 
@@ -35,6 +35,14 @@ def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) ->
     ]
     rounds = Sources("pairs of one round", "numpy's medians")
     return rounds.all_equal("reported ratios", triples, 1e-9)
+
+
+def shortest(interleaved: Interleaved, name: str, seconds: dict[str, list[float]]) -> Check:
+    """Compare the shortest round of one contender with the shortest of the audit's own rounds."""
+    timed = Sources("rounds of the stage", "the audit's own timing")
+    return timed.within(
+        f"{name}: shortest time", min(seconds[name]), min(interleaved.seconds[name]), SHORTEST_BAND
+    )
 
 
 def timed_again(

@@ -69,8 +69,8 @@ def rows(record: Record) -> Iterator[Check]:
         windows = Sources("digests of the ranks' rows", "the text, cut in order")
         yield windows.none("each window of the text once per epoch", unread)
     total = config.rows * config.context * record.num_steps * len(record.train.rows)
-    counted = Sources("samples", "rows x context of every step and variant")
-    yield counted.equal("tokens", total, tokens)
+    shape = Sources("samples", "rows x context of every step and variant")
+    yield shape.equal("tokens", total, tokens)
 
 
 def _samples_by_step(record: Record, name: str) -> list[list[list[Sample]]]:

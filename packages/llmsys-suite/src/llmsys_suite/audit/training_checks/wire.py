@@ -31,7 +31,7 @@ def gradients(record: Record) -> Iterator[Check]:
         )
     if counts:
         # Shards of equal length contain less than one element of padding per tensor and rank.
-        padding = 4 * record.evidence["counted"]["tensors"] * max(1, record.config.world - 1)
+        padding = 4 * record.evidence["model_counts"]["tensors"] * max(1, record.config.world - 1)
         name = max(counts, key=lambda name: abs(counts[name] - planned))
         yield Sources("each package's count", "plan").between(
             "gradient bytes handed over",
@@ -63,7 +63,7 @@ def sockets(record: Record) -> Iterator[Check]:
     """Compare the bytes that sockets received in the probed step and in training with the plan."""
     if not record.evidence["sockets_count"]:
         return
-    heads = _heads(record, record.evidence["counted"]["tensors"])
+    heads = _heads(record, record.evidence["model_counts"]["tensors"])
     kernel = Sources("the kernel's sockets", "plan")
     for name, probe in record.probes.items():
         for rank, received in enumerate(probe["received"]):
@@ -96,14 +96,14 @@ def slow_link(record: Record) -> Iterator[Check]:
             fractions.append((computing / (computing + link_s), row["link_computing_share"], name))
             times.append((1e3 * link_s, row["link_ms"], name))
     if times:
-        counted = Sources("summary", "bytes counted, over the rate")
-        yield counted.all_equal("computing over a slow link", fractions, 1e-6)
-        yield counted.all_equal("time on a slow link", times, 1e-6)
+        quotient = Sources("summary", "bytes counted, over the rate")
+        yield quotient.all_equal("computing over a slow link", fractions, 1e-6)
+        yield quotient.all_equal("time on a slow link", times, 1e-6)
 
 
 def _received_in_training(record: Record, name: str, received: float) -> Check:
     config = record.config
-    heads = _heads(record, 1 if name == LOCAL else record.evidence["counted"]["tensors"])
+    heads = _heads(record, 1 if name == LOCAL else record.evidence["model_counts"]["tensors"])
     probe = record.probes[name]
     low = high = max(probe["received"])
     if not config.warmup:

@@ -1,0 +1,238 @@
+"""Choose the missing options of a run for this machine, and refuse runs that it does not allow.
+
+Every refusal is a `UsageError`, raised before anything is written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmsys_suite.config import (
+    BYTE_STAGES,
+    BYTE_VOCABULARY,
+    BYTES,
+    DTYPES,
+    LEAST,
+    LOGS,
+    MOST_SEED,
+    STAGES,
+    TRAINED_VOCABULARY,
+    RunConfig,
+    UsageError,
+    count_gpus,
+    default_rows,
+    restarts,
+    size_of,
+    with_dependencies,
+)
+
+
+def resolve(
+    stages: list[str],
+    *,
+    preset: str | None = None,
+    world: int | None = None,
+    backend: str = "auto",
+    out: Path | None = None,
+    **options: Any,
+) -> RunConfig:
+    """Return a configuration whose missing options are chosen for this machine.
+
+    Raises:
+        UsageError: the machine, the names or the numbers do not allow the run.
+    """
+    gpus = count_gpus()
+    preset = preset or ("gpu" if gpus else "cpu")
+    if preset not in ("cpu", "gpu"):
+        raise UsageError(f"preset {preset!r} is unknown; choose cpu or gpu")
+    if preset == "gpu" and not gpus:
+        raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
+    options = {name: value for name, value in options.items() if value is not None}
+    if options.get("epochs") == 0:
+        raise UsageError("--epochs 0 is below 1, the least that makes sense")
+    if options.keys() >= {"steps", "epochs"}:
+        both = f"--steps {options['steps']} and --epochs {options['epochs']}"
+        raise UsageError(f"{both} contradict each other; give one")
+    launched = "RANK" in os.environ
+    if launched and world not in (None, int(os.environ["WORLD_SIZE"])):
+        raise UsageError(
+            f"--world {world} contradicts the launcher's WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        )
+    if launched:
+        world = int(os.environ["WORLD_SIZE"])
+    elif world is None:
+        world = gpus if preset == "gpu" else 2
+    config = RunConfig(
+        stages=with_dependencies(stages or list(STAGES)),
+        preset=preset,
+        world=world,
+        backend=_backend(backend, preset, gpus, world, launched),
+        device="cuda" if preset == "gpu" else "cpu",
+        out=out,
+    )
+    config = replace(config, rows=default_rows(preset, world))
+    if preset == "gpu":
+        config = replace(config, size="small", dtype="bf16", context=1024, learning_rate=3e-4)
+    if options.get("tokenizer") == "bpe":
+        config = replace(config, vocabulary=TRAINED_VOCABULARY)
+    config = replace(config, **options)
+    check(config)
+    return config
+
+
+def _backend(backend: str, preset: str, gpus: int, world: int, launched: bool) -> str:
+    if backend not in ("auto", "gloo", "nccl"):
+        raise UsageError(f"backend {backend!r} is unknown; choose auto, gloo or nccl")
+    if backend == "auto":
+        backend = "nccl" if preset == "gpu" else "gloo"
+    if backend == "nccl" and not gpus:
+        raise UsageError("backend nccl needs a CUDA device and this machine shows none; use gloo")
+    if backend == "nccl" and preset == "cpu":
+        raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu")
+    if backend == "nccl" and world > gpus and not launched:
+        raise UsageError(
+            f"backend nccl needs one GPU per rank, got {world} ranks and {gpus} GPUs; "
+            "use --backend gloo"
+        )
+    return backend
+
+
+def check(config: RunConfig) -> None:
+    """Raise UsageError if the names, the numbers or the paths do not allow the run."""
+    _check_names(config)
+    _check_numbers(config)
+    _check_learn(config)
+    _check_tokens(config)
+    if config.data is not None and not os.path.exists(config.data):
+        raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
+    if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
+        raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
+    if config.resume is not None and "learn" not in config.stages:
+        raise UsageError(f"--resume {config.resume} needs the stage learn; add it to the stages")
+    _check_out(config.out)
+    _check_text_folder(config)
+
+
+def _check_names(config: RunConfig) -> None:
+    if config.stages != with_dependencies(list(config.stages)):
+        needed = ", ".join(with_dependencies(list(config.stages)))
+        raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
+    size_of(config.size)
+    if config.dtype not in DTYPES:
+        raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
+    if config.dtype == "tf32" and config.device != "cuda":
+        raise UsageError(f"dtype tf32 needs a CUDA device, got device {config.device}; use fp32")
+    if config.device not in ("cpu", "cuda"):
+        raise UsageError(f"device {config.device!r} is unknown; choose cpu or cuda")
+    if config.device == "cuda" and not count_gpus():
+        raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
+    if (config.backend, config.device) not in (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda")):
+        raise UsageError(f"backend {config.backend!r} does not move tensors of {config.device}")
+
+
+def _check_numbers(config: RunConfig) -> None:
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        if name == "learn" and value is None:
+            continue
+        if type(value) is not int:
+            raise UsageError(f"{name} {value!r} is not a whole number")
+        if value < least:
+            raise UsageError(f"--{name} {value} is below {least}, the least that makes sense")
+    if config.seed > MOST_SEED:
+        raise UsageError(f"--seed {config.seed} is above {MOST_SEED}, the largest seed")
+    if config.rows % config.world:
+        raise UsageError(
+            f"{config.rows} rows do not split over {config.world} ranks: the mean of the ranks' "
+            f"means would not be that of the rows; take a multiple of {config.world}"
+        )
+    if not 0 < config.learning_rate < math.inf:
+        raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
+
+
+def _check_tokens(config: RunConfig) -> None:
+    """Raise UsageError unless the stages can read the tokens."""
+    if config.tokenizer == BYTES:
+        if config.vocabulary != BYTE_VOCABULARY:
+            raise UsageError(
+                f"--vocabulary {config.vocabulary} needs --tokenizer bpe or a file: bytes have a "
+                f"vocabulary of {BYTE_VOCABULARY}"
+            )
+        return
+    if config.tokenizer != "bpe" and not os.path.isfile(config.tokenizer):
+        raise UsageError(f"no tokenizer at {config.tokenizer}; give bytes, bpe or a file")
+    if config.tokenizer == "bpe" and config.vocabulary == BYTE_VOCABULARY:
+        raise UsageError(
+            f"--tokenizer bpe with --vocabulary {BYTE_VOCABULARY} merges no bytes; pass a larger "
+            f"vocabulary, such as {TRAINED_VOCABULARY}"
+        )
+    if config.epochs:
+        raise UsageError(f"--epochs {config.epochs} counts bytes; use --steps with a tokenizer")
+    if reading := [stage for stage in BYTE_STAGES if stage in config.stages]:
+        others = [stage for stage in config.stages if stage not in BYTE_STAGES]
+        raise UsageError(
+            f"the stages {', '.join(reading)} read bytes, not --tokenizer {config.tokenizer}; name "
+            f"the others: llmsys run {' '.join(others)}"
+        )
+
+
+def _check_learn(config: RunConfig) -> None:
+    """Raise UsageError unless the options of the stage learn fit the model and this machine."""
+    size, grid = size_of(config.size), config.pipeline * config.tensor
+    for name, count in (("num_heads", size.num_heads), ("d_ff", size.d_ff)):
+        if count % config.tensor:
+            raise UsageError(
+                f"--tensor {config.tensor} does not divide {name} {count} of size {config.size}"
+            )
+    if size.num_layers < config.pipeline:
+        raise UsageError(
+            f"--pipeline {config.pipeline} is above the {size.num_layers} layers of {config.size}"
+        )
+    if config.world % grid:
+        raise UsageError(
+            f"--tensor {config.tensor} times --pipeline {config.pipeline} does not divide "
+            f"{config.world} ranks"
+        )
+    if config.clip is not None and not 0 < config.clip < math.inf:
+        raise UsageError(f"--clip {config.clip} is not a positive number")
+    if config.log is not None and config.log not in LOGS:
+        raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
+    if config.log is not None and importlib.util.find_spec(LOGS[config.log]) is None:
+        raise UsageError(f"--log {config.log} needs `pip install {LOGS[config.log]}`")
+    requested = {"tensor": config.tensor > 1, "pipeline": config.pipeline > 1} | {
+        name: getattr(config, name) for name in ("recompute", "compile", "trace", "log", "clip")
+    }
+    if "learn" not in config.stages and (
+        options := [name for name in requested if requested[name]]
+    ):
+        raise UsageError(f"--{options[0]} needs the stage learn; add it to the stages")
+
+
+def _check_out(out: Path | None) -> None:
+    """Raise `UsageError` if the run folder exists and is not empty.
+
+    Only the rank that claims the folder checks it, because the other ranks may find it claimed
+    already; after a restart by torchrun the folder of the first attempt is used.
+    """
+    if out is None or os.environ.get("RANK", "0") != "0" or restarts():
+        return
+    # Methods of Path raise for a name that is too long; os.path returns False.
+    if os.path.exists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        raise UsageError(f"{out} exists and is not empty; name another folder with --out")
+
+
+def _check_text_folder(config: RunConfig) -> None:
+    """Raise UsageError if the run folder lies in the text, which would change during the run."""
+    if config.data is None or not os.path.isdir(config.data):
+        return
+    out, text = (Path(os.path.realpath(path)) for path in (config.out or "runs", config.data))
+    if out.is_relative_to(text):
+        raise UsageError(
+            f"the run folder {out} lies in the text {config.data}, so the run would train on its "
+            "own results; name a folder elsewhere with --out"
+        )
