@@ -126,7 +126,10 @@ class Replacement(nn.Module):
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` in which every `Replacement` is a plain layer again."""
+    """Return a copy of `model` with every `Replacement` replaced by what it restores.
+
+    That is a plain layer, except for adapters that are not merged, which remain in the copy.
+    """
     model = copy.deepcopy(model)
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)

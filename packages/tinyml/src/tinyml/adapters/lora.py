@@ -23,6 +23,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
+    check_updated_parameters,
     install,
     matching_parameters,
     new_adapter,
@@ -63,6 +64,8 @@ class LoRA(Replacement):
                 "nn.MultiheadAttention reads the weight of out_proj without calling the layer, so "
                 f"dropout={dropout} would have no effect; pass dropout=0, or protect=['out_proj']"
             )
+        if dropout and isinstance(base, nn.Embedding):
+            raise ValueError(f"dropout={dropout} has no effect on an embedding; pass dropout=0")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"expected a finite alpha, got {alpha}")
         if weight.device.type != "meta":
@@ -181,6 +184,7 @@ class LoRA(Replacement):
             raise RuntimeError("the update is merged already; unmerge it first")
         check_finite("lora_A", self.lora_A)
         check_finite("lora_B", self.lora_B)
+        check_finite("the merged weight", self.weight)
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -212,6 +216,8 @@ def _without_update(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> N
     if layer.merged:
         (before,) = layer._before
         like = state[f"{prefix}base.weight"]
+        # The model may have moved to another device or type since `merge`.
+        before = before.to(like)
         state[f"{prefix}base.weight"] = before if like.requires_grad else before.detach()
 
 
@@ -245,7 +251,8 @@ def add_lora(
 
     `parameters` selects single parameters by the ends of their names, such as
     "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
-    The update of a parameter has no dropout, and it is merged by `merge_and_unload` only.
+    The update of a parameter is merged by `merge_and_unload` only. `dropout` applies to the inputs
+    of the updates of linear layers. Embeddings and single parameters have no dropout, as in peft.
     """
     if single_names := sorted(parameter_adapters(model)):
         raise ValueError(f"{single_names[0]} has an adapter already; add all adapters in one call")
@@ -260,9 +267,22 @@ def add_lora(
     }
     protected = protected_modules(model, protect)
     chosen = [] if names and wanted is None else _chosen(model, tuple(kinds), wanted, protected)
+    if dropout and not any(is_instance_of(base, (nn.Linear,)) for base in chosen):
+        raise ValueError(
+            f"dropout={dropout} would have no effect, because updates of embeddings and of single "
+            "parameters have no dropout; pass dropout=0"
+        )
     return insert_adapters(
-        model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout), single
+        model, chosen, lambda base: new_layer_adapter(base, rank, alpha, dropout), single
     )
+
+
+def new_layer_adapter(
+    base: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
+) -> LoRA:
+    """Return an adapter of a layer, without dropout if the layer is an embedding."""
+    has_dropout = not isinstance(base, nn.Embedding)
+    return LoRA(base, rank, alpha=alpha, dropout=dropout if has_dropout else 0.0)
 
 
 def insert_adapters(
@@ -362,6 +382,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     check_hooks(model, bases)
     for adapter in adapters.values():
         adapter.restored()  # raises if a factor has changed since it was merged
+    check_updated_parameters(model)
     untied = _tied_weights(model, adapters)
     if apart := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
         _merge_all(apart)

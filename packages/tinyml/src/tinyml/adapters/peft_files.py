@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tinyml.adapters.lora import LoRA, adapters_of, insert_adapters
+from tinyml.adapters.lora import LoRA, adapters_of, insert_adapters, new_layer_adapter
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
     matching_parameters,
@@ -124,7 +124,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     def make(base: nn.Module) -> LoRA:
         name = named[base]
         rank, alpha = _rank_and_alpha(name, config)
-        adapter = LoRA(base, rank, alpha=alpha, dropout=float(config.get("lora_dropout") or 0.0))
+        adapter = new_layer_adapter(base, rank, alpha, float(config.get("lora_dropout") or 0.0))
         _copy_factors(name, adapter, pairs[name])
         return adapter
 

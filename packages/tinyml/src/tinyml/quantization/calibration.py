@@ -39,7 +39,7 @@ def watch_inputs(
 
     A batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
     `attention_mask` or `decoder_attention_mask` of shape (batch, seq) marks as padding are left
-    out.
+    out. Masks of other shapes, such as additive masks (batch, 1, seq, seq), leave out no token.
     """
     masks: list[Tensor] = []
     with _input_hooks(layers, lambda name, inputs: note(name, _without_padding(inputs, masks))):
@@ -319,8 +319,8 @@ def _run(model: nn.Module, batch: Any) -> None:
 def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return masks (batch, seq) that are True for tokens that are not padding.
 
-    Masks are matched with inputs by their shape. Raise `ValueError` if the inputs of an encoder and
-    a decoder have one shape and different padding.
+    Masks of other shapes are left out. Masks are matched with inputs by their shape. Raise
+    `ValueError` if the inputs of an encoder and a decoder have one shape and different padding.
     """
     if not isinstance(batch, Mapping):
         return []
@@ -331,10 +331,11 @@ def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
         masks["decoder_attention_mask"] = (
             None if decoder_tokens is None else torch.ones_like(decoder_tokens)
         )
+    present = []
     for name, mask in masks.items():
         if mask is not None and mask.dim() == 2:
             _require_zeros_and_ones(name, mask)
-    present = [mask.bool() for mask in masks.values() if mask is not None]
+            present.append(mask.bool())
     if len(present) == 2 and present[0].shape == present[1].shape and not torch.equal(*present):
         raise ValueError(
             "expected inputs of encoder and decoder that differ in their shapes or are padded "
