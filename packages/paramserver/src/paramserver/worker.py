@@ -320,8 +320,7 @@ class Worker:
         if message.kind in KINDS_WITH_GRADIENTS:
             size, written = self._payload.write(request.server)
             message = replace(message, size=size)
-            # Size 0 stands for the whole buffer.
-            pushed = size or len(connection.gradients)
+            pushed = size
         if message.kind in (Kind.PUSH, Kind.COMMIT):
             message = replace(message, text=json.dumps([self.loss, self.bytes_pushed + pushed]))
         answer = connection.request(message, written)

@@ -353,7 +353,7 @@ class Core:
             raise ValueError(f"worker {worker} pushed no gradients")
         if self.ledger.has_pending_push(worker):
             raise pushed_twice(worker)
-        data = data[: m.size or None]
+        data = data[: m.size]
         gradients = self.replica.unpack(push, data, finite=finite)
         if self.journal:
             self.journal.record(Staged(push, data))

@@ -118,7 +118,7 @@ class RemoteConnection(Connection):
         try:
             channel.send(message)
             if message.kind in KINDS_WITH_GRADIENTS:
-                channel.push(self.gradients[: message.size or None], written)
+                channel.push(self.gradients[: message.size], written)
             while (answer := channel.receive(self._timeout)).kind is Kind.WAIT:
                 pass
         except ConnectionError as error:

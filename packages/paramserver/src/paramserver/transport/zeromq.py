@@ -208,10 +208,10 @@ class ZeroMQServer:
         """Return the number of bytes of a push; only members get memory for their data."""
         if message.kind not in KINDS_WITH_GRADIENTS:
             return 0
-        size = message.size or self._buffers.nbytes
+        size = message.size
         if worker not in self.core.ledger.members:
             raise ValueError(f"expected worker {worker} to join before it pushes {size} bytes")
-        if not 0 < size <= self._buffers.nbytes:
+        if size > self._buffers.nbytes:
             raise ValueError(
                 f"expected a push of at most {self._buffers.nbytes} bytes, worker {worker} "
                 f"announced {size}"
