@@ -345,6 +345,27 @@ def test_gradient_of_a_parameter_that_is_not_on_the_servers_is_refused(policy, c
         assert parameter.grad is not None
 
 
+@pytest.mark.parametrize("policy", [BulkSynchronous(), Asynchronous(), LocalSteps(2)])
+def test_a_parameter_that_is_frozen_after_a_push_is_refused(policy):
+    module = nn.Linear(3, 1)
+    is_local = isinstance(policy, LocalSteps)
+    server = Server(trainable(module), SGD, policy, workers=1)
+    worker = Worker(module, server, optimizer=SGD if is_local else None)
+    for freezes in (False, True):
+        worker.pull()
+        module.bias.requires_grad_(not freezes)
+        module.zero_grad()
+        module(torch.ones(1, 3)).sum().backward()
+        before = worker.position, server.version, module.weight.clone()
+        if not freezes:
+            worker.push()
+    with pytest.raises(ValueError, match="got frozen bias, which momentum"):
+        worker.push()
+    assert module.weight.grad is not None
+    assert (worker.position, server.version) == before[:2]
+    assert torch.equal(module.weight, before[2])
+
+
 def test_gradient_of_a_parameter_that_remains_frozen_is_not_needed():
     module = nn.Linear(3, 1)
     module.bias.requires_grad_(False)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory, Updater, spec_of
-from paramserver.partition import partition, require_separate_memory
+from paramserver.partition import local_part, partition, require_separate_memory
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.messages import Kind, Message
-from paramserver.protocol.replica import layout
+from paramserver.protocol.replica import layout, require_finite
 from paramserver.protocol.session import Request, Session, Steps
 from paramserver.server import Server
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection
@@ -37,7 +37,10 @@ class Worker:
     """A worker that trains a module whose parameters are stored on servers.
 
     A step is: `pull`, a backward pass, `push`. As a context manager, the worker finishes at the end
-    of the block unless it has left, or reports its failure to the servers if the block raises.
+    of the block unless it has left, or reports its failure to the servers if the block raises. The
+    first rank reports for its site. If the block raises on another rank, the first rank fails in
+    its next collective of the site: as soon as that rank's process has ended, or else after the
+    timeout of the site's process group.
 
     Args:
         module: the module to train; its parameters that require a gradient are on the servers.
@@ -186,18 +189,19 @@ class Worker:
         the run.
 
         Raises:
-            ValueError: a gradient is not finite, or the module has a gradient for a parameter that
-                is not on the servers. No server applies any gradient, the gradients stay in the
-                module and the other workers are not affected.
+            ValueError: a gradient is not finite, the module has a gradient for a parameter that is
+                not on the servers, or a parameter that is on the servers is frozen now. No
+                gradient is applied, the gradients stay in the module and the other workers are not
+                affected.
         """
         self._require_active()
-        self._require_stored_parameters()
-        self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if self._local is None or self._updater is None:
-            self._on_communicator(self._push)
+            self._on_communicator(self._push, lambda: self._prepare_push(loss))
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
+        self._prepare_push(loss)
+        require_finite(self.rank, self._gradients())
         if self._pull_due is not None and self._steps >= self._pull_due:
             raise RuntimeError(f"worker {self.rank} must pull before each step: an update is due")
         self._updater.step()
@@ -228,7 +232,14 @@ class Worker:
         return self.version
 
     def leave(self) -> None:
-        """Stop pushing without waiting for other workers, which continue."""
+        """Stop pushing without waiting for other workers, which continue.
+
+        If an exchange that overlaps local steps is in flight, the call waits for its end, and with
+        it for the pushes of the other workers in that round. It raises the error of the exchange.
+        """
+        if self._exchange:
+            self._exchange.result()
+            self._exchange = None
         self._on_communicator(lambda: self._run_requests(self._session.leave()))
         self._has_left = True
 
@@ -242,8 +253,32 @@ class Worker:
             state = "finished" if self._finished else "left"
             raise RuntimeError(f"worker {self.rank} has {state}; it can neither pull nor push")
 
+    def _prepare_push(self, loss: float | Tensor) -> None:
+        """Check the parameters and set `loss`; raise an exception before anything is sent."""
+        self._require_stored_parameters()
+        self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return this rank's part of each gradient, by the name of the parameter."""
+        return {
+            name: local_part(parameter.grad)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+
     def _require_stored_parameters(self) -> None:
-        """Raise `ValueError` if a gradient belongs to a parameter that is not on the servers."""
+        """Raise `ValueError` unless the trainable parameters are those on the servers.
+
+        Trainable parameters without a gradient are not checked.
+        """
+        frozen = [name for name, p in self._parameters.items() if not p.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"expected parameters that require a gradient, as when worker {self.rank} was "
+                f"created, got frozen {', '.join(frozen)}, which momentum or weight decay of the "
+                "servers' optimizer would still change; freeze parameters before the servers and "
+                "workers are created"
+            )
         stored = {id(parameter) for parameter in self._parameters.values()}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and id(parameter) not in stored:
@@ -268,11 +303,19 @@ class Worker:
         shapes = [parameter.shape for parameter in parameters.values()]
         return Updater(spec, list(parameters.values()), list(parameters), shapes)
 
-    def _on_communicator(self, function: Callable[[], object]) -> None:
-        """Call `function` on the first rank of the site; all ranks raise its exception, if any."""
+    def _on_communicator(
+        self, function: Callable[[], object], check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call `check` on every rank of the site, then `function` on the first rank.
+
+        All ranks raise an exception if one of these calls does. `function` is not called before
+        every rank has passed its check.
+        """
         if self._site is None:
+            check()
             function()
             return
+        self._check_site(check, self._site)
         session = self._session
         outcome: list[Any] = [None]
         if self._is_communicator:
@@ -285,6 +328,22 @@ class Worker:
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         self.rank, session.clock, session.pushes, session.version = outcome[0]
+
+    def _check_site(self, check: Callable[[], None], site: dist.ProcessGroup) -> None:
+        """Call `check` on every rank of the site; all ranks raise an exception if one does."""
+        error = None
+        try:
+            check()
+        except Exception as raised:
+            error = raised
+        failures: list[str | None] = [None] * dist.get_world_size(site)
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(failures, failure, group=site)
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise RuntimeError(f"rank {rank} of the site of worker {self.rank}: {failure}")
 
     def _run_requests(self, steps: Steps[T]) -> T:
         """Run a session generator and return its result.

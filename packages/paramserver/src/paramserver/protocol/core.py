@@ -236,7 +236,7 @@ class Core:
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
             del self._waiting[worker]
             error = TimeoutError(
-                f"worker {worker} waited {self.timeout:g} s {where} for {state}; "
+                f"worker {worker} waited {where} for {state}, silent for {self.timeout:g} s; "
                 "pass a longer `timeout` if a step may take that long"
             )
             timed_out.append((worker, error))
