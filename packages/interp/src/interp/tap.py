@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -64,10 +65,13 @@ def record(
     `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
     keys, values and z are split into heads.
 
-    Raises RuntimeError at the end if the model changed a tensor in place that was not copied.
+    Raises RuntimeError at the end if the model changed a tensor in place that was not copied. Sites
+    that were removed or replaced in the record are not checked.
     """
     seen = Record()
-    versions: dict[str, int] = {}
+    #: The tensor and its version at each site. References are weak, so that removing a site frees
+    #: its memory.
+    recorded_versions: dict[str, tuple[ref[Tensor], int]] = {}
 
     def keep(site: str, heads: int, tensor: Tensor) -> None:
         tensor = tensor.unflatten(-1, (heads, -1)) if heads else tensor
@@ -79,14 +83,18 @@ def record(
         seen[site] = recorded
         seen.calls[site] += 1
         if recorded.is_inference():
-            versions.pop(site, None)
+            recorded_versions.pop(site, None)
         else:
-            versions[site] = recorded._version
+            recorded_versions[site] = ref(recorded), recorded._version
 
     points = _points(model, sites, names)
     with tapped(model, {site: partial(keep, n, heads) for n, (site, heads) in points.items()}):
         yield seen
-    changed = [site for site, version in versions.items() if seen[site]._version != version]
+    changed = []
+    for site, (reference, version) in recorded_versions.items():
+        tensor = reference()
+        if tensor is not None and seen.get(site) is tensor and tensor._version != version:
+            changed.append(site)
     if changed:
         raise RuntimeError(f"tensors of {', '.join(changed)} were changed in place; use clone=True")
 
@@ -177,16 +185,23 @@ def _replaced_points(
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     """Return the sites that match the patterns, in the model's order."""
-    names = [name for name, _ in model.named_modules()]
+    names = {module: name for name, module in model.named_modules()}
     sites = []
     for pattern in patterns:
         name, colon, side = pattern.partition(":")
         if side not in (("input",) if colon else ("",)):
             raise ValueError(f"site {pattern!r} ends in {side!r}; only 'input' may follow a colon")
         regex = re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
-        matches = [n for n in names if re.fullmatch(regex, n)]
+        matches = [n for n in names.values() if re.fullmatch(regex, n)]
+        for other, module in model.named_modules(remove_duplicate=False):
+            if re.fullmatch(regex, other) and names[module] not in matches:
+                raise ValueError(
+                    f"{other!r} is the same module as {names[module]!r}, and a hook sees the calls "
+                    f"under both names; pass {names[module]!r}"
+                )
         if not matches:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[1:6]
+            known = list(names.values())
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[1:6]
             raise ValueError(
                 f"no module of the model is named {name!r}; similar names: {', '.join(near)}"
             )
