@@ -22,6 +22,7 @@ from paramserver import (
     Integers,
     LocalSteps,
     OptimizerSpec,
+    PeerLost,
     Server,
     StaleSynchronous,
     TopK,
@@ -460,6 +461,21 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, is_sparse):
     module(torch.tensor([1])).sum().backward()
     worker.push()
     assert worker.position == 1
+
+
+def test_a_worker_that_fails_to_finish_is_reported():
+    policy = LocalSteps(2)
+    server = Server(trainable(model()), SGD, policy, workers=2, timeout=60.0)
+    first, second = [
+        Worker(model(), server, rank=rank, local=policy, optimizer=SGD) for rank in range(2)
+    ]
+    with pytest.raises(ValueError, match="not finite"), second:
+        second.pull()
+        loss_of_step(second.module, 1, 0).backward()
+        second.push()
+        nn.init.constant_(second.module[0].bias, math.nan)
+    with pytest.raises(PeerLost, match="worker 1 is gone at clock 0: ValueError"):
+        first.pull()
 
 
 class SlowConnection(LocalConnection):

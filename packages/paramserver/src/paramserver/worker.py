@@ -37,10 +37,10 @@ class Worker:
     """A worker that trains a module whose parameters are stored on servers.
 
     A step is: `pull`, a backward pass, `push`. As a context manager, the worker finishes at the end
-    of the block unless it has left, or reports its failure to the servers if the block raises. The
-    first rank reports for its site. If the block raises on another rank, the first rank fails in
-    its next collective of the site: as soon as that rank's process has ended, or else after the
-    timeout of the site's process group.
+    of the block unless it has left. If the block or `finish` raises, the worker reports the failure
+    to the servers. The first rank reports for its site. If the block raises on another rank, the
+    first rank fails in its next collective of the site: as soon as that rank's process has ended,
+    or else after the timeout of the site's process group.
 
     Args:
         module: the module to train; its parameters that require a gradient are on the servers.
@@ -162,10 +162,13 @@ class Worker:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            if not self._has_left:
+        if error is None and not self._has_left:
+            try:
                 self.finish()
-        else:
+            except BaseException as raised:
+                self.abort(f"{type(raised).__name__}: {raised}")
+                raise
+        elif error is not None:
             self.abort(f"{type(error).__name__}: {error}")
 
     def pull(self) -> int:

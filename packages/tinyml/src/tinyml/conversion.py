@@ -26,7 +26,7 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.state_dict_check import check_before_loading
-from tinyml.validation import check_finite
+from tinyml.validation import check_finite, first_names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -86,10 +86,9 @@ def warn_of_dense_weights(
             dense[name] = parameter.numel()
     total = sum(tensor.numel() for tensor in model.state_dict().values())
     if sum(dense.values()) > total / 100:
-        shown = ", ".join(list(dense)[:4]) + (", ..." if len(dense) > 4 else "")
         warnings.warn(
             f"{len(dense)} matrices are not weights of plain linear layers, convolutions or "
-            f"embeddings and stay dense: {shown}; protect their modules to leave them dense "
+            f"embeddings and stay dense: {first_names(dense)}; protect their modules to leave them dense "
             "without this warning",
             stacklevel=4,
         )

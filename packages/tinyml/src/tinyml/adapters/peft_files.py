@@ -27,7 +27,7 @@ from tinyml.adapters.parameter_lora import (
 )
 from tinyml.export.atomic_file import atomic_file
 from tinyml.layers import is_conv1d
-from tinyml.validation import check_finite
+from tinyml.validation import check_finite, first_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -108,11 +108,11 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     pairs = _factors(folder, modules)
     adapted = [name for name, module in modules.items() if isinstance(module, LoRA)]
     if adapted := sorted([*adapted, *parameter_adapters(model)]):
-        raise ValueError(f"the model has adapters already, at {adapted[:3]}")
+        raise ValueError(f"the model has adapters already, at {first_names(adapted)}")
     targeted = matching_parameters(model, config.get("target_parameters") or ())
     paths = _paths_in_file([f"{module}.{key}" for module, key in targeted])
     if unknown := sorted(pairs.keys() - modules.keys() - paths.keys()):
-        raise ValueError(f"the adapters are of another model: it has no {unknown[:3]}")
+        raise ValueError(f"the adapters are of another model: it has no {first_names(unknown)}")
     single = {}
     for path, name in paths.items():
         module, _, key = name.rpartition(".")
