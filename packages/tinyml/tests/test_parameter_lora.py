@@ -177,7 +177,7 @@ def test_a_second_adapter_is_refused(tmp_path):
     model = adapted()
     save_lora(model, tmp_path)
     for options in ({"parameters": ["experts.up"]}, {"targets": ["gate"]}):
-        with pytest.raises(ValueError, match=r"experts.down has an adapter already"):
+        with pytest.raises(ValueError, match=r"experts.down already has an adapter"):
             add_lora(model, 2, **options)
     with pytest.raises(ValueError, match=r"adapters already, at .*experts.down"):
         load_lora(model, tmp_path)

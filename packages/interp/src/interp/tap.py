@@ -34,7 +34,10 @@ class Record(dict[str, Tensor]):
         self.calls: Counter[str] = Counter()
 
     def require_calls(self, count: int) -> None:
-        """Raise ValueError if a module was not called `count` times, as a shared layer is not."""
+        """Raise ValueError unless each module was called `count` times.
+
+        A shared layer is called more often.
+        """
         for site, calls in self.calls.items():
             if calls != count:
                 raise ValueError(
@@ -57,7 +60,7 @@ def record(
     clone: bool = False,
     names: str | None = None,
 ) -> Iterator[Record]:
-    """Record the activations at `sites` while the block runs, of the latest call of each module.
+    """Record the activations of the latest call of each module at `sites` while the block runs.
 
     A site is a module's name for its output, or `name:input`. `*` matches one part of a dotted name
     and `**` any number of parts. If a module has several inputs or outputs, the first tensor is

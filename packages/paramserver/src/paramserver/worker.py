@@ -89,8 +89,8 @@ class Worker:
             )
         if checkpoint and (site is not None or not local):
             raise ValueError(
-                "expected LocalSteps and one rank per worker with a checkpoint; pass None: the "
-                "servers store all state of other policies, and each rank of a site its own"
+                "expected LocalSteps and one rank per worker with a checkpoint; pass None: with "
+                "other policies the servers store all state; save each rank of a site yourself"
             )
         self.module = module
         self.rank = rank
@@ -215,9 +215,9 @@ class Worker:
     def finish(self) -> int:
         """Push the remaining local changes, wait for all workers, and load the final parameters.
 
-        The final parameters are copied into the module, and their version is returned. The wait for
-        a slow worker has no time limit; a silent worker ends it with an error
-        (on_worker_loss="stop").
+        The final parameters are copied into the module, and their version is returned. A slow
+        worker is waited for without a time limit. If a worker stays silent for the server's
+        `timeout`, the call raises an error (on_worker_loss="stop").
         """
         if self._finished:
             return self.version
@@ -435,7 +435,7 @@ class Worker:
     def _resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, which was saved before a push.
 
-        The servers know whether they have accepted that push: it is sent, or only its residuals are
+        If the servers have not accepted that push, it is sent now; otherwise only its residuals are
         carried over. If training continued without this worker since, the push is void, and the
         worker continues with its local optimizer from the parameters of the servers.
         """
@@ -495,7 +495,7 @@ class Worker:
 
     def _receive_update(self) -> None:
         self._on_communicator(self._wait_for_update)
-        # With overlap, the module keeps the weight `alpha` of its present parameters.
+        # With overlap, the module's present parameters are blended in with weight `alpha`.
         self._load(self._local.alpha if self._local and self._local.overlap else 0.0)
         self._pull_due = None if self._local else 0
 

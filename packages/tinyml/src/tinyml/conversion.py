@@ -88,8 +88,8 @@ def warn_of_dense_weights(
     if sum(dense.values()) > total / 100:
         warnings.warn(
             f"{len(dense)} matrices are not weights of plain linear layers, convolutions or "
-            f"embeddings and stay dense: {first_names(dense)}; protect their modules to leave them dense "
-            "without this warning",
+            f"embeddings and stay dense: {first_names(dense)}; protect their modules to leave them "
+            "dense without this warning",
             stacklevel=4,
         )
 

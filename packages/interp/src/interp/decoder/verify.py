@@ -162,7 +162,7 @@ class _SkipZeroLayers(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Only the zeros of `_Draw` are a matrix that is expanded from one number.
+        # Only the zero weights of `_Draw` have strides (0, 0).
         if func is F.linear and len(args) > 1 and args[1].stride() == (0, 0):
             product = args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
@@ -251,7 +251,7 @@ def _probes(model: nn.Module, context: int, settings: Settings) -> list[Probe]:
 def _context(
     model: nn.Module, tensors: Mapping[str, Tensor], roles: Mapping[str, str], settings: Settings
 ) -> int:
-    """Return the number of tokens that the description is verified to."""
+    """Return the number of tokens up to which the description is verified."""
     config = getattr(model, "config", None)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     tables = [len(tensors[name]) for name, role in roles.items() if role == "position.weight"]

@@ -75,7 +75,7 @@ class Core:
         wait_for_rejoin: whether the other workers block until a lost worker has rejoined. A worker
             that blocks for too long raises TimeoutError.
         drop_after: seconds of waiting after which a slow worker counts as lost; None for never.
-        journal: storage of records; None keeps none.
+        journal: storage of records; None stores no records.
     """
 
     def __init__(
@@ -205,13 +205,13 @@ class Core:
                 return  # the thread that sends it starts before the worker joins
             text = "" if self._elastic else f"; there are {self._workers} workers"
             raise ValueError(f"worker {worker} is unknown{text}: join first")
-        rejoined = f"training continues without this worker: worker {worker} has rejoined since"
+        outdated = f"this session of worker {worker} is outdated: the worker has rejoined"
         if session is not None and _public(session) != member.sessions[-1]:
-            raise PeerLost(f"{rejoined}, or the request is from another worker's sender")
+            raise PeerLost(f"{outdated}, or another process uses its number")
         if message.kind in (Kind.BEAT, Kind.ABORT):
             return  # these belong to a session, not to an epoch
         if message.epoch < member.epoch:
-            raise PeerLost(rejoined)
+            raise PeerLost(outdated)
         if message.epoch > member.epoch:
             raise ValueError(
                 f"expected a request of worker {worker} in epoch {member.epoch}, got epoch "
@@ -378,7 +378,8 @@ class Core:
         if self._elastic:
             self.lost.pop(worker, None)
         if m.number:
-            # The number is the server's. Only server 0 decides which workers take part.
+            # In a JOIN, `number` is the index of the server. Only server 0 decides which workers
+            # take part.
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
         if replica.shard.servers > 1 and not self.ledger.can_follow(m.position):
             return Message(Kind.REREAD, position=replica.position)

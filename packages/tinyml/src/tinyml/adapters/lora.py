@@ -4,10 +4,10 @@ Names and initialization are those of the peft library (Hu et al., "LoRA", 2021)
 uniform and B (out, r) at zero, so the function is unchanged at first. If both were zero, both
 gradients would vanish; if neither were, the initial function would change.
 
-A and B have 32 bits even if the base has 16, which could not represent the small steps of training.
-The sum with the base's outputs is rounded once. `merge` replaces the base weight and keeps the old
-one, so `unmerge` restores every bit; adding and subtracting a product would not. A state dict
-always contains the base without the update, whether merged or not.
+A and B are float32 even if the base is 16-bit, because 16 bits cannot represent the small updates
+of training. The sum with the base's outputs is rounded once. `merge` replaces the base weight and
+keeps the old one, so `unmerge` restores every bit; adding and subtracting a product would not. A
+state dict always contains the base without the update, whether merged or not.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class LoRA(Replacement):
         self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         if isinstance(base, nn.Embedding):
-            # An index reads one column of A, so here A starts at zero and B does not.
+            # An embedding reads one column of A per index, so A starts at zero and B is random, as
+            # in peft.
             nn.init.zeros_(self.lora_A)
             nn.init.normal_(self.lora_B)
         # Frozen last, so that an error above leaves the base unchanged.
@@ -173,8 +174,9 @@ class LoRA(Replacement):
             change = float(self.update.norm())
             lost = float((stored.rounded(whole) - whole).norm()) / change if change else 0.0
             raise RuntimeError(
-                "the base weight is compressed: stored like it, the merged one would be off by "
-                f"{100 * lost:.3g} % of the update; leave the adapter beside it, or merge first"
+                "the base weight is compressed, and compressing the merged weight would lose "
+                f"{100 * lost:.3g} % of the update; keep the adapter unmerged, or merge before "
+                "compressing"
             )
         if weight_identity(self.base) is None:
             raise RuntimeError(
@@ -255,7 +257,7 @@ def add_lora(
     of the updates of linear layers. Embeddings and single parameters have no dropout, as in peft.
     """
     if single_names := sorted(parameter_adapters(model)):
-        raise ValueError(f"{single_names[0]} has an adapter already; add all adapters in one call")
+        raise ValueError(f"{single_names[0]} already has an adapter; add all adapters in one call")
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
@@ -328,7 +330,9 @@ def _chosen(
     stays = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
         if isinstance(module, LoRA):
-            raise ValueError(f"{full or 'the model'} has an adapter already; a layer takes one")
+            raise ValueError(
+                f"{full or 'the model'} already has an adapter; a layer can have only one"
+            )
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
         if (
             full
@@ -354,7 +358,10 @@ def merge(model: nn.Module) -> nn.Module:
     Raise an error, and merge none, if an adapter cannot be merged or is already merged.
     """
     if single := sorted(parameter_adapters(model)):
-        raise ValueError(f"expected adapters of layers, got one of {single[0]}; merge_and_unload")
+        raise ValueError(
+            f"merge supports adapters of layers only, got one of the parameter {single[0]}; call "
+            "merge_and_unload(model)"
+        )
     _merge_all(adapters_of(model))
     return model
 

@@ -94,7 +94,7 @@ class _StopRun(BaseException):
 
 
 class _Stage:
-    """The layers that receive the first input that no finished layer has received."""
+    """The next layers to calibrate: unfinished layers that receive the same input."""
 
     def __init__(self, layers: list[str], inputs: Tensor) -> None:
         self.layers = layers
@@ -157,7 +157,7 @@ class _Replay:
             stage.add(_without_padding(self._copy, _masks_of(self._model, batch)))
             ahead.setdefault(first, set()).update(self._after(first, self._paths[number]))
         for first, stage in stages.items():
-            # The tokens of batches that reach a layer later are missing.
+            # Exclude layers that another batch reaches later: its tokens are not in H yet.
             others = set().union(*(ahead[other] for other in stages if other != first))
             stage.layers = [name for name in stage.layers if name not in others]
         waiting = [first for first in self._order if first in stages]
@@ -167,8 +167,8 @@ class _Replay:
         if waiting:
             raise ValueError(
                 f"expected batches that reach {' and '.join(waiting)} in the same order, because "
-                "each layer is calibrated on the outputs of those before it; pass the batches of "
-                "one order"
+                "each layer is calibrated on the outputs of those before it; calibrate with "
+                "batches that visit the layers in one order"
             )
         return None
 
