@@ -76,7 +76,7 @@ def record(
     #: its memory.
     recorded_versions: dict[str, tuple[ref[Tensor], int]] = {}
 
-    def keep(site: str, heads: int, tensor: Tensor) -> None:
+    def record_activation(site: str, heads: int, tensor: Tensor) -> None:
         tensor = tensor.unflatten(-1, (heads, -1)) if heads else tensor
         recorded = tensor.detach() if detach else tensor
         # Inference tensors have no version counter that would show a change, so they are copied.
@@ -91,7 +91,9 @@ def record(
             recorded_versions[site] = ref(recorded), recorded._version
 
     points = _points(model, sites, names)
-    with tapped(model, {site: partial(keep, n, heads) for n, (site, heads) in points.items()}):
+    with installed_hooks(
+        model, {site: partial(record_activation, n, heads) for n, (site, heads) in points.items()}
+    ):
         yield seen
     changed = []
     for site, (reference, version) in recorded_versions.items():
@@ -145,12 +147,13 @@ def patch(
             hooks[site] = partial(replace, site, heads, new.replace)
         else:
             hooks[site] = partial(replace, site, heads, new)
-    with report_calls(model, positioned), tapped(model, hooks):
+    with report_calls(model, positioned), installed_hooks(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
-        names = ", ".join(missed)
+        missed_sites = ", ".join(missed)
         raise RuntimeError(
-            f"the patch of {names} never ran: the module was not called, or was compiled before"
+            f"the patch of {missed_sites} never ran: the module was not called, or was compiled "
+            "before"
         )
     for site, at in positioned.items():
         if not at.was_used:
@@ -213,7 +216,7 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
 
 @contextmanager
-def tapped(
+def installed_hooks(
     model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
 ) -> Iterator[None]:
     """Call each action with its site's tensor; a returned tensor replaces it."""

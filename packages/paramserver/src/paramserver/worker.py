@@ -94,7 +94,7 @@ class Worker:
             )
         self.module = module
         self.rank = rank
-        self._parameters = trainable(module)
+        self._parameters = trainable_parameters(module)
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
         shards = partition(self._parameters, len(servers), whole=whole) if servers else []
         payload_type = partial(Changes, local) if local else Gradients
@@ -117,13 +117,13 @@ class Worker:
         self._sent_at = [0] * (local.fragments if local else 1)
         #: Local step from which `pull` must receive an update; None if none is outstanding. Without
         #: local steps it stays 0: every `pull` receives one.
-        self._pull_due: int | None = 0
+        self._next_pull_step: int | None = 0
         self._exchange_thread = ThreadPoolExecutor(1) if local and local.overlap else None
         self._exchange: Future[None] | None = None
-        number = getattr(self._connections[0], "session", None) if self._connections else None
-        number = secrets.randbits(48) if number is None else number
+        session_id = getattr(self._connections[0], "session", None) if self._connections else None
+        session_id = secrets.randbits(48) if session_id is None else session_id
         self._layouts = [layout(shard, local) for shard in shards]
-        self._session = Session(rank, self._layouts, number)
+        self._session = Session(rank, self._layouts, session_id)
         self._on_communicator(lambda: self._run_requests(self._session.join()))
         #: Position at local step 0.
         self._first_position = self._position_of_pushes()
@@ -178,7 +178,7 @@ class Worker:
         two exchanges of local steps the call does nothing.
         """
         self._require_active()
-        if self._pull_due is not None and self._steps >= self._pull_due:
+        if self._next_pull_step is not None and self._steps >= self._next_pull_step:
             self._receive_update()
         return self.version
 
@@ -205,7 +205,7 @@ class Worker:
             return
         self._prepare_push(loss)
         require_finite(self.rank, self._gradients())
-        if self._pull_due is not None and self._steps >= self._pull_due:
+        if self._next_pull_step is not None and self._steps >= self._next_pull_step:
             raise RuntimeError(f"worker {self.rank} must pull before each step: an update is due")
         self._updater.step()
         self._steps += 1
@@ -221,12 +221,12 @@ class Worker:
         """
         if self._finished:
             return self.version
-        if self._exchange_thread and self._steps and self._pull_due is not None:
+        if self._exchange_thread and self._steps and self._next_pull_step is not None:
             self._receive_update()
         # Receive the exchange that is still in flight, and send every fragment that has changed
         # since it was sent last.
         while self._sent_at[self.clock % len(self._sent_at)] < self._steps:
-            if self._pull_due is not None:
+            if self._next_pull_step is not None:
                 self._receive_update()
             self._send_fragment()
         self._on_communicator(lambda: self._run_requests(self._session.finish()))
@@ -407,7 +407,7 @@ class Worker:
         elif not overlap:
             self._on_communicator(self._push)
         self._sent_at[fragment] = self._steps
-        self._pull_due = self._steps + overlap
+        self._next_pull_step = self._steps + overlap
 
     def _save(self, path: Path) -> None:
         """Write the state before the next push; see `_resume`."""
@@ -483,7 +483,7 @@ class Worker:
         added = self._position_of_pushes() - self._steps
         self._steps += added
         self._sent_at = [step + added for step in self._sent_at]
-        self._pull_due = self._steps + self._local.overlap
+        self._next_pull_step = self._steps + self._local.overlap
         self._first_position = 0
 
     def _position_of_pushes(self) -> int:
@@ -497,7 +497,7 @@ class Worker:
         self._on_communicator(self._wait_for_update)
         # With overlap, the module's present parameters are blended in with weight `alpha`.
         self._load(self._local.alpha if self._local and self._local.overlap else 0.0)
-        self._pull_due = None if self._local else 0
+        self._next_pull_step = None if self._local else 0
 
     def _wait_for_update(self) -> None:
         if self._exchange:
@@ -520,7 +520,7 @@ def local_of(consistency: Consistency | None) -> LocalSteps | None:
     return consistency if isinstance(consistency, LocalSteps) else None
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are stored on servers: those that require a gradient, by name.
 
     Raises:

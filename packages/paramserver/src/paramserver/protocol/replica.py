@@ -99,7 +99,7 @@ class Replica:
             flat = local_part(parameters[piece.name].detach()).reshape(-1)
             target.view(-1).copy_(flat[piece.start : piece.stop])
 
-    def unpack(self, push: Push, data: Tensor, *, finite: bool = False) -> list[Tensor]:
+    def unpack(self, push: Push, data: Tensor, *, is_known_finite: bool = False) -> list[Tensor]:
         """Return the gradients that the data of a push contain.
 
         Raises:
@@ -122,7 +122,7 @@ class Replica:
             gradients = [part.view(piece.view_shape) for part, piece in pairs]
         else:
             gradients = sparse.unpack(shard, data)
-        if not finite:
+        if not is_known_finite:
             names = [piece.name for piece in shard.pieces]
             require_finite(push[0], dict(zip(names, gradients, strict=True)))
         return gradients

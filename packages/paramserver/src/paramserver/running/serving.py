@@ -57,7 +57,7 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
 
     try:
         reply = server.request(
-            worker, request, data, channel.deliver, keep_alive, finite=check.is_certain()
+            worker, request, data, channel.deliver, keep_alive, is_known_finite=check.is_certain()
         )
     except ConnectionError:
         raise

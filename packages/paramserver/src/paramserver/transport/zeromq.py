@@ -239,9 +239,14 @@ class ZeroMQServer:
         data = request.data
         now = time.monotonic()
         try:
-            finite = bool(data.finite and data.finite.is_certain())
+            is_known_finite = bool(data.finite_check and data.finite_check.is_certain())
             reply = self.core.handle(
-                worker, request.message, data.data, now, finite=finite, session=request.session
+                worker,
+                request.message,
+                data.data,
+                now,
+                is_known_finite=is_known_finite,
+                session=request.session,
             )
             if request.message.kind is Kind.JOIN and reply and reply.kind is Kind.OK:
                 self._joined[worker] = request.name, request.key[0], request.session

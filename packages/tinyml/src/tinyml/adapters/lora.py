@@ -85,7 +85,7 @@ class LoRA(Replacement):
         # Frozen last, so that an error above leaves the base unchanged.
         self.base = base.requires_grad_(False)
         # Tuples, so that their parameters are not registered.
-        self._before: tuple[nn.Parameter] | None = None
+        self._unmerged_weight: tuple[nn.Parameter] | None = None
         self._merged_factors: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0
         self._stamp: object = None
         hooks: Any = self  # these torch methods are not typed
@@ -97,7 +97,7 @@ class LoRA(Replacement):
     @property
     def merged(self) -> bool:
         """Return True if the base weight includes the update."""
-        return self._before is not None
+        return self._unmerged_weight is not None
 
     @property
     def update(self) -> Tensor:
@@ -142,7 +142,7 @@ class LoRA(Replacement):
         self.check_mergeable()
         before = cast(nn.Parameter, self.base.weight)
         self.base.weight = nn.Parameter(self.weight, requires_grad=False)
-        self._before = (before,)
+        self._unmerged_weight = (before,)
         self._merged_factors = self.lora_A.clone(), self.lora_B.clone(), self.scaling
         self._stamp = None
 
@@ -191,12 +191,12 @@ class LoRA(Replacement):
     @torch.no_grad()
     def unmerge(self) -> None:
         """Restore the base weight bit for bit; do nothing if the update is not merged."""
-        if self._before is not None:
-            (before,) = self._before
+        if self._unmerged_weight is not None:
+            (before,) = self._unmerged_weight
             # The model may have moved to another device or type since `merge`.
             before.data = before.data.to(cast(Tensor, self.base.weight))
             self.base.weight = before
-            self._before = None
+            self._unmerged_weight = None
 
     def restored(self) -> nn.Module:
         """Return the base with the update if it is merged, otherwise the adapter itself."""
@@ -216,7 +216,7 @@ class LoRA(Replacement):
 
 def _without_update(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     if layer.merged:
-        (before,) = layer._before
+        (before,) = layer._unmerged_weight
         like = state[f"{prefix}base.weight"]
         # The model may have moved to another device or type since `merge`.
         before = before.to(like)
@@ -327,7 +327,7 @@ def _chosen(
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
     named_modules = list(model.named_modules(remove_duplicate=False))
-    stays = {module for name, module in named_modules if name in protected}
+    protected_layers = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
         if isinstance(module, LoRA):
             raise ValueError(
@@ -336,7 +336,7 @@ def _chosen(
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
         if (
             full
-            and module not in stays
+            and module not in protected_layers
             and is_instance_of(module, kinds)
             and (targets is None or matching)
         ):
@@ -391,8 +391,8 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
         adapter.restored()  # raises if a factor has changed since it was merged
     check_updated_parameters(model)
     untied = _tied_weights(model, adapters)
-    if apart := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
-        _merge_all(apart)
+    if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
+        _merge_all(unmerged)
     if untied:
         _untie_config(model)
     unload_parameters(model)
@@ -406,7 +406,8 @@ def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
     """
     weights = {name: m._parameters.get("weight") for name, m in model.named_modules()}
     for name, adapter in adapters.items():
-        before = cast(Any, adapter.base.weight if adapter._before is None else adapter._before[0])
+        unmerged = adapter._unmerged_weight
+        before = cast(Any, adapter.base.weight if unmerged is None else unmerged[0])
         weights[f"{name}.base" if name else "base"] = before
     is_shared = False
     for name in adapters:

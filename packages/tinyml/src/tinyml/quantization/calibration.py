@@ -33,16 +33,18 @@ def watch_inputs(
     model: nn.Module,
     batches: Sequence[Any],
     layers: Mapping[str, nn.Module],
-    note: Callable[[str, Tensor], None],
+    on_inputs: Callable[[str, Tensor], None],
 ) -> None:
-    """Run `batches` and call `note(name, inputs)`, with inputs (tokens, width), for each call.
+    """Run `batches` and call `on_inputs(name, inputs)`, with inputs (tokens, width), for each call.
 
     A batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
     `attention_mask` or `decoder_attention_mask` of shape (batch, seq) marks as padding are left
     out. Masks of other shapes, such as additive masks (batch, 1, seq, seq), leave out no token.
     """
     masks: list[Tensor] = []
-    with _input_hooks(layers, lambda name, inputs: note(name, _without_padding(inputs, masks))):
+    with _input_hooks(
+        layers, lambda name, inputs: on_inputs(name, _without_padding(inputs, masks))
+    ):
         for batch in batches:
             masks = _masks_of(model, batch)
             _run(model, batch)
@@ -66,7 +68,7 @@ def visit_layers(
     first one is changed.
     """
     replay = _Replay(model, batches, layers, _paths(model, batches, layers))
-    with _input_hooks(layers, replay.reach), replay.blocks(), _without_cache(model):
+    with _input_hooks(layers, replay.on_layer_input), replay.blocks(), _without_cache(model):
         while (stage := replay.next_stage()) is not None:
             for name in stage.layers:
                 visit(name, stage.moment)
@@ -140,7 +142,7 @@ class _Replay:
     def next_stage(self) -> _Stage | None:
         """Run all batches to their next layer; return a stage that all its batches have reached."""
         stages: dict[str, _Stage] = {}
-        ahead: dict[str, set[str]] = {}
+        later_layers: dict[str, set[str]] = {}
         for number, batch in enumerate(self._batches):
             if number in self._finished:
                 continue
@@ -155,11 +157,13 @@ class _Replay:
             stage = stages[first]
             stage.layers = [name for name in stage.layers if name in self._reached]
             stage.add(_without_padding(self._copy, _masks_of(self._model, batch)))
-            ahead.setdefault(first, set()).update(self._after(first, self._paths[number]))
+            later_layers.setdefault(first, set()).update(self._after(first, self._paths[number]))
         for first, stage in stages.items():
             # Exclude layers that another batch reaches later: its tokens are not in H yet.
-            others = set().union(*(ahead[other] for other in stages if other != first))
-            stage.layers = [name for name in stage.layers if name not in others]
+            reached_later = set().union(
+                *(later_layers[other] for other in stages if other != first)
+            )
+            stage.layers = [name for name in stage.layers if name not in reached_later]
         waiting = [first for first in self._order if first in stages]
         for first in waiting:
             if first in stages[first].layers:
@@ -197,7 +201,7 @@ class _Replay:
                 raise
             return
 
-    def reach(self, name: str, inputs: Tensor) -> None:
+    def on_layer_input(self, name: str, inputs: Tensor) -> None:
         """Add a layer to the stage of this run, or end the run if it receives another input."""
         if name in self.done or name in self._reached:
             return
@@ -276,12 +280,12 @@ def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str,
 
 @contextmanager
 def _input_hooks(
-    layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]
+    layers: Mapping[str, nn.Module], on_inputs: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
-    """Call `note(name, inputs)` before each call of a layer while the body runs."""
+    """Call `on_inputs(name, inputs)` before each call of a layer while the body runs."""
 
     def hook_for(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        return lambda _, inputs, options: note(name, (*inputs, *options.values())[0])
+        return lambda _, inputs, options: on_inputs(name, (*inputs, *options.values())[0])
 
     handles = [
         layer.register_forward_pre_hook(hook_for(name), with_kwargs=True)
