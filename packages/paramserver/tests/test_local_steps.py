@@ -512,12 +512,16 @@ def test_a_worker_leaves_after_its_exchange_in_flight(fails):
 
 
 class RecordingChannel:
-    """A channel that records what is sent, and waits within a push."""
+    """A channel that records the messages, and waits within a push."""
 
-    peer, parameters, gradients, home, read = "server 0", None, torch.zeros(2), None, None
+    peer = "server 0"
+    gradients = torch.zeros(2)
+    parameters = home = read = None
 
     def __init__(self):
-        self.sent, self.is_pushing, self.may_push = [], threading.Event(), threading.Event()
+        self.sent = []
+        self.is_pushing = threading.Event()
+        self.may_push = threading.Event()
 
     def send(self, message):
         self.sent.append(message.kind)
