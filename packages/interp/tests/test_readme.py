@@ -15,7 +15,9 @@ README = (PACKAGE / "README.md").read_text()
 def quick_start(seed: int) -> dict[str, Any]:
     """Return the names that the quick start defines with another seed."""
     (snippet,) = re.findall(r"## Quick start\n.*?```python\n(.*?)```", README, re.DOTALL)
-    seeded = snippet.replace("train_induction()", f"train_induction(InductionTask(seed={seed}))")
+    seeded = snippet.replace(
+        "train_induction()", f"train_induction(InductionTask(seed={seed}, steps=400))"
+    )
     assert seeded != snippet
     names: dict[str, Any] = {}
     exec("from interp.circuits.induction import InductionTask\n" + seeded, names)

@@ -153,6 +153,34 @@ def test_records_overwritten_in_place_raise_or_are_cloned() -> None:
         assert torch.equal(seen["0"], model[0](x))
 
 
+@pytest.mark.parametrize("change", ["pop", "clear", "replace"])
+def test_sites_that_leave_the_record_in_the_block_are_not_checked(change: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.ReLU(inplace=True))
+    with record(model, "0") as seen:
+        x = model[0](torch.randn(2, 3))
+        if change == "pop":
+            seen.pop("0")
+        elif change == "clear":
+            seen.clear()
+        else:
+            seen["0"] = seen["0"].double().mul_(2)
+        model[2](x)
+    assert len(seen) == (change == "replace")
+
+
+def test_another_name_of_a_module_is_refused() -> None:
+    model = nn.Module()
+    model.first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model.second = nn.Sequential(nn.Linear(3, 3), model.first[1])
+    for site in ("second.1", "second.*", "second.1:input", "*ond.1"):
+        for context in (record(model, site), patch(model, {site: torch.zeros_like})):
+            with pytest.raises(ValueError, match=r"'second\.1' is the same .*; pass 'first\.1'"):
+                context.__enter__()
+    with record(model, "**") as seen:
+        model.second(torch.ones(3))
+    assert set(seen) == {"second", "second.0", "first.1"}
+
+
 def test_a_model_that_works_in_place_does_not_change_the_new_values_of_a_patch() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -335,7 +336,8 @@ class SimulatedWorker:
         for server, (name, message) in self.open.items():
             data = self.gradient(server) if message.kind in (Kind.STAGE, Kind.PUSH) else None
             host = self.world.servers[server]
-            text = Message.from_text(message.to_text())
+            sized = replace(message, size=0 if data is None else len(data))
+            text = Message.from_text(sized.to_text())
             self.world.send(host.receive, self, (self.life, name), text, data)
         self.world.after(RETRY, self.retry, life)
 

@@ -28,7 +28,7 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.running import launch
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
-from paramserver.worker import trainable
+from paramserver.worker import trainable_parameters
 from paramserver_training import SGD, batch, fail, model, train
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
@@ -99,7 +99,9 @@ def test_an_exception_in_training_is_raised_as_it_was():
 
 def test_a_hanging_worker_is_named_after_the_timeout(monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.0)  # the hanging worker is killed sooner
-    with pytest.raises(TimeoutError, match=r"waited 2 s at clock 3 for worker 1 at clock 2"):
+    with pytest.raises(
+        TimeoutError, match=r"waited at clock 3 for worker 1 at clock 2, silent for 2 s"
+    ):
         run(hang, model(), SGD, args=(1,), workers=2, timeout=2.0)
 
 
@@ -251,7 +253,7 @@ def test_different_modules_are_refused_before_a_step():
 
 def pair(consistency=None, timeout=0.2, **options):
     server = Server(
-        trainable(model()), UNIT_SGD, consistency, workers=2, timeout=timeout, **options
+        trainable_parameters(model()), UNIT_SGD, consistency, workers=2, timeout=timeout, **options
     )
     return server, [Worker(model(), [server], rank=rank) for rank in range(2)]
 
@@ -268,7 +270,7 @@ def test_waiting_names_who_is_waited_for():
         workers[0].pull()
         push(workers[0])
     with pytest.raises(
-        TimeoutError, match=r"worker 0 .* 0\.2 s at clock 2 for worker 1 at clock 0"
+        TimeoutError, match=r"worker 0 .* at clock 2 for worker 1 at clock 0, silent for 0\.2 s"
     ):
         workers[0].pull()
 
@@ -305,9 +307,11 @@ def test_a_straggler_that_is_well_is_dropped_only_if_that_is_asked():
     ):
         workers[1].pull()
     with pytest.raises(ValueError, match="pass on_worker_loss='continue'"):
-        Server(trainable(model()), SGD, workers=2, drop_after=1.0)
+        Server(trainable_parameters(model()), SGD, workers=2, drop_after=1.0)
     with pytest.raises(ValueError, match="expected drop_after in seconds > 0, or None, got -1"):
-        Server(trainable(model()), SGD, workers=2, on_worker_loss="continue", drop_after=-1)
+        Server(
+            trainable_parameters(model()), SGD, workers=2, on_worker_loss="continue", drop_after=-1
+        )
 
 
 def test_a_beat_keeps_a_slow_worker_unless_it_is_to_be_dropped():
@@ -382,9 +386,9 @@ def test_bad_arguments_say_what_to_give():
     with pytest.raises(ValueError, match="expected a staleness bound >= 0, got -1"):
         StaleSynchronous(-1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
-        Server(trainable(model()), SGD, workers=0)
+        Server(trainable_parameters(model()), SGD, workers=0)
     with pytest.raises(ValueError, match="'stop' or 'continue'"):
-        Server(trainable(model()), SGD, workers=1, on_worker_loss="ignore")
+        Server(trainable_parameters(model()), SGD, workers=1, on_worker_loss="ignore")
     for transport in ("shared_memory", "distributed", "ray"):
         with pytest.raises(ValueError, match=f"expected transport 'zeromq' .* got '{transport}'"):
             run(train, model(), SGD, transport=transport, restarts=1)
@@ -392,6 +396,8 @@ def test_bad_arguments_say_what_to_give():
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         run(train, nn.ReLU(), SGD)
-    server = Server(trainable(model()), SGD, workers=1)
+    server = Server(trainable_parameters(model()), SGD, workers=1)
     with pytest.raises(ValueError, match="expected the state of a shard"):
-        server.load_state_dict(Server(trainable(nn.Linear(2, 2)), SGD, workers=1).state_dict())
+        server.load_state_dict(
+            Server(trainable_parameters(nn.Linear(2, 2)), SGD, workers=1).state_dict()
+        )

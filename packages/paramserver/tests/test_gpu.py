@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Server, Worker, run
 from paramserver.payload import pin
 from paramserver.transport.shared_memory import channel_pairs
-from paramserver.worker import trainable
+from paramserver.worker import trainable_parameters
 from paramserver_training import SGD, assert_equal_parameters, batch, model, train_alone
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -53,7 +53,7 @@ def test_memory_is_locked_once_and_until_it_goes(runtime):
         ((ours, theirs),) = channel_pairs(["worker 0"], "server 0", 100)
         pin([ours.parameters, ours.gradients])  # two halves of one memory
         assert len(runtime.locked) == 1
-        server = Server(trainable(model()), SGD, workers=1).connect(0)
+        server = Server(trainable_parameters(model()), SGD, workers=1).connect(0)
         pin([server.parameters, server.gradients])
         assert len(runtime.locked) == 3
         for end in (ours, theirs):
@@ -99,7 +99,7 @@ def test_run_equals_one_process():
 def test_every_policy_trains_as_on_the_cpu(policy):
     def trained(where):
         module = model(torch.float32).to(where)
-        server = Server(trainable(module), SGD, policy, workers=1)
+        server = Server(trainable_parameters(module), SGD, policy, workers=1)
         inner = partial(torch.optim.SGD, lr=0.1) if isinstance(policy, LocalSteps) else None
         with Worker(module, server, optimizer=inner) as worker:
             for step in range(8):

@@ -3,6 +3,7 @@
 import math
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from paramserver import (
     Integers,
     LocalSteps,
     OptimizerSpec,
+    PeerLost,
     Server,
     StaleSynchronous,
     TopK,
@@ -29,7 +31,11 @@ from paramserver import (
     plain,
     run,
 )
+from paramserver.protocol.messages import Kind, Message
 from paramserver.protocol.replica import flatten
+from paramserver.server import LocalConnection
+from paramserver.transport.connection import RemoteConnection
+from paramserver.worker import trainable_parameters
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model, train
 
 INNER = partial(torch.optim.AdamW, lr=0.01)
@@ -432,3 +438,113 @@ def test_complex_parameters_take_local_steps_as_they_are():
                 parameter.grad = torch.full_like(parameter, 1 - 2j)
             worker.push()
     torch.testing.assert_close(module.weight.detach(), start - (2 - 4j))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad, is_sparse):
+    module = nn.Sequential(nn.Embedding(4, 2, sparse=is_sparse), nn.Linear(2, 1))
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    policy = LocalSteps(2)
+    server = Server(trainable_parameters(module), sgd, policy, workers=1)
+    worker = Worker(module, server, local=policy, optimizer=sgd)
+    worker.pull()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    (module(torch.tensor([1])).sum() * bad).backward()
+    with pytest.raises(ValueError, match=r"worker 0's gradient of .* is not finite"):
+        worker.push()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is not None
+    assert worker.position == 0
+    module.zero_grad()
+    module(torch.tensor([1])).sum().backward()
+    worker.push()
+    assert worker.position == 1
+
+
+def test_a_worker_that_fails_to_finish_is_reported():
+    policy = LocalSteps(2)
+    server = Server(trainable_parameters(model()), SGD, policy, workers=2, timeout=60.0)
+    first, second = [
+        Worker(model(), server, rank=rank, local=policy, optimizer=SGD) for rank in range(2)
+    ]
+    second.pull()
+    loss_of_step(second.module, 1, 0).backward()
+    second.push()
+    nn.init.constant_(second.module[0].bias, math.nan)
+    with pytest.raises(ValueError, match="not finite"), second:
+        pass
+    with pytest.raises(PeerLost, match="worker 1 is gone at clock 0: ValueError"):
+        first.pull()
+
+
+class SlowConnection(LocalConnection):
+    """A connection that delays pushes, or fails to push."""
+
+    fails = False
+
+    def request(self, message, written=()):
+        if message.kind is Kind.PUSH:
+            time.sleep(0.1)
+            if self.fails:
+                raise ConnectionError("the push is lost")
+        return super().request(message, written)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_worker_leaves_after_its_exchange_in_flight(fails):
+    policy = LocalSteps(3, overlap=1)
+    server = Server(trainable_parameters(model()), SGD, policy, workers=1)
+    connection = SlowConnection(server, 0)
+    worker = Worker(model(), [connection], local=policy, optimizer=SGD)
+    worker.pull()
+    connection.fails = fails
+    for step in range(3):
+        loss_of_step(worker.module, 0, step).backward()
+        worker.push()
+    if fails:
+        with pytest.raises(ConnectionError, match="the push is lost"):
+            worker.leave()
+    else:
+        worker.leave()
+        assert server.version == worker.pushes == 1
+
+
+class RecordingChannel:
+    """A channel that records the messages, and waits within a push."""
+
+    peer = "server 0"
+    gradients = torch.zeros(2)
+    parameters = home = read = None
+
+    def __init__(self):
+        self.sent = []
+        self.is_pushing = threading.Event()
+        self.may_push = threading.Event()
+
+    def send(self, message):
+        self.sent.append(message.kind)
+
+    def push(self, data, written):
+        self.is_pushing.set()
+        assert self.may_push.wait(10)
+        self.sent.append("gradients")
+
+    def receive(self, timeout=None):
+        return Message(Kind.OK)
+
+
+def test_an_abort_is_not_sent_within_a_push_of_another_thread():
+    channel = RecordingChannel()
+    connection = RemoteConnection(channel, 1.0)
+    push = threading.Thread(target=connection.request, args=(Message(Kind.PUSH, size=2),))
+    push.start()
+    assert channel.is_pushing.wait(10)
+    abort = threading.Thread(target=connection.abort, args=("seven",))
+    abort.start()
+    abort.join(0.05)
+    channel.may_push.set()
+    push.join()
+    abort.join()
+    assert channel.sent == [Kind.PUSH, "gradients", Kind.ABORT]

@@ -102,7 +102,7 @@ def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(ser
     layout = server.core.replica.layout
     send(1, Message(Kind.JOIN, clock=5, text=layout))
     assert answer()[1].epoch == 1
-    push = Message(Kind.PUSH, epoch=1)
+    push = Message(Kind.PUSH, epoch=1, size=len(gradient))
     send(2, push, without={7})
     send(2, push, without={3, 40})
     send(1, Message(Kind.PULL), without={0})
@@ -116,7 +116,7 @@ def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(ser
     assert (number, refusal.kind) == (3, Kind.FAILED)
     assert "worker 0 announced 1000000000" in refusal.text
     for stranger in range(1, 50):  # unknown senders get no memory
-        head = [stranger, 1, 4, 0, *Message(Kind.PUSH, epoch=1).fields()]
+        head = [stranger, 1, 4, 0, *push.fields()]
         peer.send_multipart([json.dumps(head).encode(), b"a piece"])
         assert f"expected worker {stranger} to join before it pushes" in answer()[1].text
     assert len(server._buffers._free) <= 2

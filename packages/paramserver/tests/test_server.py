@@ -22,7 +22,7 @@ from paramserver import (
     Worker,
     partition,
 )
-from paramserver.worker import trainable
+from paramserver.worker import trainable_parameters
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, train, train_alone
 
 
@@ -43,7 +43,7 @@ def train_to_the_end(worker, steps):
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_bulk_synchronous_equals_one_process(servers, optimizer):
-    parameters = trainable(model())
+    parameters = trainable_parameters(model())
     shards = partition(parameters, servers)
     hosts = [Server(parameters, optimizer, workers=3, shard=shard) for shard in shards]
     workers = [Worker(model(), hosts, rank=rank) for rank in range(3)]
@@ -56,7 +56,7 @@ def test_bulk_synchronous_equals_one_process(servers, optimizer):
 
 def train_with(optimizer, servers, *, whole=False):
     """Train two workers for five steps and return the parameters of the first one."""
-    parameters = trainable(model())
+    parameters = trainable_parameters(model())
     shards = partition(parameters, servers, whole=whole)
     hosts = [Server(parameters, optimizer, workers=2, shard=shard) for shard in shards]
     workers = [Worker(model(), hosts, rank=rank, whole=whole) for rank in range(2)]
@@ -110,7 +110,7 @@ def test_a_subclass_with_its_own_step_is_not_assumed_to_be_elementwise():
 
 def test_bulk_synchronous_is_the_same_in_every_run_bit_for_bit():
     def once():
-        server = Server(trainable(model()), SGD, workers=4)
+        server = Server(trainable_parameters(model()), SGD, workers=4)
         workers = [Worker(model(), [server], rank=rank) for rank in range(4)]
         in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
         return torch.cat([p.flatten() for p in workers[0].module.parameters()])
@@ -120,7 +120,7 @@ def test_bulk_synchronous_is_the_same_in_every_run_bit_for_bit():
 
 
 def test_workers_may_have_unequal_numbers_of_batches():
-    server = Server(trainable(model()), SGD, workers=3)
+    server = Server(trainable_parameters(model()), SGD, workers=3)
     workers = [Worker(model(), [server], rank=rank) for rank in range(3)]
     in_threads(*(partial(train_to_the_end, w, 2 + 3 * w.rank) for w in workers))
     assert server.version == 8
@@ -225,7 +225,7 @@ def test_a_version_is_read_whole():
 
 def test_a_server_goes_on_from_its_state():
     def serve(steps, state=None):
-        server = Server(trainable(model()), ADAMW, workers=1)
+        server = Server(trainable_parameters(model()), ADAMW, workers=1)
         if state:
             server.load_state_dict(state)
         worker = Worker(model(), server)
@@ -252,7 +252,7 @@ def test_a_server_goes_on_from_its_state():
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_stale_gradient_counts_for_less_if_that_is_asked(scaled, servers):
     module = nn.Linear(2, 1, bias=False)
-    parameters = trainable(module)
+    parameters = trainable_parameters(module)
     with torch.no_grad():
         module.weight.zero_()
     policy = Asynchronous(scale_by_staleness=scaled)
@@ -333,7 +333,7 @@ def test_gradient_of_a_parameter_that_is_not_on_the_servers_is_refused(policy, c
     module = nn.Linear(3, 1)
     module.bias.requires_grad_(change is not unfreeze_parameters)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    server = Server(trainable(module), sgd, policy, workers=1)
+    server = Server(trainable_parameters(module), sgd, policy, workers=1)
     worker = Worker(module, server, optimizer=sgd if isinstance(policy, LocalSteps) else None)
     worker.pull()
     change(module)
@@ -341,14 +341,35 @@ def test_gradient_of_a_parameter_that_is_not_on_the_servers_is_refused(policy, c
     with pytest.raises(ValueError, match="added, replaced or unfrozen"):
         worker.push()
     assert server.version == worker.clock == 0
-    for parameter in trainable(module).values():
+    for parameter in trainable_parameters(module).values():
         assert parameter.grad is not None
+
+
+@pytest.mark.parametrize("policy", [BulkSynchronous(), Asynchronous(), LocalSteps(2)])
+def test_a_parameter_that_is_frozen_after_a_push_is_refused(policy):
+    module = nn.Linear(3, 1)
+    is_local = isinstance(policy, LocalSteps)
+    server = Server(trainable_parameters(module), SGD, policy, workers=1)
+    worker = Worker(module, server, optimizer=SGD if is_local else None)
+    for freezes in (False, True):
+        worker.pull()
+        module.bias.requires_grad_(not freezes)
+        module.zero_grad()
+        module(torch.ones(1, 3)).sum().backward()
+        before = worker.position, server.version, module.weight.clone()
+        if not freezes:
+            worker.push()
+    with pytest.raises(ValueError, match="got frozen bias, which momentum"):
+        worker.push()
+    assert module.weight.grad is not None
+    assert (worker.position, server.version) == before[:2]
+    assert torch.equal(module.weight, before[2])
 
 
 def test_gradient_of_a_parameter_that_remains_frozen_is_not_needed():
     module = nn.Linear(3, 1)
     module.bias.requires_grad_(False)
-    server = Server(trainable(module), partial(torch.optim.SGD, lr=0.1), workers=1)
+    server = Server(trainable_parameters(module), partial(torch.optim.SGD, lr=0.1), workers=1)
     with Worker(module, server) as worker:
         worker.pull()
         module(torch.ones(1, 3)).sum().backward()

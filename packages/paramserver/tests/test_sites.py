@@ -14,7 +14,7 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from paramserver import BulkSynchronous, LocalSteps, join
+from paramserver import Asynchronous, BulkSynchronous, LocalSteps, join
 from paramserver_training import assert_equal_parameters, batch, model, train_alone
 
 INNER = partial(torch.optim.AdamW, lr=0.01)
@@ -135,3 +135,29 @@ def test_what_happens_to_the_first_rank_of_a_site_is_known_to_all():
     assert isinstance(outcomes[2].error, ZeroDivisionError)
     for rank in (0, 1):
         assert "worker 1 is gone" in str(outcomes[rank].error), outcomes[rank]
+
+
+def push_from_a_site_with_one_bad_rank():
+    rank = dist.get_rank()
+    site, firsts = sites_of_two(rank)
+    module = model()
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    with join(module, sgd, Asynchronous(), group=firsts, site=site, timeout=5.0) as worker:
+        worker.pull()
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if rank == 1:
+            module[0].bias.requires_grad_(False)
+        refusal = ""
+        try:
+            worker.push()
+        except (ValueError, RuntimeError) as error:
+            refusal = f"{type(error).__name__}: {error}"
+        return refusal, worker.pushes
+
+
+def test_a_site_pushes_only_if_every_rank_may():
+    outcomes = run_ranks(push_from_a_site_with_one_bad_rank, 4)
+    assert "RuntimeError: rank 1 of the site of worker 0: ValueError" in outcomes[0][0]
+    assert outcomes[1][0].startswith("ValueError: expected parameters that require a gradient")
+    assert [pushes for _, pushes in outcomes] == [0, 0, 1, 1]

@@ -209,3 +209,14 @@ def test_additive_masks_are_refused(padding):
     additive[:, 4:] = padding
     with pytest.raises(ValueError, match=r"attention_mask to be 1 at tokens.*\(mask == 0\)"):
         gptq(model, [{"inputs": inputs, "attention_mask": additive}])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 3), (6,), (2, 1, 6, 6)])
+@pytest.mark.parametrize("wrapper", [Masked, Flattening])
+@pytest.mark.parametrize("calibrate", [gptq, smoothquant])
+def test_masks_of_other_shapes_leave_out_no_token(shape, wrapper, calibrate):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(16, 8)), torch.randn(2, 3, 16)
+    batch = {"inputs": inputs, "attention_mask": torch.zeros(shape)}
+    masked = calibrate(wrapper(model), [batch])
+    assert torch.equal(masked.layers(inputs), calibrate(model, [inputs])(inputs))

@@ -162,6 +162,7 @@ def test_a_folder_restores_the_adapters(is_transposed, tmp_path):
             "blocks.0.table.rows: expected 1 <= rank <= 4, got 5",
         ),
         ({"parameters": ["gate.bias"]}, "2 or 3 dimensions, got 1"),
+        ({"parameters": ["table.rows"], "rank": 2, "alpha": float("nan")}, "finite alpha, got nan"),
     ],
 )
 def test_parameters_that_cannot_be_adapted_are_refused(options, match):
@@ -176,7 +177,7 @@ def test_a_second_adapter_is_refused(tmp_path):
     model = adapted()
     save_lora(model, tmp_path)
     for options in ({"parameters": ["experts.up"]}, {"targets": ["gate"]}):
-        with pytest.raises(ValueError, match=r"experts.down has an adapter already"):
+        with pytest.raises(ValueError, match=r"experts.down already has an adapter"):
             add_lora(model, 2, **options)
     with pytest.raises(ValueError, match=r"adapters already, at .*experts.down"):
         load_lora(model, tmp_path)
@@ -216,3 +217,17 @@ def test_peft_reads_and_writes_adapters_of_parameters(is_transposed, tmp_path):
     back = load_lora(Model(is_transposed), tmp_path / "theirs")
     torch.testing.assert_close(back(X), theirs(X), rtol=1e-5, atol=1e-4)
     assert parameter_adapters(back)["blocks.0.experts.down"].rank == 3
+
+
+@pytest.mark.parametrize("key", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("bad", [float("nan"), torch.finfo().max])
+def test_updates_that_are_not_finite_are_refused_and_nothing_changes(key, bad):
+    model = adapted()
+    adapters = parameter_adapters(model)
+    name = list(adapters)[-1]
+    with torch.no_grad():
+        getattr(adapters[name], key).fill_(bad)
+    layers = list(model.modules())
+    with pytest.raises(ValueError, match=rf"finite values in {name}"):
+        merge_and_unload(model)
+    assert list(model.modules()) == layers

@@ -29,8 +29,8 @@ def hook_points(
         regex = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
         matches = [name for name in known if re.fullmatch(regex, name)]
         if not matches:
-            listed = ", ".join(name for name in known if not name.startswith("blocks.1"))
-            raise ValueError(f"no hook is named {pattern!r}; this model has {listed}")
+            kinds = dict.fromkeys(re.sub(r"^blocks\.\d+", "blocks.*", name) for name in known)
+            raise ValueError(f"no hook is named {pattern!r}; this model has {', '.join(kinds)}")
         points |= {name: known[name] for name in matches}
     return points
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -33,7 +34,10 @@ class Record(dict[str, Tensor]):
         self.calls: Counter[str] = Counter()
 
     def require_calls(self, count: int) -> None:
-        """Raise ValueError if a module was not called `count` times, as a shared layer is not."""
+        """Raise ValueError unless each module was called `count` times.
+
+        A shared layer is called more often.
+        """
         for site, calls in self.calls.items():
             if calls != count:
                 raise ValueError(
@@ -56,7 +60,7 @@ def record(
     clone: bool = False,
     names: str | None = None,
 ) -> Iterator[Record]:
-    """Record the activations at `sites` while the block runs, of the latest call of each module.
+    """Record the activations of the latest call of each module at `sites` while the block runs.
 
     A site is a module's name for its output, or `name:input`. `*` matches one part of a dotted name
     and `**` any number of parts. If a module has several inputs or outputs, the first tensor is
@@ -64,12 +68,15 @@ def record(
     `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
     keys, values and z are split into heads.
 
-    Raises RuntimeError at the end if the model changed a tensor in place that was not copied.
+    Raises RuntimeError at the end if the model changed a tensor in place that was not copied. Sites
+    that were removed or replaced in the record are not checked.
     """
     seen = Record()
-    versions: dict[str, int] = {}
+    #: The tensor and its version at each site. References are weak, so that removing a site frees
+    #: its memory.
+    recorded_versions: dict[str, tuple[ref[Tensor], int]] = {}
 
-    def keep(site: str, heads: int, tensor: Tensor) -> None:
+    def record_activation(site: str, heads: int, tensor: Tensor) -> None:
         tensor = tensor.unflatten(-1, (heads, -1)) if heads else tensor
         recorded = tensor.detach() if detach else tensor
         # Inference tensors have no version counter that would show a change, so they are copied.
@@ -79,14 +86,20 @@ def record(
         seen[site] = recorded
         seen.calls[site] += 1
         if recorded.is_inference():
-            versions.pop(site, None)
+            recorded_versions.pop(site, None)
         else:
-            versions[site] = recorded._version
+            recorded_versions[site] = ref(recorded), recorded._version
 
     points = _points(model, sites, names)
-    with tapped(model, {site: partial(keep, n, heads) for n, (site, heads) in points.items()}):
+    with installed_hooks(
+        model, {site: partial(record_activation, n, heads) for n, (site, heads) in points.items()}
+    ):
         yield seen
-    changed = [site for site, version in versions.items() if seen[site]._version != version]
+    changed = []
+    for site, (reference, version) in recorded_versions.items():
+        tensor = reference()
+        if tensor is not None and seen.get(site) is tensor and tensor._version != version:
+            changed.append(site)
     if changed:
         raise RuntimeError(f"tensors of {', '.join(changed)} were changed in place; use clone=True")
 
@@ -134,12 +147,13 @@ def patch(
             hooks[site] = partial(replace, site, heads, new.replace)
         else:
             hooks[site] = partial(replace, site, heads, new)
-    with report_calls(model, positioned), tapped(model, hooks):
+    with report_calls(model, positioned), installed_hooks(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
-        names = ", ".join(missed)
+        missed_sites = ", ".join(missed)
         raise RuntimeError(
-            f"the patch of {names} never ran: the module was not called, or was compiled before"
+            f"the patch of {missed_sites} never ran: the module was not called, or was compiled "
+            "before"
         )
     for site, at in positioned.items():
         if not at.was_used:
@@ -177,16 +191,23 @@ def _replaced_points(
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     """Return the sites that match the patterns, in the model's order."""
-    names = [name for name, _ in model.named_modules()]
+    names = {module: name for name, module in model.named_modules()}
     sites = []
     for pattern in patterns:
         name, colon, side = pattern.partition(":")
         if side not in (("input",) if colon else ("",)):
             raise ValueError(f"site {pattern!r} ends in {side!r}; only 'input' may follow a colon")
         regex = re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
-        matches = [n for n in names if re.fullmatch(regex, n)]
+        matches = [n for n in names.values() if re.fullmatch(regex, n)]
+        for other, module in model.named_modules(remove_duplicate=False):
+            if re.fullmatch(regex, other) and names[module] not in matches:
+                raise ValueError(
+                    f"{other!r} is the same module as {names[module]!r}, and a hook sees the calls "
+                    f"under both names; pass {names[module]!r}"
+                )
         if not matches:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[1:6]
+            known = list(names.values())
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[1:6]
             raise ValueError(
                 f"no module of the model is named {name!r}; similar names: {', '.join(near)}"
             )
@@ -195,7 +216,7 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
 
 @contextmanager
-def tapped(
+def installed_hooks(
     model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
 ) -> Iterator[None]:
     """Call each action with its site's tensor; a returned tensor replaces it."""

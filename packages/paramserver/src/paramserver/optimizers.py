@@ -46,9 +46,10 @@ class OptimizerSpec:
     def check_groups(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise `ValueError` if `groups` returns no options for any of the module's parameters."""
         if self.groups and not any(self.groups(n, p.shape) for n, p in parameters.items()):
+            names = ", ".join(list(parameters)[:8]) + (", ..." if len(parameters) > 8 else "")
             raise ValueError(
                 "expected `groups` to return options for some parameter, got none for any of "
-                f"{', '.join(list(parameters)[:8])}; correct the names, or pass groups=None"
+                f"{names}; correct the names, or pass groups=None"
             )
 
 

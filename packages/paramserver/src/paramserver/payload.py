@@ -45,17 +45,16 @@ class Gradients:
         """Write the payload for `server` into its connection's buffer.
 
         Returns:
-            The size of the payload in bytes, 0 for the whole buffer, and an iterable. Iterating
-            over it writes the payload while it is being sent, and yields the number of bytes that
-            are written so far.
+            The size of the payload in bytes, and an iterable. Iterating over it writes the payload
+            while it is being sent, and yields the number of bytes that are written so far.
         """
         shard = self._shards[server]
         buffer = self._connections[server].gradients
         gradients = {p.name: local_part(self._parameters[p.name].grad) for p in shard.pieces}
         size = sparse.pack(shard, gradients, buffer)
-        if size:
+        if size is not None:
             return size, ()
-        return 0, self._write_dense(shard, gradients, buffer)
+        return len(buffer), self._write_dense(shard, gradients, buffer)
 
     def _write_dense(
         self, shard: Shard, gradients: GradientsByName, buffer: Tensor

@@ -122,7 +122,7 @@ class Server:
         deliver: Callable[[Tensor], Callable[[], None] | None] | None = None,
         keep_alive: Callable[[], None] | None = None,
         *,
-        finite: bool = False,
+        is_known_finite: bool = False,
     ) -> Message:
         """Return the answer to a request, after waiting as long as the policy requires.
 
@@ -134,14 +134,16 @@ class Server:
             deliver: receives the parameters of the answer. If it does not copy them, it returns a
                 function that does, which is called before the parameters change.
             keep_alive: called every few seconds of a wait, to report that the server is alive.
-            finite: whether the gradients are known to be finite.
+            is_known_finite: whether the gradients are known to be finite.
         """
         with self._changed:
             last_message = time.monotonic()
             try:
                 while True:
                     now = time.monotonic()
-                    answer = self.core.handle(worker, message, data, now, finite=finite)
+                    answer = self.core.handle(
+                        worker, message, data, now, is_known_finite=is_known_finite
+                    )
                     if answer is not None:
                         if deliver and answer.size:
                             self._deliver(worker, deliver)

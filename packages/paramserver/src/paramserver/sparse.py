@@ -12,15 +12,15 @@ from torch import Tensor
 from paramserver.partition import Piece, Shard
 
 
-def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -> int:
+def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -> int | None:
     """Write gradients into `buffer`, some of which are sparse, and return the number of bytes.
 
     The data starts with the number of rows of each piece, -1 for a dense piece. The row numbers and
-    elements of each piece follow. Return 0 and write nothing if no gradient is sparse, or if the
-    encoding would take at least as many bytes as dense gradients.
+    elements of each piece follow. Return None and write nothing if no gradient is sparse, or if
+    the encoding would take at least as many bytes as dense gradients.
     """
     if not any(gradient is not None and gradient.is_sparse for gradient in gradients.values()):
-        return 0
+        return None
     counts: list[int] = []
     parts: list[Tensor] = []
     for piece in shard.pieces:
@@ -40,7 +40,7 @@ def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -
             parts.append(_as_stored(dense.reshape(-1)[piece.start : piece.stop], piece))
     raw = torch.cat([p.contiguous().view(torch.uint8) for p in (torch.tensor(counts), *parts)])
     if len(raw) >= len(buffer):
-        return 0
+        return None
     buffer[: len(raw)] = raw
     return len(raw)
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory, Updater, spec_of
-from paramserver.partition import partition, require_separate_memory
+from paramserver.partition import local_part, partition, require_separate_memory
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.messages import Kind, Message
-from paramserver.protocol.replica import layout
+from paramserver.protocol.replica import layout, require_finite
 from paramserver.protocol.session import Request, Session, Steps
 from paramserver.server import Server
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection
@@ -37,7 +37,10 @@ class Worker:
     """A worker that trains a module whose parameters are stored on servers.
 
     A step is: `pull`, a backward pass, `push`. As a context manager, the worker finishes at the end
-    of the block unless it has left, or reports its failure to the servers if the block raises.
+    of the block unless it has left. If the block or `finish` raises, the worker reports the failure
+    to the servers. The first rank reports for its site. If the block raises on another rank, the
+    first rank fails in its next collective of the site: as soon as that rank's process has ended,
+    or else after the timeout of the site's process group.
 
     Args:
         module: the module to train; its parameters that require a gradient are on the servers.
@@ -86,12 +89,12 @@ class Worker:
             )
         if checkpoint and (site is not None or not local):
             raise ValueError(
-                "expected LocalSteps and one rank per worker with a checkpoint; pass None: the "
-                "servers store all state of other policies, and each rank of a site its own"
+                "expected LocalSteps and one rank per worker with a checkpoint; pass None: with "
+                "other policies the servers store all state; save each rank of a site yourself"
             )
         self.module = module
         self.rank = rank
-        self._parameters = trainable(module)
+        self._parameters = trainable_parameters(module)
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
         shards = partition(self._parameters, len(servers), whole=whole) if servers else []
         payload_type = partial(Changes, local) if local else Gradients
@@ -114,13 +117,13 @@ class Worker:
         self._sent_at = [0] * (local.fragments if local else 1)
         #: Local step from which `pull` must receive an update; None if none is outstanding. Without
         #: local steps it stays 0: every `pull` receives one.
-        self._pull_due: int | None = 0
+        self._next_pull_step: int | None = 0
         self._exchange_thread = ThreadPoolExecutor(1) if local and local.overlap else None
         self._exchange: Future[None] | None = None
-        number = getattr(self._connections[0], "session", None) if self._connections else None
-        number = secrets.randbits(48) if number is None else number
+        session_id = getattr(self._connections[0], "session", None) if self._connections else None
+        session_id = secrets.randbits(48) if session_id is None else session_id
         self._layouts = [layout(shard, local) for shard in shards]
-        self._session = Session(rank, self._layouts, number)
+        self._session = Session(rank, self._layouts, session_id)
         self._on_communicator(lambda: self._run_requests(self._session.join()))
         #: Position at local step 0.
         self._first_position = self._position_of_pushes()
@@ -159,10 +162,13 @@ class Worker:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            if not self._has_left:
+        if error is None and not self._has_left:
+            try:
                 self.finish()
-        else:
+            except BaseException as raised:
+                self.abort(f"{type(raised).__name__}: {raised}")
+                raise
+        elif error is not None:
             self.abort(f"{type(error).__name__}: {error}")
 
     def pull(self) -> int:
@@ -172,7 +178,7 @@ class Worker:
         two exchanges of local steps the call does nothing.
         """
         self._require_active()
-        if self._pull_due is not None and self._steps >= self._pull_due:
+        if self._next_pull_step is not None and self._steps >= self._next_pull_step:
             self._receive_update()
         return self.version
 
@@ -186,19 +192,20 @@ class Worker:
         the run.
 
         Raises:
-            ValueError: a gradient is not finite, or the module has a gradient for a parameter that
-                is not on the servers. No server applies any gradient, the gradients stay in the
-                module and the other workers are not affected.
+            ValueError: a gradient is not finite, the module has a gradient for a parameter that is
+                not on the servers, or a parameter that is on the servers is frozen now. No
+                gradient is applied, the gradients stay in the module and the other workers are not
+                affected.
         """
         self._require_active()
-        self._require_stored_parameters()
-        self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if self._local is None or self._updater is None:
-            self._on_communicator(self._push)
+            self._on_communicator(self._push, lambda: self._prepare_push(loss))
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
-        if self._pull_due is not None and self._steps >= self._pull_due:
+        self._prepare_push(loss)
+        require_finite(self.rank, self._gradients())
+        if self._next_pull_step is not None and self._steps >= self._next_pull_step:
             raise RuntimeError(f"worker {self.rank} must pull before each step: an update is due")
         self._updater.step()
         self._steps += 1
@@ -208,18 +215,18 @@ class Worker:
     def finish(self) -> int:
         """Push the remaining local changes, wait for all workers, and load the final parameters.
 
-        The final parameters are copied into the module, and their version is returned. The wait for
-        a slow worker has no time limit; a silent worker ends it with an error
-        (on_worker_loss="stop").
+        The final parameters are copied into the module, and their version is returned. A slow
+        worker is waited for without a time limit. If a worker stays silent for the server's
+        `timeout`, the call raises an error (on_worker_loss="stop").
         """
         if self._finished:
             return self.version
-        if self._exchange_thread and self._steps and self._pull_due is not None:
+        if self._exchange_thread and self._steps and self._next_pull_step is not None:
             self._receive_update()
         # Receive the exchange that is still in flight, and send every fragment that has changed
         # since it was sent last.
         while self._sent_at[self.clock % len(self._sent_at)] < self._steps:
-            if self._pull_due is not None:
+            if self._next_pull_step is not None:
                 self._receive_update()
             self._send_fragment()
         self._on_communicator(lambda: self._run_requests(self._session.finish()))
@@ -228,7 +235,14 @@ class Worker:
         return self.version
 
     def leave(self) -> None:
-        """Stop pushing without waiting for other workers, which continue."""
+        """Stop pushing without waiting for other workers, which continue.
+
+        If an exchange that overlaps local steps is in flight, the call waits for its end, and with
+        it for the pushes of the other workers in that round. It raises the error of the exchange.
+        """
+        if self._exchange:
+            self._exchange.result()
+            self._exchange = None
         self._on_communicator(lambda: self._run_requests(self._session.leave()))
         self._has_left = True
 
@@ -242,8 +256,32 @@ class Worker:
             state = "finished" if self._finished else "left"
             raise RuntimeError(f"worker {self.rank} has {state}; it can neither pull nor push")
 
+    def _prepare_push(self, loss: float | Tensor) -> None:
+        """Check the parameters and set `loss`; raise an exception before anything is sent."""
+        self._require_stored_parameters()
+        self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return this rank's part of each gradient, by the name of the parameter."""
+        return {
+            name: local_part(parameter.grad)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+
     def _require_stored_parameters(self) -> None:
-        """Raise `ValueError` if a gradient belongs to a parameter that is not on the servers."""
+        """Raise `ValueError` unless the trainable parameters are those on the servers.
+
+        Trainable parameters without a gradient are not checked.
+        """
+        frozen = [name for name, p in self._parameters.items() if not p.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"expected parameters that require a gradient, as when worker {self.rank} was "
+                f"created, got frozen {', '.join(frozen)}, which momentum or weight decay of the "
+                "servers' optimizer would still change; freeze parameters before the servers and "
+                "workers are created"
+            )
         stored = {id(parameter) for parameter in self._parameters.values()}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and id(parameter) not in stored:
@@ -268,11 +306,19 @@ class Worker:
         shapes = [parameter.shape for parameter in parameters.values()]
         return Updater(spec, list(parameters.values()), list(parameters), shapes)
 
-    def _on_communicator(self, function: Callable[[], object]) -> None:
-        """Call `function` on the first rank of the site; all ranks raise its exception, if any."""
+    def _on_communicator(
+        self, function: Callable[[], object], check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call `check` on every rank of the site, then `function` on the first rank.
+
+        All ranks raise an exception if one of these calls does. `function` is not called before
+        every rank has passed its check.
+        """
         if self._site is None:
+            check()
             function()
             return
+        self._check_site(check, self._site)
         session = self._session
         outcome: list[Any] = [None]
         if self._is_communicator:
@@ -285,6 +331,22 @@ class Worker:
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         self.rank, session.clock, session.pushes, session.version = outcome[0]
+
+    def _check_site(self, check: Callable[[], None], site: dist.ProcessGroup) -> None:
+        """Call `check` on every rank of the site; all ranks raise an exception if one does."""
+        error = None
+        try:
+            check()
+        except Exception as raised:
+            error = raised
+        failures: list[str | None] = [None] * dist.get_world_size(site)
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(failures, failure, group=site)
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise RuntimeError(f"rank {rank} of the site of worker {self.rank}: {failure}")
 
     def _run_requests(self, steps: Steps[T]) -> T:
         """Run a session generator and return its result.
@@ -320,8 +382,7 @@ class Worker:
         if message.kind in KINDS_WITH_GRADIENTS:
             size, written = self._payload.write(request.server)
             message = replace(message, size=size)
-            # Size 0 stands for the whole buffer.
-            pushed = size or len(connection.gradients)
+            pushed = size
         if message.kind in (Kind.PUSH, Kind.COMMIT):
             message = replace(message, text=json.dumps([self.loss, self.bytes_pushed + pushed]))
         answer = connection.request(message, written)
@@ -346,7 +407,7 @@ class Worker:
         elif not overlap:
             self._on_communicator(self._push)
         self._sent_at[fragment] = self._steps
-        self._pull_due = self._steps + overlap
+        self._next_pull_step = self._steps + overlap
 
     def _save(self, path: Path) -> None:
         """Write the state before the next push; see `_resume`."""
@@ -374,7 +435,7 @@ class Worker:
     def _resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, which was saved before a push.
 
-        The servers know whether they have accepted that push: it is sent, or only its residuals are
+        If the servers have not accepted that push, it is sent now; otherwise only its residuals are
         carried over. If training continued without this worker since, the push is void, and the
         worker continues with its local optimizer from the parameters of the servers.
         """
@@ -422,7 +483,7 @@ class Worker:
         added = self._position_of_pushes() - self._steps
         self._steps += added
         self._sent_at = [step + added for step in self._sent_at]
-        self._pull_due = self._steps + self._local.overlap
+        self._next_pull_step = self._steps + self._local.overlap
         self._first_position = 0
 
     def _position_of_pushes(self) -> int:
@@ -434,9 +495,9 @@ class Worker:
 
     def _receive_update(self) -> None:
         self._on_communicator(self._wait_for_update)
-        # With overlap, the module keeps the weight `alpha` of its present parameters.
+        # With overlap, the module's present parameters are blended in with weight `alpha`.
         self._load(self._local.alpha if self._local and self._local.overlap else 0.0)
-        self._pull_due = None if self._local else 0
+        self._next_pull_step = None if self._local else 0
 
     def _wait_for_update(self) -> None:
         if self._exchange:
@@ -459,7 +520,7 @@ def local_of(consistency: Consistency | None) -> LocalSteps | None:
     return consistency if isinstance(consistency, LocalSteps) else None
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are stored on servers: those that require a gradient, by name.
 
     Raises:

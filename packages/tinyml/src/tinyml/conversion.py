@@ -26,7 +26,7 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.state_dict_check import check_before_loading
-from tinyml.validation import check_finite
+from tinyml.validation import check_finite, first_names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -86,11 +86,10 @@ def warn_of_dense_weights(
             dense[name] = parameter.numel()
     total = sum(tensor.numel() for tensor in model.state_dict().values())
     if sum(dense.values()) > total / 100:
-        shown = ", ".join(list(dense)[:4]) + (", ..." if len(dense) > 4 else "")
         warnings.warn(
             f"{len(dense)} matrices are not weights of plain linear layers, convolutions or "
-            f"embeddings and stay dense: {shown}; protect their modules to leave them dense "
-            "without this warning",
+            f"embeddings and stay dense: {first_names(dense)}; protect their modules to leave them "
+            "dense without this warning",
             stacklevel=4,
         )
 
@@ -126,7 +125,10 @@ class Replacement(nn.Module):
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` in which every `Replacement` is a plain layer again."""
+    """Return a copy of `model` with every `Replacement` replaced by what it restores.
+
+    That is a plain layer, except for adapters that are not merged, which remain in the copy.
+    """
     model = copy.deepcopy(model)
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)

@@ -20,6 +20,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; {alike[0]!r} may be meant" if alike else ""
 
 
+def first_names(names: Iterable[str], count: int = 4) -> str:
+    """Return the first names, separated by commas, and an ellipsis if there are more."""
+    names = list(names)
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+
+
 def check_bits(bits: float, what: str, least: int = 1) -> None:
     """Raise `ValueError` unless `bits` is an integer from `least` to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:

@@ -29,7 +29,13 @@ from interp.decoder.names import (
 )
 from interp.decoder.rotary import length_limit, rotary_angles
 from interp.decoder.source import Source, weights_of
-from interp.decoder.verify import COPY_BYTES, call, distance, evaluating, matching_settings
+from interp.decoder.verify import (
+    COPY_BYTES,
+    compute_logits,
+    distance,
+    evaluating,
+    matching_settings,
+)
 
 
 @torch.no_grad()
@@ -133,8 +139,10 @@ def _require_equal_logits(
         # Tied weights stay tied.
         floats = {id(tensor): tensor.float() for tensor in tensors.values()}
         wide = {name: floats[id(tensor)] for name, tensor in tensors.items()}
-        _require_close(model, build(wide), call(model, tokens, weights=wide), tokens, 1e-4)
-    _require_close(model, decoder, call(model, tokens), tokens, 0.5 if is_half else 1e-4)
+        _require_close(
+            model, build(wide), compute_logits(model, tokens, weights=wide), tokens, 1e-4
+        )
+    _require_close(model, decoder, compute_logits(model, tokens), tokens, 0.5 if is_half else 1e-4)
 
 
 def _require_close(

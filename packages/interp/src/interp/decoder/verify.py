@@ -140,7 +140,7 @@ def _errors(
     if positions is not None:
         arguments["position_ids"] = positions
     with _SkipZeroLayers():
-        expected = call(model, tokens, weights=weights, **arguments)
+        expected = compute_logits(model, tokens, weights=weights, **arguments)
     errors = []
     for candidate in candidates:
         decoder = build(weights, candidate)
@@ -162,7 +162,7 @@ class _SkipZeroLayers(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Only the zeros of `_Draw` are a matrix that is expanded from one number.
+        # Only the zero weights of `_Draw` have strides (0, 0).
         if func is F.linear and len(args) > 1 and args[1].stride() == (0, 0):
             product = args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
@@ -184,7 +184,7 @@ def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> floa
     return float((ours - expected).square().mean(-1).sqrt().max() / size)
 
 
-def call(
+def compute_logits(
     model: nn.Module,
     tokens: Tensor,
     *,
@@ -222,7 +222,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def takes(model: nn.Module, argument: str) -> bool:
+def has_argument(model: nn.Module, argument: str) -> bool:
     """Return True if the model's `forward` has an argument of that name."""
     return argument in inspect.signature(model.forward).parameters
 
@@ -234,10 +234,10 @@ def _probes(model: nn.Module, context: int, settings: Settings) -> list[Probe]:
     """
     short = min(_SHORT_LENGTH, context)
     probes = [Probe(name="random", length=short), Probe(name="random", length=1)]
-    if takes(model, "attention_mask") and short > 4:
+    if has_argument(model, "attention_mask") and short > 4:
         padded = Probe(name="random", length=short, rows=3, is_padded=True)
         probes.append(padded)
-        if takes(model, "position_ids"):
+        if has_argument(model, "position_ids"):
             probes.append(replace(padded, passes_positions=True))
     lengths = sorted({context // 2, context} - set(range(short + 1)))
     probes += [Probe(name="random", length=length, rows=1) for length in lengths]
@@ -251,7 +251,7 @@ def _probes(model: nn.Module, context: int, settings: Settings) -> list[Probe]:
 def _context(
     model: nn.Module, tensors: Mapping[str, Tensor], roles: Mapping[str, str], settings: Settings
 ) -> int:
-    """Return the number of tokens that the description is verified to."""
+    """Return the number of tokens up to which the description is verified."""
     config = getattr(model, "config", None)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     tables = [len(tensors[name]) for name, role in roles.items() if role == "position.weight"]
@@ -276,7 +276,7 @@ def _longest_text(model: nn.Module, longest: int, device: torch.device) -> int:
     length = longest
     while accepted + 1 < refused:
         try:
-            call(model, torch.zeros(1, length, dtype=torch.long, device=device))
+            compute_logits(model, torch.zeros(1, length, dtype=torch.long, device=device))
             accepted = length
         except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
             refused = length
@@ -366,7 +366,7 @@ class _Draw:
         self.vocabulary, self.device = len(embed), embed.device
         self.noise = noise
         # Queries and keys of this size have scores with a standard deviation of 1.
-        self.unit = (settings.scale * settings.d_head**0.5) ** -0.5
+        self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
         self.norms_queries = any(".q_norm." in role for role in roles.values())
         #: The latest weights, and the properties of the probe that they were drawn for.
         self.weights: dict[str, Tensor] = {}
@@ -409,7 +409,7 @@ class _Draw:
 
     def _size(self, part: str, probe: Probe) -> float:
         """Return the standard deviation of the part's output."""
-        query = self.unit * probe.score_std**0.5
+        query = self.unit_query_std * probe.score_std**0.5
         write = probe.stream_std * min(1.0, 2 / len(self.settings.windows) ** 0.5)
         if part in ("attention.q_norm", "attention.k_norm"):
             return query

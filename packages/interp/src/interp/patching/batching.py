@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interp.patching.restart import Restart
 from interp.prompts import Metrics, measure
-from interp.tap import tapped
+from interp.tap import installed_hooks
 
 # A patch at one of these sites changes later positions in the same block, through attention.
 _BEFORE_ATTENTION = re.compile(r":input|\.norm1(:input)?|\.attention(:input|\.[kv])")
@@ -70,7 +70,7 @@ class PatchBatch:
 
     def run_block(self, layer: int, actions: Actions) -> None:
         """Advance all rows by one block, while `actions` replace activations at their sites."""
-        with tapped(self.run.model, actions):
+        with installed_hooks(self.run.model, actions):
             self.streams = self.run.replay(layer, self.streams)
 
     def final_streams(self) -> Tensor:
@@ -128,9 +128,9 @@ class CausalPatchBatch(PatchBatch):
             position = position.flatten(0, -2)[self.affected.nonzero()[:, 1]]
         projections = [f"{name}.attention.{part}" for part in "qkv"]
         with (
-            tapped(self.run.model, {f"{name}.attention.o:input": self._select_affected}),
-            tapped(self.run.model, actions),
-            tapped(
+            installed_hooks(self.run.model, {f"{name}.attention.o:input": self._select_affected}),
+            installed_hooks(self.run.model, actions),
+            installed_hooks(
                 self.run.model,
                 {site: partial(self._fill_projections, site) for site in projections},
             ),

@@ -75,7 +75,7 @@ class Core:
         wait_for_rejoin: whether the other workers block until a lost worker has rejoined. A worker
             that blocks for too long raises TimeoutError.
         drop_after: seconds of waiting after which a slow worker counts as lost; None for never.
-        journal: storage of records; None keeps none.
+        journal: storage of records; None stores no records.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Core:
         data: Data,
         now: float,
         *,
-        finite: bool = False,
+        is_known_finite: bool = False,
         session: int | None = None,
     ) -> Message | None:
         """Return the answer to a request, or None if the request has to wait.
@@ -134,7 +134,7 @@ class Core:
             message: the request.
             data: gradients of the request.
             now: current time in seconds.
-            finite: whether the gradients are known to be finite.
+            is_known_finite: whether the gradients are known to be finite.
             session: see `validate`.
         """
         log = self.validate(worker, message, session)
@@ -143,7 +143,7 @@ class Core:
         self._admit(worker, message)
         if worker in self.ledger.members:
             self._last_seen[worker] = now
-        reply = self._answer(worker, message, log, data, finite)
+        reply = self._answer(worker, message, log, data, is_known_finite)
         if message.kind is Kind.JOIN:
             self._last_seen[worker] = now
         if message.text and message.kind in (Kind.PUSH, Kind.COMMIT):
@@ -205,13 +205,13 @@ class Core:
                 return  # the thread that sends it starts before the worker joins
             text = "" if self._elastic else f"; there are {self._workers} workers"
             raise ValueError(f"worker {worker} is unknown{text}: join first")
-        rejoined = f"training continues without this worker: worker {worker} has rejoined since"
-        if session is not None and _public(session) != member.sessions[-1]:
-            raise PeerLost(f"{rejoined}, or the request is from another worker's sender")
+        outdated = f"this session of worker {worker} is outdated: the worker has rejoined"
+        if session is not None and _public_session_id(session) != member.sessions[-1]:
+            raise PeerLost(f"{outdated}, or another process uses its number")
         if message.kind in (Kind.BEAT, Kind.ABORT):
             return  # these belong to a session, not to an epoch
         if message.epoch < member.epoch:
-            raise PeerLost(rejoined)
+            raise PeerLost(outdated)
         if message.epoch > member.epoch:
             raise ValueError(
                 f"expected a request of worker {worker} in epoch {member.epoch}, got epoch "
@@ -236,7 +236,7 @@ class Core:
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
             del self._waiting[worker]
             error = TimeoutError(
-                f"worker {worker} waited {self.timeout:g} s {where} for {state}; "
+                f"worker {worker} waited {where} for {state}, silent for {self.timeout:g} s; "
                 "pass a longer `timeout` if a step may take that long"
             )
             timed_out.append((worker, error))
@@ -250,7 +250,9 @@ class Core:
     def next_deadline(self) -> float:
         """Return the time at which `check` has to be called if no request arrives before then."""
         waiting = self._waiting.values()
-        ends = (self._deadline(w, since) for since, m in waiting for w in self._waits_for(m))
+        ends = (
+            self._deadline(w, since) for since, message in waiting for w in self._waits_for(message)
+        )
         return min(ends, default=float("inf"))
 
     def lose(self, worker: int, reason: str) -> None:
@@ -294,115 +296,116 @@ class Core:
             self.ledger.forget(self.replica.position)
 
     def _answer(
-        self, worker: int, m: Message, log: Log | None, data: Data, finite: bool
+        self, worker: int, message: Message, log: Log | None, data: Data, is_known_finite: bool
     ) -> Message | None:
         """Return the answer to a valid request, or None if it has to wait."""
-        match m.kind:
+        match message.kind:
             case Kind.JOIN:
-                return self._join(worker, m)
+                return self._join(worker, message)
             case Kind.BEAT:
                 return Message(Kind.OK)
             case Kind.STAGE | Kind.PUSH | Kind.COMMIT:
-                return self._push(worker, m, data, finite)
+                return self._push(worker, message, data, is_known_finite)
             case Kind.READ | Kind.PULL:
-                return self._read(worker, m)
+                return self._read(worker, message)
             case Kind.SYNC | Kind.LEAVE | Kind.FINISH:
-                return self._answer_with_log(worker, m)
+                return self._answer_with_log(worker, message)
             case Kind.FETCH | Kind.FOLLOW | Kind.END:
                 self._follow(log)
-                return self._answer_after_log(worker, m)
-        raise ValueError(f"expected a request, got {m.kind!r}")
+                return self._answer_after_log(worker, message)
+        raise ValueError(f"expected a request, got {message.kind!r}")
 
-    def _answer_with_log(self, worker: int, m: Message) -> Message | None:
+    def _answer_with_log(self, worker: int, message: Message) -> Message | None:
         """Return the answer to a request that receives the log."""
-        if m.kind is not Kind.SYNC:
+        if message.kind is not Kind.SYNC:
             self.ledger.leave(worker)
-        text = self._log(worker, m).to_text()
-        if m.kind is Kind.SYNC:
+        text = self._log(worker, message).to_text()
+        if message.kind is Kind.SYNC:
             return Message(Kind.OK, number=int(self.ledger.has_pending_push(worker)), text=text)
-        if m.kind is Kind.LEAVE:
+        if message.kind is Kind.LEAVE:
             return Message(Kind.OK, text=text)
         return None if self.ledger.active else self._newest(text)
 
-    def _answer_after_log(self, worker: int, m: Message) -> Message:
+    def _answer_after_log(self, worker: int, message: Message) -> Message:
         """Return the answer to a request that contained the log, which is replayed."""
-        if m.kind is Kind.FETCH:
-            return self._fetch(worker, m)
-        if m.kind is Kind.FOLLOW:
+        if message.kind is Kind.FETCH:
+            return self._fetch(worker, message)
+        if message.kind is Kind.FOLLOW:
             return Message(Kind.OK, position=self.replica.position)
         return self._newest(json.dumps([self.replica.staleness, self.replica.push_bytes]))
 
-    def _push(self, worker: int, m: Message, data: Data, finite: bool) -> Message:
+    def _push(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
         """Stage the gradients of a STAGE, commit those of a COMMIT, and do both for a PUSH."""
-        push = (worker, m.epoch, m.clock)
-        if m.kind is not Kind.STAGE:
-            self._check_clock(worker, m)
-        if m.kind is not Kind.COMMIT and self.replica.wants(push):
-            self._stage(push, m, data, finite)
-        if m.kind is Kind.STAGE:
+        push = (worker, message.epoch, message.clock)
+        if message.kind is not Kind.STAGE:
+            self._check_clock(worker, message)
+        if message.kind is not Kind.COMMIT and self.replica.wants(push):
+            self._stage(push, message, data, is_known_finite)
+        if message.kind is Kind.STAGE:
             return Message(Kind.OK)
-        if m.clock == self._member(worker).clock and not self.replica.has(push):
+        if message.clock == self._member(worker).clock and not self.replica.has(push):
             raise ValueError(f"worker {worker} commits {push}, which it did not stage")
         self.ledger.commit(push)
         self._follow_own()
         return Message(Kind.OK, number=self.replica.version)
 
-    def _stage(self, push: Push, m: Message, data: Data, finite: bool) -> None:
+    def _stage(self, push: Push, message: Message, data: Data, is_known_finite: bool) -> None:
         worker = push[0]
         if data is None:
             raise ValueError(f"worker {worker} pushed no gradients")
         if self.ledger.has_pending_push(worker):
             raise pushed_twice(worker)
-        data = data[: m.size or None]
-        gradients = self.replica.unpack(push, data, finite=finite)
+        data = data[: message.size]
+        gradients = self.replica.unpack(push, data, is_known_finite=is_known_finite)
         if self.journal:
             self.journal.record(Staged(push, data))
         self.replica.stage(push, gradients, len(data))
 
-    def _check_join(self, worker: int, m: Message) -> None:
+    def _check_join(self, worker: int, message: Message) -> None:
         replica = self.replica
-        if m.text != replica.layout:
+        if message.text != replica.layout:
             raise ValueError(
                 f"expected parameters of layout {replica.layout}, worker {worker} has layout "
-                f"{m.text}; build the same module (names, shapes, dtypes, requires_grad) and pass "
-                "the same policy on every rank"
+                f"{message.text}; build the same module (names, shapes, dtypes, requires_grad) and "
+                "pass the same policy on every rank"
             )
-        if m.number != replica.shard.number:
+        if message.number != replica.shard.number:
             raise ValueError(
                 f"expected a request for server {replica.shard.number}, worker {worker} addressed "
-                f"server {m.number}; pass the servers in the order of their shards"
+                f"server {message.number}; pass the servers in the order of their shards"
             )
 
-    def _join(self, worker: int, m: Message) -> Message:
+    def _join(self, worker: int, message: Message) -> Message:
         replica = self.replica
         if self._elastic:
             self.lost.pop(worker, None)
-        if m.number:
-            # The number is the server's. Only server 0 decides which workers take part.
+        if message.number:
+            # In a JOIN, `number` is the index of the server. Only server 0 decides which workers
+            # take part.
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
-        if replica.shard.servers > 1 and not self.ledger.can_follow(m.position):
+        if replica.shard.servers > 1 and not self.ledger.can_follow(message.position):
             return Message(Kind.REREAD, position=replica.position)
         if self._elastic:
             # The field `clock` of a JOIN contains the number of the session.
-            self.ledger.join(worker, _public(m.clock))
+            self.ledger.join(worker, _public_session_id(message.clock))
             self._follow_own()
         member = self._member(worker)
         numbers = member.epoch, member.clock, replica.base_version, replica.position
         return Message(Kind.OK, *numbers, text=str(member.pushes))
 
-    def _read(self, worker: int, m: Message) -> Message | None:
-        self._check_clock(worker, m)
-        if self.ledger.behind(m.clock):
+    def _read(self, worker: int, message: Message) -> Message | None:
+        self._check_clock(worker, message)
+        if self.ledger.behind(message.clock):
             return None
-        self.ledger.read(worker, m.number)
-        if m.kind is Kind.READ:
-            return Message(Kind.OK, text=self._log(worker, m).to_text())
+        self.ledger.read(worker, message.number)
+        if message.kind is Kind.READ:
+            return Message(Kind.OK, text=self._log(worker, message).to_text())
         self._follow_own()
         self.ledger.forget(self.replica.position)
-        return self._fetch(worker, m)
+        return self._fetch(worker, message)
 
-    def _fetch(self, worker: int, m: Message) -> Message:
-        fetched = self.replica.fetch(worker, (m.epoch, m.number), m.have)
+    def _fetch(self, worker: int, message: Message) -> Message:
+        fetched = self.replica.fetch(worker, (message.epoch, message.number), message.have)
         position = self.replica.position
         if fetched is None:
             return Message(Kind.REREAD, position=position)
@@ -413,15 +416,17 @@ class Core:
         self.answer_data = self.replica.newest
         return Message(Kind.OK, number=self.replica.version, size=len(self.answer_data), text=text)
 
-    def _admit(self, worker: int, m: Message) -> None:
-        if self.failure and m.kind is not Kind.BEAT:  # no worker waits for the answer to a BEAT
+    def _admit(self, worker: int, message: Message) -> None:
+        if (
+            self.failure and message.kind is not Kind.BEAT
+        ):  # no worker waits for the answer to a BEAT
             raise PeerLost(self.failure)
-        if m.kind in (Kind.JOIN, Kind.BEAT):
+        if message.kind in (Kind.JOIN, Kind.BEAT):
             return
         if worker in self.lost:
             raise PeerLost(f"training continues without this worker: {self.lost[worker]}")
 
-    def _check_clock(self, worker: int, m: Message) -> None:
+    def _check_clock(self, worker: int, message: Message) -> None:
         member = self._member(worker)
         if not member.active and self._elastic:
             raise PeerLost(f"training continues without this worker: worker {worker} has left")
@@ -429,10 +434,10 @@ class Core:
             raise RuntimeError(f"worker {worker} has finished; it can neither pull nor push")
         # Elastic workers may resend a push whose answer was lost. Otherwise a second push of one
         # clock means that two workers use the same number.
-        may_repeat = self._elastic and m.kind in (Kind.PUSH, Kind.COMMIT)
-        is_repeated = may_repeat and m.clock == member.clock - 1
-        if m.clock != member.clock and not is_repeated:
-            raise wrong_clock(worker, m.clock, member.clock)
+        may_repeat = self._elastic and message.kind in (Kind.PUSH, Kind.COMMIT)
+        is_repeated = may_repeat and message.clock == member.clock - 1
+        if message.clock != member.clock and not is_repeated:
+            raise wrong_clock(worker, message.clock, member.clock)
 
     def _member(self, worker: int) -> Member:
         if worker not in self.ledger.members:
@@ -457,16 +462,16 @@ class Core:
             return f"other workers have waited {self._drop_after:g} s for it"
         return f"it neither pulled nor pushed for {self.timeout:g} s"
 
-    def _log(self, worker: int, m: Message) -> Log:
-        """Return the log from the position of `m`, and forget the entries before it.
+    def _log(self, worker: int, message: Message) -> Log:
+        """Return the log from the position of the message, and forget the entries before it.
 
         All servers have replayed these entries, because a worker reports the smallest position of
         all servers.
         """
         self._follow_own()
         if worker in self.ledger.members:
-            self.ledger.forget(m.position)
-        return self.ledger.since(m.position)
+            self.ledger.forget(message.position)
+        return self.ledger.since(message.position)
 
     def _follow_own(self) -> None:
         self._follow(self.ledger.since(self.replica.position))
@@ -487,7 +492,7 @@ class Core:
             self.ledger.forget(self.replica.position)
 
 
-def _public(session: int) -> int:
+def _public_session_id(session: int) -> int:
     """Return the public number of a session, which the log contains.
 
     Every worker can read the log, but only the worker that joined knows the session's number.

@@ -99,7 +99,7 @@ class Replica:
             flat = local_part(parameters[piece.name].detach()).reshape(-1)
             target.view(-1).copy_(flat[piece.start : piece.stop])
 
-    def unpack(self, push: Push, data: Tensor, *, finite: bool = False) -> list[Tensor]:
+    def unpack(self, push: Push, data: Tensor, *, is_known_finite: bool = False) -> list[Tensor]:
         """Return the gradients that the data of a push contain.
 
         Raises:
@@ -122,8 +122,9 @@ class Replica:
             gradients = [part.view(piece.view_shape) for part, piece in pairs]
         else:
             gradients = sparse.unpack(shard, data)
-        if not finite:
-            _require_finite(push[0], shard, gradients)
+        if not is_known_finite:
+            names = [piece.name for piece in shard.pieces]
+            require_finite(push[0], dict(zip(names, gradients, strict=True)))
         return gradients
 
     def wants(self, push: Push) -> bool:
@@ -345,16 +346,20 @@ class Replica:
                 self._change = change
 
 
-def _require_finite(worker: int, shard: Shard, gradients: Sequence[Tensor]) -> None:
+def require_finite(worker: int, gradients: Mapping[str, Tensor]) -> None:
     """Raise `ValueError` if a gradient is not finite."""
-    for piece, gradient in zip(shard.pieces, gradients, strict=True):
-        values = gradient._values() if gradient.is_sparse else gradient
-        # The sum is fast to compute. It may overflow, so the elements decide if it is not finite.
-        if not values.sum().isfinite() and not values.isfinite().all():
-            count = int((~values.isfinite()).sum())
+    values = {name: g._values() if g.is_sparse else g for name, g in gradients.items()}
+    # The sums are fast to compute, and are read from a GPU at once. They may overflow, so the
+    # elements decide if a sum is not finite.
+    are_finite = [elements.sum().isfinite() for elements in values.values()]
+    if not are_finite or torch.stack([flag.to(are_finite[0].device) for flag in are_finite]).all():
+        return
+    for name, elements in values.items():
+        count = int((~elements.isfinite()).sum())
+        if count:
             raise ValueError(
-                f"worker {worker}'s gradient of {piece.name} is not finite in {count} of "
-                f"{values.numel()} elements; nothing was applied: skip the batch or lower the "
+                f"worker {worker}'s gradient of {name} is not finite in {count} of "
+                f"{elements.numel()} elements; nothing was applied: skip the batch or lower the "
                 "learning rate"
             )
 

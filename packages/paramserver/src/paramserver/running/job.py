@@ -16,7 +16,7 @@ from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
 from paramserver.server import Server
-from paramserver.worker import Worker, local_of, trainable
+from paramserver.worker import Worker, local_of, trainable_parameters
 
 Site = dist.ProcessGroup | None
 
@@ -75,14 +75,14 @@ class Job:
 
     def shards(self) -> list[Shard]:
         """Return the shard of each server."""
-        return partition(trainable(self.module), self.servers, whole=self.whole)
+        return partition(trainable_parameters(self.module), self.servers, whole=self.whole)
 
     def server(
         self, shard: Shard, *, elastic: bool = False, memory: Tensor | None = None
     ) -> Server:
         """Return a new server of one shard."""
         return Server(
-            trainable(self.module),
+            trainable_parameters(self.module),
             self.optimizer,
             self.consistency,
             workers=self.workers,
@@ -167,7 +167,7 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
         assert causes[0].error is not None
         raise causes[0].error
     reports: list[ServerReport] = [outcome.value for outcome in servers]
-    trained = trainable(job.module)
+    trained = trainable_parameters(job.module)
     parameters = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in trained.items()}
     for shard, server in zip(shards, reports, strict=True):
         buffer = torch.frombuffer(bytearray(server.buffer), dtype=torch.uint8)

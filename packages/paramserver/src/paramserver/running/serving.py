@@ -47,7 +47,7 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
     if request.kind is Kind.ABORT:
         server.lose(worker, request.text)
         return False
-    data = channel.gradients[: request.size or None]
+    data = channel.gradients[: request.size]
     check = FiniteCheck(server.shard, data)
     if request.kind in KINDS_WITH_GRADIENTS:
         channel.take(data, check.update)
@@ -57,7 +57,7 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
 
     try:
         reply = server.request(
-            worker, request, data, channel.deliver, keep_alive, finite=check.is_certain()
+            worker, request, data, channel.deliver, keep_alive, is_known_finite=check.is_certain()
         )
     except ConnectionError:
         raise

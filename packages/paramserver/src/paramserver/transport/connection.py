@@ -6,6 +6,7 @@ exceeds the timeout.
 """
 
 import importlib
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -106,6 +107,8 @@ class RemoteConnection(Connection):
 
     def __init__(self, channel: Channel, timeout: float) -> None:
         self._channel = channel
+        #: Held while a request is sent, because `abort` may be called from another thread.
+        self._sending = threading.Lock()
         self._timeout = timeout
         self.parameters = channel.parameters
         self.gradients = channel.gradients
@@ -116,9 +119,10 @@ class RemoteConnection(Connection):
         """Send a request and wait for its answer."""
         channel = self._channel
         try:
-            channel.send(message)
-            if message.kind in KINDS_WITH_GRADIENTS:
-                channel.push(self.gradients[: message.size or None], written)
+            with self._sending:
+                channel.send(message)
+                if message.kind in KINDS_WITH_GRADIENTS:
+                    channel.push(self.gradients[: message.size], written)
             while (answer := channel.receive(self._timeout)).kind is Kind.WAIT:
                 pass
         except ConnectionError as error:
@@ -130,5 +134,5 @@ class RemoteConnection(Connection):
 
     def abort(self, reason: str) -> None:
         """Report the failure to the server, if it is still there."""
-        with suppress(ConnectionError):
+        with suppress(ConnectionError), self._sending:
             self._channel.send(Message(Kind.ABORT, text=reason))

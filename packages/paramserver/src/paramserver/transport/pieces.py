@@ -43,15 +43,15 @@ class Arrival:
         #: Number of bytes received.
         self.received = 0
         #: Check of gradients of `shard`; None for other data.
-        self.finite = FiniteCheck(shard, data) if shard else None
+        self.finite_check = FiniteCheck(shard, data) if shard else None
 
     def take(self, start: int, piece: bytes | memoryview) -> bool:
         """Store a piece that starts at byte `start`; return True if the data are complete."""
         if start == self.received and 0 < len(piece) <= len(self.data) - start:
             self.received += len(piece)
             self.data[start : self.received] = torch.frombuffer(piece, dtype=torch.uint8)
-            if self.finite:
-                self.finite.update(self.received)
+            if self.finite_check:
+                self.finite_check.update(self.received)
         return self.received == len(self.data)
 
 

@@ -208,10 +208,10 @@ class ZeroMQServer:
         """Return the number of bytes of a push; only members get memory for their data."""
         if message.kind not in KINDS_WITH_GRADIENTS:
             return 0
-        size = message.size or self._buffers.nbytes
+        size = message.size
         if worker not in self.core.ledger.members:
             raise ValueError(f"expected worker {worker} to join before it pushes {size} bytes")
-        if not 0 < size <= self._buffers.nbytes:
+        if size > self._buffers.nbytes:
             raise ValueError(
                 f"expected a push of at most {self._buffers.nbytes} bytes, worker {worker} "
                 f"announced {size}"
@@ -239,9 +239,14 @@ class ZeroMQServer:
         data = request.data
         now = time.monotonic()
         try:
-            finite = bool(data.finite and data.finite.is_certain())
+            is_known_finite = bool(data.finite_check and data.finite_check.is_certain())
             reply = self.core.handle(
-                worker, request.message, data.data, now, finite=finite, session=request.session
+                worker,
+                request.message,
+                data.data,
+                now,
+                is_known_finite=is_known_finite,
+                session=request.session,
             )
             if request.message.kind is Kind.JOIN and reply and reply.kind is Kind.OK:
                 self._joined[worker] = request.name, request.key[0], request.session

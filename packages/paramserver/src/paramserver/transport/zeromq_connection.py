@@ -132,9 +132,8 @@ class ZeroMQConnection(Connection):
         written_bytes = 0
         written = iter(written)
         socket = socket or self._socket
-        data = self.gradients[
-            : (message.size or None) if message.kind in KINDS_WITH_GRADIENTS else 0
-        ]
+        nbytes = message.size if message.kind in KINDS_WITH_GRADIENTS else 0
+        data = self.gradients[:nbytes]
         for start, stop in piece_bounds(len(data)):
             while written_bytes < stop:  # the previous piece is sent while this one is written
                 written_bytes = next(written, stop)

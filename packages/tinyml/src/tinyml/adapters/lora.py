@@ -4,10 +4,10 @@ Names and initialization are those of the peft library (Hu et al., "LoRA", 2021)
 uniform and B (out, r) at zero, so the function is unchanged at first. If both were zero, both
 gradients would vanish; if neither were, the initial function would change.
 
-A and B have 32 bits even if the base has 16, which could not represent the small steps of training.
-The sum with the base's outputs is rounded once. `merge` replaces the base weight and keeps the old
-one, so `unmerge` restores every bit; adding and subtracting a product would not. A state dict
-always contains the base without the update, whether merged or not.
+A and B are float32 even if the base is 16-bit, because 16 bits cannot represent the small updates
+of training. The sum with the base's outputs is rounded once. `merge` replaces the base weight and
+keeps the old one, so `unmerge` restores every bit; adding and subtracting a product would not. A
+state dict always contains the base without the update, whether merged or not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
+    check_updated_parameters,
     install,
     matching_parameters,
     new_adapter,
@@ -63,6 +64,8 @@ class LoRA(Replacement):
                 "nn.MultiheadAttention reads the weight of out_proj without calling the layer, so "
                 f"dropout={dropout} would have no effect; pass dropout=0, or protect=['out_proj']"
             )
+        if dropout and isinstance(base, nn.Embedding):
+            raise ValueError(f"dropout={dropout} has no effect on an embedding; pass dropout=0")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"expected a finite alpha, got {alpha}")
         if weight.device.type != "meta":
@@ -75,13 +78,14 @@ class LoRA(Replacement):
         self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         if isinstance(base, nn.Embedding):
-            # An index reads one column of A, so here A starts at zero and B does not.
+            # An embedding reads one column of A per index, so A starts at zero and B is random, as
+            # in peft.
             nn.init.zeros_(self.lora_A)
             nn.init.normal_(self.lora_B)
         # Frozen last, so that an error above leaves the base unchanged.
         self.base = base.requires_grad_(False)
         # Tuples, so that their parameters are not registered.
-        self._before: tuple[nn.Parameter] | None = None
+        self._unmerged_weight: tuple[nn.Parameter] | None = None
         self._merged_factors: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0
         self._stamp: object = None
         hooks: Any = self  # these torch methods are not typed
@@ -93,7 +97,7 @@ class LoRA(Replacement):
     @property
     def merged(self) -> bool:
         """Return True if the base weight includes the update."""
-        return self._before is not None
+        return self._unmerged_weight is not None
 
     @property
     def update(self) -> Tensor:
@@ -138,7 +142,7 @@ class LoRA(Replacement):
         self.check_mergeable()
         before = cast(nn.Parameter, self.base.weight)
         self.base.weight = nn.Parameter(self.weight, requires_grad=False)
-        self._before = (before,)
+        self._unmerged_weight = (before,)
         self._merged_factors = self.lora_A.clone(), self.lora_B.clone(), self.scaling
         self._stamp = None
 
@@ -170,8 +174,9 @@ class LoRA(Replacement):
             change = float(self.update.norm())
             lost = float((stored.rounded(whole) - whole).norm()) / change if change else 0.0
             raise RuntimeError(
-                "the base weight is compressed: stored like it, the merged one would be off by "
-                f"{100 * lost:.3g} % of the update; leave the adapter beside it, or merge first"
+                "the base weight is compressed, and compressing the merged weight would lose "
+                f"{100 * lost:.3g} % of the update; keep the adapter unmerged, or merge before "
+                "compressing"
             )
         if weight_identity(self.base) is None:
             raise RuntimeError(
@@ -181,16 +186,17 @@ class LoRA(Replacement):
             raise RuntimeError("the update is merged already; unmerge it first")
         check_finite("lora_A", self.lora_A)
         check_finite("lora_B", self.lora_B)
+        check_finite("the merged weight", self.weight)
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """Restore the base weight bit for bit; do nothing if the update is not merged."""
-        if self._before is not None:
-            (before,) = self._before
+        if self._unmerged_weight is not None:
+            (before,) = self._unmerged_weight
             # The model may have moved to another device or type since `merge`.
             before.data = before.data.to(cast(Tensor, self.base.weight))
             self.base.weight = before
-            self._before = None
+            self._unmerged_weight = None
 
     def restored(self) -> nn.Module:
         """Return the base with the update if it is merged, otherwise the adapter itself."""
@@ -210,8 +216,10 @@ class LoRA(Replacement):
 
 def _without_update(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     if layer.merged:
-        (before,) = layer._before
+        (before,) = layer._unmerged_weight
         like = state[f"{prefix}base.weight"]
+        # The model may have moved to another device or type since `merge`.
+        before = before.to(like)
         state[f"{prefix}base.weight"] = before if like.requires_grad else before.detach()
 
 
@@ -245,10 +253,11 @@ def add_lora(
 
     `parameters` selects single parameters by the ends of their names, such as
     "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
-    The update of a parameter has no dropout, and it is merged by `merge_and_unload` only.
+    The update of a parameter is merged by `merge_and_unload` only. `dropout` applies to the inputs
+    of the updates of linear layers. Embeddings and single parameters have no dropout, as in peft.
     """
     if single_names := sorted(parameter_adapters(model)):
-        raise ValueError(f"{single_names[0]} has an adapter already; add all adapters in one call")
+        raise ValueError(f"{single_names[0]} already has an adapter; add all adapters in one call")
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
@@ -260,9 +269,22 @@ def add_lora(
     }
     protected = protected_modules(model, protect)
     chosen = [] if names and wanted is None else _chosen(model, tuple(kinds), wanted, protected)
+    if dropout and not any(is_instance_of(base, (nn.Linear,)) for base in chosen):
+        raise ValueError(
+            f"dropout={dropout} would have no effect, because updates of embeddings and of single "
+            "parameters have no dropout; pass dropout=0"
+        )
     return insert_adapters(
-        model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout), single
+        model, chosen, lambda base: new_layer_adapter(base, rank, alpha, dropout), single
     )
+
+
+def new_layer_adapter(
+    base: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
+) -> LoRA:
+    """Return an adapter of a layer, without dropout if the layer is an embedding."""
+    has_dropout = not isinstance(base, nn.Embedding)
+    return LoRA(base, rank, alpha=alpha, dropout=dropout if has_dropout else 0.0)
 
 
 def insert_adapters(
@@ -305,14 +327,16 @@ def _chosen(
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
     named_modules = list(model.named_modules(remove_duplicate=False))
-    stays = {module for name, module in named_modules if name in protected}
+    protected_layers = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
         if isinstance(module, LoRA):
-            raise ValueError(f"{full or 'the model'} has an adapter already; a layer takes one")
+            raise ValueError(
+                f"{full or 'the model'} already has an adapter; a layer can have only one"
+            )
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
         if (
             full
-            and module not in stays
+            and module not in protected_layers
             and is_instance_of(module, kinds)
             and (targets is None or matching)
         ):
@@ -334,7 +358,10 @@ def merge(model: nn.Module) -> nn.Module:
     Raise an error, and merge none, if an adapter cannot be merged or is already merged.
     """
     if single := sorted(parameter_adapters(model)):
-        raise ValueError(f"expected adapters of layers, got one of {single[0]}; merge_and_unload")
+        raise ValueError(
+            f"merge supports adapters of layers only, got one of the parameter {single[0]}; call "
+            "merge_and_unload(model)"
+        )
     _merge_all(adapters_of(model))
     return model
 
@@ -362,9 +389,10 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     check_hooks(model, bases)
     for adapter in adapters.values():
         adapter.restored()  # raises if a factor has changed since it was merged
+    check_updated_parameters(model)
     untied = _tied_weights(model, adapters)
-    if apart := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
-        _merge_all(apart)
+    if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
+        _merge_all(unmerged)
     if untied:
         _untie_config(model)
     unload_parameters(model)
@@ -378,7 +406,8 @@ def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
     """
     weights = {name: m._parameters.get("weight") for name, m in model.named_modules()}
     for name, adapter in adapters.items():
-        before = cast(Any, adapter.base.weight if adapter._before is None else adapter._before[0])
+        unmerged = adapter._unmerged_weight
+        before = cast(Any, adapter.base.weight if unmerged is None else unmerged[0])
         weights[f"{name}.base" if name else "base"] = before
     is_shared = False
     for name in adapters:

@@ -33,7 +33,10 @@ class ParameterLoRA(nn.Module):
             outputs, inputs = inputs, outputs
         if not 1 <= rank <= min(inputs, outputs):
             raise ValueError(f"expected 1 <= rank <= {min(inputs, outputs)}, got {rank}")
-        check_finite("the adapted parameter", weight)
+        if alpha is not None and not math.isfinite(alpha):
+            raise ValueError(f"expected a finite alpha, got {alpha}")
+        if weight.device.type != "meta":
+            check_finite("the adapted parameter", weight)
         self.rank, self.inputs_first = rank, inputs_first
         self.scaling = (rank if alpha is None else alpha) / rank
         experts = weight.shape[0] if weight.dim() == 3 else 1
@@ -126,6 +129,16 @@ def parameter_adapters(model: nn.Module) -> dict[str, ParameterLoRA]:
             if isinstance(listed[-1], ParameterLoRA):
                 adapters[f"{name}.{key}".lstrip(".")] = listed[-1]
     return adapters
+
+
+@torch.no_grad()
+def check_updated_parameters(model: nn.Module) -> None:
+    """Raise `ValueError` if an adapted parameter with its update contains NaN or infinity."""
+    for name, adapter in parameter_adapters(model).items():
+        module, _, key = name.rpartition(".")
+        check_finite(f"{name}.lora_A", adapter.lora_A)
+        check_finite(f"{name}.lora_B", adapter.lora_B)
+        check_finite(f"{name} with its update", getattr(model.get_submodule(module), key))
 
 
 @torch.no_grad()

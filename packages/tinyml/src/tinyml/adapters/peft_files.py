@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tinyml.adapters.lora import LoRA, adapters_of, insert_adapters
+from tinyml.adapters.lora import LoRA, adapters_of, insert_adapters, new_layer_adapter
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
     matching_parameters,
@@ -27,7 +27,7 @@ from tinyml.adapters.parameter_lora import (
 )
 from tinyml.export.atomic_file import atomic_file
 from tinyml.layers import is_conv1d
-from tinyml.validation import check_finite
+from tinyml.validation import check_finite, first_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -108,11 +108,11 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     pairs = _factors(folder, modules)
     adapted = [name for name, module in modules.items() if isinstance(module, LoRA)]
     if adapted := sorted([*adapted, *parameter_adapters(model)]):
-        raise ValueError(f"the model has adapters already, at {adapted[:3]}")
+        raise ValueError(f"the model has adapters already, at {first_names(adapted)}")
     targeted = matching_parameters(model, config.get("target_parameters") or ())
     paths = _paths_in_file([f"{module}.{key}" for module, key in targeted])
     if unknown := sorted(pairs.keys() - modules.keys() - paths.keys()):
-        raise ValueError(f"the adapters are of another model: it has no {unknown[:3]}")
+        raise ValueError(f"the adapters are of another model: it has no {first_names(unknown)}")
     single = {}
     for path, name in paths.items():
         module, _, key = name.rpartition(".")
@@ -124,7 +124,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     def make(base: nn.Module) -> LoRA:
         name = named[base]
         rank, alpha = _rank_and_alpha(name, config)
-        adapter = LoRA(base, rank, alpha=alpha, dropout=float(config.get("lora_dropout") or 0.0))
+        adapter = new_layer_adapter(base, rank, alpha, float(config.get("lora_dropout") or 0.0))
         _copy_factors(name, adapter, pairs[name])
         return adapter
 

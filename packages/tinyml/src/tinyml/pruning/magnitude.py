@@ -204,11 +204,11 @@ def input_norms(model: nn.Module, batches: Sequence[Any]) -> dict[str, Tensor]:
     """
     squares: dict[str, Tensor] = {}
 
-    def note(name: str, inputs: Tensor) -> None:
+    def add_squares(name: str, inputs: Tensor) -> None:
         # Norms of no tokens would be zero, so that the first rows would be removed.
         if len(inputs):
             squares[name] = squares.get(name, 0) + inputs.float().square().sum(0)
 
     with evaluation_mode(model):
-        watch_inputs(model, require_batches(batches), layers_of(model, (nn.Linear,)), note)
+        watch_inputs(model, require_batches(batches), layers_of(model, (nn.Linear,)), add_squares)
     return {name: square.sqrt() for name, square in squares.items()}

@@ -33,16 +33,18 @@ def watch_inputs(
     model: nn.Module,
     batches: Sequence[Any],
     layers: Mapping[str, nn.Module],
-    note: Callable[[str, Tensor], None],
+    on_inputs: Callable[[str, Tensor], None],
 ) -> None:
-    """Run `batches` and call `note(name, inputs)`, with inputs (tokens, width), for each call.
+    """Run `batches` and call `on_inputs(name, inputs)`, with inputs (tokens, width), for each call.
 
     A batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
     `attention_mask` or `decoder_attention_mask` of shape (batch, seq) marks as padding are left
-    out.
+    out. Masks of other shapes, such as additive masks (batch, 1, seq, seq), leave out no token.
     """
     masks: list[Tensor] = []
-    with _input_hooks(layers, lambda name, inputs: note(name, _without_padding(inputs, masks))):
+    with _input_hooks(
+        layers, lambda name, inputs: on_inputs(name, _without_padding(inputs, masks))
+    ):
         for batch in batches:
             masks = _masks_of(model, batch)
             _run(model, batch)
@@ -66,7 +68,7 @@ def visit_layers(
     first one is changed.
     """
     replay = _Replay(model, batches, layers, _paths(model, batches, layers))
-    with _input_hooks(layers, replay.reach), replay.blocks(), _without_cache(model):
+    with _input_hooks(layers, replay.on_layer_input), replay.blocks(), _without_cache(model):
         while (stage := replay.next_stage()) is not None:
             for name in stage.layers:
                 visit(name, stage.moment)
@@ -94,7 +96,7 @@ class _StopRun(BaseException):
 
 
 class _Stage:
-    """The layers that receive the first input that no finished layer has received."""
+    """The next layers to calibrate: unfinished layers that receive the same input."""
 
     def __init__(self, layers: list[str], inputs: Tensor) -> None:
         self.layers = layers
@@ -140,7 +142,7 @@ class _Replay:
     def next_stage(self) -> _Stage | None:
         """Run all batches to their next layer; return a stage that all its batches have reached."""
         stages: dict[str, _Stage] = {}
-        ahead: dict[str, set[str]] = {}
+        later_layers: dict[str, set[str]] = {}
         for number, batch in enumerate(self._batches):
             if number in self._finished:
                 continue
@@ -155,11 +157,13 @@ class _Replay:
             stage = stages[first]
             stage.layers = [name for name in stage.layers if name in self._reached]
             stage.add(_without_padding(self._copy, _masks_of(self._model, batch)))
-            ahead.setdefault(first, set()).update(self._after(first, self._paths[number]))
+            later_layers.setdefault(first, set()).update(self._after(first, self._paths[number]))
         for first, stage in stages.items():
-            # The tokens of batches that reach a layer later are missing.
-            others = set().union(*(ahead[other] for other in stages if other != first))
-            stage.layers = [name for name in stage.layers if name not in others]
+            # Exclude layers that another batch reaches later: its tokens are not in H yet.
+            reached_later = set().union(
+                *(later_layers[other] for other in stages if other != first)
+            )
+            stage.layers = [name for name in stage.layers if name not in reached_later]
         waiting = [first for first in self._order if first in stages]
         for first in waiting:
             if first in stages[first].layers:
@@ -167,8 +171,8 @@ class _Replay:
         if waiting:
             raise ValueError(
                 f"expected batches that reach {' and '.join(waiting)} in the same order, because "
-                "each layer is calibrated on the outputs of those before it; pass the batches of "
-                "one order"
+                "each layer is calibrated on the outputs of those before it; calibrate with "
+                "batches that visit the layers in one order"
             )
         return None
 
@@ -197,7 +201,7 @@ class _Replay:
                 raise
             return
 
-    def reach(self, name: str, inputs: Tensor) -> None:
+    def on_layer_input(self, name: str, inputs: Tensor) -> None:
         """Add a layer to the stage of this run, or end the run if it receives another input."""
         if name in self.done or name in self._reached:
             return
@@ -276,12 +280,12 @@ def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str,
 
 @contextmanager
 def _input_hooks(
-    layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]
+    layers: Mapping[str, nn.Module], on_inputs: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
-    """Call `note(name, inputs)` before each call of a layer while the body runs."""
+    """Call `on_inputs(name, inputs)` before each call of a layer while the body runs."""
 
     def hook_for(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        return lambda _, inputs, options: note(name, (*inputs, *options.values())[0])
+        return lambda _, inputs, options: on_inputs(name, (*inputs, *options.values())[0])
 
     handles = [
         layer.register_forward_pre_hook(hook_for(name), with_kwargs=True)
@@ -319,8 +323,8 @@ def _run(model: nn.Module, batch: Any) -> None:
 def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return masks (batch, seq) that are True for tokens that are not padding.
 
-    Masks are matched with inputs by their shape. Raise `ValueError` if the inputs of an encoder and
-    a decoder have one shape and different padding.
+    Masks of other shapes are left out. Masks are matched with inputs by their shape. Raise
+    `ValueError` if the inputs of an encoder and a decoder have one shape and different padding.
     """
     if not isinstance(batch, Mapping):
         return []
@@ -331,10 +335,11 @@ def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
         masks["decoder_attention_mask"] = (
             None if decoder_tokens is None else torch.ones_like(decoder_tokens)
         )
+    present = []
     for name, mask in masks.items():
         if mask is not None and mask.dim() == 2:
             _require_zeros_and_ones(name, mask)
-    present = [mask.bool() for mask in masks.values() if mask is not None]
+            present.append(mask.bool())
     if len(present) == 2 and present[0].shape == present[1].shape and not torch.equal(*present):
         raise ValueError(
             "expected inputs of encoder and decoder that differ in their shapes or are padded "

@@ -44,9 +44,9 @@ def gptq(
 
     `model(batch)`, or `model(**batch)` for a mapping, runs up to each layer, and later layers are
     calibrated on the outputs of rounded layers. Blocks of rounded layers do not run again (Note
-    [Replayed blocks]). Tokens that `batch["attention_mask"]` marks as padding do not count. A layer
-    that never runs is rounded to the nearest code. With `activation_order`, inputs with large
-    values are rounded first. `progress(name, done, total)` is called after each layer.
+    [Replayed blocks]). Tokens that `batch["attention_mask"]` (batch, seq) marks as padding do not
+    count. A layer that never runs is rounded to the nearest code. With `activation_order`, inputs
+    with large values are rounded first. `progress(name, done, total)` is called after each layer.
     """
 
     def grid_for(rows: Tensor, dtype: torch.dtype) -> Grid:

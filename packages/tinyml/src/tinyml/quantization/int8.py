@@ -183,13 +183,13 @@ def smoothquant(
 
     largest: dict[str, Tensor] = {}
 
-    def note(name: str, inputs: Tensor) -> None:
+    def update_largest(name: str, inputs: Tensor) -> None:
         if len(inputs):
             most = inputs.float().abs().amax(0)
             largest[name] = torch.maximum(most, largest.get(name, most))
 
     with evaluation_mode(model):
-        watch_inputs(model, require_batches(batches), layers, note)
+        watch_inputs(model, require_batches(batches), layers, update_largest)
     for name, most in largest.items():
         weight = outputs_first(layers[name], weight_of(layers[name])).float()
         check_finite(f"{name}.weight", weight)
