@@ -417,9 +417,8 @@ class Core:
         return Message(Kind.OK, number=self.replica.version, size=len(self.answer_data), text=text)
 
     def _admit(self, worker: int, message: Message) -> None:
-        if (
-            self.failure and message.kind is not Kind.BEAT
-        ):  # no worker waits for the answer to a BEAT
+        # No worker waits for the answer to a BEAT.
+        if self.failure and message.kind is not Kind.BEAT:
             raise PeerLost(self.failure)
         if message.kind in (Kind.JOIN, Kind.BEAT):
             return
