@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp.communication import Compression
 from ddp.compression.comm_hook import CommHook
@@ -96,22 +97,31 @@ class Replica:
         self._has_warned_of_buffers = False
         #: Parameters with hooks that connect this replica.
         self._connecting_parameters: list[nn.Parameter] = []
+        #: The parameters that the module had when it was connected, or when it last changed.
+        self._adopted = WeakTensorKeyDictionary()
 
     # ----- connection -----
 
-    def connect(self, *, check_model: bool, broadcast: str = "") -> None:
+    def connect(
+        self, *, check_model: bool, check_weights: bool = False, broadcast: str = ""
+    ) -> None:
         """Connect to the other ranks.
+
+        If this raises, the hooks and `is_connected` are unchanged, so that the first gradient of
+        the next backward pass connects a copied wrapper, or raises again.
 
         `broadcast` selects the state that is copied from rank 0: "weights", "weights and buffers",
         or "" for none.
         """
-        self.hooks.remove()
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group
         self.failures = FailureAttribution(process_group)
         if check_model:
             with self.failures.attribute("the comparison of the models"):
                 check_same_model(self.module, self.options.shared, process_group, self.ignored)
+        if check_weights:
+            with self.failures.attribute("the comparison of the weights"):
+                check_same_weights(self.module, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
         if broadcast:
             has_buffers = broadcast == "weights and buffers"
@@ -125,19 +135,20 @@ class Replica:
             find_unused_parameters=self.options.find_unused_parameters,
             check_nan=self.options.check_nan,
         )
+        self.make_reducer()
+        self._note_adopted_parameters()
         self.is_connected = True
         self._connecting_parameters = []
-        self.make_reducer()
 
     def connect_copy(self) -> None:
         """Connect the replica of a copied wrapper. Raise `ValueError` if weights differ."""
         if not self.is_connected:
-            self.connect(check_model=True)
-            check_same_weights(self.module, self.group.process_group)
+            self.connect(check_model=True, check_weights=True)
 
     def connect_at_first_gradient(self) -> None:
         """Register hooks that connect this replica when its first gradient is ready."""
-        trained = [p for p in self.module.parameters() if p.requires_grad]
+        state = named_state(self.module, self.ignored, buffers=False)
+        trained = [cast(nn.Parameter, p) for p in state.values() if p.requires_grad]
         known = [id(parameter) for parameter in self._connecting_parameters]
         if [id(parameter) for parameter in trained] == known:
             return
@@ -155,21 +166,30 @@ class Replica:
             self.reducer.compression = compression
 
     def make_reducer(self) -> None:
-        """Allocate the buckets and register the hooks."""
+        """Allocate the buckets and replace the hooks.
+
+        If the allocation fails, this replica and the other ranks refuse further steps: the hooks
+        that remain belong to the earlier parameters.
+        """
         options = self.options
         if options.average != "ranks" and self.weighting is None:
             # Shared by successive reducers, because it knows which gradients are averages.
             self.weighting = GradientWeighting(options.average, self.group, self.try_open_step)
-        self.reducer = Reducer(
-            self.tracked.dense,
-            options,
-            self.group,
-            self.failures,
-            self.compression,
-            (self.failures, self.meter, self.agreement),
-            try_open_step=self.try_open_step,
-            before_reuse=self.weighting.unscale_average if self.weighting is not None else None,
-        )
+        try:
+            self.reducer = Reducer(
+                self.tracked.dense,
+                options,
+                self.group,
+                self.failures,
+                self.compression,
+                (self.failures, self.meter, self.agreement),
+                try_open_step=self.try_open_step,
+                before_reuse=self.weighting.unscale_average if self.weighting is not None else None,
+            )
+        except BaseException as error:
+            self.failures.fail(f"the buckets could not be allocated: {error}")
+            raise
+        self.hooks.remove()
         for index, parameter in enumerate(self.tracked.dense.values()):
             self.hooks.take_over(parameter, self)
             hook = GradientHook(self.reducer.mark_ready, index)
@@ -212,6 +232,8 @@ class Replica:
             # The last backward pass raised an error, so it did not call `_end_backward`.
             self._is_finish_queued = False
             self._backward_sync = None
+            if self.weighting is not None:
+                self.weighting.abandon_pass()
         if not self.is_connected:
             self.connect_at_first_gradient()
             return
@@ -241,17 +263,29 @@ class Replica:
     def _adopt_changed_parameters(self) -> None:
         if self._ddp._join_config.enable:
             raise RuntimeError("parameters changed inside join(); change them outside of it")
-        known = {id(parameter) for parameter in self.tracked.all}
-        self.reducer.release()
-        self.tracked.refresh()
         cause = "parameters were unfrozen, replaced or added"
         description = describe_model(self.module, self.ignored)
         check_same_descriptions(self.failures.rendezvous(cause, description))
-        added = [p for p in self.module.parameters() if id(p) not in known]
-        self._broadcast(added, "the broadcast of new weights")
-        self.hooks.remove()
+        trained = {id(parameter) for parameter in self.tracked.all}
+        state = named_state(self.module, self.ignored, buffers=False).values()
+        changed = []
+        for parameter in state:
+            is_new_to_average = parameter.requires_grad and id(parameter) not in trained
+            if is_new_to_average or parameter not in self._adopted:
+                changed.append(parameter)
+        self._broadcast(changed, "the broadcast of new weights")
+        # A comparison or broadcast that raised leaves the change unrecorded: the next forward pass
+        # detects it again.
+        self.reducer.release()
+        self.tracked.refresh()
         self.unused.names = []
         self.make_reducer()
+        self._note_adopted_parameters()
+
+    def _note_adopted_parameters(self) -> None:
+        self._adopted.clear()
+        for parameter in self.module.parameters():
+            self._adopted[parameter] = True
 
     # ----- backward pass -----
 
@@ -308,6 +342,9 @@ class Replica:
         if self.weighting is not None and parameter.grad is not None:
             # The weighting hook was not registered when this gradient was accumulated.
             parameter.grad = self.weighting.weigh(cast(nn.Parameter, parameter), parameter.grad)
+        if any(other is parameter for other in self.tracked.sparse.values()):
+            self._mark_sparse_ready(parameter)
+            return
         for index, other in enumerate(self.reducer.parameters):
             if other is parameter:
                 self.reducer.mark_ready(index, parameter)
