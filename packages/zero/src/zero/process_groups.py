@@ -227,7 +227,11 @@ class Communicator:
         """Sum a dtype that the backend cannot sum: gather it, add in rank order, round once."""
         gathered = tensor.new_empty(self.world, tensor.numel())
         work = self.all_gather(gathered, tensor.contiguous())
-        wide = torch.float32 if tensor.is_floating_point() else torch.int64
+        wide = torch.int64
+        if tensor.is_complex():
+            wide = torch.complex64
+        elif tensor.is_floating_point():
+            wide = torch.float32
         return _WorkThen(work, lambda: tensor.copy_(gathered.to(wide).sum(0).view(tensor.shape)))
 
     def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:

@@ -15,6 +15,9 @@ The parameters of a unit are in one of three states:
 last gradient of a unit, while its module is still in backward, so it is not a fourth state: an
 UNSHARDED unit may be reducing.
 
+If a gather fails, the unit is SHARDED and keeps the memory until the next `reshard()` after a
+successful gather: messages of the failed one may still arrive there.
+
 A unit is used while a module that has its parameters is in forward (`_num_users`), or while
 `keep_unsharded` is set. `keep_unsharded` is set while a module that does not own the parameters may
 read them, in forward or backward, and during a double backward.
@@ -209,6 +212,7 @@ class Unit:
 
         Copy `requires_grad` to the full parameters, and a replaced `.data` into the unit's memory.
         """
+        self.check_not_stepping()
         start = 0
         for parameter in self.parameters:
             shard = parameter.shard
@@ -230,6 +234,15 @@ class Unit:
                 )
             stored.copy_(data)
             shard.data = stored
+
+    def check_not_stepping(self) -> None:
+        """Raise if an optimizer's step raised while parameters contained full tensors."""
+        if self.holds_full_tensors:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: an earlier step of the optimizer raised, so some "
+                f"ranks have full tensors instead of shards of {self.label}: load a checkpoint "
+                "into another FSDP"
+            )
 
     def mark_changed(self, parameter: ShardedParameter) -> None:
         """Let autograd refuse a backward through a graph that has saved the earlier values.
@@ -253,12 +266,15 @@ class Unit:
         is_valid = self._gathered_version == self.shard._version
         if self.state is UnitState.UNSHARDED and is_valid:
             return
-        self._gathered_version = self.shard._version
+        # Until the gather is launched: if that fails, the parameters are not valid.
+        self.state = UnitState.SHARDED
+        version = self.shard._version
         self.full.untyped_storage().resize_(self._full_nbytes)
         self._unshard_input = self._shard_on_device(self.full)
         self._unshard_work = self.communicator.all_gather(
             self.full, self._unshard_input, self.label
         )
+        self._gathered_version = version
         self.state = UnitState.UNSHARDING
 
     def wait_for_unshard(self) -> None:

@@ -27,6 +27,7 @@ from zero.fsdp.autograd_hooks import (
 )
 from zero.fsdp.external_reads import ExternalReads
 from zero.fsdp.gradient_sync import GradientSync
+from zero.fsdp.optimizer_hooks import end_step
 from zero.fsdp.replicated import ReplicatedParameters
 from zero.fsdp.shard import Shard, ShardedParameter
 from zero.fsdp.state_dict import StateDictHooks
@@ -127,6 +128,7 @@ class UnitSchedule(nn.Module):
             raise RuntimeError("leave summon_full_params before the next forward")
         if self._num_running > 1 or self._in_backward:
             return
+        end_step()
         self._previous_order = self._forward_order
         self._forward_order = []
         for unit in self.units:
@@ -247,6 +249,7 @@ class UnitSchedule(nn.Module):
         if self._in_backward:
             return
         self._in_backward = True
+        end_step()
         self._gradient_sync.start()
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
@@ -290,7 +293,11 @@ class UnitSchedule(nn.Module):
         if not self._in_backward:
             return
         self._in_backward = False
-        self._gradient_sync.finish()
+        try:
+            self._gradient_sync.finish()
+        except BaseException:
+            self._reset_after_error()
+            raise
         for unit in self.units:
             unit.release_and_reshard()
 

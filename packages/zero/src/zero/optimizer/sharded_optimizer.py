@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Reversible, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from zero.optimizer.state_dict import (
     options_of,
 )
 from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
-from zero.parameter_checks import check_shardable
+from zero.parameter_checks import check_shardable, is_trainable_dtype
 from zero.partition import Piece, by_element, by_parameter
 from zero.process_groups import Collective, Communicator, Group
 
@@ -88,6 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if isinstance(params, Tensor):
             raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
+        _check_ordered(params)
         params = [_read_members(entry) if isinstance(entry, dict) else entry for entry in params]
         if not params:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
@@ -120,6 +121,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         #: Each parameter's view of a flat tensor.
         self._views: dict[nn.Parameter, Tensor] = {}
         self._num_steps = 0
+        #: True from the update of the shards until the step returns.
+        self._is_step_incomplete = False
         self._option_checks = OptionChecks()
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
@@ -149,8 +152,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         check_shardable(named)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self._check_ranks_agree(group["params"])
-        split = self._how_to_split(group)
+        try:
+            self._check_ranks_agree(group["params"])
+            split = self._how_to_split(group)
+        except BaseException:
+            # A group without shards would break the next step.
+            self.param_groups.pop()
+            raise
         self.splits.append(split)
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in group["params"]:
@@ -170,6 +178,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         `kwargs` are passed to the wrapped optimizer's `step`.
         """
+        if self._is_step_incomplete:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: an earlier step raised after it had updated the "
+                "shards, so another step would apply the gradients twice, and parameters may "
+                "differ between ranks: load a checkpoint into another ShardedOptimizer"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -186,6 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
         self.inner.step(**kwargs)
+        self._is_step_incomplete = True
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
         self._option_checks.record(self)
@@ -202,6 +217,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._steps_to_compare -= 1
             [[has_state]] = self.communicator.any_rank([bool(self.inner.state)])()
             self.show_state(has_state)
+        self._is_step_incomplete = False
         return loss
 
     def show_state(self, is_present: bool) -> None:
@@ -315,8 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.communicator.pop_bytes()
         buckets = make_buckets(partition, flat, parameters, self.communicator.rank)
         self._buckets += buckets
-        # torch has no arithmetic for 8-bit floats.
-        is_trainable = flat.itemsize > 1 and (flat.is_floating_point() or flat.is_complex())
+        is_trainable = is_trainable_dtype(flat.dtype)
         if is_trainable:
             self.reducer.add(buckets, partition)
         shards = []
@@ -442,7 +457,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 def _read_members(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group with a list of its parameters, which may be an iterator."""
     members = group["params"]
+    _check_ordered(members)
     return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
+
+
+def _check_ordered(members: Any) -> None:
+    """Raise TypeError for a set, which each rank would shard in another order."""
+    if isinstance(members, Set) and not isinstance(members, Reversible):
+        raise TypeError(
+            f"expected parameters in an ordered collection, got a {type(members).__name__}, whose "
+            "order differs between ranks: pass a list"
+        )
 
 
 def _named(members: list[Any]) -> list[tuple[str, Tensor]]:
