@@ -487,6 +487,10 @@ def bring_nan(where):
         received = torch.full((2,), torch.nan if dist.get_rank() else 5.0)
         collectives.broadcast(received, 0)
         assert received.tolist() == [5.0, 5.0]
+        # An inner context adds checks, and removes none.
+        message = "rank 2 passed a NaN to all_reduce"
+        with collectives.checked(), pytest.raises(collectives.Mismatch, match=message):
+            collectives.all_reduce(tensor)
     # Outside `checked`, NaNs are data.
     collectives.all_reduce(tensor)
     assert tensor[77].isnan()

@@ -153,6 +153,23 @@ def adds_a_frozen_layer() -> bool:
     return True
 
 
+def changes_buffers_in_join() -> list[float]:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False).eval())
+    model = DDP(module)
+    is_first = dist.get_rank() == 0
+    message = "the buffers differed from those of rank 1.* copied those of rank 1"
+    if is_first:
+        module[1].running_mean.fill_(0.5)
+    with model.join(), pytest.warns(UserWarning, match=message) if is_first else nullcontext():
+        model(torch.ones(3, 2)).sum().backward()
+    return module[1].running_mean.tolist()
+
+
+@pytest.mark.filterwarnings("default")
+def test_warning_names_the_rank_whose_buffers_are_copied_in_join() -> None:
+    assert run_ranks(changes_buffers_in_join, 2) == [[0.0, 0.0]] * 2
+
+
 def changes_dtype() -> bool:
     both = Both(net())
     both.step()

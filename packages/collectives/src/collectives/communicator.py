@@ -416,7 +416,15 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 @contextmanager
 def limit_calls(timeout: timedelta | None) -> Iterator[None]:
     """Use this timeout instead of the group's for calls in the context; None has no effect."""
-    token = _call_timeout.set(timeout.total_seconds() if timeout else _call_timeout.get())
+    if timeout is None:
+        yield
+        return
+    if timeout <= timedelta():
+        raise ValueError(
+            f"expected a positive timeout, got {timeout.total_seconds():g} s; pass None for the "
+            "timeout of the group"
+        )
+    token = _call_timeout.set(timeout.total_seconds())
     try:
         yield
     finally:
@@ -433,13 +441,14 @@ def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Ite
     Args:
         group: the group; the default group if None.
         nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
+            False keeps the search of an outer context.
         shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
             so that ranks can pass tensors of different shapes.
     """
     comm = communicator(group)
     before = comm.compare_calls, comm.find_nan, comm.compare_shapes
     comm.compare_calls = True
-    comm.find_nan = nan
+    comm.find_nan = comm.find_nan or nan
     comm.compare_shapes = shapes
     try:
         yield

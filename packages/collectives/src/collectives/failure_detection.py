@@ -249,7 +249,7 @@ class FailureDetector:
         number = operation.number
         if self._arena is not None and (dead := self._arena.dead()):
             ranks = [self._arena.names[i] for i in dead]
-            return RankLost(ranks, f"rank {ranks[0]} died (call {number}); {UNUSABLE}")
+            return RankLost(ranks, f"{format_ranks(ranks)} died (call {number}); {UNUSABLE}")
         # A rank may wait for a peer that sends no messages to other hosts itself.
         awaited = set(operation.participants)
         if error.peer is not None:

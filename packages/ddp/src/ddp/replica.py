@@ -423,7 +423,7 @@ class Replica:
             self._synchronize_buffers(is_participating=is_participating)
 
     def _synchronize_buffers(self, *, is_participating: bool) -> None:
-        """Copy the buffers of rank 0 to every rank.
+        """Copy the buffers of rank 0 to every rank; in `join()`, of the last rank with inputs.
 
         This happens at the end of a backward pass, not at the start of a forward pass as in torch's
         DDP. Buffers are then equal if a checkpoint or an evaluation follows on one rank only.
@@ -436,14 +436,14 @@ class Replica:
             source = highest_rank(self.group, self.device, is_candidate=is_participating)
         before_forward = torch.tensor(self._buffer_checksum, device=buffers[0].device)
         self._broadcast([*buffers, before_forward], "the broadcast of the buffers", source)
-        self._warn_of_changed_buffers(int(before_forward))
+        self._warn_of_changed_buffers(int(before_forward), source)
         self._buffer_checksum = 0
 
     def _broadcast(self, tensors: Iterable[Tensor], description: str, source: int = 0) -> None:
         group = self.group.process_group
         broadcast_tensors(list(tensors), group, self.failures, description, source=source)
 
-    def _warn_of_changed_buffers(self, source_checksum: int) -> None:
+    def _warn_of_changed_buffers(self, source_checksum: int, source: int) -> None:
         """Warn if the forward pass used other buffers on this rank than on the source rank."""
         if self._has_warned_of_buffers or 0 in (self._buffer_checksum, source_checksum):
             return
@@ -451,8 +451,9 @@ class Replica:
             self._has_warned_of_buffers = True
             warnings.warn(
                 f"rank {self.group.rank}: before the forward pass of this step, the buffers "
-                "differed from those of rank 0, because a rank changed them after the previous "
-                "step. torch's DDP would have copied those of rank 0 before the forward pass; "
+                f"differed from those of rank {source}, because a rank changed them after the "
+                f"previous step. torch's DDP would have copied those of rank {source} before the "
+                "forward pass; "
                 "change buffers on every rank in the same way, or broadcast them after the change",
                 stacklevel=2,
             )

@@ -61,7 +61,7 @@ class Communicator:
 
     `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
     reduce-scatter or an all-to-all, the output of an all-gather, the tensor of any other
-    collective.
+    collective. Collectives over the replicas are counted by `replicas`.
     """
 
     def __init__(
@@ -186,9 +186,10 @@ class Communicator:
         return self.group or dist.group.WORLD
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Return a communicator of the same group with its own counts."""
+        """Return a communicator of the same group with separate counts."""
         copied: Communicator = copy.copy(self)
         copied.bytes = Counter()
+        copied.replicas = copy.deepcopy(self.replicas, memo)
         memo[id(self)] = copied
         return copied
 
