@@ -141,8 +141,10 @@ class Communicator:
     ) -> None:
         self.rank = group.rank()
         self.world = group.size()
-        #: The group's timeout in seconds, and that of the call that runs.
-        self.group_timeout = self.timeout = timeout.total_seconds()
+        #: Timeout of the group in seconds.
+        self.group_timeout = timeout.total_seconds()
+        #: Timeout of the current call in seconds.
+        self.timeout = self.group_timeout
         # One deadline, a value of time.monotonic, bounds all waits of this constructor.
         deadline = deadline or time.monotonic() + self.timeout
         self.store = fresh_store(store, self.world, deadline)
@@ -174,7 +176,8 @@ class Communicator:
         self.compare_calls = False
         #: Set by `checked`: search the inputs for NaNs.
         self.find_nan = False
-        #: Cleared by `checked(shapes=False)`: compare shapes, not only numbers of elements.
+        #: True: compare shapes. `checked(shapes=False)` sets it to False to compare numbers of
+        #: elements only.
         self.compare_shapes = True
         self.operation = Operation()
         self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
@@ -386,7 +389,7 @@ class _Execution:
 
 
 def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -> None:
-    """Publish that this rank waits whenever two successive polls find it in the same call.
+    """Publish that this rank is waiting if two successive polls find it in the same call.
 
     A rank that waits is then not mistaken for a late one: see Note [Attribution of a failure].
     """

@@ -5,7 +5,7 @@ its connections, so that the messages of the other ranks fail too. It then colle
 the other ranks, and `attribution` decides which ranks are blamed. Ranks that share memory inform
 each other through their clocks (see `shared_memory/arena.py`).
 
-All of this ends within the group's timeout and two seconds: ranks wait for each other up to the
+All of this ends within the group's timeout plus two seconds: ranks wait for each other up to the
 timeout, and the remaining time is for the reports.
 """
 
@@ -121,8 +121,8 @@ class FailureDetector:
     ) -> None:
         """Take no further part in the group and publish the reason to every rank.
 
-        If the ranks of this host have all found the reason at the same tick (`is_known_on_host`),
-        they are not notified: a late rank would miss that tick.
+        With `is_known_on_host`, the clock is not changed: all ranks of this host find the mismatch
+        by themselves, and a late rank still has to reach that tick.
         """
         self.broken = RankLost(reason.ranks, str(reason))
         if not self._one_host:
@@ -145,7 +145,10 @@ class FailureDetector:
             self._publish_report(operation, Status.LEFT)
 
     def publish_waiting(self, operation: Operation | None) -> None:
-        """Publish that this rank waits in `operation`, and for which rank; withdraw it if None."""
+        """Publish the operation in which this rank waits and the rank that it waits for.
+
+        Clear the entry if `operation` is None.
+        """
         text = ""
         if operation is not None:
             peer = self._wire.waits_for

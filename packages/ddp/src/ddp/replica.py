@@ -39,7 +39,7 @@ from ddp.weighting import GradientWeighting
 
 
 class Wrapper(Protocol):
-    """Attributes of `DDP` that its replica reads. The replica holds only a weak reference."""
+    """Attributes of `DDP` that its replica reads. The replica references the wrapper weakly."""
 
     meter: Meter
     require_backward_grad_sync: bool
@@ -47,7 +47,7 @@ class Wrapper(Protocol):
 
 
 class Replica:
-    """The state that one `DDP` shares with the other ranks.
+    """Per-rank state that coordinates one `DDP` with the other ranks.
 
     A step starts with the first gradient of a synchronized backward pass. It ends when autograd
     calls back at the end of that pass. The replica of a copied wrapper is not connected: it
@@ -87,11 +87,11 @@ class Replica:
         self._is_finish_queued = False
         #: True if the next backward pass is synchronized even after a forward pass in `no_sync`.
         self.is_sync_requested = False
-        #: True or False if the backward pass of the last forward pass is synchronized or not. None
-        #: while a forward pass runs, and after a synchronized step.
+        #: True if the backward pass of the last forward pass is synchronized. None while a forward
+        #: pass runs and after a synchronized step.
         self._forward_sync: bool | None = None
-        #: True or False if the current backward pass is synchronized or not. None outside of a
-        #: backward pass, and until it reaches an output of the wrapper.
+        #: True if the current backward pass is synchronized. None outside of a backward pass, and
+        #: until it reaches an output of the wrapper.
         self._backward_sync: bool | None = None
         #: True after the warning about buffers that were changed between two steps.
         self._has_warned_of_buffers = False
@@ -173,7 +173,8 @@ class Replica:
         """
         options = self.options
         if options.average != "ranks" and self.weighting is None:
-            # Shared by successive reducers, because it knows which gradients are averages.
+            # Successive reducers share the weighting, because it records which gradients are
+            # already averaged.
             self.weighting = GradientWeighting(options.average, self.group, self.try_open_step)
         try:
             self.reducer = Reducer(
@@ -317,8 +318,8 @@ class Replica:
     def _decide(self) -> bool | None:
         """Return True if the current backward pass is synchronized, or None if it is not known yet.
 
-        As in torch's DDP, the forward pass decides. Its decision is also known if the gradient is
-        ready before the backward pass reaches an output, or if an output could not be hooked.
+        As in torch's DDP, the forward pass decides. The same decision applies if a gradient is
+        ready before the backward pass reaches an output, or if no output could be hooked.
         """
         if self.is_sync_requested:
             return True
@@ -360,8 +361,8 @@ class Replica:
         ddp = self._ddp
         if not self._is_finish_queued and self.hooks.move_to_end():
             raise RuntimeError(
-                "expected hooks on parameters to be registered before wrapping, but the backward "
-                "pass reached no output of the wrapper first; call the wrapper, not its .module"
+                "a parameter hook was registered after wrapping, and this backward pass did not "
+                "start at an output of the wrapper; call the wrapper, not its .module"
             )
         self._queue_finish()
         if not self._decide():

@@ -1,8 +1,8 @@
-"""The collectives of one process group, passed in as arguments, with a count of their payloads.
+"""Replaceable collectives of one process group, with a count of their payload bytes.
 
 Any function with the signature of torch.distributed's collective may replace it. On gloo the
-defaults are the two of `zero.gloo_collectives`, because torch's own send or copy more than is
-needed. If a collective fails, its error names the ranks that caused the failure.
+defaults are the two functions of `zero.gloo_collectives`, because torch's collectives send or copy
+more data than necessary. If a collective fails, its error names the ranks that caused the failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Collective = Callable[..., Any]
 
 @dataclass(frozen=True)
 class DryRun:
-    """A process group of `world` ranks that do not exist: collectives count bytes and do nothing.
+    """A simulated process group of `world` ranks, whose collectives only count bytes.
 
     With tensors on the meta device, a training step then needs neither memory nor other ranks.
     """
@@ -56,8 +56,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class Communicator:
     """The collectives of one group, and the payload of each since the last `pop_bytes()`.
 
-    If `group` is a mesh (replicate, shard), the collectives use the second dimension, and sums of
-    gradients continue over the first, which is `replicas`.
+    If `group` is a mesh (replicate, shard), the collectives use the second dimension. Gradient sums
+    are then reduced over the first dimension too, which is `replicas`.
 
     `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
     reduce-scatter or an all-to-all, the output of an all-gather, the tensor of any other
@@ -112,8 +112,8 @@ class Communicator:
                 f"expected a group that contains this rank, got one without global rank "
                 f"{dist.get_rank()}: pass this rank's group"
             )
-        # The name of the backend does not show that "cpu:gloo" is gloo for all devices, nor the
-        # default one without a GPU.
+        # `get_backend` does not reveal that all devices use gloo, for example with "cpu:gloo" or
+        # with the default backend on a machine without a GPU.
         config = dist.get_backend_config(group)
         if all(device.endswith(":gloo") for device in config.split(",")):
             self._reduce_scatter = reduce_scatter_tensor or direct_reduce_scatter
@@ -124,7 +124,7 @@ class Communicator:
 
     @contextmanager
     def all_ranks_call(self) -> Iterator[None]:
-        """Allow collectives that ranks without inputs take part in."""
+        """Allow collectives in the block: ranks without inputs call them too."""
         before = self.is_joining
         self.is_joining = False
         try:
@@ -162,7 +162,10 @@ class Communicator:
             gradients /= self._headroom
 
     def divide_after_sum(self, total: Tensor, sent_dtype: torch.dtype) -> None:
-        """Make the average, in place, of the sum over ranks of gradients sent in `sent_dtype`."""
+        """Divide a sum of gradients in place to obtain the average.
+
+        `sent_dtype` is the dtype in which the gradients were sent.
+        """
         divisor: float = self.num_gradients
         if sent_dtype == torch.float16:
             divisor /= self._headroom
@@ -301,9 +304,9 @@ class Communicator:
     def any_rank(
         self, *flag_lists: Sequence[bool], counted: bool = True
     ) -> Callable[[], list[list[bool]]]:
-        """Start to find which flags are set on any rank; return a function that waits for them.
+        """Launch an OR-reduction of the flags over the ranks; return a function that waits for it.
 
-        The function returns one list per argument. `counted=False` leaves the exchange out of
+        The function returns one list per argument. `counted=False` excludes the reduction from
         `bytes`.
         """
         flags = [flag for flag_list in flag_lists for flag in flag_list]

@@ -77,7 +77,7 @@ class Unit:
         self.cpu_offload = cpu_offload
         first = named[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
-        #: False if no backward reads the parameters, as that of an embedding does not.
+        #: False if no backward reads the parameters; an embedding's backward does not.
         self.is_read_in_backward = True
         world = communicator.world
         self.partition = by_element([p.numel() for _, p, _ in named], world, 1 << 62)
@@ -147,16 +147,16 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """The name of the unit in collectives: equal on all ranks, and different from others'."""
+        """The name of the unit in collectives: equal on all ranks and unique among units."""
         name = self.parameters[0].name
         return f"{name} and {len(self.parameters) - 1} more" if self.parameters[1:] else name
 
     def add_prefix(self, prefix: str) -> None:
-        """Rename the parameters as the outer module that takes over the unit names them."""
+        """Prefix the parameters' names with the unit's path in the outer module that adopts it."""
         self.parameters = [replace(p, name=prefix + p.name) for p in self.parameters]
 
     def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
-        """Return the elements of a parameter in a rank's shard."""
+        """Return (start, stop): the elements of the parameter that a rank's shard stores."""
         index = self.parameters.index(parameter)
         for piece in self.partition.shard_pieces(rank):
             if piece.index == index:
@@ -307,14 +307,13 @@ class Unit:
     def release_and_reshard(self) -> None:
         """Clear `keep_unsharded` and free the full parameters unless a module still uses them.
 
-        They must be gathered again, because a change of a shard through `.data` would not be
-        detected.
+        Keeping them would be wrong: a change of a shard through `.data` is not detected.
         """
         self.keep_unsharded = False
         self.reshard()
 
     def check_unchanged(self) -> None:
-        """Raise if a forward has written to the full parameters, because that would be lost."""
+        """Raise if a forward wrote to the full parameters: the written values would be lost."""
         self._check_versions()
         self._num_checks += 1
         # A write through `.data` changes the values and not the version. Each rank compares its own

@@ -54,18 +54,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """`optimizer_cls(params, **kwargs)`, with its state and its work split over the ranks.
 
     Gradients are averaged during backward. After backward `.grad` is an AveragedGradient: this
-    rank's elements of the average, which torch's GradScaler and clipping functions treat as the
-    whole. `shard_gradients=True` is ZeRO's stage 2: each gradient is freed after it was sent.
+    rank's elements of the average. torch's GradScaler and `clip_grad_norm_` give the same result
+    with it as with the full gradient. `shard_gradients=True` is ZeRO's stage 2: each gradient is
+    freed after it was sent.
 
     At construction, parameters become views of one flat tensor per group and dtype, and get rank
     0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
 
-    elementwise: None if it is unknown whether the optimizer treats every element independently of
-        the others. torch's element-wise optimizers are known, and their tensors are cut anywhere,
-        so that all shards have the same size, including padding at the end. With any other class
-        each parameter is whole on one rank, after a trial has found no dependence between
-        parameters. True cuts tensors, after a trial of 50 steps has found no difference. False
-        keeps parameters whole without a trial.
+    elementwise: True declares that the optimizer treats every element independently of the others.
+        Tensors are then cut anywhere, so that all shards have the same size, including padding at
+        the end. A trial of 50 steps verifies the declaration. False keeps each parameter whole on
+        one rank, without a trial. None, the default, recognizes torch's element-wise optimizers
+        and cuts their tensors. For other classes, a trial checks that no parameter depends on
+        another, and parameters are kept whole.
     bucket_size_mb: the size of one collective.
     cpu_offload: the state, and copies of this rank's elements, are in CPU memory and stepped there.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
