@@ -126,7 +126,7 @@ def _end_threads() -> None:
         if not comm.progress.join(deadline):
             # The store may have ended before this process.
             with suppress(Exception):
-                comm.leave(f"rank {comm.rank} ended before its calls had finished")
+                comm.fail_group(f"rank {comm.rank} ended before its calls had finished")
     deadline = time.monotonic() + EXIT_SECONDS
     for comm in running:
         comm.progress.join(deadline)
@@ -149,14 +149,14 @@ class Communicator:
         deadline = deadline or time.monotonic() + self.timeout
         self.store = fresh_store(store, self.world, deadline)
         self.gloo = GlooGroups(group, self.store)
-        self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
+        self.point_to_point = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
         self.topology = Topology(
             self.store,
             self.rank,
             self.world,
             timeout=self.timeout,
             deadline=deadline,
-            find_ended=self.wire.disconnected_peers,
+            find_ended=self.point_to_point.disconnected_peers,
         )
         self.failures = FailureDetector(
             self.store,
@@ -164,12 +164,12 @@ class Communicator:
             self.world,
             arena=self.topology.arena,
             one_host=self.topology.one_host,
-            wire=self.wire,
+            point_to_point=self.point_to_point,
             gloo=self.gloo,
         )
-        self.progress = ProgressQueue(self.topology.arena, on_end=self._end)
+        self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
         #: The measured costs by collective.
-        self.models: dict[str, CostModel] = {}
+        self.cost_models: dict[str, CostModel] = {}
         #: The algorithm that "auto" has chosen, by collective, size and whether gloo can run it.
         self.choices: dict[tuple[str, int, bool], str] = {}
         #: Set by `checked`: compare the ranks' calls before data moves.
@@ -241,7 +241,7 @@ class Communicator:
             job = self.progress.assign(
                 make_job,
                 # The engine does not search for NaNs.
-                is_usable=self.failures.broken is None and not execution.find_nan,
+                is_usable=self.failures.group_error is None and not execution.find_nan,
             )
 
             def run() -> None:
@@ -292,16 +292,18 @@ class Communicator:
         self._count(compare_calls, packed)
         if timeout is not None:
             self._set_timeout(timeout)
-        self.wire.finish_within(self.timeout)
-        self.wire.tag_by(b"")
+        self.point_to_point.finish_within(self.timeout)
+        self.point_to_point.tag_by(b"")
 
     def abort(self) -> None:
         """Leave the group at once; the call that runs on this rank and on the other ranks fails."""
-        self.leave(f"rank {self.rank} called abort")
+        self.fail_group(f"rank {self.rank} called abort")
 
-    def leave(self, reason: str) -> None:
+    def fail_group(self, reason: str) -> None:
         """Leave the group for this reason, which names this rank; end all waits."""
-        self.failures.give_up(RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation)
+        self.failures.leave_group_with_reason(
+            RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation
+        )
 
     def stop(self) -> None:
         """End the threads after the queued calls."""
@@ -321,22 +323,22 @@ class Communicator:
     @property
     def is_waiting(self) -> bool:
         """Return True while a call runs on a group that has not failed."""
-        return self.progress.running.locked() and self.failures.broken is None
+        return self.progress.running.locked() and self.failures.group_error is None
 
-    def _end(self) -> None:
+    def _on_progress_ended(self) -> None:
         """Announce that no further calls follow, and release system resources."""
         if self._is_stopping:
             return
-        if self.failures.broken is None:
+        if self.failures.group_error is None:
             self.failures.announce_end(self.operation)
         self.topology.close()
 
     def _count(self, compare_calls: bool, packed: bytes) -> None:
         if _is_exiting.is_set() and is_daemon_of_user():
             raise SystemExit  # ends the thread silently: see Note [Threads at exit]
-        broken = self.failures.broken
-        if broken is not None:
-            raise RankLost(broken.ranks, f"an earlier call has failed: {broken}")
+        group_error = self.failures.group_error
+        if group_error is not None:
+            raise RankLost(group_error.ranks, f"an earlier call has failed: {group_error}")
         if self._current_group_timeout() != self.timeout:
             self._set_timeout(self.group_timeout)
         self._calls.append(packed)

@@ -69,7 +69,7 @@ class FailureDetector:
         store: the group's store.
         arena: the memory that this rank shares with other ranks, or None.
         one_host: True if the arena contains all ranks of the group.
-        wire: the `PointToPoint` messages of the group.
+        point_to_point: the `PointToPoint` messages of the group.
         gloo: the `GlooGroups` of the group.
     """
 
@@ -81,11 +81,11 @@ class FailureDetector:
         *,
         arena: Any,
         one_host: bool,
-        wire: Any,
+        point_to_point: Any,
         gloo: Any,
     ) -> None:
         #: The error after which the group can no longer be used, or None.
-        self.broken: RankLost | None = None
+        self.group_error: RankLost | None = None
         # A long wait of the caller in the group's store must not delay the reports.
         self._store = clone_store(store)
         self._rank = rank
@@ -94,7 +94,7 @@ class FailureDetector:
         self._last_answer = 0.0
         self._arena = arena
         self._one_host = one_host
-        self._wire = wire
+        self._point_to_point = point_to_point
         self._gloo = gloo
 
     def explain(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
@@ -102,21 +102,21 @@ class FailureDetector:
         if isinstance(error, Mismatch):
             # All ranks of this host have found it, but other hosts wait for their messages.
             if not (self._one_host or operation.compares_calls):
-                self.give_up(error, operation, is_known_on_host=True)
+                self.leave_group_with_reason(error, operation, is_known_on_host=True)
             return error
         if isinstance(error, PeerError):
             cause = self._find_cause(error, operation, timeout)
-            self.give_up(cause, operation)
+            self.leave_group_with_reason(cause, operation)
             return cause
         if isinstance(error, RankLost):
             cause = self._reported_mismatch() or error
-            self.give_up(cause, operation)
+            self.leave_group_with_reason(cause, operation)
             return cause
         failed = RankLost([self._rank], f"rank {self._rank} failed: {error!r}")
-        self.give_up(failed, operation)
+        self.leave_group_with_reason(failed, operation)
         return error
 
-    def give_up(
+    def leave_group_with_reason(
         self, reason: RankLost | Mismatch, operation: Operation, *, is_known_on_host: bool = False
     ) -> None:
         """Take no further part in the group and publish the reason to every rank.
@@ -124,7 +124,7 @@ class FailureDetector:
         With `is_known_on_host`, the clock is not changed: all ranks of this host find the mismatch
         by themselves, and a late rank still has to reach that tick.
         """
-        self.broken = RankLost(reason.ranks, str(reason))
+        self.group_error = RankLost(reason.ranks, str(reason))
         if not self._one_host:
             if isinstance(reason, Mismatch):
                 self._publish_report(
@@ -151,7 +151,7 @@ class FailureDetector:
         """
         text = ""
         if operation is not None:
-            peer = self._wire.waits_for
+            peer = self._point_to_point.waits_for
             if peer is None and self._arena is not None:
                 peer = next(iter(self._arena.late()), None)
             text = self._report(operation, Status.WAITING, waits_for=peer).to_json()
@@ -173,7 +173,7 @@ class FailureDetector:
     def _publish_report(self, operation: Operation, status: Status, **fields: Any) -> None:
         """Publish this rank's report, then close its connections."""
         report = self._report(
-            operation, status, disconnected=self._wire.disconnected_peers(), **fields
+            operation, status, disconnected=self._point_to_point.disconnected_peers(), **fields
         )
         text = report.to_json()
 
@@ -184,7 +184,7 @@ class FailureDetector:
 
         with suppress(TimeoutError, RuntimeError):
             run_within(STORE_SECONDS, publish)
-        self._wire.close_connections()
+        self._point_to_point.close_connections()
         self._gloo.close_connections()
 
     def _read_report(self, key: str) -> Report | None:
