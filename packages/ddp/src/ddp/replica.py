@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Collection, Iterable
+from enum import Enum, auto
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,6 +37,14 @@ from ddp.parameter_hooks import GradientHook, ParameterHooks
 from ddp.process_group import ReduceGroup, resolve_group
 from ddp.reducer import Reducer
 from ddp.weighting import GradientWeighting
+
+
+class InitialBroadcast(Enum):
+    """The state that is copied from rank 0 when a replica connects to the other ranks."""
+
+    NONE = auto()
+    WEIGHTS = auto()
+    WEIGHTS_AND_BUFFERS = auto()
 
 
 class Wrapper(Protocol):
@@ -89,10 +98,10 @@ class Replica:
         self.is_sync_requested = False
         #: True if the backward pass of the last forward pass is synchronized. None while a forward
         #: pass runs and after a synchronized step.
-        self._forward_sync: bool | None = None
+        self._is_forward_synchronized: bool | None = None
         #: True if the current backward pass is synchronized. None outside of a backward pass, and
         #: until it reaches an output of the wrapper.
-        self._backward_sync: bool | None = None
+        self._is_backward_synchronized: bool | None = None
         #: True after the warning about buffers that were changed between two steps.
         self._has_warned_of_buffers = False
         #: Parameters with hooks that connect this replica.
@@ -103,15 +112,16 @@ class Replica:
     # ----- connection -----
 
     def connect(
-        self, *, check_model: bool, check_weights: bool = False, broadcast: str = ""
+        self,
+        *,
+        check_model: bool,
+        check_weights: bool = False,
+        broadcast: InitialBroadcast = InitialBroadcast.NONE,
     ) -> None:
         """Connect to the other ranks.
 
         If this raises, the hooks and `is_connected` are unchanged, so that the first gradient of
         the next backward pass connects a copied wrapper, or raises again.
-
-        `broadcast` selects the state that is copied from rank 0: "weights", "weights and buffers",
-        or "" for none.
         """
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group
@@ -123,8 +133,8 @@ class Replica:
             with self.failures.attribute("the comparison of the weights"):
                 check_same_weights(self.module, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
-        if broadcast:
-            has_buffers = broadcast == "weights and buffers"
+        if broadcast is not InitialBroadcast.NONE:
+            has_buffers = broadcast is InitialBroadcast.WEIGHTS_AND_BUFFERS
             state = named_state(self.module, self.ignored, buffers=has_buffers)
             self._broadcast(state.values(), "the broadcast of the weights")
         self.tracked = TrackedParameters(self.module, self.ignored)
@@ -228,11 +238,11 @@ class Replica:
 
         An older wrapper of a part of the module passes `is_whole_module=False`.
         """
-        self._forward_sync = None
+        self._is_forward_synchronized = None
         if self._is_finish_queued and torch._C._current_graph_task_id() == -1:
             # The last backward pass raised an error, so it did not call `_end_backward`.
             self._is_finish_queued = False
-            self._backward_sync = None
+            self._is_backward_synchronized = None
             if self.weighting is not None:
                 self.weighting.abandon_pass()
         if not self.is_connected:
@@ -254,7 +264,7 @@ class Replica:
             self._adopt_changed_parameters()
         self.unused.is_whole_module = is_whole_module
         if self._ddp.require_backward_grad_sync:
-            self.unused.refuse(list(self.tracked.trained), self.group.rank)
+            self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
         # Dynamo cannot trace the checksum, and a compiled wrapper must not break the graph.
         is_checked = self.options.broadcast_buffers and not torch.compiler.is_compiling()
@@ -292,8 +302,8 @@ class Replica:
 
     def end_forward(self) -> bool:
         """Decide if the backward pass of the forward pass that ended is synchronized."""
-        self._forward_sync = self._ddp.require_backward_grad_sync
-        return self._forward_sync
+        self._is_forward_synchronized = self._ddp.require_backward_grad_sync
+        return self._is_forward_synchronized
 
     def enter_backward(self, is_synchronized: bool, _: Any = None) -> None:
         """Handle the start of a backward pass; this is a hook on the outputs of the module.
@@ -304,7 +314,7 @@ class Replica:
         if self._wrapper() is None or self.hooks.are_replaced:
             return
         # A pass through outputs of several forward passes is synchronized if one of them is.
-        self._backward_sync = is_synchronized or bool(self._backward_sync)
+        self._is_backward_synchronized = is_synchronized or bool(self._is_backward_synchronized)
         if not self._is_finish_queued:
             self.hooks.move_to_end()
         self._queue_finish()
@@ -315,7 +325,7 @@ class Replica:
             self._is_finish_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _decide(self) -> bool | None:
+    def _is_current_pass_synchronized(self) -> bool | None:
         """Return True if the current backward pass is synchronized, or None if it is not known yet.
 
         As in torch's DDP, the forward pass decides. The same decision applies if a gradient is
@@ -323,12 +333,14 @@ class Replica:
         """
         if self.is_sync_requested:
             return True
-        return self._forward_sync if self._backward_sync is None else self._backward_sync
+        if self._is_backward_synchronized is None:
+            return self._is_forward_synchronized
+        return self._is_backward_synchronized
 
     def _end_backward(self) -> None:
-        is_undecided = self._decide() is None
+        is_undecided = self._is_current_pass_synchronized() is None
         self._is_finish_queued = False
-        self._backward_sync = None
+        self._is_backward_synchronized = None
         if self.is_connected and is_undecided and self._ddp.require_backward_grad_sync:
             # The pass reached no output since the last step: the module was called directly.
             self.start_step()
@@ -365,7 +377,7 @@ class Replica:
                 "start at an output of the wrapper; call the wrapper, not its .module"
             )
         self._queue_finish()
-        if not self._decide():
+        if not self._is_current_pass_synchronized():
             # Rebuilding is a collective. With uneven inputs, ranks call collectives only at the
             # start of a synchronized step.
             if not ddp._join_config.enable:
@@ -406,7 +418,7 @@ class Replica:
     @torch.no_grad()
     def finish_step(self, *, is_participating: bool = True) -> None:
         """Wait for all gradients, then synchronize sparse gradients and buffers."""
-        self._forward_sync = None
+        self._is_forward_synchronized = None
         self.is_sync_requested = False
         scale = self.reducer.scale if is_participating else 0.0
         unused = self.reducer.finish(is_participating=is_participating)

@@ -123,7 +123,7 @@ class Communicator:
         self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
 
     @contextmanager
-    def all_ranks_call(self) -> Iterator[None]:
+    def allow_collectives_in_join(self) -> Iterator[None]:
         """Allow collectives in the block: ranks without inputs call them too."""
         before = self.is_joining
         self.is_joining = False
@@ -159,7 +159,7 @@ class Communicator:
         The divisor is a power of two, so only subnormal numbers are rounded.
         """
         if gradients.dtype == torch.float16:
-            gradients /= self._headroom
+            gradients /= self._float16_divisor
 
     def divide_after_sum(self, total: Tensor, sent_dtype: torch.dtype) -> None:
         """Divide a sum of gradients in place to obtain the average.
@@ -168,11 +168,11 @@ class Communicator:
         """
         divisor: float = self.num_gradients
         if sent_dtype == torch.float16:
-            divisor /= self._headroom
+            divisor /= self._float16_divisor
         total /= divisor
 
     @property
-    def _headroom(self) -> int:
+    def _float16_divisor(self) -> int:
         """The smallest power of two that is not below the number of summed gradients."""
         return 1 << (self.num_gradients - 1).bit_length()
 
@@ -301,7 +301,7 @@ class Communicator:
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
-    def any_rank(
+    def any_across_ranks(
         self, *flag_lists: Sequence[bool], counted: bool = True
     ) -> Callable[[], list[list[bool]]]:
         """Launch an OR-reduction of the flags over the ranks; return a function that waits for it.
@@ -325,7 +325,7 @@ class Communicator:
             lists = counts.gt(0).split([len(flag_list) for flag_list in flag_lists])
             anywhere: list[list[bool]] = [part.tolist() for part in lists]
             if self.replicas:
-                return self.replicas.any_rank(*anywhere, counted=counted)()
+                return self.replicas.any_across_ranks(*anywhere, counted=counted)()
             return anywhere
 
         return wait

@@ -189,7 +189,7 @@ class ShardOptimizer:
             has_gradients = [flag for _, flag in flags]
             has_none = [not flag for flag in has_gradients]
             option_flags = self.option_checks.flags(optimizer)
-            on_some, on_others, options = communicator.any_rank(
+            on_some, on_others, options = communicator.any_across_ranks(
                 has_gradients, has_none, option_flags, counted=False
             )()
             self.option_checks.check(options)

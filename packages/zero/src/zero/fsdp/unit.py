@@ -70,30 +70,35 @@ class Unit:
         compute_dtype: torch.dtype | None,
         gradient_dtype: torch.dtype | None,
         cpu_offload: bool,
-        named: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
+        parameters_with_owners: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
     ) -> None:
         self.communicator = communicator
         #: True if shards, and so an optimizer's state for them, are in CPU memory.
         self.cpu_offload = cpu_offload
-        first = named[0][1]
+        first = parameters_with_owners[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
         #: False if no backward reads the parameters; an embedding's backward does not.
         self.is_read_in_backward = True
         world = communicator.world
-        self.partition = by_element([p.numel() for _, p, _ in named], world, 1 << 62)
+        self.partition = by_element(
+            [p.numel() for _, p, _ in parameters_with_owners], world, 1 << 62
+        )
         values = first.new_zeros(self.partition.numel)
-        for (_, parameter, _), offset in zip(named, self.partition.offsets, strict=True):
+        for (_, parameter, _), offset in zip(
+            parameters_with_owners, self.partition.offsets, strict=True
+        ):
             values[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
         communicator.broadcast_first(values)
-        low = high = 0
+        shard_start = shard_stop = 0
         if self.partition.spans:
-            low, high = self.partition.spans[0].shard(communicator.rank, world)
+            shard_start, shard_stop = self.partition.spans[0].shard(communicator.rank, world)
+        shard = values[shard_start:shard_stop]
         #: This rank's shards of all parameters, end to end.
-        self.shard = to_host(values[low:high]) if cpu_offload else values[low:high].clone()
+        self.shard = to_host(shard) if cpu_offload else shard.clone()
         #: The full parameters, end to end; without memory while the unit is SHARDED.
         self.full = torch.empty_like(values, dtype=dtype)
         self._full_nbytes = self.full.untyped_storage().nbytes()
-        self.parameters = self._make_parameters(named, low, high)
+        self.parameters = self._make_parameters(parameters_with_owners, shard_start, shard_stop)
         #: Classes of optimizers that the caller has declared element-wise.
         self.elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...] = ()
         #: True while an optimizer steps that needs full tensors in its parameters' `.data`.
@@ -120,21 +125,21 @@ class Unit:
 
     def _make_parameters(
         self,
-        named: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
-        low: int,
-        high: int,
+        parameters_with_owners: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
+        shard_start: int,
+        shard_stop: int,
     ) -> list[ShardedParameter]:
         """Create the shards and the full parameters as views of `shard` and `full`."""
-        pieces = {piece.index: piece for piece in self.partition.pieces(low, high)}
+        pieces = {piece.index: piece for piece in self.partition.pieces(shard_start, shard_stop)}
         parameters = []
-        for index, (name, parameter, owners) in enumerate(named):
+        for index, (name, parameter, owners) in enumerate(parameters_with_owners):
             offset = self.partition.offsets[index]
             full = nn.Parameter(alias(self.full, offset, parameter.shape), parameter.requires_grad)
             start = stop = shard_offset = 0
             if index in pieces:
                 start = pieces[index].start
                 stop = pieces[index].stop
-                shard_offset = pieces[index].offset - low
+                shard_offset = pieces[index].offset - shard_start
             values = self.shard[shard_offset : shard_offset + stop - start]
             shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
             # Programs group parameters by attributes that models set, such as `_no_weight_decay`.

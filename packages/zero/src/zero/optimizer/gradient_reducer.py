@@ -138,7 +138,7 @@ class GradientReducer:
         is_cleared = [p.grad is None and p in self._averages for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
-        agreed = self.communicator.any_rank(
+        agreed = self.communicator.any_across_ranks(
             is_reached, is_averaged, is_cleared, is_written, is_dirty, flags
         )
         self._queue.drain()
@@ -304,7 +304,7 @@ class GradientReducer:
         is_reached = [n in living and living[n]._in_backward for n in numbers]
         is_alive = [n in living for n in numbers]
         is_deleted = [n not in living for n in numbers]
-        anywhere = self.communicator.any_rank(is_reached, is_alive, is_deleted)()
+        anywhere = self.communicator.any_across_ranks(is_reached, is_alive, is_deleted)()
         reached, alive, deleted = ([*compress(numbers, flags)] for flags in anywhere)
         for reducer in living.values():
             reducer._group_numbers = alive

@@ -140,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         )
         #: The number of remaining steps in which the ranks check whether any rank has state.
         self._steps_to_compare = 2
-        self.show_state(False)
+        self.expose_inner_state(False)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
 
@@ -216,12 +216,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             shard.grad = None
         if self._steps_to_compare:
             self._steps_to_compare -= 1
-            [[has_state]] = self.communicator.any_rank([bool(self.inner.state)])()
-            self.show_state(has_state)
+            [[has_state]] = self.communicator.any_across_ranks([bool(self.inner.state)])()
+            self.expose_inner_state(has_state)
         self._is_step_incomplete = False
         return loss
 
-    def show_state(self, is_present: bool) -> None:
+    def expose_inner_state(self, is_present: bool) -> None:
         """Set `state` to the inner optimizer's state.
 
         If `is_present` and that state is empty, use a nonempty placeholder, because torch's tools
@@ -231,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if is_present:
             placeholder = {self.param_groups[0]["params"][0]: {}}
         self.state = self.inner.state or placeholder  # type: ignore[assignment]
-        self._shown_state: dict[Any, Any] = self.state
+        self._exposed_state: dict[Any, Any] = self.state
 
     def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
         """Return this rank's shards: parameter, elements, the inner optimizer's view, bucket."""
@@ -272,7 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._uneven_inputs:
             self._uneven_inputs.announce("clip", max_norm)
         self.reducer.finish()
-        with self.communicator.all_ranks_call():
+        with self.communicator.allow_collectives_in_join():
             return nn.utils.clip_grad_norm_(list(self._views), max_norm)
 
     def join_hook(self, **options: Any) -> UnevenInputs:
@@ -293,7 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _adopt_cleared_state(self) -> None:
         """Clear the inner optimizer's state if the caller has assigned an empty `state`."""
-        if self.state is self._shown_state:
+        if self.state is self._exposed_state:
             return
         if self.state:
             raise RuntimeError(
@@ -302,7 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             )
         self.inner.state.clear()
         self._steps_to_compare = 2
-        self.show_state(False)
+        self.expose_inner_state(False)
 
     def _how_to_split(self, group: dict[str, Any]) -> Split:
         device = next((p.device for p in group["params"] if not p.is_meta), None)
@@ -375,7 +375,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         flags = self._option_checks.flags(self)
         used = self.reducer.finish(flags, self._option_checks.check)
-        self._check_values_alike()
+        self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self._shards:
             shard.grad = None
             if parameter in used and bucket.average is not None:
@@ -394,7 +394,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for work in works:
             work.wait()
 
-    def _check_values_alike(self) -> None:
+    def _check_equal_on_all_ranks(self) -> None:
         """Raise if parameters that were written to since the last step differ between ranks."""
         self._num_steps += 1
         # A write through `.data` changes the values and not the version. All parameters are
