@@ -107,6 +107,25 @@ def test_failed_allocation_of_new_buckets_is_reported_again() -> None:
         assert "no memory for a bucket" in second
 
 
+def skip_an_optimizer_step() -> list[str]:
+    model = DDP(net())
+    errors = []
+    for step in range(4):
+        errors.append(error_of(model))
+        if step != 1 or dist.get_rank() == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1
+    return errors
+
+
+def test_weights_that_differ_after_a_skipped_step_are_refused_until_a_restart() -> None:
+    for first, second, third, fourth in run_ranks(skip_an_optimizer_step, 2):
+        assert first == second == ""
+        assert "on ranks [0], but not on ranks [1]" in third
+        assert "on ranks [0], but not on ranks [1]" in fourth
+
+
 def raise_in_an_unsynchronized_pass() -> list[str]:
     weights = [100.0, 1.0]
     model = DDP(net(), average=lambda: weights.pop(0))

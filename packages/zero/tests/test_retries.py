@@ -200,6 +200,45 @@ def test_a_backward_that_raised_can_be_followed_by_another(stage):
     assert all(run_ranks(raise_in_backward, 2, stage, timeout=60))
 
 
+def write_through_data_on_one_rank():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = ShardedOptimizer([parameter], torch.optim.SGD, lr=0.1)
+    if dist.get_rank() == 1:
+        parameter.data[0] = 2.0
+    for _ in range(4):
+        optimizer.zero_grad()
+        parameter.sum().backward()
+        with pytest.raises(RuntimeError, match="differs between ranks"):
+            optimizer.step()
+    if dist.get_rank() == 1:
+        parameter.data[0] = 1.0
+    optimizer.step()
+    return parameter.tolist() == pytest.approx([0.9] * 3)
+
+
+def test_a_refused_write_is_refused_until_it_is_undone():
+    assert all(run_ranks(write_through_data_on_one_rank, 2, timeout=DEADLINE))
+
+
+def fail_to_gather_all_units():
+    collectives = Failing(in_wait=False)
+    model, optimizer = build(3, collectives)
+    twin = make()
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    collectives.failing_call = collectives.num_calls + 2
+    with pytest.raises(RuntimeError, match="on purpose"), model.summon_full_params():
+        pass
+    train_step(model, optimizer, 0)
+    for rank in range(2):
+        (mean_square(twin, batch(0, rank)) / 2).backward()
+    theirs.step()
+    return assert_alike(model, twin)
+
+
+def test_a_failed_summon_leaves_shards():
+    assert all(run_ranks(fail_to_gather_all_units, 2, timeout=DEADLINE))
+
+
 def add_groups_that_differ():
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
     added = nn.Parameter(torch.ones(2))

@@ -396,13 +396,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _check_equal_on_all_ranks(self) -> None:
         """Raise if parameters that were written to since the last step differ between ranks."""
-        self._num_steps += 1
+        num_steps = self._num_steps + 1
         # A write through `.data` changes the values and not the version. All parameters are
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
-        compares_all = self._num_steps & (self._num_steps - 1) == 0
+        compares_all = num_steps & (num_steps - 1) == 0
         written = [p for p in self._views if compares_all or p in self.reducer.written]
-        if not written or written[0].is_meta or self.communicator.num_gradients == 1:
-            return
+        if written and not written[0].is_meta and self.communicator.num_gradients > 1:
+            self._compare_checksums(written)
+        # A step that raised does not count, so that another one compares the same parameters.
+        self._num_steps = num_steps
+
+    def _compare_checksums(self, written: list[nn.Parameter]) -> None:
         everyone = self.communicator.gather_objects([_checksum(p) for p in written])
         for index, parameter in enumerate(written):
             if len({checksums[index] for checksums in everyone}) > 1:
