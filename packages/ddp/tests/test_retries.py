@@ -126,6 +126,46 @@ def test_weights_that_differ_after_a_skipped_step_are_refused_until_a_restart() 
         assert "on ranks [0], but not on ranks [1]" in fourth
 
 
+def repeat_backward(trains_last_layer: bool) -> str:
+    module = net()
+    module[1].requires_grad_(trains_last_layer)
+    fails = True
+
+    def fail(_: torch.Tensor) -> None:
+        if fails:
+            raise ArithmeticError("on purpose")
+
+    def register(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        inputs[0].register_hook(fail)
+
+    module[1].register_forward_pre_hook(register)
+    model = DDP(module)
+    loss = model(torch.full((2, 3), 1.0 + dist.get_rank())).sum()
+    with suppress(ArithmeticError):
+        loss.backward(retain_graph=True)
+    fails = False
+    model.zero_grad()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    gradients = [parameter.grad.clone() for parameter in module[0].parameters()]
+    assert error_of(model) == ""
+    for gradient, parameter in zip(gradients, module[0].parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+    return ""
+
+
+@pytest.mark.parametrize("trains_last_layer", [False, True])
+def test_backward_pass_that_raised_is_repeated_or_refused(trains_last_layer: bool) -> None:
+    for error in run_ranks(repeat_backward, 2, trains_last_layer, timeout=60):
+        if trains_last_layer:
+            # Gradients of the last layer were being reduced.
+            assert "the last backward pass raised an error" in error
+        else:
+            assert error == ""
+
+
 def raise_in_an_unsynchronized_pass() -> list[str]:
     weights = [100.0, 1.0]
     model = DDP(net(), average=lambda: weights.pop(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
 from typing import Any, Protocol, cast
 
@@ -94,6 +94,9 @@ class Replica:
         #: Checksum of the buffers before the first forward pass since the last step; 0 if unknown.
         self._buffer_checksum = 0
         self._is_finish_queued = False
+        #: The queued `_end_backward`. The engine holds the only reference, so the callback is dead
+        #: once an error has ended that backward pass.
+        self._finish_callback: Callable[[], object] = lambda: None
         #: True if the next backward pass is synchronized even after a forward pass in `no_sync`.
         self.is_sync_requested = False
         #: True if the backward pass of the last forward pass is synchronized. None while a forward
@@ -239,12 +242,7 @@ class Replica:
         An older wrapper of a part of the module passes `is_whole_module=False`.
         """
         self._is_forward_synchronized = None
-        if self._is_finish_queued and torch._C._current_graph_task_id() == -1:
-            # The last backward pass raised an error, so it did not call `_end_backward`.
-            self._is_finish_queued = False
-            self._is_backward_synchronized = None
-            if self.weighting is not None:
-                self.weighting.abandon_pass()
+        self._discard_interrupted_pass()
         if not self.is_connected:
             self.connect_at_first_gradient()
             return
@@ -253,13 +251,8 @@ class Replica:
         if successor is not None:
             successor.prepare_forward(is_whole_module=False)
             return
-        if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
-            reason = "the last backward pass raised an error before its gradients were averaged"
-            self.failures.fail(reason)
-            raise RuntimeError(
-                f"rank {self.group.rank}: {reason}; this step cannot be completed, so restart from "
-                "a checkpoint"
-            )
+        if torch._C._current_graph_task_id() == -1:
+            self._check_no_open_step()
         if self.tracked.have_changed():
             self._adopt_changed_parameters()
         self.unused.is_whole_module = is_whole_module
@@ -270,6 +263,24 @@ class Replica:
         is_checked = self.options.broadcast_buffers and not torch.compiler.is_compiling()
         if is_checked and self._buffer_checksum == 0:
             self._buffer_checksum = checksum(self.tracked.named_buffers().values())
+
+    def _discard_interrupted_pass(self) -> None:
+        """Forget a backward pass that raised an error, so that it did not call `_end_backward`."""
+        if self._is_finish_queued and self._finish_callback() is None:
+            self._is_finish_queued = False
+            self._is_backward_synchronized = None
+            if self.weighting is not None:
+                self.weighting.abandon_pass()
+
+    def _check_no_open_step(self) -> None:
+        """Raise if a backward pass raised an error after it had opened a step."""
+        if self.reducer.is_open:
+            reason = "the last backward pass raised an error before its gradients were averaged"
+            self.failures.fail(reason)
+            raise RuntimeError(
+                f"rank {self.group.rank}: {reason}; this step cannot be completed, so restart from "
+                "a checkpoint"
+            )
 
     def _adopt_changed_parameters(self) -> None:
         if self._ddp._join_config.enable:
@@ -313,6 +324,9 @@ class Replica:
         """
         if self._wrapper() is None or self.hooks.are_replaced:
             return
+        self._discard_interrupted_pass()
+        if self.is_connected and not self._is_finish_queued:
+            self._check_no_open_step()
         # A pass through outputs of several forward passes is synchronized if one of them is.
         self._is_backward_synchronized = is_synchronized or bool(self._is_backward_synchronized)
         if not self._is_finish_queued:
@@ -323,7 +337,9 @@ class Replica:
         """Queue `_end_backward` for the end of the current backward pass."""
         if not self._is_finish_queued:
             self._is_finish_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            callback = self._end_backward
+            self._finish_callback = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _is_current_pass_synchronized(self) -> bool | None:
         """Return True if the current backward pass is synchronized, or None if it is not known yet.
@@ -370,6 +386,7 @@ class Replica:
 
     def try_open_step(self) -> bool:
         """Open a step for the gradient that is ready; return False if it is not synchronized."""
+        self._discard_interrupted_pass()
         ddp = self._ddp
         if not self._is_finish_queued and self.hooks.move_to_end():
             raise RuntimeError(
