@@ -200,6 +200,43 @@ def test_a_backward_that_raised_can_be_followed_by_another(stage):
     assert all(run_ranks(raise_in_backward, 2, stage, timeout=60))
 
 
+def repeat_backward(stage):
+    model, optimizer = build(stage, Failing(in_wait=False))
+    twin = make()
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    fails = True
+
+    def fail(_):
+        if fails:
+            raise ArithmeticError("on purpose")
+
+    def register(module, inputs):
+        if torch.is_grad_enabled():
+            inputs[0].register_hook(fail)
+
+    (model.module if stage == 3 else model)[2].register_forward_pre_hook(register)
+    for number in range(2):
+        fails = True
+        loss = mean_square(model, batch(number, dist.get_rank()))
+        with pytest.raises(ArithmeticError):
+            loss.backward(retain_graph=True)
+        fails = False
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        theirs.zero_grad()
+        for rank in range(2):
+            (mean_square(twin, batch(number, rank)) / 2).backward()
+        theirs.step()
+    return assert_alike(model, twin)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_that_raised_can_be_repeated_without_a_forward(stage):
+    assert all(run_ranks(repeat_backward, 2, stage, timeout=60))
+
+
 def write_through_data_on_one_rank():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = ShardedOptimizer([parameter], torch.optim.SGD, lr=0.1)

@@ -11,6 +11,7 @@ weight, so the weight is not gathered for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,6 +64,9 @@ class UnitSchedule(nn.Module):
         self._position: dict[nn.Module, int] = {}
         self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._in_backward = False
+        #: The callback that ends the backward. The engine holds the only reference, so the callback
+        #: is dead once an exception has interrupted that backward.
+        self._end_callback: Callable[[], object] = lambda: None
         self._unit_of: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
         #: The sum of the shards' versions in the latest forward; a step of an optimizer changes it.
         self._shards_version = -1
@@ -246,13 +250,16 @@ class UnitSchedule(nn.Module):
 
     def _begin_backward(self) -> None:
         """Prepare a backward when the first of its hooks runs."""
+        if self._in_backward and self._end_callback() is None:
+            self._reset_after_error()
         if self._in_backward:
             return
         self._in_backward = True
         end_step()
         self._gradient_sync.start()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_backward)
+        callback = self._end_backward
+        self._end_callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
         for unit in self._external_reads.uncalled:
             unit.wait_for_unshard()
             unit.keep_unsharded = True
