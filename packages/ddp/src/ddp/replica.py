@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -251,8 +251,8 @@ class Replica:
         if successor is not None:
             successor.prepare_forward(is_whole_module=False)
             return
-        if torch._C._current_graph_task_id() == -1:
-            self._check_no_open_step()
+        if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
+            self._fail_open_step()
         if self.tracked.have_changed():
             self._adopt_changed_parameters()
         self.unused.is_whole_module = is_whole_module
@@ -266,21 +266,23 @@ class Replica:
 
     def _discard_interrupted_pass(self) -> None:
         """Forget a backward pass that raised an error, so that it did not call `_end_backward`."""
-        if self._is_finish_queued and self._finish_callback() is None:
+        # Dynamo cannot trace the second condition, which is not evaluated in a usual forward pass.
+        if not self._is_finish_queued:
+            return
+        if torch._C._current_graph_task_id() == -1 or self._finish_callback() is None:
             self._is_finish_queued = False
             self._is_backward_synchronized = None
             if self.weighting is not None:
                 self.weighting.abandon_pass()
 
-    def _check_no_open_step(self) -> None:
-        """Raise if a backward pass raised an error after it had opened a step."""
-        if self.reducer.is_open:
-            reason = "the last backward pass raised an error before its gradients were averaged"
-            self.failures.fail(reason)
-            raise RuntimeError(
-                f"rank {self.group.rank}: {reason}; this step cannot be completed, so restart from "
-                "a checkpoint"
-            )
+    def _fail_open_step(self) -> NoReturn:
+        """Raise an error, because a backward pass raised one after it had opened a step."""
+        reason = "the last backward pass raised an error before its gradients were averaged"
+        self.failures.fail(reason)
+        raise RuntimeError(
+            f"rank {self.group.rank}: {reason}; this step cannot be completed, so restart from a "
+            "checkpoint"
+        )
 
     def _adopt_changed_parameters(self) -> None:
         if self._ddp._join_config.enable:
@@ -325,8 +327,8 @@ class Replica:
         if self._wrapper() is None or self.hooks.are_replaced:
             return
         self._discard_interrupted_pass()
-        if self.is_connected and not self._is_finish_queued:
-            self._check_no_open_step()
+        if self.is_connected and self.reducer.is_open and not self._is_finish_queued:
+            self._fail_open_step()
         # A pass through outputs of several forward passes is synchronized if one of them is.
         self._is_backward_synchronized = is_synchronized or bool(self._is_backward_synchronized)
         if not self._is_finish_queued:
