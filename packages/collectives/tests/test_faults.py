@@ -424,7 +424,12 @@ DEVIATIONS = {
     [
         ("apart", [("ring", "longer"), ("gloo", "order")]),
         *(
-            pytest.param(where, [(algorithm, w) for w in DEVIATIONS], marks=pytest.mark.exhaustive)
+            pytest.param(
+                where,
+                # MAX of floats is refused on "gloo" before any message.
+                [(algorithm, w) for w in DEVIATIONS if (algorithm, w) != ("gloo", "op")],
+                marks=pytest.mark.exhaustive,
+            )
             for where, algorithm in (
                 ("apart", "ring"),
                 ("apart", "tree"),
