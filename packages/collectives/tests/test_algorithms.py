@@ -135,7 +135,7 @@ def random_sequences(first, last):
             if dist.get_rank() < world:
                 groups[ranks, world] = group
                 # Default prices, so that "auto" does not measure.
-                communicator(group).models |= dict.fromkeys(KINDS, collectives.CostModel())
+                communicator(group).cost_models |= dict.fromkeys(KINDS, collectives.CostModel())
     done = Counter()
     for number in range(first, last):
         choose = random.Random(number)
@@ -369,7 +369,7 @@ def tuned_once():
         start = time.monotonic()
         collectives.all_reduce(torch.ones(100), group=group)
         seconds.append(time.monotonic() - start)
-        models.append(communicator(group).models["all_reduce"])
+        models.append(communicator(group).cost_models["all_reduce"])
     measured = {sample.algorithm for sample in models[0].samples}
     for size in (1 << 10, 1 << 16, 1 << 23):
         by_algorithm = {s.algorithm: s for s in models[0].samples if s.size_bytes == size}

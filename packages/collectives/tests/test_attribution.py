@@ -1,8 +1,12 @@
 """The ranks that are blamed for a failed call, as a function of the ranks' reports."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from collectives.attribution import Cause, Report, Status, attribute
+from collectives.attribution import Attribution, Cause, Report, Status, attribute
+from collectives.errors import PeerError
+from collectives.failure_detection import FailureDetector, Operation, _error_for
 from collectives.shared_memory.fingerprint import Call
 
 CALL_NUMBER = 7
@@ -185,3 +189,13 @@ def test_report_survives_the_store(status):
     assert received.status is status
     assert received.call(CALL_NUMBER) == bytes.fromhex(SUM)
     assert received.call(CALL_NUMBER - 1) == b""
+
+
+def test_errors_name_every_rank_that_left_or_died():
+    left = _error_for(Attribution(Cause.LEFT, [1, 2]), "context", 1.0)
+    assert "ranks 1, 2 called destroy_process_group and left the group: context" in str(left)
+    detector = FailureDetector.__new__(FailureDetector)
+    detector._arena = SimpleNamespace(dead=lambda: [0, 1], names=[4, 5])
+    lost = detector._find_cause(PeerError(4, "closed"), Operation(), 1.0)
+    assert lost.ranks == (4, 5)
+    assert "ranks 4, 5 died" in str(lost)

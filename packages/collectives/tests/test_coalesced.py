@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from collectives.algorithms import dispatch
+from collectives.execution.work import Work
 from collectives.shared_memory import segment
 from worker_pool import run_ranks
 
@@ -301,6 +302,11 @@ def counts():
     with pytest.raises(ValueError, match=r"of torch\.float64 .*got 8 elements of torch\.float32"):
         everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4).double()])
 
+    with pytest.raises(ValueError, match=r"input 1 .* a multiple of 2 ranks, got 7"):
+        everyone().reduce_scatter_tensor_coalesced(
+            [torch.ones(4), torch.ones(3)], [torch.ones(8), torch.ones(7)]
+        )
+
 
 def test_coalescing_different_numbers_of_tensors_is_an_error():
     run_ranks(counts, 2, backend="")
@@ -332,6 +338,28 @@ def messages():
 
 def test_sends_and_receives_are_coalesced():
     run_ranks(messages, 2, backend="")
+
+
+def count_checks():
+    """Return the number of times that handles are checked while 60 calls are coalesced."""
+    begin()
+    num_checks = 0
+
+    def count(_):
+        nonlocal num_checks
+        num_checks += 1
+        return False
+
+    Work.is_success = count
+    with dist._coalescing_manager(device=CPU, async_ops=True) as work:
+        for _ in range(60):
+            dist.broadcast(torch.ones(3), src=0, async_op=True)
+    work.wait()
+    return num_checks
+
+
+def test_checks_of_coalesced_handles_grow_linearly():
+    assert max(run_ranks(count_checks, 2, backend="")) <= 2 * 60
 
 
 def raised_body():

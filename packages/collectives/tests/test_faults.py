@@ -424,7 +424,12 @@ DEVIATIONS = {
     [
         ("apart", [("ring", "longer"), ("gloo", "order")]),
         *(
-            pytest.param(where, [(algorithm, w) for w in DEVIATIONS], marks=pytest.mark.exhaustive)
+            pytest.param(
+                where,
+                # MAX of floats is refused on "gloo" before any message.
+                [(algorithm, w) for w in DEVIATIONS if (algorithm, w) != ("gloo", "op")],
+                marks=pytest.mark.exhaustive,
+            )
             for where, algorithm in (
                 ("apart", "ring"),
                 ("apart", "tree"),
@@ -487,6 +492,10 @@ def bring_nan(where):
         received = torch.full((2,), torch.nan if dist.get_rank() else 5.0)
         collectives.broadcast(received, 0)
         assert received.tolist() == [5.0, 5.0]
+        # An inner context adds checks, and removes none.
+        message = "rank 2 passed a NaN to all_reduce"
+        with collectives.checked(), pytest.raises(collectives.Mismatch, match=message):
+            collectives.all_reduce(tensor)
     # Outside `checked`, NaNs are data.
     collectives.all_reduce(tensor)
     assert tensor[77].isnan()

@@ -46,7 +46,7 @@ def on_two_hosts():
         collectives.all_reduce(torch.ones(3 if rank == 2 else 4))
     with counted() as messages:
         collectives.all_reduce(torch.ones(1 << 18), algorithm="hierarchical")
-    return sum(messages) / (1 << 20), comm.models
+    return sum(messages) / (1 << 20), comm.cost_models
 
 
 @pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.exhaustive)])

@@ -110,6 +110,30 @@ def test_refused_methods_name_an_alternative(backend):
         assert f"does not support {name}; {remedy}" in messages[name]
 
 
+def pass_timeouts_of_zero():
+    import collectives
+
+    group, *_ = start_group()
+    tensor = torch.ones(2)
+    for timeout in (timedelta(), timedelta(seconds=-1)):
+        for call in (
+            lambda timeout=timeout: collectives.barrier(timeout=timeout),
+            lambda timeout=timeout: group.barrier(timeout=timeout),
+            lambda timeout=timeout: group.allreduce([tensor], timeout=timeout),
+            lambda timeout=timeout: group.broadcast(tensor, 0, timeout),
+        ):
+            with pytest.raises(ValueError, match="expected a positive timeout, got"):
+                call()
+    options = dist.AllreduceOptions()
+    # torch's mark of a timeout that is not set.
+    assert options.timeout < timedelta()
+    group.allreduce([tensor], options).wait()
+
+
+def test_timeouts_that_are_not_positive_are_refused():
+    run_ranks(pass_timeouts_of_zero, 1, backend="")
+
+
 def pass_several_tensors():
     """Pass several tensors, which other backends combine and this one must not ignore."""
     group, *_ = start_group()

@@ -5,6 +5,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
@@ -102,20 +103,28 @@ def test_pipeline_stage_trains_as_with_torch_ddp() -> None:
     torch.testing.assert_close(ours, run_ranks(train_pipeline, 2, True))
 
 
-def ignore_a_parameter() -> tuple[list, list]:
+def ignore_a_parameter(how: str) -> tuple[list, list]:
     rank = float(dist.get_rank())
     module = nn.Linear(2, 1)
+    module.late = nn.Parameter(torch.zeros(1), requires_grad=False)
     with torch.no_grad():
         module.bias.fill_(rank)
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module, ["bias"]
     )
-    model = DDP(module)
+    model = DDP(module, find_unused_parameters=True)
+    if how == "copied":
+        model = copy.deepcopy(model)
+        module = model.module
+    if how == "another parameter is unfrozen":
+        module.late.requires_grad_(True)
     model(torch.full((1, 2), rank)).sum().backward()
+    assert module.bias.grad.tolist() == [1.0]
     return module.bias.tolist(), module.weight.grad.tolist()
 
 
-def test_ignored_parameters_are_neither_broadcast_nor_averaged() -> None:
-    ranks = run_ranks(ignore_a_parameter, 2)
+@pytest.mark.parametrize("how", ["wrapped", "copied", "another parameter is unfrozen"])
+def test_ignored_parameters_are_neither_broadcast_nor_averaged(how: str) -> None:
+    ranks = run_ranks(ignore_a_parameter, 2, how)
     assert [bias for bias, _ in ranks] == [[0.0], [1.0]]
     assert [gradient for _, gradient in ranks] == [[[0.5, 0.5]]] * 2

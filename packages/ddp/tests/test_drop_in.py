@@ -153,6 +153,23 @@ def adds_a_frozen_layer() -> bool:
     return True
 
 
+def changes_buffers_in_join() -> list[float]:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False).eval())
+    model = DDP(module)
+    is_first = dist.get_rank() == 0
+    message = "the buffers differed from those of rank 1.* copied those of rank 1"
+    if is_first:
+        module[1].running_mean.fill_(0.5)
+    with model.join(), pytest.warns(UserWarning, match=message) if is_first else nullcontext():
+        model(torch.ones(3, 2)).sum().backward()
+    return module[1].running_mean.tolist()
+
+
+@pytest.mark.filterwarnings("default")
+def test_warning_names_the_rank_whose_buffers_are_copied_in_join() -> None:
+    assert run_ranks(changes_buffers_in_join, 2) == [[0.0, 0.0]] * 2
+
+
 def changes_dtype() -> bool:
     both = Both(net())
     both.step()
@@ -194,6 +211,30 @@ def replaces_data() -> bool:
 )
 def test_parameters_that_change_after_wrapping_are_averaged(program: str) -> None:
     assert run_ranks(globals()[program], 2) == [True, True]
+
+
+def unfreezes_part_of_a_large_model() -> int:
+    sent = []
+    broadcast = dist.broadcast
+
+    def count(tensor: torch.Tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return broadcast(tensor, *args, **kwargs)
+
+    module = net()
+    module.append(nn.Linear(2, 2))
+    module.requires_grad_(False)
+    module[4].requires_grad_(True)
+    model = DDP(module, forward_sync_buffers=False)
+    model(torch.ones(1, 5)).sum().backward()
+    module[5].requires_grad_(True)
+    dist.broadcast = count
+    model(torch.ones(1, 5))
+    return sum(sent)
+
+
+def test_unfreezing_a_layer_sends_that_layer_only() -> None:
+    assert run_ranks(unfreezes_part_of_a_large_model, 2) == [4 * (2 * 2 + 2)] * 2
 
 
 def unfreezes_on_one_rank(rank: int) -> None:
@@ -731,6 +772,30 @@ def copies_that_differ() -> None:
 def test_copies_whose_weights_differ_are_refused() -> None:
     for outcome in try_ranks(copies_that_differ, 2, timeout=60):
         assert "rank 1 has '2.bias' with checksum" in str(outcome.error)
+
+
+def trains_a_sparse_copy(with_dense: bool) -> bool:
+    layers = [nn.Embedding(4, 1, sparse=True)]
+    if with_dense:
+        layers.append(nn.Linear(1, 2))
+    module = nn.Sequential(*layers).double()
+    twin = copy.deepcopy(module)
+    copied = copy.deepcopy(DDP(module))
+    tokens = torch.tensor([[0, 1], [1, 3]])
+    for _ in range(2):
+        copied.zero_grad()
+        twin.zero_grad()
+        copied(tokens[dist.get_rank()]).sum().backward()
+        (twin(tokens).sum() / 2).backward()
+        for ours, theirs in zip(copied.module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
+    return True
+
+
+@pytest.mark.parametrize("with_dense", [False, True])
+def test_first_step_of_a_copy_averages_sparse_gradients(with_dense: bool) -> None:
+    # Without a dense parameter, the gradient that connects the copy is sparse.
+    assert run_ranks(trains_a_sparse_copy, 2, with_dense) == [True, True]
 
 
 # ----- an extra pass or a skipped step on one rank -----

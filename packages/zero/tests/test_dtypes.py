@@ -20,6 +20,7 @@ DTYPES = [
     "bfloat16",
     "float32",
     "float64",
+    "complex32",
     "complex64",
     "complex128",
     "bool",
@@ -156,7 +157,8 @@ def move_and_sum():
             call(summed).wait()
             if call in (communicator.all_reduce, communicator.all_reduce_gradient) or rank == 0:
                 assert torch.equal(summed.to(torch.complex128), total.to(torch.complex128)), name
-        if dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex):
+        is_trainable = dtype.is_floating_point or dtype.is_complex
+        if is_trainable and dtype.itemsize > 1 and dtype != torch.complex32:
             output = mine[:1].clone()
             communicator.reduce_scatter(output, torch.ones(communicator.world).to(dtype)).wait()
             assert output.to(torch.complex128).item() == communicator.world, name
@@ -225,15 +227,28 @@ def test_parameters_with_gradients_of_another_dtype_are_refused():
     assert all(run_ranks(refuse_dtypes_of_gradients, 1, timeout=DEADLINE))
 
 
-def refuse_eight_bits():
-    parameter = nn.Parameter(torch.ones(7).to(torch.float8_e4m3fn))
-    message = "a dtype with arithmetic for parameter .*, got torch.float8_e4m3fn"
-    with pytest.raises(ValueError, match=message):
-        ShardedOptimizer([parameter], torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match=message):
-        FSDP(nn.ParameterList([parameter]))
+def refuse_dtypes_without_arithmetic():
+    for dtype in (torch.float8_e4m3fn, torch.complex32):
+        parameter = nn.Parameter(torch.ones(7).to(dtype))
+        message = f"a dtype with arithmetic for parameter .*, got {dtype}"
+        with pytest.raises(ValueError, match=message):
+            ShardedOptimizer([parameter], torch.optim.SGD, lr=0.1)
+        with pytest.raises(ValueError, match=message):
+            FSDP(nn.ParameterList([parameter]))
     return True
 
 
-def test_trainable_8_bit_parameters_are_refused():
-    assert all(run_ranks(refuse_eight_bits, 1, timeout=DEADLINE))
+def test_trainable_parameters_of_dtypes_without_arithmetic_are_refused():
+    assert all(run_ranks(refuse_dtypes_without_arithmetic, 1, timeout=DEADLINE))
+
+
+def sum_complex_halves():
+    values = torch.tensor([0.5 + 0.25j, -3.75j, 1.5]).to(torch.complex32)
+    summed = values.clone()
+    Communicator().all_reduce(summed).wait()
+    assert torch.equal(summed.to(torch.complex64), 2 * values.to(torch.complex64))
+    return True
+
+
+def test_sums_of_complex_halves_keep_fractions_and_imaginary_parts():
+    assert all(run_ranks(sum_complex_halves, 2, timeout=DEADLINE))

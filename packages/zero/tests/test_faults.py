@@ -293,6 +293,25 @@ def test_bad_arguments_are_refused_with_a_remedy():
         Communicator()
 
 
+def pass_sets():
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    group = {"params": parameters[:1]}
+    optimizer = ShardedOptimizer([group], torch.optim.SGD)
+    for members in (set(parameters[1:]), frozenset(parameters[1:])):
+        with pytest.raises(TypeError, match="expected parameters in an ordered collection, got a"):
+            optimizer.add_param_group({"params": members})
+        for params in (members, [{"params": members}], [group, {"params": members}]):
+            with pytest.raises(TypeError, match="expected parameters in an ordered collection"):
+                ShardedOptimizer(params, torch.optim.SGD)
+    # A dictionary is ordered.
+    optimizer.add_param_group({"params": dict.fromkeys(parameters[1:]).keys()})
+    return True
+
+
+def test_sets_of_parameters_are_refused():
+    assert all(run_ranks(pass_sets, 1, timeout=DEADLINE))
+
+
 def dtype_of_group():
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD)
     dtype = torch.float64 if dist.get_rank() else torch.float32

@@ -154,7 +154,7 @@ def edit(stage):
     """Change gradients between backward and step by each function of EDITS."""
     for name, change in EDITS.items():
         model, ours, twin, theirs = pair(stage)
-        for step in range(3):
+        for step in range(2):
             backward(model, twin, step)
             for module, optimizer in ((model, ours), (twin, theirs)):
                 change(list(module.parameters()))

@@ -17,6 +17,7 @@ handles of such a backend in handles whose `is_completed` never returns True.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -67,7 +68,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._others: dict[str, Any] = {}
         self._creating = threading.Lock()
         # The handles of the calls since `_start_coalescing`; None outside of it.
-        self._coalescing: list[dist.Work] | None = None
+        self._coalescing: deque[dist.Work] | None = None
         # torch's C++ code obtains the backend of a device from the base class.
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(CPU, kind, self._gloo)
@@ -246,7 +247,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collect the handles of the following calls."""
         self.get_backend(device)
         if torch.device(device).type == CPU.type:
-            self._coalescing = []
+            self._coalescing = deque()
         else:
             super()._start_coalescing(device)
 
@@ -255,7 +256,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if torch.device(device).type != CPU.type:
             work: dist.Work = super()._end_coalescing(device)
             return work
-        works, self._coalescing = self._coalescing or [], None
+        works = self._coalescing or ()
+        self._coalescing = None
         return CoalescedWork(works)
 
     # ----- ours: names of the same methods in torch up to 2.11 -----

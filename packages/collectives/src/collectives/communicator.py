@@ -126,7 +126,7 @@ def _end_threads() -> None:
         if not comm.progress.join(deadline):
             # The store may have ended before this process.
             with suppress(Exception):
-                comm.leave(f"rank {comm.rank} ended before its calls had finished")
+                comm.fail_group(f"rank {comm.rank} ended before its calls had finished")
     deadline = time.monotonic() + EXIT_SECONDS
     for comm in running:
         comm.progress.join(deadline)
@@ -141,20 +141,22 @@ class Communicator:
     ) -> None:
         self.rank = group.rank()
         self.world = group.size()
-        #: The group's timeout in seconds, and that of the call that runs.
-        self.group_timeout = self.timeout = timeout.total_seconds()
+        #: Timeout of the group in seconds.
+        self.group_timeout = timeout.total_seconds()
+        #: Timeout of the current call in seconds.
+        self.timeout = self.group_timeout
         # One deadline, a value of time.monotonic, bounds all waits of this constructor.
         deadline = deadline or time.monotonic() + self.timeout
         self.store = fresh_store(store, self.world, deadline)
         self.gloo = GlooGroups(group, self.store)
-        self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
+        self.point_to_point = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
         self.topology = Topology(
             self.store,
             self.rank,
             self.world,
             timeout=self.timeout,
             deadline=deadline,
-            find_ended=self.wire.disconnected_peers,
+            find_ended=self.point_to_point.disconnected_peers,
         )
         self.failures = FailureDetector(
             self.store,
@@ -162,19 +164,20 @@ class Communicator:
             self.world,
             arena=self.topology.arena,
             one_host=self.topology.one_host,
-            wire=self.wire,
+            point_to_point=self.point_to_point,
             gloo=self.gloo,
         )
-        self.progress = ProgressQueue(self.topology.arena, on_end=self._end)
+        self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
         #: The measured costs by collective.
-        self.models: dict[str, CostModel] = {}
+        self.cost_models: dict[str, CostModel] = {}
         #: The algorithm that "auto" has chosen, by collective, size and whether gloo can run it.
         self.choices: dict[tuple[str, int, bool], str] = {}
         #: Set by `checked`: compare the ranks' calls before data moves.
         self.compare_calls = False
         #: Set by `checked`: search the inputs for NaNs.
         self.find_nan = False
-        #: Cleared by `checked(shapes=False)`: compare shapes, not only numbers of elements.
+        #: True: compare shapes. `checked(shapes=False)` sets it to False to compare numbers of
+        #: elements only.
         self.compare_shapes = True
         self.operation = Operation()
         self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
@@ -238,7 +241,7 @@ class Communicator:
             job = self.progress.assign(
                 make_job,
                 # The engine does not search for NaNs.
-                is_usable=self.failures.broken is None and not execution.find_nan,
+                is_usable=self.failures.group_error is None and not execution.find_nan,
             )
 
             def run() -> None:
@@ -289,16 +292,18 @@ class Communicator:
         self._count(compare_calls, packed)
         if timeout is not None:
             self._set_timeout(timeout)
-        self.wire.finish_within(self.timeout)
-        self.wire.tag_by(b"")
+        self.point_to_point.finish_within(self.timeout)
+        self.point_to_point.tag_by(b"")
 
     def abort(self) -> None:
         """Leave the group at once; the call that runs on this rank and on the other ranks fails."""
-        self.leave(f"rank {self.rank} called abort")
+        self.fail_group(f"rank {self.rank} called abort")
 
-    def leave(self, reason: str) -> None:
+    def fail_group(self, reason: str) -> None:
         """Leave the group for this reason, which names this rank; end all waits."""
-        self.failures.give_up(RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation)
+        self.failures.leave_group_with_reason(
+            RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation
+        )
 
     def stop(self) -> None:
         """End the threads after the queued calls."""
@@ -318,22 +323,22 @@ class Communicator:
     @property
     def is_waiting(self) -> bool:
         """Return True while a call runs on a group that has not failed."""
-        return self.progress.running.locked() and self.failures.broken is None
+        return self.progress.running.locked() and self.failures.group_error is None
 
-    def _end(self) -> None:
+    def _on_progress_ended(self) -> None:
         """Announce that no further calls follow, and release system resources."""
         if self._is_stopping:
             return
-        if self.failures.broken is None:
+        if self.failures.group_error is None:
             self.failures.announce_end(self.operation)
         self.topology.close()
 
     def _count(self, compare_calls: bool, packed: bytes) -> None:
         if _is_exiting.is_set() and is_daemon_of_user():
             raise SystemExit  # ends the thread silently: see Note [Threads at exit]
-        broken = self.failures.broken
-        if broken is not None:
-            raise RankLost(broken.ranks, f"an earlier call has failed: {broken}")
+        group_error = self.failures.group_error
+        if group_error is not None:
+            raise RankLost(group_error.ranks, f"an earlier call has failed: {group_error}")
         if self._current_group_timeout() != self.timeout:
             self._set_timeout(self.group_timeout)
         self._calls.append(packed)
@@ -386,7 +391,7 @@ class _Execution:
 
 
 def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -> None:
-    """Publish that this rank waits whenever two successive polls find it in the same call.
+    """Publish that this rank is waiting if two successive polls find it in the same call.
 
     A rank that waits is then not mistaken for a late one: see Note [Attribution of a failure].
     """
@@ -416,7 +421,15 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 @contextmanager
 def limit_calls(timeout: timedelta | None) -> Iterator[None]:
     """Use this timeout instead of the group's for calls in the context; None has no effect."""
-    token = _call_timeout.set(timeout.total_seconds() if timeout else _call_timeout.get())
+    if timeout is None:
+        yield
+        return
+    if timeout <= timedelta():
+        raise ValueError(
+            f"expected a positive timeout, got {timeout.total_seconds():g} s; pass None for the "
+            "timeout of the group"
+        )
+    token = _call_timeout.set(timeout.total_seconds())
     try:
         yield
     finally:
@@ -433,13 +446,14 @@ def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Ite
     Args:
         group: the group; the default group if None.
         nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
+            False keeps the search of an outer context.
         shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
             so that ranks can pass tensors of different shapes.
     """
     comm = communicator(group)
     before = comm.compare_calls, comm.find_nan, comm.compare_shapes
     comm.compare_calls = True
-    comm.find_nan = nan
+    comm.find_nan = comm.find_nan or nan
     comm.compare_shapes = shapes
     try:
         yield

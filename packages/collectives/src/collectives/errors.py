@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 UNUSABLE = "this group can no longer be used: destroy it and create a new one"
-LEFT_GROUP = "has left the group: it called destroy_process_group"
+LEFT_GROUP = "called destroy_process_group and left the group"
 
 
 class RankLost(RuntimeError):

@@ -5,7 +5,7 @@ its connections, so that the messages of the other ranks fail too. It then colle
 the other ranks, and `attribution` decides which ranks are blamed. Ranks that share memory inform
 each other through their clocks (see `shared_memory/arena.py`).
 
-All of this ends within the group's timeout and two seconds: ranks wait for each other up to the
+All of this ends within the group's timeout plus two seconds: ranks wait for each other up to the
 timeout, and the remaining time is for the reports.
 """
 
@@ -69,7 +69,7 @@ class FailureDetector:
         store: the group's store.
         arena: the memory that this rank shares with other ranks, or None.
         one_host: True if the arena contains all ranks of the group.
-        wire: the `PointToPoint` messages of the group.
+        point_to_point: the `PointToPoint` messages of the group.
         gloo: the `GlooGroups` of the group.
     """
 
@@ -81,11 +81,11 @@ class FailureDetector:
         *,
         arena: Any,
         one_host: bool,
-        wire: Any,
+        point_to_point: Any,
         gloo: Any,
     ) -> None:
         #: The error after which the group can no longer be used, or None.
-        self.broken: RankLost | None = None
+        self.group_error: RankLost | None = None
         # A long wait of the caller in the group's store must not delay the reports.
         self._store = clone_store(store)
         self._rank = rank
@@ -94,7 +94,7 @@ class FailureDetector:
         self._last_answer = 0.0
         self._arena = arena
         self._one_host = one_host
-        self._wire = wire
+        self._point_to_point = point_to_point
         self._gloo = gloo
 
     def explain(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
@@ -102,29 +102,29 @@ class FailureDetector:
         if isinstance(error, Mismatch):
             # All ranks of this host have found it, but other hosts wait for their messages.
             if not (self._one_host or operation.compares_calls):
-                self.give_up(error, operation, is_known_on_host=True)
+                self.leave_group_with_reason(error, operation, is_known_on_host=True)
             return error
         if isinstance(error, PeerError):
             cause = self._find_cause(error, operation, timeout)
-            self.give_up(cause, operation)
+            self.leave_group_with_reason(cause, operation)
             return cause
         if isinstance(error, RankLost):
             cause = self._reported_mismatch() or error
-            self.give_up(cause, operation)
+            self.leave_group_with_reason(cause, operation)
             return cause
         failed = RankLost([self._rank], f"rank {self._rank} failed: {error!r}")
-        self.give_up(failed, operation)
+        self.leave_group_with_reason(failed, operation)
         return error
 
-    def give_up(
+    def leave_group_with_reason(
         self, reason: RankLost | Mismatch, operation: Operation, *, is_known_on_host: bool = False
     ) -> None:
         """Take no further part in the group and publish the reason to every rank.
 
-        If the ranks of this host have all found the reason at the same tick (`is_known_on_host`),
-        they are not notified: a late rank would miss that tick.
+        With `is_known_on_host`, the clock is not changed: all ranks of this host find the mismatch
+        by themselves, and a late rank still has to reach that tick.
         """
-        self.broken = RankLost(reason.ranks, str(reason))
+        self.group_error = RankLost(reason.ranks, str(reason))
         if not self._one_host:
             if isinstance(reason, Mismatch):
                 self._publish_report(
@@ -145,10 +145,13 @@ class FailureDetector:
             self._publish_report(operation, Status.LEFT)
 
     def publish_waiting(self, operation: Operation | None) -> None:
-        """Publish that this rank waits in `operation`, and for which rank; withdraw it if None."""
+        """Publish the operation in which this rank waits and the rank that it waits for.
+
+        Clear the entry if `operation` is None.
+        """
         text = ""
         if operation is not None:
-            peer = self._wire.waits_for
+            peer = self._point_to_point.waits_for
             if peer is None and self._arena is not None:
                 peer = next(iter(self._arena.late()), None)
             text = self._report(operation, Status.WAITING, waits_for=peer).to_json()
@@ -170,7 +173,7 @@ class FailureDetector:
     def _publish_report(self, operation: Operation, status: Status, **fields: Any) -> None:
         """Publish this rank's report, then close its connections."""
         report = self._report(
-            operation, status, disconnected=self._wire.disconnected_peers(), **fields
+            operation, status, disconnected=self._point_to_point.disconnected_peers(), **fields
         )
         text = report.to_json()
 
@@ -181,7 +184,7 @@ class FailureDetector:
 
         with suppress(TimeoutError, RuntimeError):
             run_within(STORE_SECONDS, publish)
-        self._wire.close_connections()
+        self._point_to_point.close_connections()
         self._gloo.close_connections()
 
     def _read_report(self, key: str) -> Report | None:
@@ -249,7 +252,7 @@ class FailureDetector:
         number = operation.number
         if self._arena is not None and (dead := self._arena.dead()):
             ranks = [self._arena.names[i] for i in dead]
-            return RankLost(ranks, f"rank {ranks[0]} died (call {number}); {UNUSABLE}")
+            return RankLost(ranks, f"{format_ranks(ranks)} died (call {number}); {UNUSABLE}")
         # A rank may wait for a peer that sends no messages to other hosts itself.
         awaited = set(operation.participants)
         if error.peer is not None:

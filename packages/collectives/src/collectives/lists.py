@@ -208,6 +208,11 @@ def coalesced(
         check_tensors(kind, tensor, targets)
         if name:
             check_dtype(name, tensor.dtype)
+        if tensor.numel() % in_rows:
+            raise ValueError(
+                f"coalesced {kind} expected the number of elements of input {i} to be a multiple "
+                f"of {in_rows} ranks, got {tensor.numel()}"
+            )
         expected = (tensor.dtype, tensor.numel() * out_rows // in_rows)
         got = (targets[0].dtype, sum(target.numel() for target in targets))
         if got != expected or len({target.dtype for target in targets}) > 1:

@@ -21,19 +21,19 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
         timeout: the timeout of the new group; that of the failed group if None.
     """
     comm = communicator(group)
-    broken = comm.failures.broken
-    if broken is None:
+    group_error = comm.failures.group_error
+    if group_error is None:
         raise RuntimeError(
             "expected a group that has failed, got one that works; to create a group of some of "
             "its ranks, use torch.distributed.new_group"
         )
-    if comm.rank in broken.ranks:
+    if comm.rank in group_error.ranks:
         raise RuntimeError(
             f"expected a surviving rank, but the failure named this rank, {comm.rank}; restart "
-            f"this process: {broken}"
-        ) from broken
+            f"this process: {group_error}"
+        ) from group_error
     members = dist.get_process_group_ranks(group)
-    survivors = [members[rank] for rank in range(comm.world) if rank not in broken.ranks]
+    survivors = [members[rank] for rank in range(comm.world) if rank not in group_error.ranks]
     rebuilt = dist.new_group(
         survivors,
         timeout=timeout or timedelta(seconds=comm.timeout),

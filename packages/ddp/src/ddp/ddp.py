@@ -35,7 +35,7 @@ from ddp.options import (
     select_group,
 )
 from ddp.process_group import AllReduce
-from ddp.replica import Replica
+from ddp.replica import InitialBroadcast, Replica
 from ddp.weighting import Average
 
 #: Attributes of one process, which are rebuilt in a copy. As in torch, a copy of a compiled
@@ -127,9 +127,11 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
                 stacklevel=2,
             )
         # As in torch, only the former name also disables the initial broadcast of buffers.
-        broadcast = "weights and buffers"
+        broadcast = InitialBroadcast.WEIGHTS_AND_BUFFERS
         if broadcast_buffers is False and forward_sync_buffers is None:
-            broadcast = "weights"
+            broadcast = InitialBroadcast.WEIGHTS
+        if not init_sync:
+            broadcast = InitialBroadcast.NONE
         if forward_sync_buffers is None:
             forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -158,7 +160,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self._group = select_group(group, process_group, device_mesh)
         self._comm_hook: CommHook | None = None
         self._create_process_state()
-        self._replica.connect(check_model=init_sync, broadcast=broadcast if init_sync else "")
+        self._replica.connect(check_model=init_sync, broadcast=broadcast)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""

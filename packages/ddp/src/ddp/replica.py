@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Collection, Iterable
+from enum import Enum, auto
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp.communication import Compression
 from ddp.compression.comm_hook import CommHook
@@ -37,8 +39,16 @@ from ddp.reducer import Reducer
 from ddp.weighting import GradientWeighting
 
 
+class InitialBroadcast(Enum):
+    """The state that is copied from rank 0 when a replica connects to the other ranks."""
+
+    NONE = auto()
+    WEIGHTS = auto()
+    WEIGHTS_AND_BUFFERS = auto()
+
+
 class Wrapper(Protocol):
-    """Attributes of `DDP` that its replica reads. The replica holds only a weak reference."""
+    """Attributes of `DDP` that its replica reads. The replica references the wrapper weakly."""
 
     meter: Meter
     require_backward_grad_sync: bool
@@ -46,7 +56,7 @@ class Wrapper(Protocol):
 
 
 class Replica:
-    """The state that one `DDP` shares with the other ranks.
+    """Per-rank state that coordinates one `DDP` with the other ranks.
 
     A step starts with the first gradient of a synchronized backward pass. It ends when autograd
     calls back at the end of that pass. The replica of a copied wrapper is not connected: it
@@ -84,37 +94,50 @@ class Replica:
         #: Checksum of the buffers before the first forward pass since the last step; 0 if unknown.
         self._buffer_checksum = 0
         self._is_finish_queued = False
+        #: The queued `_end_backward`. The engine holds the only reference, so the callback is dead
+        #: once an error has ended that backward pass.
+        self._finish_callback: Callable[[], object] = lambda: None
         #: True if the next backward pass is synchronized even after a forward pass in `no_sync`.
         self.is_sync_requested = False
-        #: True or False if the backward pass of the last forward pass is synchronized or not. None
-        #: while a forward pass runs, and after a synchronized step.
-        self._forward_sync: bool | None = None
-        #: True or False if the current backward pass is synchronized or not. None outside of a
-        #: backward pass, and until it reaches an output of the wrapper.
-        self._backward_sync: bool | None = None
+        #: True if the backward pass of the last forward pass is synchronized. None while a forward
+        #: pass runs and after a synchronized step.
+        self._is_forward_synchronized: bool | None = None
+        #: True if the current backward pass is synchronized. None outside of a backward pass, and
+        #: until it reaches an output of the wrapper.
+        self._is_backward_synchronized: bool | None = None
         #: True after the warning about buffers that were changed between two steps.
         self._has_warned_of_buffers = False
         #: Parameters with hooks that connect this replica.
         self._connecting_parameters: list[nn.Parameter] = []
+        #: The parameters that the module had when it was connected, or when it last changed.
+        self._adopted = WeakTensorKeyDictionary()
 
     # ----- connection -----
 
-    def connect(self, *, check_model: bool, broadcast: str = "") -> None:
+    def connect(
+        self,
+        *,
+        check_model: bool,
+        check_weights: bool = False,
+        broadcast: InitialBroadcast = InitialBroadcast.NONE,
+    ) -> None:
         """Connect to the other ranks.
 
-        `broadcast` selects the state that is copied from rank 0: "weights", "weights and buffers",
-        or "" for none.
+        If this raises, the hooks and `is_connected` are unchanged, so that the first gradient of
+        the next backward pass connects a copied wrapper, or raises again.
         """
-        self.hooks.remove()
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group
         self.failures = FailureAttribution(process_group)
         if check_model:
             with self.failures.attribute("the comparison of the models"):
                 check_same_model(self.module, self.options.shared, process_group, self.ignored)
+        if check_weights:
+            with self.failures.attribute("the comparison of the weights"):
+                check_same_weights(self.module, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
-        if broadcast:
-            has_buffers = broadcast == "weights and buffers"
+        if broadcast is not InitialBroadcast.NONE:
+            has_buffers = broadcast is InitialBroadcast.WEIGHTS_AND_BUFFERS
             state = named_state(self.module, self.ignored, buffers=has_buffers)
             self._broadcast(state.values(), "the broadcast of the weights")
         self.tracked = TrackedParameters(self.module, self.ignored)
@@ -125,19 +148,20 @@ class Replica:
             find_unused_parameters=self.options.find_unused_parameters,
             check_nan=self.options.check_nan,
         )
+        self.make_reducer()
+        self._note_adopted_parameters()
         self.is_connected = True
         self._connecting_parameters = []
-        self.make_reducer()
 
     def connect_copy(self) -> None:
         """Connect the replica of a copied wrapper. Raise `ValueError` if weights differ."""
         if not self.is_connected:
-            self.connect(check_model=True)
-            check_same_weights(self.module, self.group.process_group)
+            self.connect(check_model=True, check_weights=True)
 
     def connect_at_first_gradient(self) -> None:
         """Register hooks that connect this replica when its first gradient is ready."""
-        trained = [p for p in self.module.parameters() if p.requires_grad]
+        state = named_state(self.module, self.ignored, buffers=False)
+        trained = [cast(nn.Parameter, p) for p in state.values() if p.requires_grad]
         known = [id(parameter) for parameter in self._connecting_parameters]
         if [id(parameter) for parameter in trained] == known:
             return
@@ -155,21 +179,31 @@ class Replica:
             self.reducer.compression = compression
 
     def make_reducer(self) -> None:
-        """Allocate the buckets and register the hooks."""
+        """Allocate the buckets and replace the hooks.
+
+        If the allocation fails, this replica and the other ranks refuse further steps: the hooks
+        that remain belong to the earlier parameters.
+        """
         options = self.options
         if options.average != "ranks" and self.weighting is None:
-            # Shared by successive reducers, because it knows which gradients are averages.
+            # Successive reducers share the weighting, because it records which gradients are
+            # already averaged.
             self.weighting = GradientWeighting(options.average, self.group, self.try_open_step)
-        self.reducer = Reducer(
-            self.tracked.dense,
-            options,
-            self.group,
-            self.failures,
-            self.compression,
-            (self.failures, self.meter, self.agreement),
-            try_open_step=self.try_open_step,
-            before_reuse=self.weighting.unscale_average if self.weighting is not None else None,
-        )
+        try:
+            self.reducer = Reducer(
+                self.tracked.dense,
+                options,
+                self.group,
+                self.failures,
+                self.compression,
+                (self.failures, self.meter, self.agreement),
+                try_open_step=self.try_open_step,
+                before_reuse=self.weighting.unscale_average if self.weighting is not None else None,
+            )
+        except BaseException as error:
+            self.failures.fail(f"the buckets could not be allocated: {error}")
+            raise
+        self.hooks.remove()
         for index, parameter in enumerate(self.tracked.dense.values()):
             self.hooks.take_over(parameter, self)
             hook = GradientHook(self.reducer.mark_ready, index)
@@ -207,11 +241,8 @@ class Replica:
 
         An older wrapper of a part of the module passes `is_whole_module=False`.
         """
-        self._forward_sync = None
-        if self._is_finish_queued and torch._C._current_graph_task_id() == -1:
-            # The last backward pass raised an error, so it did not call `_end_backward`.
-            self._is_finish_queued = False
-            self._backward_sync = None
+        self._is_forward_synchronized = None
+        self._discard_interrupted_pass()
         if not self.is_connected:
             self.connect_at_first_gradient()
             return
@@ -221,44 +252,71 @@ class Replica:
             successor.prepare_forward(is_whole_module=False)
             return
         if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
-            reason = "the last backward pass raised an error before its gradients were averaged"
-            self.failures.fail(reason)
-            raise RuntimeError(
-                f"rank {self.group.rank}: {reason}; this step cannot be completed, so restart from "
-                "a checkpoint"
-            )
+            self._fail_open_step()
         if self.tracked.have_changed():
             self._adopt_changed_parameters()
         self.unused.is_whole_module = is_whole_module
         if self._ddp.require_backward_grad_sync:
-            self.unused.refuse(list(self.tracked.trained), self.group.rank)
+            self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
         # Dynamo cannot trace the checksum, and a compiled wrapper must not break the graph.
         is_checked = self.options.broadcast_buffers and not torch.compiler.is_compiling()
         if is_checked and self._buffer_checksum == 0:
             self._buffer_checksum = checksum(self.tracked.named_buffers().values())
 
+    def _discard_interrupted_pass(self) -> None:
+        """Forget a backward pass that raised an error, so that it did not call `_end_backward`."""
+        # Dynamo cannot trace the second condition, which is not evaluated in a usual forward pass.
+        if not self._is_finish_queued:
+            return
+        if torch._C._current_graph_task_id() == -1 or self._finish_callback() is None:
+            self._is_finish_queued = False
+            self._is_backward_synchronized = None
+            if self.weighting is not None:
+                self.weighting.abandon_pass()
+
+    def _fail_open_step(self) -> NoReturn:
+        """Raise an error, because a backward pass raised one after it had opened a step."""
+        reason = "the last backward pass raised an error before its gradients were averaged"
+        self.failures.fail(reason)
+        raise RuntimeError(
+            f"rank {self.group.rank}: {reason}; this step cannot be completed, so restart from a "
+            "checkpoint"
+        )
+
     def _adopt_changed_parameters(self) -> None:
         if self._ddp._join_config.enable:
             raise RuntimeError("parameters changed inside join(); change them outside of it")
-        known = {id(parameter) for parameter in self.tracked.all}
-        self.reducer.release()
-        self.tracked.refresh()
         cause = "parameters were unfrozen, replaced or added"
         description = describe_model(self.module, self.ignored)
         check_same_descriptions(self.failures.rendezvous(cause, description))
-        added = [p for p in self.module.parameters() if id(p) not in known]
-        self._broadcast(added, "the broadcast of new weights")
-        self.hooks.remove()
+        trained = {id(parameter) for parameter in self.tracked.all}
+        state = named_state(self.module, self.ignored, buffers=False).values()
+        changed = []
+        for parameter in state:
+            is_new_to_average = parameter.requires_grad and id(parameter) not in trained
+            if is_new_to_average or parameter not in self._adopted:
+                changed.append(parameter)
+        self._broadcast(changed, "the broadcast of new weights")
+        # A comparison or broadcast that raised leaves the change unrecorded: the next forward pass
+        # detects it again.
+        self.reducer.release()
+        self.tracked.refresh()
         self.unused.names = []
         self.make_reducer()
+        self._note_adopted_parameters()
+
+    def _note_adopted_parameters(self) -> None:
+        self._adopted.clear()
+        for parameter in self.module.parameters():
+            self._adopted[parameter] = True
 
     # ----- backward pass -----
 
     def end_forward(self) -> bool:
         """Decide if the backward pass of the forward pass that ended is synchronized."""
-        self._forward_sync = self._ddp.require_backward_grad_sync
-        return self._forward_sync
+        self._is_forward_synchronized = self._ddp.require_backward_grad_sync
+        return self._is_forward_synchronized
 
     def enter_backward(self, is_synchronized: bool, _: Any = None) -> None:
         """Handle the start of a backward pass; this is a hook on the outputs of the module.
@@ -268,8 +326,11 @@ class Replica:
         """
         if self._wrapper() is None or self.hooks.are_replaced:
             return
+        self._discard_interrupted_pass()
+        if self.is_connected and self.reducer.is_open and not self._is_finish_queued:
+            self._fail_open_step()
         # A pass through outputs of several forward passes is synchronized if one of them is.
-        self._backward_sync = is_synchronized or bool(self._backward_sync)
+        self._is_backward_synchronized = is_synchronized or bool(self._is_backward_synchronized)
         if not self._is_finish_queued:
             self.hooks.move_to_end()
         self._queue_finish()
@@ -278,22 +339,26 @@ class Replica:
         """Queue `_end_backward` for the end of the current backward pass."""
         if not self._is_finish_queued:
             self._is_finish_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            callback = self._end_backward
+            self._finish_callback = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _decide(self) -> bool | None:
+    def _is_current_pass_synchronized(self) -> bool | None:
         """Return True if the current backward pass is synchronized, or None if it is not known yet.
 
-        As in torch's DDP, the forward pass decides. Its decision is also known if the gradient is
-        ready before the backward pass reaches an output, or if an output could not be hooked.
+        As in torch's DDP, the forward pass decides. The same decision applies if a gradient is
+        ready before the backward pass reaches an output, or if no output could be hooked.
         """
         if self.is_sync_requested:
             return True
-        return self._forward_sync if self._backward_sync is None else self._backward_sync
+        if self._is_backward_synchronized is None:
+            return self._is_forward_synchronized
+        return self._is_backward_synchronized
 
     def _end_backward(self) -> None:
-        is_undecided = self._decide() is None
+        is_undecided = self._is_current_pass_synchronized() is None
         self._is_finish_queued = False
-        self._backward_sync = None
+        self._is_backward_synchronized = None
         if self.is_connected and is_undecided and self._ddp.require_backward_grad_sync:
             # The pass reached no output since the last step: the module was called directly.
             self.start_step()
@@ -308,6 +373,9 @@ class Replica:
         if self.weighting is not None and parameter.grad is not None:
             # The weighting hook was not registered when this gradient was accumulated.
             parameter.grad = self.weighting.weigh(cast(nn.Parameter, parameter), parameter.grad)
+        if any(other is parameter for other in self.tracked.sparse.values()):
+            self._mark_sparse_ready(parameter)
+            return
         for index, other in enumerate(self.reducer.parameters):
             if other is parameter:
                 self.reducer.mark_ready(index, parameter)
@@ -320,14 +388,15 @@ class Replica:
 
     def try_open_step(self) -> bool:
         """Open a step for the gradient that is ready; return False if it is not synchronized."""
+        self._discard_interrupted_pass()
         ddp = self._ddp
         if not self._is_finish_queued and self.hooks.move_to_end():
             raise RuntimeError(
-                "expected hooks on parameters to be registered before wrapping, but the backward "
-                "pass reached no output of the wrapper first; call the wrapper, not its .module"
+                "a parameter hook was registered after wrapping, and this backward pass did not "
+                "start at an output of the wrapper; call the wrapper, not its .module"
             )
         self._queue_finish()
-        if not self._decide():
+        if not self._is_current_pass_synchronized():
             # Rebuilding is a collective. With uneven inputs, ranks call collectives only at the
             # start of a synchronized step.
             if not ddp._join_config.enable:
@@ -368,7 +437,7 @@ class Replica:
     @torch.no_grad()
     def finish_step(self, *, is_participating: bool = True) -> None:
         """Wait for all gradients, then synchronize sparse gradients and buffers."""
-        self._forward_sync = None
+        self._is_forward_synchronized = None
         self.is_sync_requested = False
         scale = self.reducer.scale if is_participating else 0.0
         unused = self.reducer.finish(is_participating=is_participating)
@@ -386,7 +455,7 @@ class Replica:
             self._synchronize_buffers(is_participating=is_participating)
 
     def _synchronize_buffers(self, *, is_participating: bool) -> None:
-        """Copy the buffers of rank 0 to every rank.
+        """Copy the buffers of rank 0 to every rank; in `join()`, of the last rank with inputs.
 
         This happens at the end of a backward pass, not at the start of a forward pass as in torch's
         DDP. Buffers are then equal if a checkpoint or an evaluation follows on one rank only.
@@ -399,14 +468,14 @@ class Replica:
             source = highest_rank(self.group, self.device, is_candidate=is_participating)
         before_forward = torch.tensor(self._buffer_checksum, device=buffers[0].device)
         self._broadcast([*buffers, before_forward], "the broadcast of the buffers", source)
-        self._warn_of_changed_buffers(int(before_forward))
+        self._warn_of_changed_buffers(int(before_forward), source)
         self._buffer_checksum = 0
 
     def _broadcast(self, tensors: Iterable[Tensor], description: str, source: int = 0) -> None:
         group = self.group.process_group
         broadcast_tensors(list(tensors), group, self.failures, description, source=source)
 
-    def _warn_of_changed_buffers(self, source_checksum: int) -> None:
+    def _warn_of_changed_buffers(self, source_checksum: int, source: int) -> None:
         """Warn if the forward pass used other buffers on this rank than on the source rank."""
         if self._has_warned_of_buffers or 0 in (self._buffer_checksum, source_checksum):
             return
@@ -414,8 +483,9 @@ class Replica:
             self._has_warned_of_buffers = True
             warnings.warn(
                 f"rank {self.group.rank}: before the forward pass of this step, the buffers "
-                "differed from those of rank 0, because a rank changed them after the previous "
-                "step. torch's DDP would have copied those of rank 0 before the forward pass; "
+                f"differed from those of rank {source}, because a rank changed them after the "
+                f"previous step. torch's DDP would have copied those of rank {source} before the "
+                "forward pass; "
                 "change buffers on every rank in the same way, or broadcast them after the change",
                 stacklevel=2,
             )

@@ -86,14 +86,13 @@ class GradientWeighting:
         self, failures: FailureAttribution, device: torch.device, *, is_participating: bool
     ) -> float:
         """Open a step; return the factor for each gradient. A collective with a function."""
-        self._is_in_step = True
         if not self._weight_function:
+            self._is_in_step = True
             return 1.0
         if torch._C._current_graph_task_id() != -1:
             # Include the weight of the backward pass that opens the step.
             self._current_weight()
         weight = self._accumulated_weight if is_participating else 0.0
-        self._accumulated_weight = 0.0
         total = torch.tensor([weight], device=device).double()
         description = "the sum of the weights"
         with failures.attribute(description):
@@ -104,6 +103,8 @@ class GradientWeighting:
                 f"expected a positive sum of weights over all ranks, got {float(total)}; return a "
                 "positive weight from the function that was passed as average"
             )
+        self._is_in_step = True
+        self._accumulated_weight = 0.0
         self._scale = 1 / float(total)
         return self._scale
 
@@ -114,6 +115,11 @@ class GradientWeighting:
 
     def end_pass(self) -> None:
         """Forget the weight of the backward pass that ended."""
+        self._pass_weight = None
+
+    def abandon_pass(self) -> None:
+        """Remove the weight of a backward pass that raised an error."""
+        self._accumulated_weight -= self._pass_weight or 0.0
         self._pass_weight = None
 
     def _current_weight(self) -> float:

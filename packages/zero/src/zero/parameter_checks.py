@@ -12,6 +12,13 @@ from zero.fsdp.shard import find_unit
 from zero.process_groups import Communicator
 
 
+def is_trainable_dtype(dtype: torch.dtype) -> bool:
+    """Return True if gradients of this dtype can be summed and divided."""
+    # torch cannot divide complex32 on a CPU, and has no arithmetic for 8-bit floats.
+    has_arithmetic = dtype.itemsize > 1 and dtype != torch.complex32
+    return has_arithmetic and (dtype.is_floating_point or dtype.is_complex)
+
+
 def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if the parameters cannot be laid end to end and trained."""
     # torch's optimizers refuse anything else.
@@ -29,7 +36,7 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
                 f"{name} of shape {shape}, which sharding would turn into a plain tensor: convert "
                 "it first, or use torch's fully_shard"
             )
-        if parameter.requires_grad and parameter.itemsize < 2:
+        if parameter.requires_grad and not is_trainable_dtype(parameter.dtype):
             raise ValueError(
                 f"expected a dtype with arithmetic for parameter {name}, got {parameter.dtype}: "
                 "pass requires_grad=False, or use a wider dtype"

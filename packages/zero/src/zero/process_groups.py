@@ -1,8 +1,8 @@
-"""The collectives of one process group, passed in as arguments, with a count of their payloads.
+"""Replaceable collectives of one process group, with a count of their payload bytes.
 
 Any function with the signature of torch.distributed's collective may replace it. On gloo the
-defaults are the two of `zero.gloo_collectives`, because torch's own send or copy more than is
-needed. If a collective fails, its error names the ranks that caused the failure.
+defaults are the two functions of `zero.gloo_collectives`, because torch's collectives send or copy
+more data than necessary. If a collective fails, its error names the ranks that caused the failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Collective = Callable[..., Any]
 
 @dataclass(frozen=True)
 class DryRun:
-    """A process group of `world` ranks that do not exist: collectives count bytes and do nothing.
+    """A simulated process group of `world` ranks, whose collectives only count bytes.
 
     With tensors on the meta device, a training step then needs neither memory nor other ranks.
     """
@@ -56,12 +56,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class Communicator:
     """The collectives of one group, and the payload of each since the last `pop_bytes()`.
 
-    If `group` is a mesh (replicate, shard), the collectives use the second dimension, and sums of
-    gradients continue over the first, which is `replicas`.
+    If `group` is a mesh (replicate, shard), the collectives use the second dimension. Gradient sums
+    are then reduced over the first dimension too, which is `replicas`.
 
     `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
     reduce-scatter or an all-to-all, the output of an all-gather, the tensor of any other
-    collective.
+    collective. Collectives over the replicas are counted by `replicas`.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Communicator:
                 f"expected a group that contains this rank, got one without global rank "
                 f"{dist.get_rank()}: pass this rank's group"
             )
-        # The name of the backend does not show that "cpu:gloo" is gloo for all devices, nor the
-        # default one without a GPU.
+        # `get_backend` does not reveal that all devices use gloo, for example with "cpu:gloo" or
+        # with the default backend on a machine without a GPU.
         config = dist.get_backend_config(group)
         if all(device.endswith(":gloo") for device in config.split(",")):
             self._reduce_scatter = reduce_scatter_tensor or direct_reduce_scatter
@@ -123,8 +123,8 @@ class Communicator:
         self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
 
     @contextmanager
-    def all_ranks_call(self) -> Iterator[None]:
-        """Allow collectives that ranks without inputs take part in."""
+    def allow_collectives_in_join(self) -> Iterator[None]:
+        """Allow collectives in the block: ranks without inputs call them too."""
         before = self.is_joining
         self.is_joining = False
         try:
@@ -159,17 +159,20 @@ class Communicator:
         The divisor is a power of two, so only subnormal numbers are rounded.
         """
         if gradients.dtype == torch.float16:
-            gradients /= self._headroom
+            gradients /= self._float16_divisor
 
     def divide_after_sum(self, total: Tensor, sent_dtype: torch.dtype) -> None:
-        """Make the average, in place, of the sum over ranks of gradients sent in `sent_dtype`."""
+        """Divide a sum of gradients in place to obtain the average.
+
+        `sent_dtype` is the dtype in which the gradients were sent.
+        """
         divisor: float = self.num_gradients
         if sent_dtype == torch.float16:
-            divisor /= self._headroom
+            divisor /= self._float16_divisor
         total /= divisor
 
     @property
-    def _headroom(self) -> int:
+    def _float16_divisor(self) -> int:
         """The smallest power of two that is not below the number of summed gradients."""
         return 1 << (self.num_gradients - 1).bit_length()
 
@@ -186,9 +189,10 @@ class Communicator:
         return self.group or dist.group.WORLD
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Return a communicator of the same group with its own counts."""
+        """Return a communicator of the same group with separate counts."""
         copied: Communicator = copy.copy(self)
         copied.bytes = Counter()
+        copied.replicas = copy.deepcopy(self.replicas, memo)
         memo[id(self)] = copied
         return copied
 
@@ -227,7 +231,11 @@ class Communicator:
         """Sum a dtype that the backend cannot sum: gather it, add in rank order, round once."""
         gathered = tensor.new_empty(self.world, tensor.numel())
         work = self.all_gather(gathered, tensor.contiguous())
-        wide = torch.float32 if tensor.is_floating_point() else torch.int64
+        wide = torch.int64
+        if tensor.is_complex():
+            wide = torch.complex64
+        elif tensor.is_floating_point():
+            wide = torch.float32
         return _WorkThen(work, lambda: tensor.copy_(gathered.to(wide).sum(0).view(tensor.shape)))
 
     def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
@@ -293,12 +301,12 @@ class Communicator:
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
-    def any_rank(
+    def any_across_ranks(
         self, *flag_lists: Sequence[bool], counted: bool = True
     ) -> Callable[[], list[list[bool]]]:
-        """Start to find which flags are set on any rank; return a function that waits for them.
+        """Launch an OR-reduction of the flags over the ranks; return a function that waits for it.
 
-        The function returns one list per argument. `counted=False` leaves the exchange out of
+        The function returns one list per argument. `counted=False` excludes the reduction from
         `bytes`.
         """
         flags = [flag for flag_list in flag_lists for flag in flag_list]
@@ -317,7 +325,7 @@ class Communicator:
             lists = counts.gt(0).split([len(flag_list) for flag_list in flag_lists])
             anywhere: list[list[bool]] = [part.tolist() for part in lists]
             if self.replicas:
-                return self.replicas.any_rank(*anywhere, counted=counted)()
+                return self.replicas.any_across_ranks(*anywhere, counted=counted)()
             return anywhere
 
         return wait

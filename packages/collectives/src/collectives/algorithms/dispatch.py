@@ -73,11 +73,13 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
         root = call.root if kind == "broadcast" else None
         # Only the leaders receive messages of other hosts.
         comm.operation.participants = hierarchical.host_leaders(topology.hosts, root)
-        HIERARCHICAL[kind](topology.arena, comm.wire, topology.hosts, *tensors, *argument, packed)
+        HIERARCHICAL[kind](
+            topology.arena, comm.point_to_point, topology.hosts, *tensors, *argument, packed
+        )
     elif algorithm == NATIVE:
         _run_gloo(comm, call, packed, *tensors)
     else:
-        BY_MESSAGES[algorithm][kind](comm.wire, *tensors, *argument)
+        BY_MESSAGES[algorithm][kind](comm.point_to_point, *tensors, *argument)
 
 
 def all_to_all(
@@ -95,7 +97,7 @@ def all_to_all(
     comm.operation.lengths = local
     if comm.operation.compares_calls or comm.topology.one_host:
         _compare_lengths(comm, local)
-    ring.all_to_all(comm.wire, outputs, inputs)
+    ring.all_to_all(comm.point_to_point, outputs, inputs)
 
 
 def _compare_lengths(comm: Communicator, local: Lengths) -> None:
@@ -103,7 +105,7 @@ def _compare_lengths(comm: Communicator, local: Lengths) -> None:
     world = comm.world
     numbers = torch.tensor(local.sends + local.receives)
     lengths = {}
-    for rank, raw in enumerate(gather_by_messages(comm.wire, numbers.numpy().tobytes())):
+    for rank, raw in enumerate(gather_by_messages(comm.point_to_point, numbers.numpy().tobytes())):
         values = torch.frombuffer(bytearray(raw), dtype=torch.int64).tolist()
         lengths[rank] = Lengths(values[:world], values[world:])
     fingerprint.compare_lengths(lengths, range(world))
@@ -125,7 +127,7 @@ def barrier(comm: Communicator, packed: bytes) -> None:
     """Return when every rank has made this call."""
     compare_calls(comm, packed)
     if not comm.topology.one_host:
-        tree.all_reduce(comm.wire, torch.zeros(1), "SUM")
+        tree.all_reduce(comm.point_to_point, torch.zeros(1), "SUM")
 
 
 def prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
@@ -150,8 +152,8 @@ def compare_calls(comm: Communicator, packed: bytes) -> None:
     if comm.topology.one_host:
         protocol.barrier(comm.topology.require(), packed)
     elif comm.operation.compares_calls:
-        fingerprint.compare(gather_by_messages(comm.wire, packed), range(comm.world))
-    comm.wire.tag_by(packed)
+        fingerprint.compare(gather_by_messages(comm.point_to_point, packed), range(comm.world))
+    comm.point_to_point.tag_by(packed)
 
 
 def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
@@ -161,12 +163,12 @@ def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
         and comm.gloo.can_run(call.kind, call.dtype, call.op)
         and comm.gloo.has_room_for(packed)
     )
-    if call.steps not in comm.models:
-        comm.models[call.steps] = _measure(comm, call.steps)
-        comm.wire.tag_by(packed)
+    if call.steps not in comm.cost_models:
+        comm.cost_models[call.steps] = _measure(comm, call.steps)
+        comm.point_to_point.tag_by(packed)
     key = call.steps, size, native
     if key not in comm.choices:
-        model = comm.models[call.steps]
+        model = comm.cost_models[call.steps]
         hosts = comm.topology.ranks_per_host
         comm.choices[key] = model.choose(call.steps, size, hosts, native=native)
     return comm.choices[key]
@@ -186,7 +188,7 @@ def _measure(comm: Communicator, kind: str) -> CostModel:
         kind,
         partial(_run_probe, comm, kind),
         comm.topology.ranks_per_host,
-        comm.wire,
+        comm.point_to_point,
         # All ranks use rank 0's model, because rounding could make them choose differently.
         partial(_broadcast_text, comm, f"model/{kind}"),
         native=comm.gloo.can_run(kind, torch.float32, ""),
@@ -200,7 +202,7 @@ def _measure(comm: Communicator, kind: str) -> CostModel:
 def _broadcast_text(comm: Communicator, key: str, text: str) -> bytes:
     """Return rank 0's text, through the store."""
     publish = {key: text} if comm.rank == 0 else {}
-    deadline = time.monotonic() + comm.wire.seconds_left
+    deadline = time.monotonic() + comm.point_to_point.seconds_left
     try:
         return fetch(comm.store, {0: key}, deadline, publish)[0]
     except RankLost as error:
@@ -241,5 +243,5 @@ def _run_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -
     if packed not in comm.gloo.groups:
         # gloo cannot be interrupted while it connects, so ranks that make different calls must
         # time out in these messages instead.
-        gather_by_messages(comm.wire, b"connect")
-    comm.gloo.run(call.kind, packed, tensors, call.op, call.root, comm.wire.seconds_left)
+        gather_by_messages(comm.point_to_point, b"connect")
+    comm.gloo.run(call.kind, packed, tensors, call.op, call.root, comm.point_to_point.seconds_left)

@@ -24,7 +24,7 @@ MIN_LOCAL_SECONDS = 0.5
 
 def all_reduce(
     arena: Arena | None,
-    wire: PointToPoint,
+    point_to_point: PointToPoint,
     hosts: Sequence[Sequence[int]],
     flat: Tensor,
     name: str,
@@ -33,7 +33,7 @@ def all_reduce(
     """Reduce the flat tensor over all ranks, in place."""
 
     def reduce_block(block: Tensor) -> None:
-        _all_reduce(arena, wire, hosts, block, name, call)
+        _all_reduce(arena, point_to_point, hosts, block, name, call)
 
     if flat.dtype == torch.bfloat16:
         reduce_block(flat)
@@ -43,7 +43,7 @@ def all_reduce(
 
 def _all_reduce(
     arena: Arena | None,
-    wire: PointToPoint,
+    point_to_point: PointToPoint,
     hosts: Sequence[Sequence[int]],
     flat: Tensor,
     name: str,
@@ -55,9 +55,9 @@ def _all_reduce(
     start_time = time.monotonic()
     if arena is not None:
         protocol.all_reduce(arena, flat, partial, call)
-    if wire.rank in leaders:
-        ring.all_reduce(wire.subgroup(leaders), flat, partial)
-        average(name, flat, wire.world)
+    if point_to_point.rank in leaders:
+        ring.all_reduce(point_to_point.subgroup(leaders), flat, partial)
+        average(name, flat, point_to_point.world)
     if arena is not None:
         # The other ranks wait for their leader, and thereby for the other hosts.
         with remaining_timeout(start_time, arena):
@@ -66,7 +66,7 @@ def _all_reduce(
 
 def broadcast(
     arena: Arena | None,
-    wire: PointToPoint,
+    point_to_point: PointToPoint,
     hosts: Sequence[Sequence[int]],
     flat: Tensor,
     source: int,
@@ -75,8 +75,8 @@ def broadcast(
     """Copy the tensor of rank `source` to every rank."""
     leaders = host_leaders(hosts, source)
     start_time = time.monotonic()
-    if wire.rank in leaders:
-        ring.broadcast(wire.subgroup(leaders), flat, leaders.index(source))
+    if point_to_point.rank in leaders:
+        ring.broadcast(point_to_point.subgroup(leaders), flat, leaders.index(source))
     if arena is not None:
         leader = next(rank for rank in leaders if rank in arena.names)
         with remaining_timeout(start_time, arena):

@@ -24,38 +24,40 @@ from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
 from collectives.algorithms.reduction import accumulation_dtype, average, in_pieces, reduce_into
 
 
-def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
+def all_reduce(point_to_point: PointToPoint, flat: Tensor, name: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    slices = flat.tensor_split(wire.world)
-    _reduce(wire, slices, None, name)
-    _gather(wire, slices)
+    slices = flat.tensor_split(point_to_point.world)
+    _reduce(point_to_point, slices, None, name)
+    _gather(point_to_point, slices)
 
 
-def reduce_scatter(wire: PointToPoint, out: Tensor, flat: Tensor, name: str) -> None:
+def reduce_scatter(point_to_point: PointToPoint, out: Tensor, flat: Tensor, name: str) -> None:
     """Reduce this rank's slice of `flat` over all ranks into `out`, which may be that slice.
 
     The other slices of `flat` do not change.
     """
-    slices = list(flat.tensor_split(wire.world))
-    if out.data_ptr() == slices[wire.rank].data_ptr():
+    slices = list(flat.tensor_split(point_to_point.world))
+    if out.data_ptr() == slices[point_to_point.rank].data_ptr():
         # `out` holds sums of other slices before this rank's slice is added in the last step.
-        slices[wire.rank] = out.clone()
-    _reduce(wire, slices, out, name)
+        slices[point_to_point.rank] = out.clone()
+    _reduce(point_to_point, slices, out, name)
 
 
-def all_gather(wire: PointToPoint, out: Tensor, local: Tensor) -> None:
+def all_gather(point_to_point: PointToPoint, out: Tensor, local: Tensor) -> None:
     """Write every rank's `local` to `out`, in rank order."""
-    slices = out.tensor_split(wire.world)
-    slices[wire.rank].copy_(local)
-    _gather(wire, slices)
+    slices = out.tensor_split(point_to_point.world)
+    slices[point_to_point.rank].copy_(local)
+    _gather(point_to_point, slices)
 
 
-def _reduce(wire: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, name: str) -> None:
+def _reduce(
+    point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, name: str
+) -> None:
     """Reduce slices[rank] into `out`, or in place; the latter overwrites the other slices."""
-    rank, world = wire.rank, wire.world
+    rank, world = point_to_point.rank, point_to_point.world
     result = slices[rank] if out is None else out
     if accumulation_dtype(result.dtype) != result.dtype:
-        direct(wire, slices, result, name)
+        direct(point_to_point, slices, result, name)
         return
     if world == 1 and out is not None:
         out.copy_(slices[0])
@@ -66,28 +68,28 @@ def _reduce(wire: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, na
         if out is not None and step > 1:
             leaving = out
         target = arriving if out is None else out
-        wire.exchange_reduce((right, leaving), (left, arriving, target), name)
+        point_to_point.exchange_reduce((right, leaving), (left, arriving, target), name)
     average(name, result, world)
 
 
-def _gather(wire: PointToPoint, slices: Sequence[Tensor]) -> None:
-    rank, world = wire.rank, wire.world
+def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
+    rank, world = point_to_point.rank, point_to_point.world
     right, left = (rank + 1) % world, (rank - 1) % world
     for step in range(world - 1):
         leaving, arriving = slices[(rank - step) % world], slices[(rank - step - 1) % world]
-        wire.exchange([(right, leaving)], [(left, arriving)])
+        point_to_point.exchange([(right, leaving)], [(left, arriving)])
 
 
-def direct(wire: PointToPoint, slices: Sequence[Tensor], out: Tensor, name: str) -> None:
+def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, name: str) -> None:
     """Reduce-scatter by sending each slice to its owner, which reduces all of them."""
-    rank, world = wire.rank, wire.world
+    rank, world = point_to_point.rank, point_to_point.world
     wide = accumulation_dtype(out.dtype)
     length = max(1, PIECE_BYTES // world // wide.itemsize)
     for start in range(0, max(s.numel() for s in slices), length):
         pieces = [s[start : start + length] for s in slices]
         local = pieces[rank]
         parts = [local if r == rank else torch.empty_like(local) for r in range(world)]
-        wire.exchange(
+        point_to_point.exchange(
             [(r, pieces[r]) for r in range(world) if r != rank],
             [(r, parts[r]) for r in range(world) if r != rank],
         )
@@ -95,22 +97,24 @@ def direct(wire: PointToPoint, slices: Sequence[Tensor], out: Tensor, name: str)
         reduce_into(name, parts, out[start : start + length], scratch)
 
 
-def broadcast(wire: PointToPoint, flat: Tensor, source: int) -> None:
+def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
     """Broadcast in a pipeline: a rank forwards a piece while it receives the next one."""
-    rank, world = wire.rank, wire.world
+    rank, world = point_to_point.rank, point_to_point.world
     right, left = (rank + 1) % world, (rank - 1) % world
     first, last = rank == source, right == source
     pieces = in_pieces(flat, PIECE_BYTES // flat.element_size())
     for i in range(len(pieces) + 1):
         sends = [(right, pieces[i - 1])] if i > 0 and not last else []
         receives = [(left, pieces[i])] if i < len(pieces) and not first else []
-        wire.exchange(sends, receives)
+        point_to_point.exchange(sends, receives)
 
 
-def all_to_all(wire: PointToPoint, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def all_to_all(
+    point_to_point: PointToPoint, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
     """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
-    rank, world = wire.rank, wire.world
+    rank, world = point_to_point.rank, point_to_point.world
     outputs[rank].copy_(inputs[rank])
     for step in range(1, world):
         to, source = (rank + step) % world, (rank - step) % world
-        wire.exchange([(to, inputs[to])], [(source, outputs[source])])
+        point_to_point.exchange([(to, inputs[to])], [(source, outputs[source])])

@@ -32,31 +32,31 @@ def levels(rank: int, world: int) -> list[tuple[int, int, int]]:
     return ranges
 
 
-def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
+def all_reduce(point_to_point: PointToPoint, flat: Tensor, name: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    in_wide_blocks(flat, lambda block: _all_reduce(wire, block, name))
+    in_wide_blocks(flat, lambda block: _all_reduce(point_to_point, block, name))
 
 
-def broadcast(wire: PointToPoint, flat: Tensor, source: int) -> None:
+def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
     """Copy the tensor of rank `source` to every rank."""
-    world = wire.world
+    world = point_to_point.world
     # Ranks are numbered from the source.
-    position = (wire.rank - source) % world
+    position = (point_to_point.rank - source) % world
     for low, middle, _ in levels(position, world):
         if position == low:
-            wire.exchange([((middle + source) % world, flat)], [])
+            point_to_point.exchange([((middle + source) % world, flat)], [])
         elif position == middle:
-            wire.exchange([], [((low + source) % world, flat)])
+            point_to_point.exchange([], [((low + source) % world, flat)])
 
 
-def reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
+def reduce(point_to_point: PointToPoint, flat: Tensor, name: str) -> None:
     """Reduce to rank 0, in place; the tensors of other ranks are overwritten by partial results."""
     empty = flat[:0]
-    for low, middle, _ in reversed(levels(wire.rank, wire.world)):
-        if wire.rank == low:
-            wire.exchange_reduce((middle, empty), (middle, flat, flat), name)
-        elif wire.rank == middle:
-            wire.exchange_reduce((low, flat), (low, empty, empty), name)
+    for low, middle, _ in reversed(levels(point_to_point.rank, point_to_point.world)):
+        if point_to_point.rank == low:
+            point_to_point.exchange_reduce((middle, empty), (middle, flat, flat), name)
+        elif point_to_point.rank == middle:
+            point_to_point.exchange_reduce((low, flat), (low, empty, empty), name)
 
 
 def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
@@ -71,8 +71,8 @@ def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
         piece.copy_(block)
 
 
-def _all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
-    reduce(wire, flat, name)
-    if wire.rank == 0:
-        average(name, flat, wire.world)
-    broadcast(wire, flat, 0)
+def _all_reduce(point_to_point: PointToPoint, flat: Tensor, name: str) -> None:
+    reduce(point_to_point, flat, name)
+    if point_to_point.rank == 0:
+        average(name, flat, point_to_point.world)
+    broadcast(point_to_point, flat, 0)

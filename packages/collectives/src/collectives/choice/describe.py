@@ -74,6 +74,6 @@ def describe(group: Any = None) -> Description:
         shared_memory=topology.one_host,
         why_not_shared=dict(topology.why_not),
         engine=compiled,
-        models=dict(comm.models),
+        models=dict(comm.cost_models),
         timeout_seconds=comm.timeout,
     )

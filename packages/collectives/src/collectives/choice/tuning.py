@@ -34,7 +34,7 @@ def tune(
     kind: str,
     call: Callable[[str, int], object],
     hosts: Sequence[int],
-    wire: PointToPoint,
+    point_to_point: PointToPoint,
     broadcast: Callable[[str], bytes],
     *,
     native: bool,
@@ -45,7 +45,7 @@ def tune(
         kind: the collective.
         call: runs the collective as call(algorithm, size in bytes).
         hosts: the number of ranks per host.
-        wire: point-to-point messages among the ranks.
+        point_to_point: point-to-point messages among the ranks.
         broadcast: returns rank 0's text on every rank.
         native: True if gloo's own collective can run.
     """
@@ -55,9 +55,9 @@ def tune(
     samples = []
     for size, calls in CALLS_PER_ROUND.items():
         functions = [partial(call, name, size) for name in algorithms]
-        seconds = _time_rounds(functions, calls, wire, native=native)
+        seconds = _time_rounds(functions, calls, point_to_point, native=native)
         slowest = torch.tensor(seconds, dtype=torch.float64)
-        tree.all_reduce(wire, slowest.view(-1), "MAX")
+        tree.all_reduce(point_to_point, slowest.view(-1), "MAX")
         # The first round includes the time to connect.
         rounds = slowest[min(1, len(slowest) - 1) :]
         medians = rounds.median(0).values.tolist()
@@ -66,24 +66,28 @@ def tune(
         for algorithm, median, won in zip(algorithms, medians, wins, strict=True):
             samples.append(Sample(kind, algorithm, size, tuple(hosts), median, won))
     model = replace(CostModel.fit(samples), samples=tuple(samples))
-    return CostModel.from_json(broadcast(model.to_json() if wire.rank == 0 else ""))
+    return CostModel.from_json(broadcast(model.to_json() if point_to_point.rank == 0 else ""))
 
 
 def _time_rounds(
-    functions: Sequence[Callable[[], object]], calls: int, wire: PointToPoint, *, native: bool
+    functions: Sequence[Callable[[], object]],
+    calls: int,
+    point_to_point: PointToPoint,
+    *,
+    native: bool,
 ) -> list[list[float]]:
     """Return the seconds per call of each function, by round: seconds[round][function]."""
-    max_seconds = min(SECONDS_PER_SIZE, wire.seconds_left * TIMEOUT_FRACTION)
+    max_seconds = min(SECONDS_PER_SIZE, point_to_point.seconds_left * TIMEOUT_FRACTION)
     start_time = time.perf_counter()
     seconds: list[list[float]] = []
     is_finished = False
     while not is_finished:
-        seconds.append([_time_calls(function, calls, wire) for function in functions])
-        factor = CLOSE_FACTOR if native and _any_rank(wire, _is_close(seconds)) else 1
+        seconds.append([_time_calls(function, calls, point_to_point) for function in functions])
+        factor = CLOSE_FACTOR if native and _any_rank(point_to_point, _is_close(seconds)) else 1
         is_late = time.perf_counter() > start_time + factor * max_seconds
-        is_finished = _any_rank(wire, is_late or len(seconds) == factor * MAX_ROUNDS)
+        is_finished = _any_rank(point_to_point, is_late or len(seconds) == factor * MAX_ROUNDS)
         # The timeout detects ranks that do not respond; it does not limit the measurement.
-        wire.restart_deadline()
+        point_to_point.restart_deadline()
     return seconds
 
 
@@ -100,19 +104,19 @@ def _is_close(seconds: Sequence[Sequence[float]]) -> bool:
     return any(abs(won - MIN_WINS) < CLOSE_WINS for won in _wins(torch.tensor(seconds)))
 
 
-def _time_calls(function: Callable[[], object], calls: int, wire: PointToPoint) -> float:
+def _time_calls(function: Callable[[], object], calls: int, point_to_point: PointToPoint) -> float:
     """Return the seconds per call."""
     # The first call is not timed: the previous algorithm has changed caches and threads.
     function()
-    _any_rank(wire, False)
+    _any_rank(point_to_point, False)
     start_time = time.perf_counter()
     for _ in range(calls):
         function()
     return (time.perf_counter() - start_time) / calls
 
 
-def _any_rank(wire: PointToPoint, flag: bool) -> bool:
+def _any_rank(point_to_point: PointToPoint, flag: bool) -> bool:
     """Return True if any rank passes True. This synchronizes all ranks."""
     flags = torch.tensor([flag], dtype=torch.uint8)
-    tree.all_reduce(wire, flags, "MAX")
+    tree.all_reduce(point_to_point, flags, "MAX")
     return bool(flags)

@@ -38,7 +38,7 @@ class Options:
             values[name] = getattr(options, field, default if passed is None else passed)
         last = args[len(names)] if len(args) > len(names) else kwargs.get("timeout")
         timeout: timedelta | None = getattr(options, "timeout", last)
-        if timeout is not None and timeout <= timedelta():
+        if timeout is not last and timeout is not None and timeout < timedelta():
             # The timeout of an options object is negative if it is not set.
             timeout = None
         async_op = getattr(options, "asyncOp", True)

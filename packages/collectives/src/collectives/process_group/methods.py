@@ -33,9 +33,11 @@ def by_device(method: Method) -> Method:
         work = method(self, *args, **kwargs)
         if self._coalescing is not None:
             # If the body of torch's `_coalescing_manager` raises, torch does not end coalescing.
-            # Handles of finished calls must not keep their tensors alive until the next one.
-            pending = [other for other in self._coalescing if not _has_succeeded(other)]
-            self._coalescing = [*pending, work]
+            # Handles of finished calls must not keep their tensors alive until the next one. Calls
+            # finish in order, so the first handle that is pending ends the search.
+            while self._coalescing and _has_succeeded(self._coalescing[0]):
+                self._coalescing.popleft()
+            self._coalescing.append(work)
         return work
 
     return call

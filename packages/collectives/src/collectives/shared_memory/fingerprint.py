@@ -174,19 +174,19 @@ def compare_lengths(lengths: Mapping[int, Lengths], names: Sequence[int]) -> Non
     )
 
 
-def gather_by_messages(wire: PointToPoint, local: bytes) -> list[bytes]:
+def gather_by_messages(point_to_point: PointToPoint, local: bytes) -> list[bytes]:
     """Return all ranks' bytes, whose lengths are equal.
 
     Step k sends everything that this rank has received so far to rank - 2^k.
     """
-    rank, world = wire.rank, wire.world
+    rank, world = point_to_point.rank, point_to_point.world
     # Row i belongs to rank + i.
     rows = torch.zeros(world, len(local), dtype=torch.uint8)
     rows[0] = torch.frombuffer(bytearray(local), dtype=torch.uint8)
     count = 1
     while count < world:
         new = min(count, world - count)
-        wire.exchange(
+        point_to_point.exchange(
             [((rank - count) % world, rows[:new].view(-1))],
             [((rank + count) % world, rows[count : count + new].view(-1))],
         )

@@ -20,6 +20,10 @@ from ddp.process_group import ReduceGroup
 MAX_EXACT_RANKS = 256
 
 
+class WeightsDiffer(RuntimeError):
+    """Some ranks changed their weights and others did not, so the replicas are not equal."""
+
+
 @dataclass(frozen=True)
 class GradientReport:
     """The state of one rank that is compared if the flags disagree."""
@@ -131,9 +135,16 @@ class GradientAgreement(Observer):
         report = None
         if step.is_participating:
             report = self._report(step.buckets, with_weights=with_weights)
-        unused_names = check_same_gradients(
-            report, self._group.process_group, find_unused_parameters=self._find_unused_parameters
-        )
+        try:
+            unused_names = check_same_gradients(
+                report,
+                self._group.process_group,
+                find_unused_parameters=self._find_unused_parameters,
+            )
+        except WeightsDiffer as error:
+            # The flags of the next step would agree although the weights still differ.
+            self._failures.fail(str(error))
+            raise
         unused = set()
         for bucket in step.buckets:
             for index, name in zip(bucket.indices, bucket.names, strict=True):
@@ -192,7 +203,7 @@ def _check_steps(reports: dict[int, GradientReport]) -> None:
     if not stepped or len(stepped) == len(reports) or have_equal_weights:
         return
     others = [rank for rank in reports if rank not in stepped]
-    raise RuntimeError(
+    raise WeightsDiffer(
         f"the weights were changed between this backward pass and the previous one on ranks "
         f"{stepped}, but not on ranks {others}: some ranks ran one backward pass or one optimizer "
         "step more than the others; run the same number on every rank, or use join()"

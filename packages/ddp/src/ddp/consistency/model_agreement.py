@@ -48,9 +48,12 @@ def check_same_descriptions(descriptions: Sequence[Sequence[str]]) -> None:
                 )
 
 
-def check_same_weights(module: nn.Module, group: dist.ProcessGroup) -> None:
+def check_same_weights(
+    module: nn.Module, group: dist.ProcessGroup, ignored: Collection[str]
+) -> None:
     """Raise `ValueError` on every rank, with rank and parameter, if weights differ in any bit."""
-    lines = [f"{name!r} with checksum {checksum([p])}" for name, p in module.named_parameters()]
+    weights = named_state(module, ignored, buffers=False)
+    lines = [f"{name!r} with checksum {checksum([weight])}" for name, weight in weights.items()]
     check_same_descriptions(gather_objects(lines, group))
 
 

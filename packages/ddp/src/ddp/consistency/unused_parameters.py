@@ -31,7 +31,7 @@ class UnusedParameters:
             if reducer.parameters[index].requires_grad:
                 self.names.append(reducer.names[index])
 
-    def refuse(self, trained: Sequence[str], rank: int) -> None:
+    def check_unused(self, trained: Sequence[str], rank: int) -> None:
         """Raise the error of torch's DDP if there are unused parameters; add their names."""
         if not self.names:
             return

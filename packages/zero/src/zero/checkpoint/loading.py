@@ -267,7 +267,7 @@ class Loading:
         # Parameters that were never stepped have no entry: an empty entry makes optimizers fail.
         inner.load_state_dict({"state": dict(sorted(state.items())), "param_groups": groups})
         if isinstance(optimizer, ShardedOptimizer):
-            optimizer.show_state(bool(self.contents.states))
+            optimizer.expose_inner_state(bool(self.contents.states))
         for saved_options, group in zip(options, optimizer.param_groups, strict=True):
             group.update(saved_options)
 

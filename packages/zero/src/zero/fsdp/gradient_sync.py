@@ -86,7 +86,7 @@ class GradientSync:
         for unit in self.units:
             if unit.gradients.sync and unit.gradients.has_unreduced():
                 self._reduce(unit)
-        agreed = self.replicated.communicator.any_rank(
+        agreed = self.replicated.communicator.any_across_ranks(
             [used for unit in self.units for used in unit.gradients.is_used]
         )
         wait_functions = self.replicated.start_reduce() if self.sync_replicated else []

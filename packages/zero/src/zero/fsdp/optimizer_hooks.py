@@ -86,12 +86,24 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
             loss = closure()
         args = args[:1]
         kwargs = {**kwargs, "closure": partial(_return_once, [loss])}
-    ShardGradient.is_stepping = False
+    end_step()
+    for exchange in shard_optimizer.exchanges:
+        for _, unit, _ in exchange.entries:
+            unit.check_not_stepping()
     shard_optimizer.check_gradients_alike(optimizer)
     for exchange in shard_optimizer.exchanges:
         exchange.gather_full_tensors()
     ShardGradient.is_stepping = True
     return args, kwargs
+
+
+def end_step() -> None:
+    """Let operations on shards include all ranks again.
+
+    The next forward and backward call this too, because torch calls no hook after a step that
+    raised an error.
+    """
+    ShardGradient.is_stepping = False
 
 
 def _return_once(losses: list[Any]) -> Any:
@@ -108,7 +120,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     shard_optimizer, _ = _known.get(optimizer, (None, 0))
     if shard_optimizer is None:
         return
-    ShardGradient.is_stepping = False
+    end_step()
     for state in optimizer.state.values():
         # A copy of a gradient, such as a momentum buffer, is not a gradient.
         state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
@@ -177,7 +189,7 @@ class ShardOptimizer:
             has_gradients = [flag for _, flag in flags]
             has_none = [not flag for flag in has_gradients]
             option_flags = self.option_checks.flags(optimizer)
-            on_some, on_others, options = communicator.any_rank(
+            on_some, on_others, options = communicator.any_across_ranks(
                 has_gradients, has_none, option_flags, counted=False
             )()
             self.option_checks.check(options)
@@ -274,8 +286,6 @@ class FullTensorExchange:
         stepped = [index for index, p in enumerate(parameters) if p.grad is not None]
         if not stepped:
             return
-        for _, unit, _ in self.entries:
-            unit.holds_full_tensors = True
         self._shards = {
             index: (plain_shard(parameters[index]), parameters[index].grad) for index in stepped
         }
@@ -283,6 +293,8 @@ class FullTensorExchange:
         gradients = self._gather(
             [plain(gradient) for _, gradient in self._shards.values() if gradient is not None]
         )
+        for _, unit, _ in self.entries:
+            unit.holds_full_tensors = True
         for index in stepped:
             parameters[index].grad = None
             if index in values:

@@ -36,7 +36,9 @@ class ReplicatedParameters:
                 gradients.append(gradient.reshape(-1))
             flat = torch.cat(gradients)
             self.communicator.divide_before_sum(flat)
-            used_anywhere = self.communicator.any_rank([p.grad is not None for p in parameters])
+            used_anywhere = self.communicator.any_across_ranks(
+                [p.grad is not None for p in parameters]
+            )
             work = self.communicator.all_reduce_gradient(flat)
             wait_functions.append(
                 partial(self._finish_reduce, parameters, flat, work, used_anywhere)

@@ -71,6 +71,9 @@ class ShardingUnit(Protocol):
     def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
         """Return the elements of a parameter in a rank's shard."""
 
+    def check_not_stepping(self) -> None:
+        """Raise if an optimizer's step raised while parameters contained full tensors."""
+
     def mark_changed(self, parameter: ShardedParameter) -> None:
         """Let autograd refuse a backward through a graph that has saved the earlier values."""
 

@@ -123,13 +123,13 @@ def _select_shard(
 def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]:
     """Let modules have full parameters; at exit, copy this rank's elements into the shards."""
     located = [(unit, parameter) for unit in units for parameter in unit.parameters]
-    for unit in units:
-        values = unit.gather_full_parameters()
-        for parameter in unit.parameters:
-            full = nn.Parameter(values[parameter.name], parameter.shard.requires_grad)
-            for module, name in parameter.owners:
-                module._parameters[name] = full
     try:
+        for unit in units:
+            values = unit.gather_full_parameters()
+            for parameter in unit.parameters:
+                full = nn.Parameter(values[parameter.name], parameter.shard.requires_grad)
+                for module, name in parameter.owners:
+                    module._parameters[name] = full
         yield
         if writeback:
             with torch.no_grad():

@@ -15,6 +15,9 @@ The parameters of a unit are in one of three states:
 last gradient of a unit, while its module is still in backward, so it is not a fourth state: an
 UNSHARDED unit may be reducing.
 
+If a gather fails, the unit is SHARDED and keeps the memory until the next `reshard()` after a
+successful gather: messages of the failed one may still arrive there.
+
 A unit is used while a module that has its parameters is in forward (`_num_users`), or while
 `keep_unsharded` is set. `keep_unsharded` is set while a module that does not own the parameters may
 read them, in forward or backward, and during a double backward.
@@ -67,30 +70,35 @@ class Unit:
         compute_dtype: torch.dtype | None,
         gradient_dtype: torch.dtype | None,
         cpu_offload: bool,
-        named: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
+        parameters_with_owners: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
     ) -> None:
         self.communicator = communicator
         #: True if shards, and so an optimizer's state for them, are in CPU memory.
         self.cpu_offload = cpu_offload
-        first = named[0][1]
+        first = parameters_with_owners[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
-        #: False if no backward reads the parameters, as that of an embedding does not.
+        #: False if no backward reads the parameters; an embedding's backward does not.
         self.is_read_in_backward = True
         world = communicator.world
-        self.partition = by_element([p.numel() for _, p, _ in named], world, 1 << 62)
+        self.partition = by_element(
+            [p.numel() for _, p, _ in parameters_with_owners], world, 1 << 62
+        )
         values = first.new_zeros(self.partition.numel)
-        for (_, parameter, _), offset in zip(named, self.partition.offsets, strict=True):
+        for (_, parameter, _), offset in zip(
+            parameters_with_owners, self.partition.offsets, strict=True
+        ):
             values[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
         communicator.broadcast_first(values)
-        low = high = 0
+        shard_start = shard_stop = 0
         if self.partition.spans:
-            low, high = self.partition.spans[0].shard(communicator.rank, world)
+            shard_start, shard_stop = self.partition.spans[0].shard(communicator.rank, world)
+        shard = values[shard_start:shard_stop]
         #: This rank's shards of all parameters, end to end.
-        self.shard = to_host(values[low:high]) if cpu_offload else values[low:high].clone()
+        self.shard = to_host(shard) if cpu_offload else shard.clone()
         #: The full parameters, end to end; without memory while the unit is SHARDED.
         self.full = torch.empty_like(values, dtype=dtype)
         self._full_nbytes = self.full.untyped_storage().nbytes()
-        self.parameters = self._make_parameters(named, low, high)
+        self.parameters = self._make_parameters(parameters_with_owners, shard_start, shard_stop)
         #: Classes of optimizers that the caller has declared element-wise.
         self.elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...] = ()
         #: True while an optimizer steps that needs full tensors in its parameters' `.data`.
@@ -117,21 +125,21 @@ class Unit:
 
     def _make_parameters(
         self,
-        named: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
-        low: int,
-        high: int,
+        parameters_with_owners: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
+        shard_start: int,
+        shard_stop: int,
     ) -> list[ShardedParameter]:
         """Create the shards and the full parameters as views of `shard` and `full`."""
-        pieces = {piece.index: piece for piece in self.partition.pieces(low, high)}
+        pieces = {piece.index: piece for piece in self.partition.pieces(shard_start, shard_stop)}
         parameters = []
-        for index, (name, parameter, owners) in enumerate(named):
+        for index, (name, parameter, owners) in enumerate(parameters_with_owners):
             offset = self.partition.offsets[index]
             full = nn.Parameter(alias(self.full, offset, parameter.shape), parameter.requires_grad)
             start = stop = shard_offset = 0
             if index in pieces:
                 start = pieces[index].start
                 stop = pieces[index].stop
-                shard_offset = pieces[index].offset - low
+                shard_offset = pieces[index].offset - shard_start
             values = self.shard[shard_offset : shard_offset + stop - start]
             shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
             # Programs group parameters by attributes that models set, such as `_no_weight_decay`.
@@ -144,16 +152,16 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """The name of the unit in collectives: equal on all ranks, and different from others'."""
+        """The name of the unit in collectives: equal on all ranks and unique among units."""
         name = self.parameters[0].name
         return f"{name} and {len(self.parameters) - 1} more" if self.parameters[1:] else name
 
     def add_prefix(self, prefix: str) -> None:
-        """Rename the parameters as the outer module that takes over the unit names them."""
+        """Prefix the parameters' names with the unit's path in the outer module that adopts it."""
         self.parameters = [replace(p, name=prefix + p.name) for p in self.parameters]
 
     def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
-        """Return the elements of a parameter in a rank's shard."""
+        """Return (start, stop): the elements of the parameter that a rank's shard stores."""
         index = self.parameters.index(parameter)
         for piece in self.partition.shard_pieces(rank):
             if piece.index == index:
@@ -209,6 +217,7 @@ class Unit:
 
         Copy `requires_grad` to the full parameters, and a replaced `.data` into the unit's memory.
         """
+        self.check_not_stepping()
         start = 0
         for parameter in self.parameters:
             shard = parameter.shard
@@ -230,6 +239,15 @@ class Unit:
                 )
             stored.copy_(data)
             shard.data = stored
+
+    def check_not_stepping(self) -> None:
+        """Raise if an optimizer's step raised while parameters contained full tensors."""
+        if self.holds_full_tensors:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: an earlier step of the optimizer raised, so some "
+                f"ranks have full tensors instead of shards of {self.label}: load a checkpoint "
+                "into another FSDP"
+            )
 
     def mark_changed(self, parameter: ShardedParameter) -> None:
         """Let autograd refuse a backward through a graph that has saved the earlier values.
@@ -253,12 +271,15 @@ class Unit:
         is_valid = self._gathered_version == self.shard._version
         if self.state is UnitState.UNSHARDED and is_valid:
             return
-        self._gathered_version = self.shard._version
+        # Until the gather is launched: if that fails, the parameters are not valid.
+        self.state = UnitState.SHARDED
+        version = self.shard._version
         self.full.untyped_storage().resize_(self._full_nbytes)
         self._unshard_input = self._shard_on_device(self.full)
         self._unshard_work = self.communicator.all_gather(
             self.full, self._unshard_input, self.label
         )
+        self._gathered_version = version
         self.state = UnitState.UNSHARDING
 
     def wait_for_unshard(self) -> None:
@@ -291,14 +312,13 @@ class Unit:
     def release_and_reshard(self) -> None:
         """Clear `keep_unsharded` and free the full parameters unless a module still uses them.
 
-        They must be gathered again, because a change of a shard through `.data` would not be
-        detected.
+        Keeping them would be wrong: a change of a shard through `.data` is not detected.
         """
         self.keep_unsharded = False
         self.reshard()
 
     def check_unchanged(self) -> None:
-        """Raise if a forward has written to the full parameters, because that would be lost."""
+        """Raise if a forward wrote to the full parameters: the written values would be lost."""
         self._check_versions()
         self._num_checks += 1
         # A write through `.data` changes the values and not the version. Each rank compares its own

@@ -11,6 +11,7 @@ weight, so the weight is not gathered for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from zero.fsdp.autograd_hooks import (
 )
 from zero.fsdp.external_reads import ExternalReads
 from zero.fsdp.gradient_sync import GradientSync
+from zero.fsdp.optimizer_hooks import end_step
 from zero.fsdp.replicated import ReplicatedParameters
 from zero.fsdp.shard import Shard, ShardedParameter
 from zero.fsdp.state_dict import StateDictHooks
@@ -62,6 +64,9 @@ class UnitSchedule(nn.Module):
         self._position: dict[nn.Module, int] = {}
         self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._in_backward = False
+        #: The callback that ends the backward. The engine holds the only reference, so the callback
+        #: is dead once an exception has interrupted that backward.
+        self._end_callback: Callable[[], object] = lambda: None
         self._unit_of: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
         #: The sum of the shards' versions in the latest forward; a step of an optimizer changes it.
         self._shards_version = -1
@@ -127,6 +132,7 @@ class UnitSchedule(nn.Module):
             raise RuntimeError("leave summon_full_params before the next forward")
         if self._num_running > 1 or self._in_backward:
             return
+        end_step()
         self._previous_order = self._forward_order
         self._forward_order = []
         for unit in self.units:
@@ -244,12 +250,16 @@ class UnitSchedule(nn.Module):
 
     def _begin_backward(self) -> None:
         """Prepare a backward when the first of its hooks runs."""
+        if self._in_backward and self._end_callback() is None:
+            self._reset_after_error()
         if self._in_backward:
             return
         self._in_backward = True
+        end_step()
         self._gradient_sync.start()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_backward)
+        callback = self._end_backward
+        self._end_callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
         for unit in self._external_reads.uncalled:
             unit.wait_for_unshard()
             unit.keep_unsharded = True
@@ -290,7 +300,11 @@ class UnitSchedule(nn.Module):
         if not self._in_backward:
             return
         self._in_backward = False
-        self._gradient_sync.finish()
+        try:
+            self._gradient_sync.finish()
+        except BaseException:
+            self._reset_after_error()
+            raise
         for unit in self.units:
             unit.release_and_reshard()
 

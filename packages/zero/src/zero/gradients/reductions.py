@@ -43,7 +43,7 @@ def gather_runs(
 def are_equal_on_all_ranks(is_equal: bool, communicator: Communicator) -> bool:
     """Return True if a comparison of each rank's elements is true on every rank."""
     communicator.check_not_joining()
-    [[differs_anywhere]] = communicator.any_rank([not is_equal], counted=False)()
+    [[differs_anywhere]] = communicator.any_across_ranks([not is_equal], counted=False)()
     return not differs_anywhere
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any
 from weakref import WeakSet
@@ -82,6 +83,9 @@ class GradientReducer:
         self._ready_order: list[Bucket] = []
         self._num_launched = 0
         self._in_backward = False
+        #: The callback that ends the backward. The engine holds the only reference, so the callback
+        #: is dead once an exception has interrupted that backward.
+        self._end_callback: Callable[[], Callable[[], None] | None] = lambda: None
         self._postponed: list[nn.Parameter] = []
         if self._living_reducers():
             # Unreferenced reducers in reference cycles must not count as living.
@@ -120,6 +124,11 @@ class GradientReducer:
 
         `check` receives the element-wise OR of `flags` over all ranks.
         """
+        if self._in_backward and self._end_callback() is None:
+            raise RuntimeError(
+                "an exception interrupted the last backward, so the gradients are incomplete: "
+                "clear them with zero_grad(), and run the backward again"
+            )
         self._register_hooks()
         self._adopt_edits()
         parameters = list(self._pieces)
@@ -129,7 +138,7 @@ class GradientReducer:
         is_cleared = [p.grad is None and p in self._averages for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
-        agreed = self.communicator.any_rank(
+        agreed = self.communicator.any_across_ranks(
             is_reached, is_averaged, is_cleared, is_written, is_dirty, flags
         )
         self._queue.drain()
@@ -180,10 +189,8 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Discard all averages, and the state of a backward that an exception interrupted."""
-        self._queue.drain()
+        self._discard_backward()
         self._averages.clear()
-        self._in_backward = False
-        self._prepare_next_backward()
         for bucket in self.buckets:
             bucket.average = None
             if self.release_gradients:
@@ -232,11 +239,14 @@ class GradientReducer:
                 self._hook_handles.append(handle)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
+        if self._in_backward and self._end_callback() is None:
+            self._discard_backward()
         if not self._in_backward:
             self.before_backward()
             self._begin_backward()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
+            callback = partial(GradientReducer._end_backward, self)
+            self._end_callback = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._collect_postponed()
         # A hook that the caller registered after this reducer's must still see the plain gradient.
         # This reducer's hook moves to the end, and the gradient is collected in the next hook or at
@@ -294,7 +304,7 @@ class GradientReducer:
         is_reached = [n in living and living[n]._in_backward for n in numbers]
         is_alive = [n in living for n in numbers]
         is_deleted = [n not in living for n in numbers]
-        anywhere = self.communicator.any_rank(is_reached, is_alive, is_deleted)()
+        anywhere = self.communicator.any_across_ranks(is_reached, is_alive, is_deleted)()
         reached, alive, deleted = ([*compress(numbers, flags)] for flags in anywhere)
         for reducer in living.values():
             reducer._group_numbers = alive
@@ -326,6 +336,12 @@ class GradientReducer:
         for parameter in missing:
             if parameter.requires_grad or parameter.grad is not None:
                 self._averages.mark(parameter, self)
+        self._prepare_next_backward()
+
+    def _discard_backward(self) -> None:
+        """Forget a backward that an exception interrupted."""
+        self._queue.drain()
+        self._in_backward = False
         self._prepare_next_backward()
 
     def _prepare_next_backward(self) -> None:

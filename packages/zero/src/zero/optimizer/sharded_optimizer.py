@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Reversible, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from zero.optimizer.state_dict import (
     options_of,
 )
 from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
-from zero.parameter_checks import check_shardable
+from zero.parameter_checks import check_shardable, is_trainable_dtype
 from zero.partition import Piece, by_element, by_parameter
 from zero.process_groups import Collective, Communicator, Group
 
@@ -54,18 +54,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """`optimizer_cls(params, **kwargs)`, with its state and its work split over the ranks.
 
     Gradients are averaged during backward. After backward `.grad` is an AveragedGradient: this
-    rank's elements of the average, which torch's GradScaler and clipping functions treat as the
-    whole. `shard_gradients=True` is ZeRO's stage 2: each gradient is freed after it was sent.
+    rank's elements of the average. torch's GradScaler and `clip_grad_norm_` give the same result
+    with it as with the full gradient. `shard_gradients=True` is ZeRO's stage 2: each gradient is
+    freed after it was sent.
 
     At construction, parameters become views of one flat tensor per group and dtype, and get rank
     0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
 
-    elementwise: None if it is unknown whether the optimizer treats every element independently of
-        the others. torch's element-wise optimizers are known, and their tensors are cut anywhere,
-        so that all shards have the same size, including padding at the end. With any other class
-        each parameter is whole on one rank, after a trial has found no dependence between
-        parameters. True cuts tensors, after a trial of 50 steps has found no difference. False
-        keeps parameters whole without a trial.
+    elementwise: True declares that the optimizer treats every element independently of the others.
+        Tensors are then cut anywhere, so that all shards have the same size, including padding at
+        the end. A trial of 50 steps verifies the declaration. False keeps each parameter whole on
+        one rank, without a trial. None, the default, recognizes torch's element-wise optimizers
+        and cuts their tensors. For other classes, a trial checks that no parameter depends on
+        another, and parameters are kept whole.
     bucket_size_mb: the size of one collective.
     cpu_offload: the state, and copies of this rank's elements, are in CPU memory and stepped there.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
@@ -88,6 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if isinstance(params, Tensor):
             raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
+        _check_ordered(params)
         params = [_read_members(entry) if isinstance(entry, dict) else entry for entry in params]
         if not params:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
@@ -120,6 +122,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         #: Each parameter's view of a flat tensor.
         self._views: dict[nn.Parameter, Tensor] = {}
         self._num_steps = 0
+        #: True from the update of the shards until the step returns.
+        self._is_step_incomplete = False
         self._option_checks = OptionChecks()
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
@@ -136,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         )
         #: The number of remaining steps in which the ranks check whether any rank has state.
         self._steps_to_compare = 2
-        self.show_state(False)
+        self.expose_inner_state(False)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
 
@@ -149,8 +153,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         check_shardable(named)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self._check_ranks_agree(group["params"])
-        split = self._how_to_split(group)
+        try:
+            self._check_ranks_agree(group["params"])
+            split = self._how_to_split(group)
+        except BaseException:
+            # A group without shards would break the next step.
+            self.param_groups.pop()
+            raise
         self.splits.append(split)
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in group["params"]:
@@ -170,6 +179,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         `kwargs` are passed to the wrapped optimizer's `step`.
         """
+        if self._is_step_incomplete:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: an earlier step raised after it had updated the "
+                "shards, so another step would apply the gradients twice, and parameters may "
+                "differ between ranks: load a checkpoint into another ShardedOptimizer"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -186,6 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
         self.inner.step(**kwargs)
+        self._is_step_incomplete = True
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
         self._option_checks.record(self)
@@ -200,11 +216,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             shard.grad = None
         if self._steps_to_compare:
             self._steps_to_compare -= 1
-            [[has_state]] = self.communicator.any_rank([bool(self.inner.state)])()
-            self.show_state(has_state)
+            [[has_state]] = self.communicator.any_across_ranks([bool(self.inner.state)])()
+            self.expose_inner_state(has_state)
+        self._is_step_incomplete = False
         return loss
 
-    def show_state(self, is_present: bool) -> None:
+    def expose_inner_state(self, is_present: bool) -> None:
         """Set `state` to the inner optimizer's state.
 
         If `is_present` and that state is empty, use a nonempty placeholder, because torch's tools
@@ -214,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if is_present:
             placeholder = {self.param_groups[0]["params"][0]: {}}
         self.state = self.inner.state or placeholder  # type: ignore[assignment]
-        self._shown_state: dict[Any, Any] = self.state
+        self._exposed_state: dict[Any, Any] = self.state
 
     def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
         """Return this rank's shards: parameter, elements, the inner optimizer's view, bucket."""
@@ -255,7 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._uneven_inputs:
             self._uneven_inputs.announce("clip", max_norm)
         self.reducer.finish()
-        with self.communicator.all_ranks_call():
+        with self.communicator.allow_collectives_in_join():
             return nn.utils.clip_grad_norm_(list(self._views), max_norm)
 
     def join_hook(self, **options: Any) -> UnevenInputs:
@@ -276,7 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _adopt_cleared_state(self) -> None:
         """Clear the inner optimizer's state if the caller has assigned an empty `state`."""
-        if self.state is self._shown_state:
+        if self.state is self._exposed_state:
             return
         if self.state:
             raise RuntimeError(
@@ -285,7 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             )
         self.inner.state.clear()
         self._steps_to_compare = 2
-        self.show_state(False)
+        self.expose_inner_state(False)
 
     def _how_to_split(self, group: dict[str, Any]) -> Split:
         device = next((p.device for p in group["params"] if not p.is_meta), None)
@@ -315,8 +332,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.communicator.pop_bytes()
         buckets = make_buckets(partition, flat, parameters, self.communicator.rank)
         self._buckets += buckets
-        # torch has no arithmetic for 8-bit floats.
-        is_trainable = flat.itemsize > 1 and (flat.is_floating_point() or flat.is_complex())
+        is_trainable = is_trainable_dtype(flat.dtype)
         if is_trainable:
             self.reducer.add(buckets, partition)
         shards = []
@@ -359,7 +375,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         flags = self._option_checks.flags(self)
         used = self.reducer.finish(flags, self._option_checks.check)
-        self._check_values_alike()
+        self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self._shards:
             shard.grad = None
             if parameter in used and bucket.average is not None:
@@ -378,15 +394,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for work in works:
             work.wait()
 
-    def _check_values_alike(self) -> None:
+    def _check_equal_on_all_ranks(self) -> None:
         """Raise if parameters that were written to since the last step differ between ranks."""
-        self._num_steps += 1
+        num_steps = self._num_steps + 1
         # A write through `.data` changes the values and not the version. All parameters are
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
-        compares_all = self._num_steps & (self._num_steps - 1) == 0
+        compares_all = num_steps & (num_steps - 1) == 0
         written = [p for p in self._views if compares_all or p in self.reducer.written]
-        if not written or written[0].is_meta or self.communicator.num_gradients == 1:
-            return
+        if written and not written[0].is_meta and self.communicator.num_gradients > 1:
+            self._compare_checksums(written)
+        # A step that raised does not count, so that another one compares the same parameters.
+        self._num_steps = num_steps
+
+    def _compare_checksums(self, written: list[nn.Parameter]) -> None:
         everyone = self.communicator.gather_objects([_checksum(p) for p in written])
         for index, parameter in enumerate(written):
             if len({checksums[index] for checksums in everyone}) > 1:
@@ -442,7 +462,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 def _read_members(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group with a list of its parameters, which may be an iterator."""
     members = group["params"]
+    _check_ordered(members)
     return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
+
+
+def _check_ordered(members: Any) -> None:
+    """Raise TypeError for a set, which each rank would shard in another order."""
+    if isinstance(members, Set) and not isinstance(members, Reversible):
+        raise TypeError(
+            f"expected parameters in an ordered collection, got a {type(members).__name__}, whose "
+            "order differs between ranks: pass a list"
+        )
 
 
 def _named(members: list[Any]) -> list[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ class Sharded(Protocol):
     param_groups: list[dict[str, Any]]
     communicator: Communicator
 
-    def show_state(self, is_present: bool) -> None:
+    def expose_inner_state(self, is_present: bool) -> None:
         """Let `state` be nonempty if any rank has state."""
 
     def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Any]]:
@@ -62,7 +62,7 @@ def load_state_dict(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
         groups.append({**options_of(loaded), "params": list(range(start, stop))})
         start = stop
     optimizer.inner.load_state_dict({"state": state, "param_groups": groups})
-    optimizer.show_state(bool(state_dict["state"]))
+    optimizer.expose_inner_state(bool(state_dict["state"]))
     for group, outer in zip(groups, optimizer.param_groups, strict=True):
         outer.update(options_of(group))
 

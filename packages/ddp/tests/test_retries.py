@@ -1,0 +1,198 @@
+"""Training that continues after a caught exception averages its gradients or raises again."""
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from torch import nn
+from worker_pool import run_ranks
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+
+def train(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.full((2, 3), 1.0 + dist.get_rank())).sum().backward()
+
+
+def error_of(model: nn.Module) -> str:
+    """Return the error of a training step, or "" if the step averaged the gradients."""
+    try:
+        train(model)
+    except (MemoryError, RuntimeError, ValueError) as error:
+        return str(error)
+    module = copy.deepcopy(model.module)
+    module.zero_grad()
+    for rank in range(dist.get_world_size()):
+        module(torch.full((2, 3), 1.0 + rank)).sum().backward()
+    for ours, expected in zip(model.module.parameters(), module.parameters(), strict=True):
+        if ours.requires_grad:
+            torch.testing.assert_close(ours.grad, expected.grad / dist.get_world_size())
+    return ""
+
+
+def extra_buffer(module: nn.Module) -> Callable[[], None]:
+    module.register_buffer("extra", torch.zeros(1))
+    return lambda: delattr(module, "extra")
+
+
+def other_weights(module: nn.Module) -> Callable[[], None]:
+    with torch.no_grad():
+        module[1].bias += 1
+    return lambda: module.load_state_dict(net().state_dict())
+
+
+def train_a_copy(change: str) -> list[str]:
+    copied = copy.deepcopy(DDP(net()))
+    undo = globals()[change](copied.module) if dist.get_rank() == 1 else lambda: None
+    errors = [error_of(copied), error_of(copied)]
+    undo()
+    return [*errors, error_of(copied)]
+
+
+@pytest.mark.parametrize("change", ["extra_buffer", "other_weights"])
+def test_copies_that_differ_are_refused_until_they_are_equal(change: str) -> None:
+    for first, second, corrected in run_ranks(train_a_copy, 2, change):
+        assert first == second != ""
+        assert corrected == ""
+
+
+def unfreeze_different_layers() -> list[str]:
+    module = net().requires_grad_(False)
+    module[1].bias.requires_grad_(True)
+    model = DDP(module)
+    errors = [error_of(model)]
+    module[0].requires_grad_(True)
+    module[1].weight.requires_grad_(dist.get_rank() == 1)
+    errors += [error_of(model), error_of(model)]
+    module[1].requires_grad_(True)
+    return [*errors, error_of(model)]
+
+
+def test_models_that_changed_differently_are_refused_until_they_are_equal() -> None:
+    for unchanged, first, second, corrected in run_ranks(unfreeze_different_layers, 2):
+        assert unchanged == corrected == ""
+        assert first == second
+        assert "rank 1 has parameter '1.weight' (2, 3) torch.float32, but rank 0 has" in first
+
+
+def fail_to_allocate() -> list[str]:
+    is_full = False
+
+    def allocate(numel: int, *, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:
+        if is_full:
+            raise MemoryError("no memory for a bucket")
+        return torch.empty(numel, dtype=dtype)
+
+    module = net()
+    module[0].requires_grad_(False)
+    model = DDP(module, allocate=allocate)
+    errors = [error_of(model)]
+    is_full = True
+    module[0].requires_grad_(True)
+    return [*errors, error_of(model), error_of(model)]
+
+
+def test_failed_allocation_of_new_buckets_is_reported_again() -> None:
+    for unchanged, first, second in run_ranks(fail_to_allocate, 2):
+        assert unchanged == ""
+        assert "no memory for a bucket" in first
+        assert "no memory for a bucket" in second
+
+
+def skip_an_optimizer_step() -> list[str]:
+    model = DDP(net())
+    errors = []
+    for step in range(4):
+        errors.append(error_of(model))
+        if step != 1 or dist.get_rank() == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1
+    return errors
+
+
+def test_weights_that_differ_after_a_skipped_step_are_refused_until_a_restart() -> None:
+    for first, second, third, fourth in run_ranks(skip_an_optimizer_step, 2):
+        assert first == second == ""
+        assert "on ranks [0], but not on ranks [1]" in third
+        assert "on ranks [0], but not on ranks [1]" in fourth
+
+
+def repeat_backward(trains_last_layer: bool) -> str:
+    module = net()
+    module[1].requires_grad_(trains_last_layer)
+    fails = True
+
+    def fail(_: torch.Tensor) -> None:
+        if fails:
+            raise ArithmeticError("on purpose")
+
+    def register(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        inputs[0].register_hook(fail)
+
+    module[1].register_forward_pre_hook(register)
+    model = DDP(module)
+    loss = model(torch.full((2, 3), 1.0 + dist.get_rank())).sum()
+    with suppress(ArithmeticError):
+        loss.backward(retain_graph=True)
+    fails = False
+    model.zero_grad()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    gradients = [parameter.grad.clone() for parameter in module[0].parameters()]
+    assert error_of(model) == ""
+    for gradient, parameter in zip(gradients, module[0].parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+    return ""
+
+
+@pytest.mark.parametrize("trains_last_layer", [False, True])
+def test_backward_pass_that_raised_is_repeated_or_refused(trains_last_layer: bool) -> None:
+    for error in run_ranks(repeat_backward, 2, trains_last_layer, timeout=60):
+        if trains_last_layer:
+            # Gradients of the last layer were being reduced.
+            assert "the last backward pass raised an error" in error
+        else:
+            assert error == ""
+
+
+def raise_in_an_unsynchronized_pass() -> list[str]:
+    weights = [100.0, 1.0]
+    model = DDP(net(), average=lambda: weights.pop(0))
+    with model.no_sync():
+        output = model(torch.ones(2, 3))
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("a hook failed")
+
+    handle = model.module[0].weight.register_hook(fail)
+    with suppress(ValueError):
+        output.sum().backward()
+    handle.remove()
+    return [error_of(model), str(len(weights))]
+
+
+def test_weight_of_a_failed_pass_is_forgotten() -> None:
+    assert run_ranks(raise_in_an_unsynchronized_pass, 2) == [["", "0"]] * 2
+
+
+def train_with_weight_zero_first() -> list[str]:
+    weights = [0.0, 1.0]
+    model = DDP(net(), average=lambda: weights.pop(0))
+    return [error_of(model), error_of(model)]
+
+
+def test_step_without_weight_can_be_retried() -> None:
+    for first, second in run_ranks(train_with_weight_zero_first, 2):
+        assert "expected a positive sum of weights" in first
+        assert second == ""
