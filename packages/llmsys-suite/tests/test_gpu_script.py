@@ -25,6 +25,6 @@ def test_every_command_of_the_script_succeeds_in_a_dry_run(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("flashattn2", "zero", "ddp", "collectives", "tinyml"):
-        assert json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert json.loads((tmp_path / f"{name}-gpu.json").read_text())["rows"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "complete"
     assert (tmp_path / "steps" / "rows.json").exists()
