@@ -5,7 +5,7 @@ import pytest
 import torch
 from accounting import Transformer, flops, kv_cache, training_memory
 from accounting.kv_cache import kv_entries
-from accounting.model.records import MLA, Window
+from accounting.model.records import MLA, Mixer, Window
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,3 +87,10 @@ def test_cache_has_size_of_published_server_logs(
 ) -> None:
     predicted = kv_cache(model, seq=tokens, tensor=tensor, dtype="bf16").total
     assert predicted == pytest.approx(gibibytes * 2**30, rel=tolerance)
+
+
+def test_an_encoder_with_recurrent_layers_stores_nothing() -> None:
+    mixer = Mixer(name="mamba", layers=(0,), matrices=(), state=128, scan=0, saved=0)
+    sizes = {"layers": 2, "d_model": 64, "heads": 4, "vocab_size": 100, "mixers": (mixer,)}
+    assert kv_cache(Transformer(**sizes), seq=8).total > 0
+    assert kv_cache(Transformer(**sizes, causal=False), seq=8).total == 0

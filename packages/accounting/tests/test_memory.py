@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accounting import (
@@ -424,3 +425,25 @@ def test_peak_of_selective_recomputation_is_refused() -> None:
     model = Transformer(layers=2, d_model=64, heads=4, vocab_size=100)
     with pytest.raises(ValueError, match="expected recompute 'none' or 'full' in peak_memory"):
         peak_memory(model, Plan(recompute="selective"), batch=1, seq=8)
+
+
+def test_peak_memory_refuses_the_plans_that_it_does_not_model() -> None:
+    experts = Experts(count=8, per_token=2, width=64)
+    shape = Transformer(layers=2, d_model=64, heads=4, vocab_size=100, experts=experts)
+    for plan in (
+        Plan(data=8, expert=8),
+        Plan(offload="optimizer"),
+        Plan(offload="activations", recompute="full"),
+    ):
+        with pytest.raises(ValueError, match="use training_memory"):
+            peak_memory(shape, plan=plan, batch=8, seq=16)
+
+
+@pytest.mark.parametrize("integer", [np.int32, torch.tensor])
+def test_integers_of_numpy_and_torch_do_not_overflow(integer: Any) -> None:
+    side = integer(2**16)
+    assert tensor_bytes(side, side) == 4 * 2**32
+    shape = Transformer(layers=2, d_model=64, heads=4, vocab_size=100)
+    expected = peak_memory(shape, batch=1024, seq=4096).total
+    assert peak_memory(shape, batch=integer(1024), seq=integer(4096)).total == expected
+    assert type(Plan(data=integer(4)).data) is int

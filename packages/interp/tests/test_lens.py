@@ -133,3 +133,13 @@ def test_heads_and_mlps_sum_to_the_logits(decoder: nn.Module) -> None:
     shares = attribution(parts, model.norm, model.head, TOKENS, final=seen["norm:input"])
     torch.testing.assert_close(shares.terms.sum(0), logits.gather(-1, TOKENS[..., None])[..., 0])
     assert len(shares.names) == 1 + 3 * 3 + 3
+
+
+def test_ids_that_are_no_tokens_are_refused() -> None:
+    parts = {"all": torch.randn(1, 4, 8)}
+    ids = torch.tensor([[1, 2, -100, 3]])
+    head = nn.Linear(8, 11)
+    with pytest.raises(ValueError, match="token ids of at least 0 in targets, got -100"):
+        attribution(parts, None, head, ids)
+    with pytest.raises(ValueError, match=r"against has shape \(4, 1\); pass that of targets"):
+        attribution(parts, None, head, ids.abs() % 11, against=ids.T)

@@ -223,3 +223,26 @@ def test_recovered_without_a_gap_raises() -> None:
     scan = patch_streams(model, "blocks.*", CLEAN, CLEAN, metric)
     with pytest.raises(ValueError, match="there is no gap to recover"):
         scan.recovered  # noqa: B018
+
+
+class Masked(nn.Module):
+    """Logits of which one is masked, after a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.dropout = nn.Embedding(12, 8), nn.Dropout(0.5)
+        self.unembed, self.scores = nn.Linear(8, 10), nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.unembed(self.dropout(self.embed(tokens)))
+        return self.scores(logits.masked_fill(torch.arange(10) == 0, -torch.inf))
+
+
+def test_masked_scores_neither_hide_dropout_nor_give_nan() -> None:
+    model = Masked()
+    with pytest.raises(ValueError, match="differs when the corrupted run is repeated"):
+        attribution_patching(model.train(), ["embed"], CLEAN, CORRUPTED, difference)
+    effects = attribution_patching(
+        model.eval(), ["scores"], CLEAN, CORRUPTED, lambda out: difference(out.softmax(-1))
+    )
+    assert effects["scores"].isfinite().all()

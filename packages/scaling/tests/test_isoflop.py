@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scaling import Law, ScalingWarning, fit_isoflop, isoflop_runs, load_runs
+from scaling import Law, Runs, ScalingWarning, fit_isoflop, isoflop_runs, load_runs
 from scaling.bench import shortcut
 from scaling.synthetic import CHINCHILLA, planned_runs
 
@@ -333,3 +333,19 @@ def test_best_tokens_follow_the_runs_if_compute_is_not_6_n_d(degree, trend):
     assert 3e22 / (beyond.parameters * beyond.tokens) == pytest.approx(
         last.compute / (last.parameters * last.tokens)
     )
+
+
+@pytest.mark.filterwarnings("ignore:compute = 1e.19")
+def test_too_few_sizes_besides_those_that_hardly_differ_are_plain_parabolas():
+    sizes = {
+        1e18: 1e8 * np.array([0.5, 1, 2]),
+        1e20: 1e9 * np.array([0.3, 0.6, 1.2]),
+        1e19: 3e8 * (1 + 1e-4 * np.arange(8)),
+    }
+    n = np.concatenate([*sizes.values()])
+    compute = np.repeat([*sizes], [len(part) for part in sizes.values()])
+    tokens = compute / 6 / n
+    runs = Runs(n, tokens, compute, 1.7 + 400 / n**0.34 + 410 / tokens**0.28, tuple(range(len(n))))
+    with pytest.warns(ScalingWarning, match="these are plain parabolas"):
+        fit = fit_isoflop(runs)
+    assert 0.3 < fit.exponent < 0.7

@@ -215,3 +215,34 @@ def test_forms_of_different_targets_are_not_compared():
     forms = ["kaplan", next(f for f in CATALOG.values() if f.target == "error")]
     with pytest.raises(ValueError, match=r"forms of one target, got \['error', 'loss'\]"):
         select_law(rows, forms)
+
+
+RISING = Form("rising", ("parameters",), {"E": "0*log(parameters)", "A": "-alpha*log(parameters)"},
+              {"alpha": (0.01, 2)})  # fmt: skip
+FALLING = Form("falling", ("parameters",), {"C": "0*log(parameters)", "a": "alpha*log(parameters)"},
+               {"alpha": (0.01, 2)}, signs={"a": -1})  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize("forms", [[RISING, FALLING], [FALLING, RISING]])
+def test_form_that_predicts_negative_values_is_last(forms):
+    n = np.geomspace(1e6, 1e9, 12)
+    rows = {"parameters": n, "loss": np.maximum(10 - 1e-5 * n**0.75, 0.2)}
+    (best, first), (worst, last) = select_law(rows, forms, by="parameters")
+    assert (first.form.name, last.form.name) == ("rising", "falling")
+    assert best < worst == np.inf
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_interval_of_a_function_that_is_infinite_for_some_resamples():
+    random = np.random.default_rng(0)
+    n = np.geomspace(1e6, 1e9, 8)
+    loss = (0.05 + 400 * n**-0.3) * np.exp(0.05 * random.standard_normal(8))
+    fit = fit_law(RISING, {"parameters": n, "loss": loss})
+    with np.errstate(divide="ignore"):
+        interval = fit.interval(lambda c: np.divide(c["A"], c["E"]))
+    assert 0 < interval.low < interval.high == np.inf
+    with pytest.raises(ValueError, match="expected a number for every resample, got NaN for 400"):
+        fit.interval(lambda c: np.nan * c["E"])
+    with pytest.raises(ValueError, match=r"a level of at most 0.9875 for 400 resamples, got 0.999"):
+        fit.interval("alpha", level=0.999)

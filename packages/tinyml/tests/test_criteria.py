@@ -127,3 +127,13 @@ def test_bad_criteria_are_refused():
         prune_channels(linear, 0.5, torch.randn(2, 4), criterion="bn_scale")
     with pytest.raises(ValueError, match=r"after \['3'\]"):
         prune_channels(network(), {"3": 0.5}, X, criterion="bn_scale")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_scores_that_are_not_finite_are_refused(value):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="expected finite values in the scores of units"):
+        prune_channels(model, 0.5, x, criterion="taylor", loss=lambda m: m(x).sum() * value)
+    with pytest.raises(ValueError, match="expected finite values in"):
+        prune_channels(model, 0.5, torch.full((3, 4), value))

@@ -212,3 +212,25 @@ def test_negative_zero_survives_a_sparse_file(tmp_path):
     assert torch.equal(back[0].weight.view(torch.int32), model[0].weight.view(torch.int32))
     masked = prune(nn.Sequential(nn.Linear(64, 64)), 0.9).model
     assert not masked[0].weight.signbit()[masked[0].weight == 0].any()
+
+
+def test_views_of_one_memory_keep_their_own_values(tmp_path):
+    """A view of another dtype, and one that conjugates or negates, has other values."""
+
+    def model():
+        module = nn.Module()
+        c = torch.tensor([1 - 2j, 3 + 4j])
+        a = torch.tensor([1.5, -2.0])
+        views = {"a": a, "bits": a.view(torch.int32), "c": c, "conjugate": c.conj()}
+        for name, view in (views | {"part": c.imag, "negated": c.conj().imag}).items():
+            module.register_buffer(name, view)
+        module.layer = nn.Linear(2, 2)
+        return module
+
+    saved, loaded = model(), nn.Module()
+    for name, buffer in saved.named_buffers():
+        loaded.register_buffer(name, torch.zeros_like(buffer).resolve_conj().resolve_neg())
+    loaded.layer = nn.Linear(2, 2)
+    save(saved, tmp_path / "model")
+    for name, buffer in load(loaded, tmp_path / "model").named_buffers():
+        assert torch.equal(buffer, saved.get_buffer(name)), name

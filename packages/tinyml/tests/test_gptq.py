@@ -1,5 +1,6 @@
 """GPTQ is optimal brain quantization in a fixed order, and needs nothing of the data's rank."""
 
+import math
 import statistics
 
 import pytest
@@ -202,3 +203,23 @@ def test_bad_calibration_says_so():
         gptq(nn.Linear(4, 4), [])
     with pytest.raises(ValueError, match="nan or inf"):
         gptq(nn.Linear(4, 4), [torch.full((2, 4), float("nan"))])
+
+
+@pytest.mark.parametrize("damping", [-0.1, math.nan, math.inf])
+def test_damping_that_is_not_a_number_of_at_least_zero_is_refused(damping):
+    with pytest.raises(ValueError, match="expected a finite damping of at least 0"):
+        gptq(nn.Linear(4, 4), [torch.randn(8, 4)], damping=damping)
+
+
+def test_progress_includes_layers_that_never_run():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x)
+
+    calls = []
+    gptq(Unused(), [torch.randn(8, 4)], progress=lambda *call: calls.append(call))
+    assert calls == [("a", 1, 2), ("b", 2, 2)]

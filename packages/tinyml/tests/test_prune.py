@@ -201,3 +201,20 @@ def test_a_pattern_counts_input_channels_of_a_convolution():
     assert (smallest >= magnitudes.where(~remaining, 0).amax(2)).all()
     with pytest.raises(ValueError, match=r"2:4 does not fit 1 inputs; .*protect"):
         prune(nn.Conv2d(8, 8, 2, groups=8), 0.5, pattern="2:4")
+
+
+def test_norms_of_a_shared_weight_count_the_inputs_of_every_layer():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(10 * torch.relu(self.a(x)))
+
+    model, x = Twice(), torch.randn(5, 4)
+    inputs = torch.cat([x, 10 * torch.relu(model.a(x))])
+    norms = input_norms(model, [x])
+    assert list(norms) == ["a"]
+    torch.testing.assert_close(norms["a"], inputs.norm(dim=0).detach())

@@ -164,8 +164,14 @@ def fields(
         rule = Rule(field.type, field.default, limits.get(field.name))
         value = _typed(name, values[field.name], rule)
         if field.type in (int, "int"):
-            integers[name] = value
+            integers[field.name] = value
     return integers
+
+
+def convert_fields(record: Any, prefix: str = "", /, **limits: Any) -> None:
+    """Check the fields of a frozen dataclass, and store integers of numpy or torch as ints."""
+    for name, value in fields(type(record), vars(record), prefix, **limits).items():
+        object.__setattr__(record, name, value)
 
 
 def layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:

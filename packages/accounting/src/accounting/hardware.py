@@ -24,7 +24,7 @@ class Peak:
     published: float = 0
 
     def __post_init__(self) -> None:
-        checks.fields(Peak, vars(self), clock_hz=0, units=0, fma_per_clock=0, published=0)
+        checks.convert_fields(self, clock_hz=0, units=0, fma_per_clock=0, published=0)
         if not self.flops:
             raise ValueError(f"expected the operations per second of a dtype, got {self}")
 
@@ -44,7 +44,7 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        checks.fields(Link, vars(self), latency=0)
+        checks.convert_fields(self, latency=0)
 
 
 @checks.named
@@ -72,7 +72,7 @@ class Hardware:
     torus_axes: int = 0
 
     def __post_init__(self) -> None:
-        checks.fields(Hardware, vars(self), power_watts=0, usd_per_hour=0)
+        checks.convert_fields(self, power_watts=0, usd_per_hour=0)
         if not self.peaks or not isinstance(self.peaks, dict):
             raise TypeError(
                 f"expected peaks to be a dict with one Peak per dtype, got {self.peaks!r}"

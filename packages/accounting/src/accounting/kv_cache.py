@@ -48,7 +48,7 @@ def kv_cache(
             sizes["heads"] = kv_heads_per_device
         for kind, width in kinds.items():
             add_part(kind + name, width, **sizes)
-    for mixer in model.mixers:
+    for mixer in model.mixers if model.causal else ():
         # The size of a recurrent state does not depend on the length of the sequence.
         sizes = {"layers": len(mixer.layers), "sequences": batch}
         add_part(f"state of {mixer.name}", split(mixer.state, tensor), **sizes)

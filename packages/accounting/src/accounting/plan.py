@@ -48,7 +48,7 @@ class Plan:
     offload: str = "none"
 
     def __post_init__(self) -> None:
-        check_fields(vars(self))
+        checks.convert_fields(self, **_CHOICES)
         self._set_devices()
         if self.replicas % self.expert:
             raise ValueError(

@@ -69,7 +69,7 @@ class Precision:
     source: str
 
     def __post_init__(self) -> None:
-        checks.fields(Precision, vars(self), **dict.fromkeys(_DTYPES, tuple(BYTES)))
+        checks.convert_fields(self, **dict.fromkeys(_DTYPES, tuple(BYTES)))
         checks.instance("moments", self.moments, tuple, "a tuple of dtypes")
         for moment in self.moments:
             checks.choice("a dtype of moments", moment, BYTES)

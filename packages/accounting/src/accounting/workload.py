@@ -41,7 +41,7 @@ class Workload:
     loss_chunks: int = 1
 
     def __post_init__(self) -> None:
-        checks.fields(Workload, vars(self), batch=0)
+        checks.convert_fields(self, batch=0)
         recipe(self.precision)
         if self.compiled and self.transformers:
             raise ValueError(

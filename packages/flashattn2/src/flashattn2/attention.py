@@ -109,7 +109,7 @@ def flash_attention(
     """
     options = (
         *(is_causal, scale, softcap, backend, precision, deterministic, split_size),
-        *(return_max_logits, type(window), *(window if type(window) is tuple else (window,))),
+        *(return_max_logits, type(window), *(window if isinstance(window, tuple) else (window,))),
     )
     signature, plan = look_up_plan(q, k, v, options)
     if plan is not None and plan.is_cpu_kernel and sinks is None:

@@ -172,6 +172,14 @@ def attribution(
         raise ValueError(
             f"targets have shape {tuple(targets.shape)}; pass {tuple(stream.shape[:-1])}"
         )
+    if against is not None and against.shape != targets.shape:
+        raise ValueError(
+            f"against has shape {tuple(against.shape)}; pass that of targets, "
+            f"{tuple(targets.shape)}"
+        )
+    for name, ids in (("targets", targets), ("against", against)):
+        if ids is not None and ids.numel() and ids.min() < 0:
+            raise ValueError(f"expected token ids of at least 0 in {name}, got {int(ids.min())}")
     direction = weight[targets] - (0 if against is None else weight[against])
 
     gain, shift, centered = probe_norm(norm, stream)

@@ -281,6 +281,18 @@ def _has_enough_sizes(x: Array, needed: int, location: str, diagnostics: Diagnos
     return True
 
 
+def _determine_a_shape(groups: list[Runs], diagnostics: Diagnostics) -> bool:
+    """Return True if there are enough sizes for a common shape; otherwise add a message."""
+    count = sum(len(np.unique(group.parameters)) for group in groups)
+    if count - 3 * len(groups) >= FEWEST_EXTRA_SIZES:
+        return True
+    diagnostics.add(
+        f"{count} sizes at {len(groups)} budgets are too few for a skew that all budgets share,"
+        " which takes four sizes per budget or more: these are plain parabolas"
+    )
+    return False
+
+
 def _valleys_of_common_shape(
     groups: list[Runs], diagnostics: Diagnostics
 ) -> tuple[list[Valley], Array] | None:
@@ -288,17 +300,16 @@ def _valleys_of_common_shape(
 
     Return None and add a message if the runs do not determine a shape.
     """
-    count = sum(len(np.unique(group.parameters)) for group in groups)
-    if count - 3 * len(groups) < FEWEST_EXTRA_SIZES:
-        diagnostics.add(
-            f"{count} sizes at {len(groups)} budgets are too few for a skew that all budgets share,"
-            " which takes four sizes per budget or more: these are plain parabolas"
-        )
+    if not _determine_a_shape(groups, diagnostics):
         return None
+    left_out = Diagnostics()
     usable = []
     for group in groups:
-        if _has_enough_sizes(np.log(group.parameters), 3, _location(group), diagnostics):
+        if _has_enough_sizes(np.log(group.parameters), 3, _location(group), left_out):
             usable.append(group)
+    if usable and not _determine_a_shape(usable, diagnostics):
+        return None
+    diagnostics.occurrences |= left_out.occurrences
     if not usable:
         return [], np.empty((0, 0))
     log_sizes = [np.log(group.parameters) for group in usable]

@@ -52,6 +52,25 @@ def check_level(level: float) -> None:
         raise ValueError(f"expected 0 < level < 1, got level = {level}")
 
 
+def quantile_ends(values: ArrayLike, low: float, high: float) -> tuple[float, float]:
+    """Return the quantiles `low` and `high` of resampled values.
+
+    With infinite values, which cannot be interpolated, they are the next values outside. Raises
+    `ValueError` if a value is NaN.
+    """
+    resampled = np.asarray(values, dtype=float)
+    if missing := int(np.isnan(resampled).sum()):
+        raise ValueError(
+            f"expected a number for every resample, got NaN for {missing} of {len(resampled)}"
+        )
+    if np.isfinite(resampled).all():
+        first, last = np.quantile(resampled, [low, high])
+    else:
+        first = np.quantile(resampled, low, method="lower")
+        last = np.quantile(resampled, high, method="higher")
+    return float(first), float(last)
+
+
 @dataclass(frozen=True, eq=False)
 class Optimum(ComparesArrays):
     """The compute-optimal model of a budget in FLOPs."""

@@ -46,7 +46,7 @@ def peak_memory(
     work = workload(work, run)
     checks.whole("batch", work.batch)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
-    if plan.tensor * plan.pipeline * plan.context * plan.microbatches > 1:
+    if plan.tensor * plan.pipeline * plan.context * plan.expert * plan.microbatches > 1:
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
         )
@@ -54,6 +54,11 @@ def peak_memory(
         raise ValueError(
             "expected recompute 'none' or 'full' in peak_memory, got 'selective'; use "
             "training_memory for it"
+        )
+    if plan.offload != "none":
+        raise ValueError(
+            f"expected offload 'none' in peak_memory, got {plan.offload!r}; use training_memory "
+            "for other plans"
         )
     full = checkpointed or plan.recompute == "full"
     plan = replace(plan, recompute="full" if full else "none", devices=0)
@@ -287,6 +292,5 @@ def _first_block_and_table(model: Shape) -> int:
 @checks.entry()
 def tensor_bytes(*shape: int, dtype: str = "fp32") -> int:
     """Return the bytes of one tensor, such as a residual stream (B, S, d) or scores (B, S, S)."""
-    for extent in shape:
-        checks.whole("an extent of shape", extent, least=0)
-    return math.ceil(math.prod(shape) * bytes_of(dtype))
+    extents = [checks.whole("an extent of shape", extent, least=0) for extent in shape]
+    return math.ceil(math.prod(extents) * bytes_of(dtype))

@@ -83,7 +83,7 @@ class MLA:
     index_top: int = 0
 
     def __post_init__(self) -> None:
-        checks.fields(MLA, vars(self), "mla.")
+        checks.convert_fields(self, "mla.")
         index = (self.index_heads, self.index_head_dim, self.index_top)
         if any(index) and not (all(index) and self.q_rank):
             raise ValueError(
@@ -114,7 +114,7 @@ class Experts:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        checks.fields(Experts, vars(self), "experts.")
+        checks.convert_fields(self, "experts.")
         _some_layers("experts", self.layers)
         if self.per_token > self.count:
             raise ValueError(
@@ -137,7 +137,7 @@ class Window:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        checks.fields(Window, vars(self), "window.")
+        checks.convert_fields(self, "window.")
         _some_layers("window", self.layers)
 
 

@@ -90,8 +90,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         least = {"heads": 0, "vocab_size": 0, "norms_per_layer": 0}
-        for name, value in checks.fields(Shape, vars(self), **least, **_CHOICES).items():
-            object.__setattr__(self, name, value)
+        checks.convert_fields(self, **least, **_CHOICES)
         for name, (record, listed) in _RECORDS.items():
             self._record(name, record, listed)
         if self.heads and not self.head_dim and self.d_model % self.heads:

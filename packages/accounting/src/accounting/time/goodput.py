@@ -32,7 +32,7 @@ class Run:
 
     def __post_init__(self) -> None:
         free = ("failures_per_device_hour", "restart_hours", "usd_per_device_hour")
-        checks.fields(Run, vars(self), **dict.fromkeys(free, 0))
+        checks.convert_fields(self, **dict.fromkeys(free, 0))
 
     @property
     def hours_between_failures(self) -> float:

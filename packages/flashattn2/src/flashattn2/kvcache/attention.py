@@ -71,7 +71,7 @@ def flash_attention_with_kvcache(
     options = (
         *(is_causal, scale, softcap, backend, precision, split_size, is_paged),
         *(_signature_of_new_rows(k, v), getattr(cu_seqlens_q, "shape", None), type(window)),
-        *(window if type(window) is tuple else (window,)),
+        *(window if isinstance(window, tuple) else (window,)),
     )
     signature, plan = look_up_plan(q, k_cache, v_cache, options)
     validation.check_no_derivative(q, k_cache, v_cache, k, v)

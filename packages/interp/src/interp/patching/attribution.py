@@ -83,7 +83,13 @@ def attribution_patching(
         return metric(out)
 
     gradients = _gradients(model, corrupted, metric_of_repeated, seen)
-    return {site: ((before[site] - seen[site]) * gradients[site]).sum(-1) for site in seen}
+    effects = {}
+    for site, corrupted_values in seen.items():
+        # Scores that are masked in both runs are -inf, and their difference would be NaN.
+        is_equal = before[site] == corrupted_values
+        change = (before[site] - corrupted_values).masked_fill(is_equal, 0.0)
+        effects[site] = (change * gradients[site]).sum(-1)
+    return effects
 
 
 def attribute_parts(

@@ -21,7 +21,7 @@ from scaling.fit.identifiability import (
 )
 from scaling.fit.search import Loss, Proof, objective_value, refit, search, validate_objective
 from scaling.fit.varpro import Problem
-from scaling.law import Interval, check_level
+from scaling.law import Interval, check_level, quantile_ends
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Runs, ScalingWarning
 from scaling.tables.grouping import below_cuts
@@ -90,8 +90,17 @@ class LawFit(ComparesArrays):
         The interval is given by quantiles of 400 resamples, widened by sqrt(n / (n - P)) for n rows
         and P fitted constants. Positive quantities are widened in logarithms. Without degrees of
         freedom the interval is infinite. The interval of a fixed constant is its value.
+
+        Raises:
+            ValueError: The constant is unknown, the level is too high for 400 resamples, or the
+                function returns NaN for a resample.
         """
         check_level(level)
+        if RESAMPLES * (1 - level) < 5:
+            raise ValueError(
+                f"expected a level of at most {1 - 5 / RESAMPLES:g} for {RESAMPLES} resamples, got "
+                f"{level:g}"
+            )
         if isinstance(target, str) and target not in self.constants:
             raise ValueError(f"expected one of {self.form.constants}, got {target!r}")
 
@@ -106,7 +115,7 @@ class LawFit(ComparesArrays):
             return Interval(-math.inf, math.inf, level)
         rows = self.resampled_constants()
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
-        ends = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
+        ends = np.array(quantile_ends(values, 0.5 - level / 2, 0.5 + level / 2))
         widening = math.sqrt(n / self.freedom)
         if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening
@@ -262,8 +271,11 @@ def select_law(
         table = {**columns, name: np.exp(log_target)}
         part = fit_law(form, {k: v[below] for k, v in table.items()}, target=name)
         predicted = part.predict(**{k: columns[k][~below] for k in form.inputs})
-        errors = np.log(predicted) - log_target[~below]
-        scored.append((float(np.sqrt(np.mean(errors**2))), fit_law(form, table, target=name)))
+        # A value below 0 has no error in logarithms.
+        score = math.inf
+        if (predicted > 0).all():
+            score = float(np.sqrt(np.mean((np.log(predicted) - log_target[~below]) ** 2)))
+        scored.append((score, fit_law(form, table, target=name)))
     return sorted(scored, key=lambda pair: pair[0])
 
 

@@ -16,7 +16,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from scaling.fit.newton import vanished_terms
 from scaling.fit.search import Estimate, refit
-from scaling.law import CONSTANTS, Interval, check_level
+from scaling.law import CONSTANTS, Interval, check_level, quantile_ends
 from scaling.runs import BUDGET_TOLERANCE, Runs, ScalingWarning
 from scaling.tables.grouping import cluster
 from scaling.uncertainty.posterior import Sample
@@ -48,7 +48,7 @@ class Bootstrap(Sample):
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
         half = half_width(freedom, self.level, self.sample_size)
-        low, high = np.quantile(values, ndtr([2 * bias - half, 2 * bias + half]))
+        low, high = quantile_ends(values, ndtr(2 * bias - half), ndtr(2 * bias + half))
         return Interval(min(float(low), estimate), max(float(high), estimate), self.level)
 
 

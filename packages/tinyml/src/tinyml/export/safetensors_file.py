@@ -43,8 +43,9 @@ _FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # also in the meta
 def save(model: nn.Module, path: str | Path) -> None:
     """Write every tensor of `model` once, in its compressed form, and a checksum of the file."""
     tensors: dict[str, Tensor] = {}
-    names: dict[Any, str] = {}
+    names: dict[object, str] = {}
     aliases: dict[str, str] = {}
+    shapes: dict[str, list[int]] = {}
     storages: set[int] = set()
     for name, tensor in model.state_dict().items():
         if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
@@ -54,12 +55,13 @@ def save(model: nn.Module, path: str | Path) -> None:
             aliases[name] = names[key]
             continue
         names[key] = name
+        shapes[name] = list(tensor.shape)
         tensors.update(_sparse_if_smaller(name, separate(tensor, storages)))
     metadata = {
         "format": _FORMAT,
         "layers": json.dumps(_describe(model)),
         "same": json.dumps(aliases),
-        "shapes": json.dumps({names[key]: list(key[1]) for key in names}),
+        "shapes": json.dumps(shapes),
         "sha256": _CHECKSUM[1].decode(),
     }
     with atomic_file(path) as part:

@@ -143,7 +143,11 @@ def _rank(group: Group, walk: Walk, model: nn.Module, example: _Probe, probe: _P
 
 
 def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None:
-    """Order units by score; units of equal score by `ties`, and dead units last."""
+    """Order units by score; units of equal score by `ties`, and dead units last.
+
+    Raise `ValueError` if a score is NaN or infinite, as after a loss or example inputs that are.
+    """
+    check_finite("the scores of units", scores)
     group.scores = scores.masked_fill(dead, -1.0)
     order = ties.argsort(descending=True, stable=True)
     group.order = order[group.scores[order].argsort(descending=True, stable=True)]

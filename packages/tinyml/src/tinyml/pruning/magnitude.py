@@ -23,11 +23,13 @@ from tinyml.conversion import (
 )
 from tinyml.layers import (
     PRUNABLE,
+    is_instance_of,
     layers_of,
     named_layers,
     outputs_first,
     protected_modules,
     setting_per_layer,
+    weight_identity,
     weight_of,
 )
 from tinyml.quantization.calibration import watch_inputs
@@ -203,12 +205,19 @@ def input_norms(model: nn.Module, batches: Sequence[Any]) -> dict[str, Tensor]:
     tokens are left out, such as experts that are never chosen; `prune` uses their magnitudes.
     """
     squares: dict[str, Tensor] = {}
+    listed = {weight_identity(m): name for name, m in layers_of(model, (nn.Linear,)).items()}
+    # A weight that several layers share is pruned once, by the inputs of all of them.
+    layers = {}
+    for name, module in model.named_modules():
+        if is_instance_of(module, (nn.Linear,)) and weight_identity(module) in listed:
+            layers[name] = module
 
     def add_squares(name: str, inputs: Tensor) -> None:
         # Norms of no tokens would be zero, so that the first rows would be removed.
         if len(inputs):
-            squares[name] = squares.get(name, 0) + inputs.float().square().sum(0)
+            key = listed[weight_identity(layers[name])]
+            squares[key] = squares.get(key, 0) + inputs.float().square().sum(0)
 
     with evaluation_mode(model):
-        watch_inputs(model, require_batches(batches), layers_of(model, (nn.Linear,)), add_squares)
+        watch_inputs(model, require_batches(batches), layers, add_squares)
     return {name: square.sqrt() for name, square in squares.items()}

@@ -13,6 +13,7 @@ compensate for them; groups then follow each other as wholes, so the storage doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,8 +46,9 @@ def gptq(
     `model(batch)`, or `model(**batch)` for a mapping, runs up to each layer, and later layers are
     calibrated on the outputs of rounded layers. Blocks of rounded layers do not run again (Note
     [Replayed blocks]). Tokens that `batch["attention_mask"]` (batch, seq) marks as padding do not
-    count. A layer that never runs is rounded to the nearest code. With `activation_order`, inputs
-    with large values are rounded first. `progress(name, done, total)` is called after each layer.
+    count. A weight that several layers share is rounded for the inputs of the first one. A layer
+    that never runs is rounded to the nearest code. With `activation_order`, inputs with large
+    values are rounded first. `progress(name, done, total)` is called after each layer.
     """
 
     def grid_for(rows: Tensor, dtype: torch.dtype) -> Grid:
@@ -73,6 +75,8 @@ def gptq(
         weight.copy_(stored[name](weight))  # later layers are calibrated on its rounded outputs
 
     check_bits(bits, "a grid has")
+    if not 0 <= damping < math.inf:
+        raise ValueError(f"expected a finite damping of at least 0, got {damping}")
     model = dense_copy(model, (nn.Linear,))
     layers = layers_of(model, (nn.Linear,), protect)
     for name, layer in layers.items():
@@ -82,6 +86,8 @@ def gptq(
         visit_layers(model, require_batches(batches), layers, visit, progress)
     for name in layers.keys() - stored.keys():
         visit(name, None)
+        if progress is not None:
+            progress(name, len(stored), len(layers))
     return compress_weights(model, (nn.Linear,), lambda name, _: stored.get(name), protect)
 
 
