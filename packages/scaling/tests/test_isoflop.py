@@ -336,6 +336,7 @@ def test_best_tokens_follow_the_runs_if_compute_is_not_6_n_d(degree, trend):
 
 
 @pytest.mark.filterwarnings("ignore:compute = 1e.19")
+@pytest.mark.filterwarnings("ignore:2 budgets leave")
 def test_too_few_sizes_besides_those_that_hardly_differ_are_plain_parabolas():
     sizes = {
         1e18: 1e8 * np.array([0.5, 1, 2]),

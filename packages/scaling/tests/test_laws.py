@@ -217,10 +217,20 @@ def test_forms_of_different_targets_are_not_compared():
         select_law(rows, forms)
 
 
-RISING = Form("rising", ("parameters",), {"E": "0*log(parameters)", "A": "-alpha*log(parameters)"},
-              {"alpha": (0.01, 2)})  # fmt: skip
-FALLING = Form("falling", ("parameters",), {"C": "0*log(parameters)", "a": "alpha*log(parameters)"},
-               {"alpha": (0.01, 2)}, signs={"a": -1})  # fmt: skip
+CONSTANT = "0*log(parameters)"
+RISING = Form(
+    "rising",
+    ("parameters",),
+    {"E": CONSTANT, "A": "-alpha*log(parameters)"},
+    {"alpha": (0.01, 2)},
+)
+FALLING = Form(
+    "falling",
+    ("parameters",),
+    {"C": CONSTANT, "a": "alpha*log(parameters)"},
+    {"alpha": (0.01, 2)},
+    signs={"a": -1},
+)
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
