@@ -199,3 +199,10 @@ def test_errors_name_every_rank_that_left_or_died():
     lost = detector._find_cause(PeerError(4, "closed"), Operation(), 1.0)
     assert lost.ranks == (4, 5)
     assert "ranks 4, 5 died" in str(lost)
+
+
+def test_report_has_no_call_that_is_too_old_or_not_made_yet():
+    calls = [SUM, b"second".hex(), b"third".hex()]
+    latest = report(0, Status.WAITING, call_number=9, calls=calls)
+    expected = [b"", bytes.fromhex(SUM), b"second", b"third", b"", b""]
+    assert [latest.call(number) for number in range(6, 12)] == expected

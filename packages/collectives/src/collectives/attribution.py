@@ -78,9 +78,9 @@ class Report:
     difference: str = ""
 
     def call(self, number: int) -> bytes:
-        """Return the packed call of that number, or nothing if it is too old."""
+        """Return the packed call of that number, or nothing if it is too old or not made yet."""
         age = self.call_number - number
-        return bytes.fromhex(self.calls[-1 - age]) if age < len(self.calls) else b""
+        return bytes.fromhex(self.calls[-1 - age]) if 0 <= age < len(self.calls) else b""
 
     def to_json(self) -> str:
         """Return the report as text for the store."""

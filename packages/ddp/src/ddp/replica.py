@@ -485,7 +485,7 @@ class Replica:
                 f"rank {self.group.rank}: before the forward pass of this step, the buffers "
                 f"differed from those of rank {source}, because a rank changed them after the "
                 f"previous step. torch's DDP would have copied those of rank {source} before the "
-                "forward pass; "
-                "change buffers on every rank in the same way, or broadcast them after the change",
+                "forward pass; change buffers on every rank in the same way, or broadcast them "
+                "after the change",
                 stacklevel=2,
             )

@@ -170,6 +170,7 @@ def count_stages(device: torch.device, key_bytes: int) -> int:
     A program multiplies one row or a few, so its time is the latency of loads: with four stages,
     three tiles of keys and values are on their way while the fourth is used.
     """
+    # The largest tile of queries: see `tile_rows`.
     query_bytes = 16 * 1024
     return max(2, min(4, (launch.device_of(device).shared_bytes - query_bytes) // key_bytes))
 
