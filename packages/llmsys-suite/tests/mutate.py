@@ -260,7 +260,7 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
     """Double each reported figure of the honest run, one after the other, and audit again."""
     names = figures(honest) if run.rank == 0 else []
     run.results = dict(honest)
-    evidence = audit.gather_evidence(run)
+    evidence = _evidence(run)
     outcomes = []
     # The audit deletes the checkpoints around the probed step when it has read them.
     with mock.patch.object(probed_step, "shutil"):
@@ -277,6 +277,11 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
             seconds = time.perf_counter() - start
             outcomes.append(_reported(run, Outcome(f"{stage}: {name}", failed, seconds)))
     return outcomes
+
+
+def _evidence(run: Run) -> dict[str, Any]:
+    """Return the evidence for the checks of `plan` and `train`, on every rank."""
+    return audit.combine(audit.measure(run), run.gather(audit.recompute(run)))
 
 
 def _stage_checks(run: Run, stage: str) -> list[Check]:
@@ -332,7 +337,7 @@ def _failed_checks(run: Run, stage: str) -> list[str]:
     if stage in audit.STAGES:
         checks = _stage_checks(run, stage)
     else:
-        checks = audit.recorded_checks(run, audit.gather_evidence(run))
+        checks = audit.recorded_checks(run, _evidence(run))
     failed = [check.name for check in checks if not check.passed]
     if run.folder is not None:
         run.folder.write_json("checks.json", [])

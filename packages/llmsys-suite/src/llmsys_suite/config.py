@@ -145,7 +145,7 @@ class RunConfig:
     warmup: int = 5
     #: Epochs over the whole text for each variant; 0 draws random windows for `steps` steps.
     epochs: int = 0
-    #: Steps of the stage `learn`; None takes those of the checkpoint, or 500.
+    #: Steps of the stage `learn`; None takes those of the checkpoint, or 400.
     learn: int | None = None
     #: Numbers of ranks that split each block of `learn`, and that have consecutive blocks.
     tensor: int = 1

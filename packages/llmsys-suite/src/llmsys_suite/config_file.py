@@ -23,7 +23,7 @@ MEANING = {
     "steps": "Measured steps per variant; the budgets of the stage scale are proportional.",
     "warmup": "Steps before the measured ones.",
     "epochs": "Epochs over the whole text, instead of steps.",
-    "learn": "Steps of the stage learn; by default 500, or those of the checkpoint.",
+    "learn": "Steps of the stage learn; by default 400, or those of the checkpoint.",
     "tensor": "Ranks that split each block in the stage learn.",
     "pipeline": "Ranks that have consecutive blocks in the stage learn.",
     "recompute": "Run blocks of learn again in the backward pass to save memory.",
@@ -42,7 +42,7 @@ MEANING = {
 #: Examples of the fields that have no value by default.
 EXAMPLES = {
     "epochs": 1,
-    "learn": 500,
+    "learn": 400,
     "log": "tensorboard",
     "clip": 1.0,
     "resume": "runs/NAME/checkpoint",

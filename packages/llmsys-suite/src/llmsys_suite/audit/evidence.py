@@ -33,22 +33,12 @@ PRODUCT_ROUNDS, PRODUCT_SECONDS = 20, 0.02
 SIDE, WALL_CLOCK_SIDE = {"cpu": 1024, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
 
 
-def gather_evidence(run: Run) -> dict[str, Any]:
-    """Collect probes, counts, clocks and digests on rank 0; every rank takes part."""
+def measure(run: Run) -> dict[str, Any]:
+    """Collect probes, clocks and digests on rank 0; every rank takes part."""
     with run.in_float32():
         probed = probe(run)
-        # The last rank takes many steps while rank 0 takes a few in float64 and counts.
-        losses = trajectory = []
-        if run.rank == 0:
-            start = {name: w.double() for name, w in initial_weights(run).items()}
-            losses = replay(run, start, REPLAYED)
-        if run.rank == run.world - 1:
-            trajectory = replay(run, initial_weights(run), REPLAYED_IN_FLOAT32)
-    counts = _counts(run) if run.rank == 0 else {}
-    probed |= {"replayed_losses": losses, "trajectory": run.gather(trajectory)[-1]}
     return {
         "probe": probed,
-        **counts,
         "split": split_evidence(run),
         "peers": peers.time_peers(run, [*probed["variants"]]),
         **_product_rates(run),
@@ -59,8 +49,33 @@ def gather_evidence(run: Run) -> dict[str, Any]:
     }
 
 
+def recompute(run: Run) -> dict[str, Any]:
+    """Return the evidence that a rank computes alone; two ranks divide it.
+
+    The last rank trains for many steps. Rank 0 trains for a few in float64, and counts.
+    """
+    evidence: dict[str, Any] = {"probe": {}}
+    with run.in_float32():
+        if run.rank == 0:
+            start = {name: w.double() for name, w in initial_weights(run).items()}
+            evidence["probe"]["replayed_losses"] = replay(run, start, REPLAYED)
+            evidence |= _counts(run)
+        if run.rank == run.world - 1:
+            trajectory = replay(run, initial_weights(run), REPLAYED_IN_FLOAT32)
+            evidence["probe"]["trajectory"] = trajectory
+    return evidence
+
+
+def combine(measured: dict[str, Any], recomputed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the whole evidence: what was measured, and what each rank has computed alone."""
+    evidence = dict(measured)
+    for part in recomputed:
+        evidence |= part | {"probe": evidence["probe"] | part["probe"]}
+    return evidence
+
+
 def _counts(run: Run) -> dict[str, Any]:
-    """Return the evidence that one rank can collect without a clock."""
+    """Return counts of the reference, digests of its batches, and the scales of the weights."""
     return {
         "text": batch_evidence(run.config, read_parts(run.config)[0]),
         "initial_scales": initial_scales(run),

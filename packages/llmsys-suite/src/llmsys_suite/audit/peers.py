@@ -55,7 +55,7 @@ def _time_peer(
     tokens, targets = run.batch(0, shared=True)
     torch.manual_seed(run.config.seed)
     model = wrap(Decoder(run.model, attention=flash_attention).to(run.device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate, fused=True)
 
     def step() -> None:
         with run.autocast():

@@ -11,7 +11,7 @@ from torch import nn
 
 from llmsys_suite.audit import training_checks
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.evidence import gather_evidence
+from llmsys_suite.audit.evidence import combine, measure, recompute
 from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
@@ -31,19 +31,26 @@ def run(run: Run) -> Audit | None:
 
 
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
-    """Return the evidence and the checks on rank 0; every rank takes part."""
-    evidence: dict[str, Any] = {}
-    checks: list[Check] = []
+    """Return the evidence and the checks on rank 0; every rank takes part.
+
+    Work for all ranks comes first. Then each rank works alone, so that no rank waits for another.
+    """
     ran = set(run.results)
-    if {"plan", "train"} <= ran:
-        evidence = gather_evidence(run)
-        checks += recorded_checks(run, evidence)
+    is_trained = {"plan", "train"} <= ran
+    measured = measure(run) if is_trained else {}
+    collective = []
     for stage in COLLECTIVE:
         run.wait_for_ranks()
         if stage in ran:
-            checks += stage_checks(run, stage)
-    checks += _distributed_checks(run)
-    return evidence, checks if run.rank == 0 else []
+            collective += stage_checks(run, stage)
+    recomputed = recompute(run) if is_trained else {}
+    alone = _distributed_checks(run)
+    evidence: dict[str, Any] = {}
+    recorded: list[Check] = []
+    if is_trained:
+        evidence = combine(measured, run.gather(recomputed))
+        recorded = recorded_checks(run, evidence)
+    return evidence, [*recorded, *collective, *alone] if run.rank == 0 else []
 
 
 def _distributed_checks(run: Run) -> list[Check]:

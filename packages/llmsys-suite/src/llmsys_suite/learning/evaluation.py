@@ -11,7 +11,7 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.generation import generate
 from llmsys_suite.text.tokens import codec_of
 
-HELDOUT_ROWS = 128
+HELDOUT_ROWS = 64
 #: Tokens of the prompt, and of the text that continues it.
 PROMPT, WRITTEN = 64, 240
 

@@ -21,7 +21,7 @@ CHECKPOINT = "checkpoint"
 #: Folder of the checkpoints before and after the step that the audit repeats.
 PROBE = "probe"
 #: Number of steps if neither --learn nor a checkpoint decides.
-DEFAULT_STEPS = 500
+DEFAULT_STEPS = 400
 
 
 def beginning(config: RunConfig, text: Tensor | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.single import Variant
 
 #: Number of evaluations on the held-out text, and of checkpoints.
-EVALUATIONS, SAVES = 8, 4
+EVALUATIONS, SAVES = 5, 2
 
 
 def run(run: Run) -> Learn | None:

@@ -54,7 +54,7 @@ class Variant:
         self.data_world = run.world
         #: True if the digests of this rank's rows are recorded: once per part.
         self.reports_rows = True
-        self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate)
+        self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate, fused=True)
         #: Largest norm of the gradient, or None if it is not clipped.
         self.max_norm: float | None = None
         #: Number of parts in which a rank handles its rows.
