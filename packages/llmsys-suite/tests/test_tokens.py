@@ -1,11 +1,13 @@
 """Texts are encoded once, by a tokenizer that is trained on them or by a given one."""
 
 import importlib.util
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from llmsys_suite import cli
+from llmsys_suite.audit import text as audit_text
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.resolution import check, resolve
@@ -54,6 +56,28 @@ def test_lines_keep_their_ends_and_long_ones_are_cut(monkeypatch):
     assert [*tokens.lines(b"")] == []
 
 
+@pytest.mark.parametrize("line", ["aé" * 20, "日本語" * 9, "a😀" * 9, "é", "a" * 4])
+def test_pieces_of_a_long_line_cut_no_character(monkeypatch, line):
+    monkeypatch.setattr(tokens, "PIECE_BYTES", 4)
+    monkeypatch.setattr(audit_text, "PIECE_BYTES", 4)
+    pieces = [*tokens.lines(line.encode())]
+    assert "".join(piece.decode() for piece in pieces) == line
+    assert pieces == [*audit_text._pieces(line.encode())]
+    assert max(map(len, pieces)) <= 4
+    assert [*tokens.lines(b"\x80" * 9)] == [b"\x80" * 4, b"\x80" * 4, b"\x80"]
+
+
+def test_a_tokenizer_whose_numbers_exceed_the_vocabulary_is_refused(encoded, tmp_path):
+    config, folder = encoded
+    file = json.loads((folder / tokens.TOKENIZER).read_text())
+    last = max(file["model"]["vocab"], key=file["model"]["vocab"].get)
+    file["model"]["vocab"][last] = 5000
+    (tmp_path / "sparse.json").write_text(json.dumps(file))
+    sparse = replace(config, tokenizer=str(tmp_path / "sparse.json"))
+    with pytest.raises(UsageError, match="pass --vocabulary 5001"):
+        tokens.require_tokenizer(sparse)
+
+
 def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
     config, folder = encoded
     (tmp_path / "run").mkdir()
@@ -62,7 +86,7 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
     tokens.write_tokens(from_file, tmp_path / "run")
     both = [tokens.load(config, path).train for path in (folder, tmp_path / "run")]
     assert torch.equal(*both)
-    with pytest.raises(UsageError, match=r"has 280 tokens.*pass --vocabulary 280"):
+    with pytest.raises(UsageError, match=r"has tokens up to 279, .*pass --vocabulary 280"):
         tokens.require_tokenizer(replace(from_file, vocabulary=270))
     with pytest.raises(UsageError, match="is not a file of the package tokenizers"):
         tokens.require_tokenizer(replace(from_file, tokenizer=str(folder / "text")))

@@ -99,7 +99,10 @@ def import_model(folder: Path) -> Decoder:
         stored = load_file(folder / "model.safetensors")
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} cannot be read: {error}") from None
-    shape = _shape(config, folder)
+    try:
+        shape = _shape(config, folder)
+    except KeyError as missing:
+        raise UsageError(f"{folder / 'config.json'} has no {missing}") from None
     model = Decoder(shape)
     expected = {their_name(name) for name, _ in model.named_parameters()}
     if different := expected ^ stored.keys():

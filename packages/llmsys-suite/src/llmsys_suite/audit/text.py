@@ -48,15 +48,24 @@ def _encode(path: Path | None, tokenizer_file: Path) -> tuple[Tokens, Tokens]:
     for part in read_bytes(path):
         *whole, last = part.split(b"\n")
         lines = [line + b"\n" for line in whole] + [last]
-        text = [
-            line[start : start + PIECE_BYTES].decode(errors="replace")
-            for line in lines
-            for start in range(0, len(line), PIECE_BYTES)
-        ]
+        text = [piece.decode(errors="replace") for line in lines for piece in _pieces(line)]
         encoded = tokenizer.encode_batch(text, add_special_tokens=False)
         parts.append(np.array([token for line in encoded for token in line.ids], "<i4"))
     train, heldout = parts
     return train, heldout
+
+
+def _pieces(line: bytes) -> Iterator[bytes]:
+    """Yield a line in pieces of at most PIECE_BYTES that cut no character of UTF-8."""
+    while len(line) > PIECE_BYTES:
+        cut = PIECE_BYTES
+        while cut > PIECE_BYTES - 4 and line[cut] >> 6 == 0b10:
+            cut -= 1
+        if line[cut] >> 6 == 0b10:  # not UTF-8
+            cut = PIECE_BYTES
+        yield line[:cut]
+        line = line[cut:]
+    yield line
 
 
 @lru_cache(maxsize=1)

@@ -35,7 +35,7 @@ class Step:
         self.parts = dict(zip(PHASES, (self.forward, self.backward, self.optimize), strict=True))
 
     def forward(self) -> None:
-        """Return the loss of a forward pass."""
+        """Compute the loss, which `backward` reads."""
         with self.autocast:
             self.loss = self.loss_of(self.tokens, self.tokens)
 

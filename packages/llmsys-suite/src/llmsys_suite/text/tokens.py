@@ -63,8 +63,8 @@ class PairCodec:
 
     @property
     def size(self) -> int:
-        """The number of tokens of the vocabulary."""
-        return int(self._tokenizer.get_vocab_size())
+        """The largest token plus one; a vocabulary may leave out numbers."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -96,7 +96,7 @@ def require_tokenizer(config: RunConfig) -> None:
         config.vocabulary
     ):
         raise UsageError(
-            f"{config.tokenizer} has {size} tokens, which are more than --vocabulary "
+            f"{config.tokenizer} has tokens up to {size - 1}, which need more than --vocabulary "
             f"{config.vocabulary}; pass --vocabulary {size}"
         )
 
@@ -141,21 +141,37 @@ def load(config: RunConfig, folder: Path) -> Corpus:
 
 
 def lines(part: bytes | memoryview) -> Iterator[bytes]:
-    """Yield the lines of a text with their ends; a long line in pieces of PIECE_BYTES."""
+    """Yield the lines of a text with their ends; a long line in pieces of at most PIECE_BYTES.
+
+    A piece ends between two characters of UTF-8.
+    """
     pending = b""
     for start in range(0, len(part), PIECE_BYTES):
         *whole, pending = (pending + bytes(part[start : start + PIECE_BYTES])).split(b"\n")
         for line in whole:
             yield from _pieces(line + b"\n")
         while len(pending) > PIECE_BYTES:
-            yield pending[:PIECE_BYTES]
-            pending = pending[PIECE_BYTES:]
+            stop = _last_boundary(pending, PIECE_BYTES)
+            yield pending[:stop]
+            pending = pending[stop:]
     yield from _pieces(pending)
 
 
 def _pieces(line: bytes) -> Iterator[bytes]:
-    for start in range(0, len(line), PIECE_BYTES):
-        yield line[start : start + PIECE_BYTES]
+    start = 0
+    while start < len(line):
+        stop = _last_boundary(line, start + PIECE_BYTES)
+        yield line[start:stop]
+        start = stop
+
+
+def _last_boundary(line: bytes, stop: int) -> int:
+    """Return the last start of a UTF-8 character up to `stop`; of other bytes, `stop` itself."""
+    if stop >= len(line):
+        return len(line)
+    # A character has at most three continuation bytes, which begin with the bits 10.
+    starts = [place for place in range(stop, stop - 4, -1) if line[place] & 0xC0 != 0x80]
+    return starts[0] if starts else stop
 
 
 def _train(text: Text, vocabulary: int) -> Any:
