@@ -22,19 +22,31 @@ LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def llmsys(*arguments, timeout=300, **kwargs):
-    command = [*LLMSYS, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, **kwargs
-    )
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Return a function that runs a command in this process: exit status, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["llmsys", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        return exit.value.code or 0, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """One short run of every stage, shared by the tests that read its folder."""
     out = tmp_path_factory.mktemp("run") / "run"
-    command = ["run", "--size", "mini", "--steps", 6, "--warmup", 1, "--learn", 24, "--out", out]
-    done = llmsys(*command, timeout=600)
+    options = ["--size", "mini", "--steps", "6", "--warmup", "1", "--learn", "24"]
+    done = subprocess.run(
+        [*LLMSYS, "run", *options, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     return out, done
 
 
@@ -155,25 +167,25 @@ def test_a_tampered_record_is_red_and_fails(finished):
     ]
 
 
-def test_an_edited_folder_is_one_line_and_status_2(finished, tmp_path):
+def test_an_edited_folder_is_one_line_and_status_2(finished, tmp_path, command):
     out, _ = finished
     copy = shutil.copytree(out, tmp_path / "copy")
     (copy / "samples.jsonl").write_text("")
-    done = llmsys("compare", out, copy)
-    assert done.returncode == 2
-    assert done.stderr.strip().endswith("samples.jsonl was changed since its run wrote it")
+    status, _, errors = command("compare", out, copy)
+    assert status == 2
+    assert errors.strip().endswith("samples.jsonl was changed since its run wrote it")
 
 
-def test_the_report_is_made_again_and_a_run_is_not_compared_with_itself(finished):
+def test_the_report_is_made_again_and_a_run_is_not_compared_with_itself(finished, command):
     out, _ = finished
     before = (out / "report.html").read_text()
-    done = llmsys("report", out)
-    assert done.returncode == 0
-    assert "## Train" in done.stdout
+    status, printed, _ = command("report", out)
+    assert status == 0
+    assert "## Train" in printed
     assert (out / "report.html").read_text().count("<svg") == before.count("<svg")
-    compared = llmsys("compare", out, out)
-    assert compared.returncode == 2
-    assert "contain the same samples; expected different runs" in compared.stderr
+    status, _, errors = command("compare", out, out)
+    assert status == 2
+    assert "contain the same samples; expected different runs" in errors
 
 
 @pytest.mark.parametrize(
@@ -190,15 +202,12 @@ def test_the_report_is_made_again_and_a_run_is_not_compared_with_itself(finished
     ],
 )
 def test_bad_input_is_one_line_and_status_2_and_writes_nothing(
-    arguments, tmp_path, monkeypatch, capsys
+    arguments, tmp_path, monkeypatch, command
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["llmsys", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    assert exit.value.code == 2
-    errors = capsys.readouterr().err.splitlines()
-    lines = [line for line in errors if not line.endswith("this machine")]
+    status, _, errors = command(*arguments)
+    assert status == 2
+    lines = [line for line in errors.splitlines() if not line.endswith("this machine")]
     assert len(lines) == 1
     assert lines[0].startswith("llmsys: ")
     assert list(tmp_path.iterdir()) == []
@@ -271,11 +280,11 @@ def catches_sigterm(pid):
     return int(status.split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1
 
 
-def test_sigterm_saves_what_was_learned_and_stops(tmp_path):
+def test_sigterm_saves_what_was_learned_and_stops(tmp_path, command):
     out = tmp_path / "run"
-    command = ["run", "learn", "--size", "mini", "--steps", 1, "--warmup", 0, "--learn", 10**6]
+    learn = ["run", "learn", "--size", "mini", "--steps", 1, "--warmup", 0, "--learn", 10**6]
     process = subprocess.Popen(
-        [*LLMSYS, *map(str, command), "--out", str(out)], stderr=subprocess.PIPE, text=True
+        [*LLMSYS, *map(str, learn), "--out", str(out)], stderr=subprocess.PIPE, text=True
     )
     while "learn ..." not in (line := process.stderr.readline()):
         assert line, process.poll()
@@ -289,8 +298,8 @@ def test_sigterm_saves_what_was_learned_and_stops(tmp_path):
     assert_gone(workers)
     assert (out / "checkpoint").is_dir(), errors
     assert json.loads((out / "summary.json").read_text())["status"] == "incomplete"
-    report = llmsys("report", out)
-    assert "this run was cut off before the end of learn" in report.stdout, report.stderr
+    _, report, _ = command("report", out)
+    assert "this run was cut off before the end of learn" in report
 
 
 DIES_ONCE = """
