@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llmsys_suite import results, splits
@@ -61,6 +63,7 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
 
 
 def _one_process(run: Run) -> Exact:
+    """Train in float64 on the whole batch, of which each rank differentiates a part of the rows."""
     config = run.config
     text, _ = read_parts(config)
     start = trained = in_float64(seeded(run, run.model))
@@ -69,9 +72,14 @@ def _one_process(run: Run) -> Exact:
     gradients = []
     for step in range(TRAINED):
         batch = reference.batch(text, config.rows, config.context, config.seed, step)
-        loss, slopes = reference.gradients(trained, *on_device(run, batch), run.model.num_heads)
+        tokens, targets = (part.chunk(run.world)[run.rank] for part in on_device(run, batch))
+        part_loss, slopes = reference.gradients(trained, tokens, targets, run.model.num_heads)
+        loss = torch.tensor(part_loss, dtype=torch.float64, device=run.device)
+        for mean in (loss, *slopes.values()):
+            dist.all_reduce(mean)
+            mean /= run.world
         trained = optimizer.step(trained, slopes)
-        losses.append(loss)
+        losses.append(float(loss))
         gradients.append(slopes)
     moved = {name: trained[name] - w for name, w in start.items()}
     return Exact(start, gradients[0], moved, losses)
