@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,9 @@ def test_sdpa_equals_torch_aligned_at_the_top_left(seq, dims, group, is_causal, 
 @pytest.mark.parametrize(
     ("q", "k"),
     [((5, 8), (6, 8)), ((3, 5, 8), (3, 6, 8)), ((2, 3, 4, 5, 8), (2, 3, 4, 6, 8)),
-     ((2, 4, 5, 8), (1, 4, 6, 8)), ((2, 4, 5, 8), (1, 1, 6, 8)), ((1, 1, 5, 8), (2, 4, 6, 8))],
+     ((2, 4, 5, 8), (1, 4, 6, 8)), ((2, 4, 5, 8), (1, 1, 6, 8)), ((1, 1, 5, 8), (2, 4, 6, 8)),
+     # The first sizes are equal, but not the numbers of dimensions.
+     ((3, 3, 5, 8), (3, 3, 8)), ((3, 3, 5, 8), (3, 3, 3, 6, 8))],
 )  # fmt: skip
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_leading_dimensions_broadcast(q, k, is_causal):
@@ -77,6 +80,8 @@ MASKS = {
     "undefined scale": {"scale": math.nan},
     "scale of another type": {"scale": True},
     "scale below float32": {"scale": 1e-40},
+    "negative NumPy scale": {"scale": np.float32(-0.3)},
+    "scale in a tensor": {"scale": torch.tensor(0.3)},
 }
 
 

@@ -109,6 +109,11 @@ def find_torch_reason(
                 f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a normal "
                 "number of float32"
             )
+    elif scale is not None and not isinstance(scale, (torch.SymInt, torch.SymFloat)):
+        return (
+            f"sdpa passes a scale of type {type(scale).__name__} to torch's own function; "
+            "flashattn2 needs a Python number"
+        )
     tensors = (query, key, value)
     for x in tensors:
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() < 2:

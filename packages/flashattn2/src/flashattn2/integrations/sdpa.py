@@ -51,7 +51,7 @@ def sdpa(
             query, scale = query * 0.0, 1.0
         else:
             query, scale = -query, -scale
-    is_batched = query.dim() == 4 and query.shape[0] == key.shape[0]
+    is_batched = query.dim() == key.dim() == 4 and query.shape[0] == key.shape[0]
     is_batched = is_batched and key.shape[:-1] == value.shape[:-1]
     if not is_batched or (query.shape[1] != key.shape[1] and not enable_gqa):
         return _broadcast(query, key, value, is_causal, scale, enable_gqa)

@@ -70,8 +70,8 @@ def flash_attention_with_kvcache(
     is_paged = block_table is not None
     options = (
         *(is_causal, scale, softcap, backend, precision, split_size, is_paged),
-        *(_signature_of_new_rows(k, v), getattr(cu_seqlens_q, "shape", None), type(window)),
-        *(window if isinstance(window, tuple) else (window,)),
+        *(_signature_of_new_rows(k, v), type(cu_seqlens_q), getattr(cu_seqlens_q, "shape", None)),
+        *(type(window), *(window if isinstance(window, tuple) else (window,))),
     )
     signature, plan = look_up_plan(q, k_cache, v_cache, options)
     validation.check_no_derivative(q, k_cache, v_cache, k, v)
