@@ -24,6 +24,11 @@ def test_every_case_reports_its_rows(rows):
     assert report.table(rows).count("\n\n") == 3
 
 
+def test_device_without_a_clock_is_refused():
+    with pytest.raises(ValueError, match="one of cpu, cuda, got 'cuda:1'"):
+        bench(device="cuda:1")
+
+
 def test_work_is_counted_by_the_stated_formula():
     assert rounds.flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
     assert rounds.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16

@@ -137,5 +137,5 @@ def test_causal_sdpa_with_more_queries_than_keys_equals_torch_twice():
 def test_cached_plan_does_not_skip_the_validation_of_cu_seqlens_q():
     q, cache = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 32, 8)
     flash_attention_with_kvcache(q, cache, cache, cache_seqlens=20)
-    with pytest.raises(TypeError, match="cu_seqlens_q to be a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"cu_seqlens_q to be a torch\.Tensor, got list"):
         flash_attention_with_kvcache(q, cache, cache, cache_seqlens=20, cu_seqlens_q=[0, 1])

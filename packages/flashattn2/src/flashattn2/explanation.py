@@ -101,19 +101,9 @@ def find_torch_reason(
         return "sdpa passes an attn_mask to torch's own function; flashattn2 reads no mask tensor"
     if dropout_p:
         return "sdpa passes dropout to torch's own function; flashattn2 has no dropout"
-    if isinstance(scale, (int, float)):
-        low, high = FLOAT32_RANGE
-        is_normal = low <= scale <= high or -high <= scale <= -low or scale == 0
-        if isinstance(scale, bool) or not is_normal:
-            return (
-                f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a normal "
-                "number of float32"
-            )
-    elif scale is not None and not isinstance(scale, (torch.SymInt, torch.SymFloat)):
-        return (
-            f"sdpa passes a scale of type {type(scale).__name__} to torch's own function; "
-            "flashattn2 needs a Python number"
-        )
+    scale_reason = _find_scale_reason(scale)
+    if scale_reason is not None:
+        return scale_reason
     tensors = (query, key, value)
     for x in tensors:
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() < 2:
@@ -125,6 +115,24 @@ def find_torch_reason(
         if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
             return "sdpa passes unequal or unsupported dtypes and devices to torch's own function"
     return None
+
+
+def _find_scale_reason(scale: float | None) -> str | None:
+    """Return why `sdpa` passes a call with this scale to torch, or None if it does not."""
+    if scale is None or isinstance(scale, (torch.SymInt, torch.SymFloat)):
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        return (
+            f"sdpa passes a scale of type {type(scale).__name__} to torch's own function; "
+            "flashattn2 needs a float"
+        )
+    low, high = FLOAT32_RANGE
+    if scale == 0 or low <= abs(scale) <= high:
+        return None
+    return (
+        f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a normal number of "
+        "float32"
+    )
 
 
 def _is_mapped(x: Tensor) -> bool:

@@ -101,7 +101,8 @@ def forward(
     may_lose_nan = type(lse) is Tensor and (mask is not None or k.shape[2] < VECTOR)
     if may_lose_nan and int(lse.count_nonzero()) < lse.numel():
         _restore_nan(q, k, out, lse, causal, mask)
-    return (out if out.shape[-1] == dim else out[..., :dim]), lse
+    # A copy, because autograd does not allow an in-place change of a result that is a view.
+    return (out if out.shape[-1] == dim else out[..., :dim].clone()), lse
 
 
 def _restore_nan(

@@ -26,6 +26,7 @@ from flashattn2.bench.rounds import (
 )
 from flashattn2.kvcache import flash_attention_with_kvcache
 
+DEVICES = ("cpu", "cuda")
 CASES = ("flash", "train", "packed", "decode", "naive_memory")
 
 
@@ -36,6 +37,11 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 def measured_rows(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Row]:
     """Yield the row of the machine and those of the cases."""
+    if device not in DEVICES:
+        raise ValueError(
+            f"expected device to be one of {', '.join(DEVICES)}, got {device!r}: other devices "
+            "would be timed without waiting for their kernels"
+        )
     torch.manual_seed(0)
     run = {
         "flash": flash,
