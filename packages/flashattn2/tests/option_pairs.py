@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 
 # Every value of every option meets every value of every other at least once.
@@ -47,6 +48,18 @@ def pairwise(options):
         missing -= {frozenset(p) for p in itertools.combinations(row.items(), 2)}
         rows.append({name: options[name][i] for name, i in row.items()})
     return rows
+
+
+def cases_of_pairs(options):
+    """Return the cases of `pairwise`; the usual tests run those with a new value of an option."""
+    seen = set()
+    cases = []
+    for case in pairwise(options):
+        values = {(option, str(value)) for option, value in case.items()}
+        marks = [pytest.mark.exhaustive] if values <= seen else []
+        seen |= values
+        cases.append(pytest.param(case, marks=marks))
+    return cases
 
 
 def sinks(requested, shape):

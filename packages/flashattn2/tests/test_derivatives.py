@@ -38,20 +38,27 @@ def attention(options, backend="torch"):
     return run
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_gradcheck_in_both_modes(options):
-    assert gradcheck(attention(options), inputs(), check_forward_ad=True)
+# The fast mode compares random projections of the Jacobian, the other mode every element.
+FAST_MODES = [True, pytest.param(False, marks=pytest.mark.exhaustive)]
 
 
+@pytest.mark.parametrize("fast_mode", FAST_MODES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_gradgradcheck(options):
-    assert gradgradcheck(attention(options), inputs())
+def test_gradcheck_in_both_modes(options, fast_mode):
+    run = attention(options)
+    assert gradcheck(run, inputs(), check_forward_ad=True, fast_mode=fast_mode)
+
+
+@pytest.mark.parametrize("fast_mode", FAST_MODES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradgradcheck(options, fast_mode):
+    assert gradgradcheck(attention(options), inputs(), fast_mode=fast_mode)
 
 
 def test_aten_backend_has_the_same_derivatives():
     run = attention({"is_causal": True}, "aten")
-    assert gradcheck(run, inputs(6, 6), check_forward_ad=True)
-    assert gradgradcheck(run, inputs(6, 6))
+    assert gradcheck(run, inputs(6, 6), check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(run, inputs(6, 6), fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])

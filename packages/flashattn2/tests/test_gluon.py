@@ -1,5 +1,6 @@
 """The Gluon kernels: lines executed in Python, schedules explored, code compiled."""
 
+import itertools
 import json
 import math
 import os
@@ -80,13 +81,18 @@ BANDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [(129, 400), pytest.param((300, 129), marks=pytest.mark.exhaustive), (1, 257)],
-    ids=str,
-)
-@pytest.mark.parametrize("band", BANDS)
-def test_gluon_lines_compute_attention(machine, consumers, band, lengths):
+def lengths_and_bands():
+    """Return the cases of the forward pass; the usual tests run each band and each length once."""
+    cases = []
+    for lengths, band in itertools.product([(129, 400), (300, 129), (1, 257)], BANDS):
+        is_usual = lengths == (129, 400) or band == "causal"
+        marks = [] if is_usual else [pytest.mark.exhaustive]
+        cases.append(pytest.param(lengths, band, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("lengths", "band"), lengths_and_bands(), ids=str)
+def test_gluon_lines_compute_attention(machine, consumers, lengths, band):
     """Errors against float64 are half a unit in the last place of P and of the output."""
     for dim, dtype in ((64, torch.bfloat16), (128, torch.float16))[: 4 - consumers]:
         ours, exact = errors(*tensors(*lengths, dim, dtype), **BANDS[band])
@@ -117,12 +123,23 @@ def test_gluon_lines_compute_attention_in_random_cases(machine, consumers, seed)
     assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
-@pytest.mark.parametrize(
-    "lengths", [pytest.param((129, 300), marks=pytest.mark.exhaustive), (200, 150)], ids=str
-)
-@pytest.mark.parametrize("band", BANDS)
-def test_gluon_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
+def orders_lengths_and_bands():
+    """Return the cases of the backward pass.
+
+    Atomic additions concern only dQ, so the usual tests run them for three bands.
+    """
+    cases = []
+    for order, lengths, band in itertools.product(
+        ("ordered", "atomic"), [(129, 300), (200, 150)], BANDS
+    ):
+        is_usual = order == "ordered" or band in ("all", "causal", "window")
+        marks = [] if is_usual and lengths == (200, 150) else [pytest.mark.exhaustive]
+        cases.append(pytest.param(order == "ordered", lengths, band, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("deterministic", "lengths", "band"), orders_lengths_and_bands(), ids=str)
+def test_gluon_gradients_are_as_good_as_plain(back, deterministic, lengths, band):
     """Gradients of queries that see no key, and of the log-sum-exp, are included."""
 
     def run(*args, **options):

@@ -8,7 +8,7 @@ from flashattn2.backends import tiled
 from flashattn2.spec import AttentionSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from option_pairs import OPTIONS, pairwise, sinks, tensors
+from option_pairs import OPTIONS, cases_of_pairs, sinks, tensors
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ TILED_OPTIONS = {n: x for n, x in OPTIONS.items() if n not in ("splits", "tma", 
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("case", pairwise(TILED_OPTIONS), ids=str)
+@pytest.mark.parametrize("case", cases_of_pairs(TILED_OPTIONS), ids=str)
 def test_every_pair_of_options_is_as_good_as_plain(case):
     case = dict(case)
     case |= sinks(case.pop("sinks"), case["shape"])
