@@ -10,7 +10,7 @@ SHAPES = {  # batch, heads, kv_heads, seq_q, seq_k
     "square": (2, 2, 2, 48, 48),
     "more keys": (1, 4, 2, 37, 70),
     "fewer keys": (1, 2, 1, 70, 37),
-    # Many, since the errors of one row are all of a piece.
+    # Many rows, because the errors of one row are correlated.
     "one query": (12, 4, 1, 1, 45),
 }
 OPTIONS = {

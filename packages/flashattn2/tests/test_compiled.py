@@ -224,8 +224,11 @@ def test_wider_first_products_would_spill(narrow):
     assert not all(tune.passes(r) for r in results), results
 
 
-def test_the_kernels_of_a_cache_compile():
-    lines = run_script("compile_decoding.py")
+@pytest.mark.parametrize(
+    "cases", ["sample", pytest.param("exhaustive", marks=pytest.mark.exhaustive)]
+)
+def test_the_kernels_of_a_cache_compile(cases):
+    lines = run_script("compile_decoding.py", cases)
     assert {tuple(line.split()[:2]) for line in lines} == set(
         itertools.product(("80", "90"), ("decode_kernel", "append_kernel", "combine_kernel"))
     )
