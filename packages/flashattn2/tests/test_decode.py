@@ -151,6 +151,33 @@ def test_a_fixed_split_gives_the_same_bits_in_every_batch(interpreter):
         assert torch.equal(run(slice(b, b + 1)), every[b : b + 1])
 
 
+def test_tile_of_a_fixed_split_does_not_depend_on_other_queries(interpreter, monkeypatch):
+    """The order of a row's sums on a GPU depends on the tile, unlike in the interpreter."""
+    from flashattn2.kernels import decode
+
+    tiles = []
+
+    def record(rows, *others):
+        tiles.append(sizes(rows, *others))
+        return tiles[-1]
+
+    sizes = decode.tile_rows
+    monkeypatch.setattr(decode, "tile_rows", record)
+    cache = torch.randn(2, 2, 90, 16, dtype=torch.float16)
+    lengths = torch.tensor([90, 41], dtype=torch.int32)
+    for cu in ([0, 1, 2], [0, 1, 70]):
+        flash_attention_with_kvcache(
+            torch.randn(cu[-1], 4, 16, dtype=torch.float16),
+            cache,
+            cache,
+            cache_seqlens=lengths,
+            cu_seqlens_q=torch.tensor(cu, dtype=torch.int32),
+            split_size=32,
+            backend="triton",
+        )
+    assert tiles[0] == tiles[1]
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": (3, 0)}], ids=str)
 def test_autocast_casts_nothing_inside(options):
     q, k = torch.randn(2, 4, 2, 16), torch.randn(2, 2, 70, 16)

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in cases.measured_rows(arguments.device, arguments.quick, arguments.cases):
         rows.append(row)
         if arguments.json:
-            # After every row, so that a run that is ended leaves what it measured.
+            # Written after every row, so that an interrupted run keeps its measurements.
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 

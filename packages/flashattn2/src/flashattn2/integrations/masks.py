@@ -150,7 +150,7 @@ class AttentionMask(Tensor):
         rule = self.rule
         return ValueError(
             f"{rule.seq_q} queries from position {rule.first} on do not end at the last of the "
-            f"{self.shape[3]} keys, as flashattn2 needs it for padded sequences and windows; "
+            f"{self.shape[3]} keys, as flashattn2 requires for padded sequences and windows; "
             'use attn_implementation="sdpa"'
         )
 

@@ -124,7 +124,7 @@ def _check_options(others: dict[str, Any]) -> None:
         raise ValueError('flashattn2 returns no attention weights; use attn_implementation="eager"')
 
 
-@torch.compiler.disable(reason="a mask's values decide")  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="the code branches on values of the mask")  # type: ignore[untyped-decorator]
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -189,7 +189,7 @@ def _rows_first(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous()
 
 
-@torch.compiler.disable(reason="a mask's values decide")  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="the code branches on values of the mask")  # type: ignore[untyped-decorator]
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -257,6 +257,6 @@ def _find_padding_obstacle(is_token: Tensor, pattern: Pattern, config: str) -> s
     if ((edges <= 1) | is_padded_outside).all():
         return ""
     return (
-        "the padding mask has holes between tokens, and the attention a window, which would reach "
-        "farther without them"
+        "the padding mask has holes between tokens, and the attention has a window that would "
+        "reach farther without the holes"
     )

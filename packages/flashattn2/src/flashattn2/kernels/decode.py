@@ -55,9 +55,11 @@ def decode(
     by_row = q if seq_q == 1 else q.unflatten(1, (kv_heads, group)).transpose(2, 3)
     by_row = by_row.reshape(batch, kv_heads, rows, dim).contiguous()
     cuts = None if cu_q is None else (cu_q * group,) * 2
-    block_m, block_n = tile_rows(
-        rows if cu_q is None else launch.cdiv(rows, len(lengths)), max(dim, v_dim), q.element_size()
-    )
+    rows_per_sequence = rows if cu_q is None else launch.cdiv(rows, len(lengths))
+    if split_size:
+        # A row's bits depend on the tile, which therefore must not depend on the other queries.
+        rows_per_sequence = group
+    block_m, block_n = tile_rows(rows_per_sequence, max(dim, v_dim), q.element_size())
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
     tiles = launch.tiles_of(by_row, cu_q, block_m)
     loop = launch.cdiv(capacity, block_n)
@@ -145,7 +147,7 @@ def _copy_row(
     rows, strides, source, cache, cache_strides, target, exists,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Copy one row to its place `(page, head, row)` in the cache, if that exists."""
+    """Copy one row to the slot `(page, head, row)` of the cache, if the slot exists."""
     columns = tl.cast(tl.arange(0, BLOCK_D), tl.int64)
     first = tl.cast(source[0], tl.int64) * strides[0] + source[1] * strides[1]
     first += tl.cast(source[2], tl.int64) * strides[2]
@@ -168,7 +170,7 @@ def count_stages(device: torch.device, key_bytes: int) -> int:
     """Return the stages of the pipeline of loads: four, or fewer that fit into shared memory.
 
     A program multiplies one row or a few, so its time is the latency of loads: with four stages,
-    three tiles of keys and values are on their way while the fourth is used.
+    three tiles of keys and values are being loaded while the fourth is used.
     """
     # The largest tile of queries: see `tile_rows`.
     query_bytes = 16 * 1024

@@ -53,6 +53,7 @@ def _write_delta(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor | None, d: Tensor,
     scaled: Tensor | None, pitch: int,
 ) -> None:  # fmt: skip
+    """Run `delta_kernel`, whose results have rows `pitch` numbers apart."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, 32)
     delta_kernel[launch.grid(tiles, batch * heads, 1)](

@@ -74,7 +74,7 @@ def _gather_sequence(cache: Tensor, b: int, count: int, block_table: Tensor | No
         return cache[b : b + 1, :, :count]
     pages = block_table[b, : -(-count // cache.shape[2])]
     if cache.is_cpu and count:
-        # Each row is copied once, into its place: an index and a transposition would copy it twice.
+        # This copies each row once; an index and a transposition would copy it twice.
         return torch.cat([cache[page] for page in pages.tolist()], 1)[None, :, :count]
     return cache.index_select(0, pages).transpose(0, 1).flatten(1, 2)[None, :, :count]
 
