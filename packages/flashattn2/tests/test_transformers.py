@@ -341,6 +341,9 @@ def test_packed_sequences_of_a_padding_free_collator(name):
     # With a cache transformers makes a mask of one sequence.
     with pytest.raises(ValueError, match="position_ids restart within a sequence"):
         model(**collated(*parts), use_cache=True)
+    # Two sequences of one token have the positions 0 and 0.
+    with pytest.raises(ValueError, match="position_ids restart within a sequence"):
+        model(**collated(*(part[:1] for part in parts)), use_cache=True)
 
 
 @torch.no_grad()

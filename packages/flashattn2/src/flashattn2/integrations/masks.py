@@ -238,9 +238,9 @@ class AttentionMask(Tensor):
             return
         number = self.sequence[:, max(self.rule.first, 0) : self.rule.first + seq_q]
         if number.shape[1] == seq_q:
-            falls = (position_ids.diff(dim=1) < 0).to(number.device)
+            restarts = (position_ids.diff(dim=1) <= 0).to(number.device)
             within = (number[:, 1:] == number[:, :-1]) & (number[:, 1:] > 0)
-            if (falls & within).any():
+            if (restarts & within).any():
                 raise ValueError(
                     "position_ids restart within a sequence, as for packed sequences, but "
                     "transformers made a mask of one sequence; to pack, pass position_ids without "
