@@ -1,6 +1,7 @@
 """Averages by weight give the gradient of the mean over all tokens of all ranks."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -68,20 +69,22 @@ def pass_unsupported_averages() -> list[str]:
             DDP(net(), average=average)
         except ValueError as error:
             errors.append(str(error))
-    model = DDP(net(), average=lambda: 0)
-    try:
-        loss_of(model, torch.arange(4)).backward()
-    except ValueError as error:
-        errors.append(str(error))
+    for weight in (0, math.inf, math.nan):
+        model = DDP(net(), average=lambda: weight)  # noqa: B023
+        try:
+            loss_of(model, torch.arange(4)).backward()
+        except ValueError as error:
+            errors.append(str(error))
     return errors
 
 
 def test_unsupported_averages_are_refused() -> None:
     for outcome in try_ranks(pass_unsupported_averages, 2):
-        text, none, zero = outcome.value
+        text, none, zero, infinite, not_a_number = outcome.value
         assert "got 'mean'" in text
         assert "got None" in none
-        assert "expected a positive sum of weights over all ranks, got 0.0" in zero
+        for value, message in (("0.0", zero), ("inf", infinite), ("nan", not_a_number)):
+            assert f"expected a positive sum of weights over all ranks, got {value}" in message
 
 
 def compute_gradients_on_one_rank(average) -> bool:

@@ -236,6 +236,27 @@ def test_powersgd_loses_no_gradient(history: str) -> None:
     assert max(run_ranks(feedback_error, 2, history)) < 1e-12
 
 
+def compress_in_another_memory_order() -> None:
+    """Compress gradients of a convolution in channels last, which is converted after a step."""
+    plain = nn.Conv2d(8, 12, 3, bias=False)
+    torch.manual_seed(dist.get_rank())
+    other = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    models = [DDP(module, compression=PowerSGD(1)) for module in (plain, other)]
+    other.load_state_dict(plain.state_dict())
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(1, 8, 5, 5, dtype=dtype)
+        for model in models:
+            model.to(dtype)
+            model.zero_grad()
+            model(x).square().sum().backward()
+        assert other.weight.grad.stride() == other.weight.stride()
+        torch.testing.assert_close(other.weight.grad, plain.weight.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_powersgd_accepts_any_memory_order_and_conversions() -> None:
+    run_ranks(compress_in_another_memory_order, 2)
+
+
 def finite_after_overflow() -> list[bool]:
     module = nn.Linear(12, 12, bias=False)
     model = DDP(module, compression=PowerSGD(1))

@@ -44,3 +44,21 @@ def test_sweep_without_trade_off_is_refused():
         fit(80e6, [1, 2, 2], [1.0, 0.6, 0.7])
     with pytest.raises(ValueError, match="expected bandwidth > 0, got bandwidth=0"):
         optimal_bucket_bytes(1e6, 0, 1e-3)
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0, float("nan")])
+def test_size_that_is_not_positive_is_refused(size):
+    with pytest.raises(ValueError, match="expected model_bytes > 0"):
+        fit(size, [1, 2, 4, 8], [1.0, 0.6, 0.5, 0.7])
+
+
+@pytest.mark.parametrize("invalid", [0.0, -1.0, float("nan"), float("inf")])
+def test_measurements_that_are_not_positive_are_refused(invalid):
+    with pytest.raises(ValueError, match="expected positive, finite bucket counts and seconds"):
+        fit(80e6, [1, 2, 4, 8], [1.0, invalid, 0.5, 0.7])
+    with pytest.raises(ValueError, match="expected positive, finite bucket counts and seconds"):
+        fit(80e6, [1, 2, invalid, 8], [1.0, 0.6, 0.5, 0.7])
+    with pytest.raises(ValueError, match="expected a time per bucket count"):
+        fit(80e6, [1, 2, 4, 8], [1.0])
+    with pytest.raises(ValueError, match="expected latency >= 0, got latency=-1"):
+        overhead_seconds(80e6, 1e9, -1.0, 4)

@@ -28,6 +28,7 @@ def wrap_and_compare_state() -> list[list]:
     module[1].running_mean += dist.get_rank()
     module[1].num_batches_tracked += dist.get_rank()
     module.register_buffer("mask", torch.rand(3) > 0.5)
+    module.register_buffer("phases", torch.randn(3, dtype=torch.complex64).conj())
     module[0].weight.data = module[0].weight.data.t().contiguous().t()
     before = {name: tensor.tolist() for name, tensor in module.state_dict().items()}
     DDP(module)

@@ -72,9 +72,14 @@ def all_reduce_gradients_flat(
 
 def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> BucketRecord:
     tensor.mul_(1 / group.world_size)
+    # A backend sums memory, whose order may differ across ranks. The sum needs the logical order.
+    is_dense = tensor.layout is torch.strided
+    summed = tensor.contiguous() if is_dense else tensor
     sent = time.perf_counter()
-    group.all_reduce(tensor, async_op=False)
+    group.all_reduce(summed, async_op=False)
     done = time.perf_counter()
+    if is_dense:
+        tensor.copy_(summed)
     return BucketRecord(
         parameters=names,
         calls=1,

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -98,10 +99,10 @@ class GradientWeighting:
         with failures.attribute(description):
             work = dist.all_reduce(total, group=self._group.process_group, async_op=True)
         failures.wait(work, description, poll=device.type == "cpu")
-        if not float(total) > 0:
+        if not 0 < float(total) < math.inf:
             raise ValueError(
                 f"expected a positive sum of weights over all ranks, got {float(total)}; return a "
-                "positive weight from the function that was passed as average"
+                "positive, finite weight from the function that was passed as average"
             )
         self._is_in_step = True
         self._accumulated_weight = 0.0

@@ -144,7 +144,8 @@ class PowerSGD(Compression):
             for slot, p, q in zip(matrices, ps, _unpack(second, qs), strict=True):
                 parameter = bucket.parameters[slot]
                 approximation = p @ q.T
-                bucket.views[slot].flatten(1).copy_(approximation)
+                view = bucket.views[slot]
+                view.copy_(approximation.view(view.shape))
                 # The approximation is not assigned to a parameter without a gradient on any rank.
                 matrices[slot].sub_(approximation * ~bucket.is_missing_everywhere(slot))
                 # Tensors instead of a branch, which would make the host wait for a GPU.
@@ -164,12 +165,15 @@ class PowerSGD(Compression):
         """Return this rank's gradient plus its residual, in the memory of the next residual."""
         parameter = bucket.parameters[slot]
         gradient = bucket.views[slot].flatten(1)
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
         if parameter not in self._residuals:
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
             self._residuals[parameter] = torch.zeros_like(gradient, dtype=dtype)
             generator = torch.Generator().manual_seed(self._seed + bucket.indices[slot])
             q = torch.randn(gradient.shape[1], self.rank, generator=generator, dtype=dtype)
-            self._q[parameter] = q.to(gradient.device)
+            self._q[parameter] = q
+        # The model may have been moved or converted since the last step.
+        for state in (self._residuals, self._q):
+            state[parameter] = state[parameter].to(gradient.device, dtype)
         # The bucket contains this rank's gradient divided by the world size.
         residual: Tensor = self._residuals[parameter]
         return residual.add_(gradient, alpha=world_size)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.consistency.tracked_parameters import parameters_with_sparse_gradients
 
 #: Tensors are broadcast together up to this size.
 BROADCAST_BYTES = 25 * 2**20
@@ -104,13 +105,23 @@ def named_state(
 
 
 def describe_model(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
-    """Return a line per parameter and buffer: name, shape, dtype, and "frozen" if it is."""
+    """Return a line per parameter and buffer, with the properties that all ranks must share."""
     lines = []
+    sparse = parameters_with_sparse_gradients(module)
     for name, parameter in module.named_parameters():
-        if name not in ignored:
-            suffix = "" if parameter.requires_grad else " frozen"
-            shape = tuple(parameter.shape)
-            lines.append(f"parameter {name!r} {shape} {parameter.dtype}{suffix}")
+        if name in ignored:
+            continue
+        line = f"parameter {name!r} {tuple(parameter.shape)} {parameter.dtype}"
+        if not parameter.requires_grad:
+            line += " frozen"
+        elif parameter in sparse:
+            line += " with sparse gradients"
+        else:
+            # The bucket stores gradients in the memory order of the parameter.
+            like = torch.empty_like(parameter, device="meta")
+            if not like.is_contiguous():
+                line += f" with strides {like.stride()}"
+        lines.append(line)
     for name, buffer in module.named_buffers():
         if name not in ignored:
             lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
@@ -142,4 +153,6 @@ def _batches(tensors: Iterable[Tensor], max_bytes: int) -> list[list[Tensor]]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # The memory of a lazy conjugate does not contain its values.
+    values = tensor.detach().resolve_conj().resolve_neg()
+    return values.contiguous().reshape(-1).view(torch.uint8)

@@ -27,13 +27,8 @@ class TrackedParameters:
     def refresh(self) -> None:
         """Record the current parameters."""
         self._record_modules()
-        modules = self._module.modules()
         # Sparse gradients cannot be views of a flat buffer: they are reduced one by one.
-        sparse = {
-            layer.weight
-            for layer in modules
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-        }
+        sparse = parameters_with_sparse_gradients(self._module)
         self.trained = {
             name: parameter
             for name, parameter in self._module.named_parameters()
@@ -109,6 +104,15 @@ class TrackedParameters:
         attributes = [(p.requires_grad, p.dtype, p.device) for p in owned]
         children = list(chain.from_iterable([owner.values() for owner in self._child_dicts]))
         return _Snapshot(owned, attributes, children)
+
+
+def parameters_with_sparse_gradients(module: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of all embeddings with `sparse=True`."""
+    return {
+        layer.weight
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ def overhead_seconds(
     """Return the seconds from the end of the backward pass to the last gradient: s/(n w) + n o.
 
     `bandwidth` is in bytes per second, `latency` in seconds per call. Raises `ValueError` unless
-    `model_bytes`, `bandwidth` and `num_buckets` are positive.
+    `model_bytes`, `bandwidth` and `num_buckets` are positive and `latency` is not negative.
     """
     _check_positive(model_bytes=model_bytes, bandwidth=bandwidth, num_buckets=num_buckets)
+    if not latency >= 0:
+        raise ValueError(f"expected latency >= 0, got latency={latency}")
     return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
 
 
@@ -61,10 +63,22 @@ def fit(model_bytes: float, num_buckets: Sequence[float], seconds: Sequence[floa
     """Fit bandwidth, latency and floor to a sweep: `seconds[i]` measured at `num_buckets[i]`.
 
     Minimizes the squared relative errors, with nonnegative terms. Raises `ValueError` if fewer than
-    three bucket counts differ, or if the sweep shows no trade-off.
+    three bucket counts differ, if a value is not positive and finite, or if the sweep shows no
+    trade-off.
     """
     counts = np.asarray(num_buckets, float)
     measured = np.asarray(seconds, float)
+    _check_positive(model_bytes=model_bytes)
+    if counts.shape != measured.shape or counts.ndim != 1:
+        raise ValueError(
+            f"expected a time per bucket count, got {counts.shape} counts and {measured.shape} times"
+        )
+    values = np.concatenate([counts, measured])
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(
+            f"expected positive, finite bucket counts and seconds, got {counts.tolist()} and "
+            f"{measured.tolist()}; leave out runs that failed"
+        )
     num_different = len(set(counts.tolist()))
     if num_different < 3:
         raise ValueError(
