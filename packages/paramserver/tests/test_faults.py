@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -275,6 +276,24 @@ def test_waiting_names_who_is_waited_for():
         workers[0].pull()
 
 
+def test_timeout_of_a_request_that_was_answered_is_not_raised_later(monkeypatch):
+    server, workers = pair(BulkSynchronous(), timeout=5.0)
+    check = server.core.check
+    # Another worker's request finds that worker 0 has waited too long, just before it is answered.
+    monkeypatch.setattr(server.core, "check", lambda _: [(0, TimeoutError("worker 0 waited"))])
+    workers[1].pull()
+    push(workers[1])
+    waiting = threading.Thread(target=workers[1].pull)
+    waiting.start()
+    while 0 not in server._errors:
+        time.sleep(0.001)
+    monkeypatch.setattr(server.core, "check", check)
+    workers[0].pull()
+    push(workers[0])
+    waiting.join()
+    assert not server._errors
+
+
 def test_after_a_loss_every_call_names_it():
     server, workers = pair()
     server.lose(1, "the power went out")
@@ -387,6 +406,9 @@ def test_bad_arguments_say_what_to_give():
         StaleSynchronous(-1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
         Server(trainable_parameters(model()), SGD, workers=0)
+    for timeout in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="expected timeout in seconds > 0, got"):
+            Server(trainable_parameters(model()), SGD, workers=1, timeout=timeout)
     with pytest.raises(ValueError, match="'stop' or 'continue'"):
         Server(trainable_parameters(model()), SGD, workers=1, on_worker_loss="ignore")
     for transport in ("shared_memory", "distributed", "ray"):

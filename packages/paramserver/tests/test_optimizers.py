@@ -25,7 +25,8 @@ from paramserver.journal import DiskJournal
 from paramserver_training import assert_equal_parameters, batch, model
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)
-MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SGD = torch.optim.SGD
+MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
 WORKERS = 2
 
 
@@ -135,6 +136,30 @@ def test_clipping_by_the_global_norm_equals_one_process():
     unclipped = train_alone(OptimizerSpec(MOMENTUM), 4)
     clipped = train_alone(OptimizerSpec(MOMENTUM, max_norm=0.01), 4)
     assert (unclipped["0.weight"] - clipped["0.weight"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 5e4), (torch.float32, 1e25)])
+@pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(1, partial(SGD, lr=1.0))])
+def test_norm_of_finite_gradients_that_overflows_their_type_is_limited(dtype, size, policy):
+    module = nn.Linear(4, 1, bias=False).to(dtype)
+    nn.init.zeros_(module.weight)
+    spec = OptimizerSpec(partial(SGD, lr=1.0), max_norm=1.0)
+    (server,) = servers_of(module, spec, policy, workers=1)
+    local = spec if isinstance(policy, LocalSteps) else None
+    worker = Worker(module, server, optimizer=local)
+    worker.pull()
+    module.weight.grad = torch.full_like(module.weight, size)
+    worker.push()
+    worker.pull()
+    torch.testing.assert_close(module.weight.detach(), torch.full((1, 4), -0.5, dtype=dtype))
+
+
+def test_master_weights_that_would_lose_values_are_refused():
+    with pytest.raises(ValueError, match="expected a floating-point master_dtype, or None, got"):
+        OptimizerSpec(ADAMW, master_dtype=torch.int32)
+    module = nn.Linear(2, 1, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="expected a complex master_dtype, because weight is"):
+        servers_of(module, OptimizerSpec(ADAMW, master_dtype=torch.float64))
 
 
 def test_clipped_sparse_gradients_equal_one_process():

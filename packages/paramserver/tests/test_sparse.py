@@ -71,11 +71,12 @@ def train(optimizer, servers, steps, workers, policy=None):
     "optimizer",
     [
         SGD,
+        partial(torch.optim.SGD, lr=0.1, fused=True),
         partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         partial(torch.optim.AdamW, lr=0.1),
         partial(torch.optim.Adagrad, lr=0.1),
     ],
-    ids=["sgd", "momentum", "adamw", "adagrad"],
+    ids=["sgd", "fused", "momentum", "adamw", "adagrad"],
 )
 def test_sparse_pushes_train_like_dense_ones_in_fewer_bytes(optimizer, servers):
     group, hosts = train(optimizer, servers, steps=4, workers=2)

@@ -640,6 +640,29 @@ def test_fsync_is_an_option_of_run_and_serve(tmp_path, monkeypatch):
     assert [job.fsync for job in jobs] == [True, True]
 
 
+def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, capsys):
+    def error_of(*command):
+        assert command_line.main(command) == 2
+        return capsys.readouterr().err
+
+    serve = "--address", "ipc://x"
+    for name in ("mine", "no_such_module:job", "math:job"):
+        assert f"MODULE:FUNCTION, got '{name}'" in error_of("serve", name, *serve)
+    monkeypatch.setattr(command_line, "_load_job", lambda _: job_of())
+    for number in ("-1", "1"):
+        error = error_of("serve", "mine:job", *serve, "--server", number)
+        assert (
+            f"expected a server number from 0 to 0, because the job has 1 servers, got {number}"
+            in error
+        )
+    (tmp_path / "key.public").write_text("A" * 40)
+    error = error_of(
+        "join", "mine:job", *serve, "--rank", "0", "--keys", str(tmp_path / "key.public")
+    )
+    assert "pass the file that `keys FILE` wrote, not FILE.public" in error
+    assert "expected --before FILE:BYTE" in error_of("recover", str(tmp_path), "--before", "12")
+
+
 def test_an_open_address_needs_keys():
     with pytest.raises(ValueError, match="pass keys, or bind tcp://127"):
         open_server(job_of(), 0, "tcp://0.0.0.0:5555", journal=None)

@@ -44,8 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     join.add_argument("--checkpoint", type=Path, help="file of the state of local steps")
     for command in (serve, join):
         command.add_argument("job", help="module:function")
-        command.add_argument("--address", action="append", required=True)
         command.add_argument("--keys", type=Path, help="key pair of this process, from `keys`")
+    serve.add_argument("--address", required=True, help="address to bind")
+    join.add_argument(
+        "--address", action="append", required=True, help="address of a server, once per server"
+    )
     serve.add_argument(
         "--peer",
         action="append",
@@ -88,8 +91,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     keys = Keys(public, secret, workers=workers) if secret else None
     if arguments.journal:
         require_journals(arguments.journal, job.servers, [arguments.server])
-    address = arguments.address[0]
-    server = open_server(job, arguments.server, address, journal=arguments.journal, keys=keys)
+    server = open_server(
+        job, arguments.server, arguments.address, journal=arguments.journal, keys=keys
+    )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     print(f"serving at {server.address}", flush=True)
     server.serve()
@@ -127,6 +131,10 @@ def _recover(arguments: argparse.Namespace) -> None:
     before = None
     if arguments.before is not None:
         name, _, byte = arguments.before.rpartition(":")
+        if not name or not byte.isdecimal():
+            raise ValueError(
+                f"expected --before FILE:BYTE, as in the error, got {arguments.before!r}"
+            )
         before = name, int(byte)
     for line in recover(arguments.folder, before=before):
         print(line)
@@ -140,7 +148,13 @@ def _read_key_pair(path: Path | None) -> tuple[str, str]:
     """Return the public and the secret key of a file, or two empty texts without a file."""
     if path is None:
         return "", ""
-    public, secret = path.read_text().split()
+    keys = path.read_text().split()
+    if len(keys) != 2:
+        raise ValueError(
+            f"expected a public and a secret key in {path}, got {len(keys)} texts; pass the file "
+            "that `keys FILE` wrote, not FILE.public"
+        )
+    public, secret = keys
     return public, secret
 
 
@@ -153,9 +167,15 @@ def _read_worker_key(peer: str) -> tuple[int, str]:
 
 
 def _load_job(name: str) -> Job:
-    module, _, function = name.partition(":")
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise ValueError(f"expected a job as MODULE:FUNCTION, got {name!r}")
     sys.path.insert(0, os.getcwd())
-    job = getattr(importlib.import_module(module), function)()
+    try:
+        build = getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"expected a job as MODULE:FUNCTION, got {name!r}: {error}") from error
+    job = build()
     if not isinstance(job, Job):
         raise ValueError(f"expected {name} to return a paramserver.Job, got {type(job).__name__}")
     return job

@@ -7,6 +7,7 @@ updates with it.
 
 import copy
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,9 @@ class OptimizerSpec:
     def __post_init__(self) -> None:
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"expected max_norm > 0, or None, got {self.max_norm!r}")
+        dtype = self.master_dtype
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"expected a floating-point master_dtype, or None, got {dtype}")
 
     def check_groups(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise `ValueError` if `groups` returns no options for any of the module's parameters."""
@@ -85,6 +89,12 @@ class Updater:
         #: their master weights.
         self.targets = parameters
         if spec.master_dtype:
+            for name, parameter in zip(names, parameters, strict=True):
+                if parameter.is_complex() and not spec.master_dtype.is_complex:
+                    raise ValueError(
+                        f"expected a complex master_dtype, because {name} is complex, got "
+                        f"{spec.master_dtype}; pass torch.complex64, or None"
+                    )
             self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
         #: The optimizer; None if `parameters` is empty.
         self.optimizer: Optimizer | None = None
@@ -112,7 +122,7 @@ class Updater:
         if self.optimizer is None:
             return
         if self.spec.max_norm is not None:
-            nn.utils.clip_grad_norm_(self.targets, self.spec.max_norm, error_if_nonfinite=True)
+            self._clip_gradients(self.spec.max_norm)
         self.optimizer.step()
         # Parameters without a gradient are skipped, so the momentum of other fragments stays.
         self.optimizer.zero_grad()
@@ -163,6 +173,29 @@ class Updater:
             state = self._scheduler.state_dict()
             settings["scheduler"] = f"{type(self._scheduler).__name__} {state}"
         return settings
+
+    @torch.no_grad()
+    def _clip_gradients(self, max_norm: float) -> None:
+        """Limit the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
+
+        The norm is computed in float64, because in the type of finite gradients it may overflow.
+        """
+        gradients = [target.grad for target in self.targets if target.grad is not None]
+        norms = []
+        for gradient in gradients:
+            elements = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if elements.is_complex():
+                elements = torch.view_as_real(elements)
+            norms.append(float(torch.linalg.vector_norm(elements, dtype=torch.float64)))
+        norm = math.hypot(*norms)
+        if not math.isfinite(norm):
+            raise RuntimeError(
+                f"expected gradients with a finite norm, which max_norm={max_norm:g} limits, got "
+                f"{norm}; lower the learning rate"
+            )
+        if norm + 1e-6 > max_norm:
+            for gradient in gradients:
+                gradient.mul_(max_norm / (norm + 1e-6))
 
     @torch.no_grad()
     def _publish(self) -> None:

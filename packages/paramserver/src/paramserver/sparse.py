@@ -102,14 +102,16 @@ def convert_for(optimizer: torch.optim.Optimizer | None, gradient: Tensor, piece
     """Return the gradient in the layout, sparse or dense, with which `optimizer` is correct.
 
     `SparseAdam` needs sparse gradients. Plain SGD gives the same result with both. Momentum, weight
-    decay and other optimizers also change rows without a gradient, so they need dense gradients.
+    decay and other optimizers also change rows without a gradient, so they need dense gradients, as
+    torch's fused SGD does.
     """
     if isinstance(optimizer, torch.optim.SparseAdam):
         return gradient if gradient.is_sparse else _to_sparse(gradient, piece)
     if not gradient.is_sparse:
         return gradient
     is_plain_sgd = isinstance(optimizer, torch.optim.SGD) and not any(
-        group["momentum"] or group["weight_decay"] for group in optimizer.param_groups
+        group["momentum"] or group["weight_decay"] or group.get("fused")
+        for group in optimizer.param_groups
     )
     return gradient if is_plain_sgd else gradient.to_dense()
 

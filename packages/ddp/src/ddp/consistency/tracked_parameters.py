@@ -106,7 +106,7 @@ class TrackedParameters:
         return _Snapshot(owned, attributes, children)
 
 
-def parameters_with_sparse_gradients(module: nn.Module) -> set[nn.Parameter]:
+def parameters_with_sparse_gradients(module: nn.Module) -> set[Tensor]:
     """Return the weights of all embeddings with `sparse=True`."""
     return {
         layer.weight

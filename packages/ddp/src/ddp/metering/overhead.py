@@ -71,7 +71,8 @@ def fit(model_bytes: float, num_buckets: Sequence[float], seconds: Sequence[floa
     _check_positive(model_bytes=model_bytes)
     if counts.shape != measured.shape or counts.ndim != 1:
         raise ValueError(
-            f"expected a time per bucket count, got {counts.shape} counts and {measured.shape} times"
+            "expected a time per bucket count, got counts of shape "
+            f"{counts.shape} and times of shape {measured.shape}"
         )
     values = np.concatenate([counts, measured])
     if not (np.isfinite(values) & (values > 0)).all():

@@ -31,6 +31,11 @@ def open_server(
     job: Job, number: int, address: str, *, journal: str | Path | None, keys: Keys | None = None
 ) -> ZeroMQServer:
     """Return server `number` of a job in the state of its journal, bound to an address."""
+    if not 0 <= number < job.servers:
+        raise ValueError(
+            f"expected a server number from 0 to {job.servers - 1}, because the job has "
+            f"{job.servers} servers, got {number}"
+        )
     server = job.server(job.shards()[number], elastic=True)
     disk_journal = None
     if journal is not None:
