@@ -10,7 +10,7 @@ import ddp
 import pytest
 import torch
 import torch.distributed as dist
-from ddp import DDP, all_reduce_gradients, all_reduce_gradients_flat
+from ddp import DDP, Meter, all_reduce_gradients, all_reduce_gradients_flat
 from torch import nn
 from worker_pool import run_ranks, try_ranks
 
@@ -56,8 +56,10 @@ def average_sparse_flat() -> None:
     module(torch.arange(3)).sum().backward()
     with pytest.raises(TypeError, match=r"expected a dense gradient of '0.weight'.*sparse=False"):
         all_reduce_gradients_flat(module)
-    all_reduce_gradients(module)
+    meter = Meter()
+    all_reduce_gradients(module, meter=meter)
     assert module[0].weight.grad.is_sparse
+    assert meter.last.buckets[0].gradient_bytes == 3 * 2 * 4  # three rows of two float32
 
 
 def test_flat_average_refuses_sparse_gradients() -> None:

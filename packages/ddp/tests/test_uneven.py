@@ -97,3 +97,25 @@ def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
 def test_join_averages_over_ranks_with_uneven_inputs(by_initial, accumulate) -> None:
     ranks = run_ranks(train_with_uneven_inputs, 3, by_initial, accumulate)
     assert ranks[0] == ranks[1] == ranks[2]
+
+
+def train_sparse_with_uneven_inputs(by_initial: bool) -> None:
+    """Average gradients of ranks 0 and 1 in step 0, which are infinite, and of rank 1 in step 1."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    alone = copy.deepcopy(module)
+    model = DDP(module)
+    tokens = torch.tensor([0, 1])
+    with model.join(divide_by_initial_world_size=by_initial):
+        for step in range(1 + dist.get_rank()):
+            model.zero_grad()
+            (model(tokens).sum() * (1.0 if step else float("inf"))).backward()
+    (alone(tokens).sum() / (2 if by_initial else 1)).backward()
+    if dist.get_rank() == 1:
+        for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+def test_join_averages_sparse_gradients_over_ranks_with_inputs(by_initial: bool) -> None:
+    run_ranks(train_sparse_with_uneven_inputs, 2, by_initial)

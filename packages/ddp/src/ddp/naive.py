@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.communication import tensor_bytes
 from ddp.consistency.gradient_agreement import GradientReport, check_same_gradients
 from ddp.metering.meter import Meter
 from ddp.metering.records import BucketRecord
@@ -75,6 +76,7 @@ def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> Buck
     # A backend sums memory, whose order may differ across ranks. The sum needs the logical order.
     is_dense = tensor.layout is torch.strided
     summed = tensor.contiguous() if is_dense else tensor
+    gradient_bytes = tensor_bytes(summed if is_dense else summed._values())
     sent = time.perf_counter()
     group.all_reduce(summed, async_op=False)
     done = time.perf_counter()
@@ -83,7 +85,7 @@ def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> Buck
     return BucketRecord(
         parameters=names,
         calls=1,
-        gradient_bytes=tensor.numel() * tensor.element_size(),
+        gradient_bytes=gradient_bytes,
         extra_bytes=0,
         sent=sent,
         done=done,

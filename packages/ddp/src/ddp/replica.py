@@ -29,7 +29,7 @@ from ddp.consistency.model_agreement import (
     named_state,
 )
 from ddp.consistency.tracked_parameters import TrackedParameters
-from ddp.consistency.uneven_inputs import highest_rank
+from ddp.consistency.uneven_inputs import count_participants, highest_rank
 from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.metering.meter import Meter
 from ddp.options import Options
@@ -439,7 +439,6 @@ class Replica:
         """Wait for all gradients, then synchronize sparse gradients and buffers."""
         self._is_forward_synchronized = None
         self.is_sync_requested = False
-        scale = self.reducer.scale if is_participating else 0.0
         unused = self.reducer.finish(is_participating=is_participating)
         self.unused.record(self.reducer, unused, self.options)
         sparse = self.tracked.sparse
@@ -448,11 +447,23 @@ class Replica:
             for parameter in sparse.values():
                 weighting.unscale_average(parameter)
         hook = self.compression if isinstance(self.compression, CommHook) else None
-        average_sparse(sparse, self.group, self.failures, scale, hook)
+        scale = self.reducer.scale
+        if sparse and self._ddp._join_config.enable:
+            scale *= self._participation_scale(is_participating=is_participating)
+        average_sparse(
+            sparse, self.group, self.failures, scale, hook, is_participating=is_participating
+        )
         if weighting is not None:
             weighting.end_step([*self.reducer.parameters, *sparse.values()])
         if self.options.broadcast_buffers:
             self._synchronize_buffers(is_participating=is_participating)
+
+    def _participation_scale(self, *, is_participating: bool) -> float:
+        """Return the factor from a mean over all ranks to the mean that `join()` computes."""
+        if self.agreement.divide_by_initial_world_size:
+            return 1.0
+        count = count_participants(self.group, self.device, is_participating=is_participating)
+        return self.group.world_size / count
 
     def _synchronize_buffers(self, *, is_participating: bool) -> None:
         """Copy the buffers of rank 0 to every rank; in `join()`, of the last rank with inputs.

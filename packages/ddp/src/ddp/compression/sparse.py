@@ -19,14 +19,19 @@ def average_sparse(
     failures: FailureAttribution,
     scale: float,
     hook: CommHook | None = None,
+    *,
+    is_participating: bool = True,
 ) -> None:
     """Sum each gradient times `scale` over the ranks; a missing gradient counts as zero.
 
-    As in torch's DDP, a communication hook receives each sparse gradient as a separate bucket.
+    With `is_participating=False` this rank contributes zeros, whatever its gradients are. As in
+    torch's DDP, a communication hook receives each sparse gradient as a separate bucket.
     """
     for index, (name, parameter) in enumerate(parameters.items()):
         description = f"the sum of the sparse gradient of {name!r}"
-        gradient = _coalesced_gradient(parameter) * scale
+        gradient = _zero_gradient(parameter)
+        if is_participating and parameter.grad is not None:
+            gradient = _coalesced_gradient(parameter.grad) * scale
         if hook is not None:
             is_last = index == len(parameters) - 1
             bucket = GradBucket(index, [parameter], gradient, (), is_last=is_last)
@@ -39,16 +44,19 @@ def average_sparse(
             parameter.grad = gradient
 
 
-def _coalesced_gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        # torch 2.11 warns about the argument check_invariants, but not about this context.
-        with torch.sparse.check_sparse_tensor_invariants():
-            gradient = torch.sparse_coo_tensor(
-                torch.zeros(1, 0, dtype=torch.long, device=parameter.device),
-                parameter.new_zeros(0, *parameter.shape[1:]),
-                parameter.shape,
-            )
+def _zero_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a sparse gradient without rows."""
+    # torch 2.11 warns about the argument check_invariants, but not about this context.
+    with torch.sparse.check_sparse_tensor_invariants():
+        gradient = torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.long, device=parameter.device),
+            parameter.new_zeros(0, *parameter.shape[1:]),
+            parameter.shape,
+        )
+    return gradient.coalesce()
+
+
+def _coalesced_gradient(gradient: Tensor) -> Tensor:
     gradient = gradient.detach()
     if not gradient.is_sparse:
         gradient = gradient.to_sparse(1)

@@ -45,6 +45,13 @@ class ZeroContribution(JoinHook):
         ddp._join_config = ddp._join_config._replace(enable=False)
 
 
+def count_participants(group: ReduceGroup, device: torch.device, *, is_participating: bool) -> int:
+    """Return the number of ranks that participate. A collective."""
+    count = torch.tensor([int(is_participating)], device=device)
+    dist.all_reduce(count, group=group.process_group)
+    return int(count)
+
+
 def highest_rank(group: ReduceGroup, device: torch.device, *, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate. A collective."""
     rank = torch.tensor([group.rank if is_candidate else -1], device=device)
