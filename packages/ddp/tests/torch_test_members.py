@@ -10,12 +10,25 @@ from ddp import DDP
 from ddp.compat import ReducerFacade
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
 from ddp.consistency.uneven_inputs import highest_rank
+from ddp.consistency.unused_parameters import UnusedParameters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch_logging_data import logging_data
 
 TORCH_SET_IGNORED = staticmethod(
     torch.nn.parallel.distributed.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 )
+
+
+class RecordedUnusedParameters(UnusedParameters):
+    """The unused parameters, and all sets of parameters that were missing in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.patterns = set()
+
+    def record(self, reducer, unused, options):
+        self.patterns.add(tuple(reducer.missing))
+        super().record(reducer, unused, options)
 
 
 class TestedDDP(DDP):
@@ -25,6 +38,10 @@ class TestedDDP(DDP):
     _builtin_hook_name = ""
     _has_joined = False
     _set_params_and_buffers_to_ignore_for_model = TORCH_SET_IGNORED
+
+    def _create_process_state(self):
+        super()._create_process_state()
+        self._replica.unused = RecordedUnusedParameters()
 
     @property
     def reducer(self):
@@ -111,14 +128,12 @@ class TestedDDP(DDP):
     def _default_broadcast_coalesced(self, bufs=None, bucket_size=None, authoritative_rank=0):
         if bufs is None:
             bufs = list(self._replica.tracked.named_buffers().values())
-        max_bytes = bucket_size or self.broadcast_bucket_size
         broadcast_tensors(
             bufs,
             self.process_group,
             self._replica.failures,
             "the broadcast of a test",
             source=authoritative_rank,
-            max_bytes=max_bytes,
         )
 
 

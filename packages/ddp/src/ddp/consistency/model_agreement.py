@@ -74,13 +74,12 @@ def broadcast_tensors(
     description: str,
     *,
     source: int = 0,
-    max_bytes: int = BROADCAST_BYTES,
 ) -> None:
     """Broadcast the tensors of rank `source` of the group; small tensors share one message."""
     # A graph that is retained for a second backward pass may have saved buffers. Without this guard
     # that pass would fail, although torch's DDP changes buffers in the same way.
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-        for batch in _batches(tensors, max_bytes):
+        for batch in _batches(tensors):
             # Bytes carry every dtype, including bool and float8.
             pieces = [_as_bytes(tensor) for tensor in batch]
             flat = pieces[0] if len(batch) == 1 else torch.cat(pieces)
@@ -135,15 +134,15 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return gathered
 
 
-def _batches(tensors: Iterable[Tensor], max_bytes: int) -> list[list[Tensor]]:
-    """Split tensors into batches of one device with at most `max_bytes` each."""
+def _batches(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Split tensors into batches of one device with at most `BROADCAST_BYTES` each."""
     batches: list[list[Tensor]] = []
     open_batches: dict[torch.device, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
         batch, size = open_batches.get(tensor.device, ([], 0))
-        if not batch or size + tensor.nbytes > max_bytes:
+        if not batch or size + tensor.nbytes > BROADCAST_BYTES:
             batch = []
             size = 0
             batches.append(batch)

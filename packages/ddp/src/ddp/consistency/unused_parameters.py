@@ -16,13 +16,9 @@ class UnusedParameters:
         self.names: list[str] = []
         #: False if the last forward pass was that of a wrapper of a part of the module.
         self.is_whole_module = True
-        #: The first two different sets of missing parameters. Two mean that the graph changes.
-        self.patterns: set[tuple[int, ...]] = set()
 
     def record(self, reducer: Reducer, unused: Collection[int], options: Options) -> None:
         """Record the parameters that no rank used in the step that ended."""
-        if len(self.patterns) < 2:
-            self.patterns.add(tuple(reducer.missing))
         self.names = []
         if options.find_unused_parameters or options.static_graph or not self.is_whole_module:
             return
