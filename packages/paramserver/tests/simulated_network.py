@@ -15,9 +15,10 @@ from functools import partial
 
 import torch
 from paramserver.partition import partition
-from paramserver.protocol.core import Core, Followed, Staged
+from paramserver.protocol.core import Core
 from paramserver.protocol.log import Accept, Join, Leave, Read, Start, Write
 from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.protocol.records import Followed, Staged
 from paramserver.protocol.replica import Replica, layout
 from paramserver.protocol.session import Session
 

@@ -110,10 +110,10 @@ def fingerprint(server, *, waiting=False):
     joined = {worker: life for worker, (_, life, _) in server._joined.items()}
     known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
              replica.next, core.failure, core.lost, core.reports, digest.hexdigest(), sizes,
-             sorted(core._last_seen), joined,
+             sorted(core.waits.last_seen), joined,
              {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
     if waiting:
-        known += sorted(core._waiting), sorted(server._waiting), sorted(server._incoming)
+        known += sorted(core.waits.waiting), sorted(server._waiting), sorted(server._incoming)
     return copy.deepcopy(known)
 
 

@@ -31,8 +31,8 @@ from paramserver import (
     plain,
     run,
 )
+from paramserver.protocol.gradients import flatten
 from paramserver.protocol.messages import Kind, Message
-from paramserver.protocol.replica import flatten
 from paramserver.server import LocalConnection
 from paramserver.transport.connection import RemoteConnection
 from paramserver.worker import trainable_parameters

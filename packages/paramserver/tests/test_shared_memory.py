@@ -7,6 +7,7 @@ import pytest
 import torch
 from paramserver import Asynchronous, Server, Worker, payload
 from paramserver.partition import partition
+from paramserver.protocol.messages import Kind, Message, PeerLost
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.pieces import PIECE, FiniteCheck
@@ -51,6 +52,16 @@ def group():
 def push(worker, value):
     worker.module.x.grad = torch.full((ELEMENTS,), value)
     worker.push()
+
+
+def test_late_answer_is_not_taken_for_that_of_the_next_request():
+    ((worker_end, server_end),) = channel_pairs(["worker 0"], "server 0", 64)
+    connection = RemoteConnection(worker_end, 0.05)
+    with pytest.raises(TimeoutError, match="server 0 did not answer"):
+        connection.request(Message(Kind.SYNC))
+    server_end.send(Message(Kind.OK, number=1))
+    with pytest.raises(PeerLost, match="an earlier request to server 0 failed before it was"):
+        connection.request(Message(Kind.SYNC))
 
 
 @pytest.mark.parametrize("updates", range(3))

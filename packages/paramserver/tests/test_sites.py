@@ -158,6 +158,6 @@ def push_from_a_site_with_one_bad_rank():
 
 def test_a_site_pushes_only_if_every_rank_may():
     outcomes = run_ranks(push_from_a_site_with_one_bad_rank, 4)
-    assert "RuntimeError: rank 1 of the site of worker 0: ValueError" in outcomes[0][0]
+    assert "RuntimeError: rank 1 of the site: ValueError" in outcomes[0][0]
     assert outcomes[1][0].startswith("ValueError: expected parameters that require a gradient")
     assert [pushes for _, pushes in outcomes] == [0, 0, 1, 1]

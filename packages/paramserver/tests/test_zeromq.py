@@ -246,7 +246,7 @@ def test_a_suspended_process_requests_again_before_it_gives_up(served, monkeypat
         count(first, 1, 0.0)
         pulls = threading.Thread(target=first.pull)
         pulls.start()
-        while 0 not in server.core._waiting:
+        while 0 not in server.core.waits.waiting:
             time.sleep(0.01)
         jumps[0] = 3600.0
         pulls.join(0.5)

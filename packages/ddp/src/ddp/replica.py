@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
@@ -17,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ddp.communication import Compression
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
+from ddp.consistency.buffers import BufferSynchronization
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_agreement import GradientAgreement
 from ddp.consistency.model_agreement import (
@@ -24,7 +24,6 @@ from ddp.consistency.model_agreement import (
     check_same_descriptions,
     check_same_model,
     check_same_weights,
-    checksum,
     describe_model,
     named_state,
 )
@@ -84,6 +83,7 @@ class Replica:
         self.weighting: GradientWeighting | None = None
         self.hooks = ParameterHooks(self, wrapper)
         self.unused = UnusedParameters()
+        self.buffers = BufferSynchronization()
         self.is_connected = False
         #: True if a backward pass was synchronized since `finish_gradient_synchronization`.
         self.is_synchronized = False
@@ -91,8 +91,6 @@ class Replica:
         self._process_group = process_group
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
-        #: Checksum of the buffers before the first forward pass since the last step; 0 if unknown.
-        self._buffer_checksum = 0
         self._is_finish_queued = False
         #: The queued `_end_backward`. The engine holds the only reference, so the callback is dead
         #: once an error has ended that backward pass.
@@ -105,8 +103,6 @@ class Replica:
         #: True if the current backward pass is synchronized. None outside of a backward pass, and
         #: until it reaches an output of the wrapper.
         self._is_backward_synchronized: bool | None = None
-        #: True after the warning about buffers that were changed between two steps.
-        self._has_warned_of_buffers = False
         #: Parameters with hooks that connect this replica.
         self._connecting_parameters: list[nn.Parameter] = []
         #: The parameters that the module had when it was connected, or when it last changed.
@@ -259,10 +255,8 @@ class Replica:
         if self._ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
-        # Dynamo cannot trace the checksum, and a compiled wrapper must not break the graph.
-        is_checked = self.options.broadcast_buffers and not torch.compiler.is_compiling()
-        if is_checked and self._buffer_checksum == 0:
-            self._buffer_checksum = checksum(self.tracked.named_buffers().values())
+        if self.options.broadcast_buffers and self.buffers.needs_checksum:
+            self.buffers.record_checksum(self.tracked.named_buffers().values())
 
     def _discard_interrupted_pass(self) -> None:
         """Forget a backward pass that raised an error, so that it did not call `_end_backward`."""
@@ -466,37 +460,15 @@ class Replica:
         return self.group.world_size / count
 
     def _synchronize_buffers(self, *, is_participating: bool) -> None:
-        """Copy the buffers of rank 0 to every rank; in `join()`, of the last rank with inputs.
-
-        This happens at the end of a backward pass, not at the start of a forward pass as in torch's
-        DDP. Buffers are then equal if a checkpoint or an evaluation follows on one rank only.
-        """
+        """Copy the buffers of rank 0 to every rank; in `join()`, of the last rank with inputs."""
         buffers = list(self.tracked.named_buffers().values())
         if not buffers:
             return
         source = 0
         if self._ddp._join_config.enable:
             source = highest_rank(self.group, self.device, is_candidate=is_participating)
-        before_forward = torch.tensor(self._buffer_checksum, device=buffers[0].device)
-        self._broadcast([*buffers, before_forward], "the broadcast of the buffers", source)
-        self._warn_of_changed_buffers(int(before_forward), source)
-        self._buffer_checksum = 0
+        self.buffers.synchronize(buffers, self.group, self.failures, source)
 
     def _broadcast(self, tensors: Iterable[Tensor], description: str, source: int = 0) -> None:
         group = self.group.process_group
         broadcast_tensors(list(tensors), group, self.failures, description, source=source)
-
-    def _warn_of_changed_buffers(self, source_checksum: int, source: int) -> None:
-        """Warn if the forward pass used other buffers on this rank than on the source rank."""
-        if self._has_warned_of_buffers or 0 in (self._buffer_checksum, source_checksum):
-            return
-        if self._buffer_checksum != source_checksum:
-            self._has_warned_of_buffers = True
-            warnings.warn(
-                f"rank {self.group.rank}: before the forward pass of this step, the buffers "
-                f"differed from those of rank {source}, because a rank changed them after the "
-                f"previous step. torch's DDP would have copied those of rank {source} before the "
-                "forward pass; change buffers on every rank in the same way, or broadcast them "
-                "after the change",
-                stacklevel=2,
-            )

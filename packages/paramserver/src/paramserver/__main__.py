@@ -60,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = commands.add_parser("keys", help="write a pair of CURVE keys: FILE and FILE.public")
     keys.add_argument("file", type=Path)
     keys.set_defaults(call=_keys)
-    back = commands.add_parser("recover", help="take a damaged journal back to a good record")
-    back.add_argument(
+    recover_parser = commands.add_parser(
+        "recover", help="take a damaged journal back to a good record"
+    )
+    recover_parser.add_argument(
         "folder", type=Path, help="journal of one server, or folder with those of all servers"
     )
-    back.add_argument("--before", metavar="FILE:BYTE", help="also discard this record")
-    back.set_defaults(call=_recover)
+    recover_parser.add_argument("--before", metavar="FILE:BYTE", help="also discard this record")
+    recover_parser.set_defaults(call=_recover)
     convert = commands.add_parser("convert", help="convert journals to another number of servers")
     convert.add_argument("job", help="module:function of the job with the new number of servers")
     convert.add_argument("source", type=Path, help="folder of the journals of all servers")

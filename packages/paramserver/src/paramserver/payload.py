@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from paramserver import sparse
 from paramserver.consistency import LocalSteps
 from paramserver.partition import Shard, local_part
+from paramserver.protocol.gradients import add_flat, flatten
 from paramserver.protocol.messages import Message
-from paramserver.protocol.replica import add_flat, flatten
 from paramserver.transport.connection import Connection
 from paramserver.transport.pieces import PIECE
 

@@ -7,7 +7,6 @@ ranks, its site; then the first rank of the site communicates with the servers f
 
 import json
 import math
-import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,14 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paramserver.checkpoint import check_checkpoint, write_checkpoint
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory, Updater, spec_of
 from paramserver.partition import local_part, partition, require_separate_memory
 from paramserver.payload import Changes, Gradients
+from paramserver.protocol.gradients import require_finite
 from paramserver.protocol.messages import Kind, Message
-from paramserver.protocol.replica import layout, require_finite
+from paramserver.protocol.replica import layout
 from paramserver.protocol.session import Request, Session, Steps
 from paramserver.server import Server
+from paramserver.site import Site
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection
 
 T = TypeVar("T")
@@ -72,11 +74,10 @@ class Worker:
         site: dist.ProcessGroup | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
-        self._site = site
-        self._is_communicator = site is None or dist.get_rank(site) == 0
+        self._site = Site(site)
         if isinstance(servers, Server):
             servers = [servers]
-        if not self._is_communicator:
+        if not self._site.is_communicator:
             servers = []
         if local is None and servers and isinstance(servers[0], Server):
             local = local_of(servers[0].consistency)
@@ -309,44 +310,15 @@ class Worker:
     def _on_communicator(
         self, function: Callable[[], object], check: Callable[[], None] = lambda: None
     ) -> None:
-        """Call `check` on every rank of the site, then `function` on the first rank.
-
-        All ranks raise an exception if one of these calls does. `function` is not called before
-        every rank has passed its check.
-        """
-        if self._site is None:
-            check()
-            function()
-            return
-        self._check_site(check, self._site)
+        """Call `check` on every rank of the site, then `function` on the first; see `Site.run`."""
         session = self._session
-        outcome: list[Any] = [None]
-        if self._is_communicator:
-            try:
-                function()
-                outcome = [(self.rank, session.clock, session.pushes, session.version)]
-            except Exception as error:
-                outcome = [error]
-        dist.broadcast_object_list(outcome, group_src=0, group=self._site)
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        self.rank, session.clock, session.pushes, session.version = outcome[0]
 
-    def _check_site(self, check: Callable[[], None], site: dist.ProcessGroup) -> None:
-        """Call `check` on every rank of the site; all ranks raise an exception if one does."""
-        error = None
-        try:
-            check()
-        except Exception as raised:
-            error = raised
-        failures: list[str | None] = [None] * dist.get_world_size(site)
-        failure = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(failures, failure, group=site)
-        if error is not None:
-            raise error
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise RuntimeError(f"rank {rank} of the site of worker {self.rank}: {failure}")
+        def communicate() -> tuple[int, int, int, int]:
+            function()
+            return self.rank, session.clock, session.pushes, session.version
+
+        state = self._site.run(communicate, check)
+        self.rank, session.clock, session.pushes, session.version = state
 
     def _run_requests(self, steps: Steps[T]) -> T:
         """Run a session generator and return its result.
@@ -402,7 +374,7 @@ class Worker:
         if self._checkpoint:
             self._save(self._checkpoint)
         # With overlap, the other ranks of a site take part in `_receive_update` only.
-        if overlap and self._exchange_thread and self._is_communicator:
+        if overlap and self._exchange_thread and self._site.is_communicator:
             self._exchange = self._exchange_thread.submit(self._push_and_pull)
         elif not overlap:
             self._on_communicator(self._push)
@@ -425,12 +397,7 @@ class Worker:
             "payload": self._payload.state_dict(),
             "random": torch.get_rng_state(),
         }
-        unfinished = path.with_name(f"{path.name}.unfinished")
-        with unfinished.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
+        write_checkpoint(path, state)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, which was saved before a push.
@@ -443,25 +410,11 @@ class Worker:
         assert self._updater is not None
         assert isinstance(self._payload, Changes)
         session = self._session
+        check_checkpoint(
+            self._checkpoint, state, self._local, session, self._layouts, self._settings
+        )
         clock, pushes, version = state["at"]
         accepted = session.pushes - pushes
-        is_of_layout = state["layouts"] == self._layouts or (
-            self._local.fragments == 1 and not self._local.compression
-        )
-        if accepted not in (0, 1) or state["interval"] != self._local.interval or not is_of_layout:
-            raise ValueError(
-                f"expected a checkpoint of worker {self.rank} with {session.pushes} accepted "
-                f"pushes, intervals of {self._local.interval} steps and layouts {self._layouts}, "
-                f"got one with {pushes}, {state['interval']} and {state['layouts']}; remove "
-                f"{self._checkpoint} to continue without the state of the local optimizer"
-            )
-        for name, saved in state["settings"].items():
-            if self._settings.get(name) != saved:
-                raise ValueError(
-                    f"expected a checkpoint with {name} {self._settings.get(name)} of the local "
-                    f"optimizer, got one with {saved}; pass the same setting, or remove "
-                    f"{self._checkpoint} to continue without the state of the local optimizer"
-                )
         self.module.load_state_dict(state["module"])
         self._updater.load_state_dict(state["updater"])
         torch.set_rng_state(state["random"])
@@ -508,10 +461,9 @@ class Worker:
 
     def _load(self, alpha: float = 0.0) -> None:
         self._payload.load(alpha)
-        if self._site is not None:
+        if self._site.group is not None:
             flat = self._payload.flat()
-            for elements in flat.values():
-                dist.broadcast(elements, group_src=0, group=self._site)
+            self._site.broadcast(flat.values())
             self._payload.store(flat)
 
 

@@ -51,7 +51,8 @@ from paramserver.journal.files import (
     snapshot_tail,
     sync_folder,
 )
-from paramserver.protocol.core import Core, Record
+from paramserver.protocol.core import Core
+from paramserver.protocol.records import Record
 
 _LOG = logging.getLogger(__name__)
 

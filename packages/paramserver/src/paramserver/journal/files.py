@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from paramserver.protocol.core import Followed, Record, Staged
 from paramserver.protocol.log import Log
+from paramserver.protocol.records import Followed, Record, Staged
 
 MAGIC = b"pserver2"
 #: Number of random bytes that identify a journal.

@@ -12,8 +12,7 @@ log before anything changes or is recorded.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -29,37 +28,15 @@ from paramserver.protocol.messages import (
     loss_and_bytes,
     pushed_twice,
 )
+from paramserver.protocol.records import Followed, Journal, Record, Staged
 from paramserver.protocol.replica import Replica
+from paramserver.protocol.waits import Waits
 
-
-@dataclass(frozen=True)
-class Staged:
-    """Record of a push whose gradients were staged, in the bytes in which they were received."""
-
-    push: Push
-    gradients: Tensor
-
-
-@dataclass(frozen=True)
-class Followed:
-    """Record of log entries that were replayed."""
-
-    log: Log
-
-
-Record = Staged | Followed
 _KINDS_WITH_LOG = (Kind.FETCH, Kind.FOLLOW, Kind.END)
 _FIRST_SERVER_KINDS = (
     Kind.PULL, Kind.PUSH, Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH
 )  # fmt: skip
 Data = Tensor | None
-
-
-class Journal(Protocol):
-    """Storage of the records from which a server continues after it was killed."""
-
-    def record(self, record: Record) -> None:
-        """Store a record; return when it is written."""
 
 
 class Core:
@@ -95,7 +72,7 @@ class Core:
         #: True if this server orders the updates; the other servers replay its log.
         self.is_first = replica.shard.number == 0
         self.ledger = Ledger(workers, consistency)
-        self.timeout = timeout
+        self.waits = Waits(workers, timeout, drop_after)
         self.failure = ""
         self.journal = journal
         #: Data of the last answer if it has a size; valid until the next request.
@@ -109,11 +86,6 @@ class Core:
         self._continues_after_loss = continue_after_loss
         self._elastic = elastic
         self._waits_for_rejoin = wait_for_rejoin
-        self._drop_after = drop_after
-        #: Time of the last request, by worker.
-        self._last_seen = dict.fromkeys(range(workers), 0.0)
-        #: Start time and request of each wait, by worker.
-        self._waiting: dict[int, tuple[float, Message]] = {}
 
     def handle(
         self,
@@ -139,18 +111,17 @@ class Core:
         """
         log = self.validate(worker, message, session)
         # A BEAT comes from a thread of the worker and does not end a wait of the worker.
-        waited = None if message.kind is Kind.BEAT else self._waiting.pop(worker, None)
+        waited = None if message.kind is Kind.BEAT else self.waits.end(worker)
         self._admit(worker, message)
         if worker in self.ledger.members:
-            self._last_seen[worker] = now
+            self.waits.last_seen[worker] = now
         reply = self._answer(worker, message, log, data, is_known_finite)
         if message.kind is Kind.JOIN:
-            self._last_seen[worker] = now
+            self.waits.last_seen[worker] = now
         if message.text and message.kind in (Kind.PUSH, Kind.COMMIT):
             self.reports[worker] = loss_and_bytes(message.text)
         if reply is None:
-            since = waited[0] if waited and waited[1] == message else now
-            self._waiting[worker] = since, message
+            self.waits.start(worker, message, now, waited)
         return reply
 
     def validate(self, worker: int, message: Message, session: int | None = None) -> Log | None:
@@ -224,19 +195,19 @@ class Core:
         If training continues without silent workers, they are lost instead, and the list is empty.
         """
         timed_out: list[tuple[int, Exception]] = []
-        for worker, (since, message) in list(self._waiting.items()):
-            silent = [w for w in self._waits_for(message) if self._deadline(w, since) <= now]
+        for worker, (_, message) in list(self.waits.waiting.items()):
+            silent = self.waits.silent(worker, self.ledger, now)
             if not silent:
                 continue
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
             if self._continues_after_loss and not self._waits_for_rejoin:
                 for w in silent:
-                    self.lose(w, self._reason(w, now))
+                    self.lose(w, self.waits.reason(w, now))
                 continue
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
-            del self._waiting[worker]
+            self.waits.end(worker)
             error = TimeoutError(
-                f"worker {worker} waited {where} for {state}, silent for {self.timeout:g} s; "
+                f"worker {worker} waited {where} for {state}, silent for {self.waits.timeout:g} s; "
                 "pass a longer `timeout` if a step may take that long"
             )
             timed_out.append((worker, error))
@@ -244,16 +215,11 @@ class Core:
 
     def excuse_silence(self, now: float) -> None:
         """Measure the silence of all workers from `now`, after this server was suspended."""
-        self._last_seen = dict.fromkeys({*self._last_seen, *self.ledger.members}, now)
-        self._waiting = {w: (now, message) for w, (_, message) in self._waiting.items()}
+        self.waits.excuse_silence(self.ledger.members, now)
 
     def next_deadline(self) -> float:
         """Return the time at which `check` has to be called if no request arrives before then."""
-        waiting = self._waiting.values()
-        ends = (
-            self._deadline(w, since) for since, message in waiting for w in self._waits_for(message)
-        )
-        return min(ends, default=float("inf"))
+        return self.waits.next_deadline(self.ledger)
 
     def lose(self, worker: int, reason: str) -> None:
         """Note that `worker` is gone without having finished."""
@@ -261,7 +227,7 @@ class Core:
         if member is None:
             return
         message = f"worker {worker} is gone at clock {member.clock}: {reason}"
-        self._waiting.pop(worker, None)
+        self.waits.end(worker)
         if self._waits_for_rejoin:
             return  # the others wait until it has rejoined
         if self._continues_after_loss:
@@ -442,24 +408,6 @@ class Core:
         if worker not in self.ledger.members:
             raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
         return self.ledger.members[worker]
-
-    def _waits_for(self, message: Message) -> list[int]:
-        """Return the workers that block a request and are not waiting for an answer themselves."""
-        is_finish = message.kind is Kind.FINISH
-        blockers = self.ledger.active if is_finish else self.ledger.behind(message.clock)
-        return [worker for worker in blockers if worker not in self._waiting]
-
-    def _deadline(self, worker: int, since: float) -> float:
-        silent = self._silent_at(worker, since)
-        return silent if self._drop_after is None else min(silent, since + self._drop_after)
-
-    def _silent_at(self, worker: int, since: float) -> float:
-        return max(since, self._last_seen.get(worker, 0.0)) + self.timeout
-
-    def _reason(self, worker: int, now: float) -> str:
-        if self._drop_after is not None and self._silent_at(worker, 0.0) > now:
-            return f"other workers have waited {self._drop_after:g} s for it"
-        return f"it neither pulled nor pushed for {self.timeout:g} s"
 
     def _log(self, worker: int, message: Message) -> Log:
         """Return the log from the position of the message, and forget the entries before it.

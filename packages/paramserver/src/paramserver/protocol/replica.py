@@ -7,7 +7,7 @@ recognized by its identity (worker, epoch, clock) and has no effect.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from paramserver import sparse
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Piece, Shard, local_part
+from paramserver.protocol.gradients import add_flat, flatten, mean, require_finite
 from paramserver.protocol.log import Accept, Join, Leave, Log, Push, Read, Write
 from paramserver.protocol.pieces_optimizer import updater_of_pieces
 
@@ -327,10 +328,10 @@ class Replica:
             self._targets[number], fragment.shard.pieces, zip(*pushes, strict=True), strict=True
         )
         for target, piece, gradients in targets:
-            mean = _mean(gradients, target.dtype)
+            gradient = mean(gradients, target.dtype)
             if self._updater.needs_dense_gradients:
-                mean = mean.to_dense()
-            target.grad = sparse.convert_for(self._updater.optimizer, mean, piece)
+                gradient = gradient.to_dense()
+            target.grad = sparse.convert_for(self._updater.optimizer, gradient, piece)
         self._updater.step()
         self.version += 1
         self._changed = number
@@ -346,24 +347,6 @@ class Replica:
                 self._change = change
 
 
-def require_finite(worker: int, gradients: Mapping[str, Tensor]) -> None:
-    """Raise `ValueError` if a gradient is not finite."""
-    values = {name: g._values() if g.is_sparse else g for name, g in gradients.items()}
-    # The sums are fast to compute, and are read from a GPU at once. They may overflow, so the
-    # elements decide if a sum is not finite.
-    are_finite = [elements.sum().isfinite() for elements in values.values()]
-    if not are_finite or torch.stack([flag.to(are_finite[0].device) for flag in are_finite]).all():
-        return
-    for name, elements in values.items():
-        count = int((~elements.isfinite()).sum())
-        if count:
-            raise ValueError(
-                f"worker {worker}'s gradient of {name} is not finite in {count} of "
-                f"{elements.numel()} elements; nothing was applied: skip the batch or lower the "
-                "learning rate"
-            )
-
-
 def _describe(policy: Consistency | None) -> str:
     """Return the settings of a policy as a text that is equal in every process."""
     values = getattr(policy, "__dict__", {}).items()
@@ -377,34 +360,3 @@ def layout(shard: Shard, policy: Consistency | None) -> str:
         return f"{shard.digest()} (gradients)"
     kind = "whole fragments" if shard.whole and policy.fragments > 1 else "fragments"
     return f"{shard.digest()} (changes in {kind} of {_describe(policy)})"
-
-
-def flatten(views: Iterable[Tensor]) -> Tensor:
-    """Return the elements of all views as one float32 vector."""
-    return torch.cat([torch.empty(0), *(view.reshape(-1).float() for view in views)])
-
-
-def add_flat(views: Iterable[Tensor], flat: Tensor) -> None:
-    """Add a float32 vector to the elements of all views."""
-    start = 0
-    for view in views:
-        view.view(-1).add_(flat[start : start + view.numel()].to(view.dtype))
-        start += view.numel()
-
-
-def _mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the mean of the gradients in `dtype`; 16-bit gradients are summed in float32.
-
-    The sum is computed in the memory of the first gradient if that is wide enough.
-    """
-    # The sort is stable, so the order of the workers stays. A dense tensor has to come first,
-    # because a dense tensor cannot be added to a sparse one in place.
-    total, *others = sorted(gradients, key=lambda gradient: gradient.is_sparse)
-    if others:
-        wide = torch.promote_types(dtype, torch.float32)
-        total = total.to(wide)
-        for other in others:
-            total.add_(other.to(wide) if other.is_sparse else other)
-        total.div_(len(gradients))
-    # Coalescing sums the elements of repeated rows before they are rounded.
-    return total.coalesce().to(dtype) if total.is_sparse else total.to(dtype)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from paramserver.journal import DiskJournal, JournalError, journal_folders, restore
 from paramserver.partition import Piece
-from paramserver.protocol.core import Core, Followed
+from paramserver.protocol.core import Core
+from paramserver.protocol.records import Followed
 from paramserver.protocol.replica import Replica
 from paramserver.running.job import Job
 from paramserver.worker import local_of

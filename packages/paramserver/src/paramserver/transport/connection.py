@@ -107,6 +107,8 @@ class RemoteConnection(Connection):
 
     def __init__(self, channel: Channel, timeout: float) -> None:
         self._channel = channel
+        #: True from the start of a request until its answer is complete.
+        self._awaits_answer = False
         #: Held while a request is sent, because `abort` may be called from another thread.
         self._sending = threading.Lock()
         self._timeout = timeout
@@ -118,6 +120,13 @@ class RemoteConnection(Connection):
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
         """Send a request and wait for its answer."""
         channel = self._channel
+        if self._awaits_answer:
+            # Its answer may still arrive, and would be taken for that of this request.
+            raise PeerLost(
+                f"an earlier request to {channel.peer} failed before it was answered; create the "
+                "servers and workers again, from its last state_dict()"
+            )
+        self._awaits_answer = True
         try:
             with self._sending:
                 channel.send(message)
@@ -129,6 +138,7 @@ class RemoteConnection(Connection):
             raise PeerLost(
                 f"{channel.peer} is gone: {error}; restart from its last state_dict()"
             ) from error
+        self._awaits_answer = False
         raise_failure(channel.peer, answer)
         return answer
 

@@ -1,0 +1,57 @@
+"""Files with the state of a worker of local steps, which is saved before every exchange."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paramserver.consistency import LocalSteps
+from paramserver.protocol.session import Session
+
+
+def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Replace the file at `path` by one with `state`, atomically and through to the disk."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def check_checkpoint(
+    path: Path | None,
+    state: Mapping[str, Any],
+    policy: LocalSteps,
+    session: Session,
+    layouts: list[str],
+    settings: Mapping[str, str],
+) -> None:
+    """Raise `ValueError` unless a worker can continue from the state of a checkpoint.
+
+    Args:
+        path: the file, for the error.
+        state: its content.
+        policy: policy of the job.
+        session: session with which the worker has joined.
+        layouts: layout of each server's shard.
+        settings: settings of the local optimizer.
+    """
+    remedy = f"remove {path} to continue without the state of the local optimizer"
+    _, pushes, _ = state["at"]
+    is_of_layout = state["layouts"] == layouts or (policy.fragments == 1 and not policy.compression)
+    is_of_push = session.pushes - pushes in (0, 1)
+    if not is_of_push or state["interval"] != policy.interval or not is_of_layout:
+        raise ValueError(
+            f"expected a checkpoint of worker {session.worker} with {session.pushes} accepted "
+            f"pushes, intervals of {policy.interval} steps and layouts {layouts}, got one with "
+            f"{pushes}, {state['interval']} and {state['layouts']}; {remedy}"
+        )
+    for name, saved in state["settings"].items():
+        if settings.get(name) != saved:
+            raise ValueError(
+                f"expected a checkpoint with {name} {settings.get(name)} of the local optimizer, "
+                f"got one with {saved}; pass the same setting, or {remedy}"
+            )

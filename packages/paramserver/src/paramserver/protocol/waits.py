@@ -1,0 +1,75 @@
+"""Waits of workers for each other, and the times at which they end without an answer."""
+
+from collections.abc import Iterable
+
+from paramserver.protocol.ledger import Ledger
+from paramserver.protocol.messages import Kind, Message
+
+
+class Waits:
+    """The waits of all workers at one server, and the time of each worker's last request.
+
+    A worker is silent if it has sent no request for `timeout` seconds and does not wait itself.
+
+    Args:
+        workers: number of workers that take part from the start.
+        timeout: seconds without a request after which other workers stop waiting for a worker.
+        drop_after: seconds of waiting after which a slow worker counts as silent; None for never.
+    """
+
+    def __init__(self, workers: int, timeout: float, drop_after: float | None) -> None:
+        self.timeout = timeout
+        self._drop_after = drop_after
+        #: Time of the last request, by worker.
+        self.last_seen = dict.fromkeys(range(workers), 0.0)
+        #: Start time and request of each wait, by worker.
+        self.waiting: dict[int, tuple[float, Message]] = {}
+
+    def end(self, worker: int) -> tuple[float, Message] | None:
+        """End the wait of `worker`; return its start time and request if there was one."""
+        return self.waiting.pop(worker, None)
+
+    def start(
+        self, worker: int, message: Message, now: float, earlier: tuple[float, Message] | None
+    ) -> None:
+        """Start a wait, or continue the `earlier` one if it is of the same request."""
+        since = earlier[0] if earlier and earlier[1] == message else now
+        self.waiting[worker] = since, message
+
+    def excuse_silence(self, workers: Iterable[int], now: float) -> None:
+        """Measure the silence of all workers from `now`."""
+        self.last_seen = dict.fromkeys({*self.last_seen, *workers}, now)
+        self.waiting = {w: (now, message) for w, (_, message) in self.waiting.items()}
+
+    def blockers(self, message: Message, ledger: Ledger) -> list[int]:
+        """Return the workers that block a request and are not waiting for an answer themselves."""
+        is_finish = message.kind is Kind.FINISH
+        blockers = ledger.active if is_finish else ledger.behind(message.clock)
+        return [worker for worker in blockers if worker not in self.waiting]
+
+    def silent(self, worker: int, ledger: Ledger, now: float) -> list[int]:
+        """Return the silent workers for which `worker` waits."""
+        since, message = self.waiting[worker]
+        return [w for w in self.blockers(message, ledger) if self._deadline(w, since) <= now]
+
+    def next_deadline(self, ledger: Ledger) -> float:
+        """Return the time at which the next wait ends without an answer."""
+        ends = (
+            self._deadline(w, since)
+            for since, message in self.waiting.values()
+            for w in self.blockers(message, ledger)
+        )
+        return min(ends, default=float("inf"))
+
+    def reason(self, worker: int, now: float) -> str:
+        """Return why the other workers stop waiting for a worker."""
+        if self._drop_after is not None and self._silent_at(worker, 0.0) > now:
+            return f"other workers have waited {self._drop_after:g} s for it"
+        return f"it neither pulled nor pushed for {self.timeout:g} s"
+
+    def _deadline(self, worker: int, since: float) -> float:
+        silent = self._silent_at(worker, since)
+        return silent if self._drop_after is None else min(silent, since + self._drop_after)
+
+    def _silent_at(self, worker: int, since: float) -> float:
+        return max(since, self.last_seen.get(worker, 0.0)) + self.timeout
