@@ -27,7 +27,16 @@ def pytest_generate_tests(metafunc):
     names = [os.environ.get("DDP_TEST_BACKEND", "gloo")]
     if names == ["gloo"] and Path(metafunc.module.__file__).stem in ON_BOTH:
         names.append("collectives")
-    metafunc.parametrize("backend", names, indirect=True, ids=[f"on-{name}" for name in names])
+    values = [
+        pytest.param(name, marks=pytest.mark.exhaustive) if is_exhaustive(metafunc, name) else name
+        for name in names
+    ]
+    metafunc.parametrize("backend", values, indirect=True, ids=[f"on-{name}" for name in names])
+
+
+def is_exhaustive(metafunc, name):
+    """Return True for tests of torch's interface on a backend other than gloo."""
+    return name != "gloo" and metafunc.module.__name__ == "test_compat"
 
 
 @pytest.fixture(autouse=True)

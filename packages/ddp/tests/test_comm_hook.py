@@ -64,9 +64,9 @@ def train_with_hook(which: str, bucket_size_mb: float) -> list:
     ("which", "bucket_size_mb"),
     [
         ("all-reduce", 500 / MIB),
-        ("all-reduce", 25.0),
+        pytest.param("all-reduce", 25.0, marks=pytest.mark.exhaustive),
         ("fp16", 500 / MIB),
-        ("bf16", 25.0),
+        pytest.param("bf16", 25.0, marks=pytest.mark.exhaustive),
         ("wrapped", 500 / MIB),
         ("noop", 25.0),
     ],

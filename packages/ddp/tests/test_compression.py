@@ -158,9 +158,14 @@ def accumulated_error(rank: int, steps: int) -> float:
 
 def test_powersgd_carries_residuals_over() -> None:
     once = run_ranks(accumulated_error, 2, 3, 1)[0]
-    often = run_ranks(accumulated_error, 2, 3, 60)[0]
+    often = run_ranks(accumulated_error, 2, 3, 30)[0]
     assert once > 0.3
-    assert often < once / 5
+    assert often < once / 4
+
+
+def final_losses() -> list[float]:
+    compressions = {}, {"gradient_dtype": torch.bfloat16}, {"compression": PowerSGD(2)}
+    return [final_loss(compression) for compression in compressions]
 
 
 def final_loss(compression: dict) -> float:
@@ -168,7 +173,7 @@ def final_loss(compression: dict) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     generator = torch.Generator().manual_seed(dist.get_rank())
     teacher = torch.randn(24, 8, generator=torch.Generator().manual_seed(9))
-    for _ in range(150):
+    for _ in range(80):
         x = torch.randn(32, 24, generator=generator)
         loss = (model(x) - torch.tanh(x @ teacher / 5)).square().mean()
         optimizer.zero_grad()
@@ -179,9 +184,9 @@ def final_loss(compression: dict) -> float:
 
 
 def test_compressed_training_learns_about_as_well() -> None:
-    plain = run_ranks(final_loss, 2, {})[0]
-    assert run_ranks(final_loss, 2, {"gradient_dtype": torch.bfloat16})[0] < 1.2 * plain
-    assert run_ranks(final_loss, 2, {"compression": PowerSGD(2)})[0] < 2 * plain < 0.1
+    plain, rounded, low_rank = run_ranks(final_losses, 2)[0]
+    assert rounded < 1.2 * plain
+    assert low_rank < 2 * plain < 0.1
 
 
 class SkippedBlock(nn.Module):
@@ -231,9 +236,13 @@ def feedback_error(history: str) -> float:
     return max(float(difference.abs().max()) for difference in missing.values())
 
 
-@pytest.mark.parametrize("history", ["unfreeze", "share", "copy", "skip"])
-def test_powersgd_loses_no_gradient(history: str) -> None:
-    assert max(run_ranks(feedback_error, 2, history)) < 1e-12
+def feedback_errors() -> dict[str, float]:
+    return {history: feedback_error(history) for history in ("unfreeze", "share", "copy", "skip")}
+
+
+def test_powersgd_loses_no_gradient() -> None:
+    for errors in run_ranks(feedback_errors, 2):
+        assert max(errors.values()) < 1e-12, errors
 
 
 def compress_in_another_memory_order() -> None:

@@ -149,7 +149,8 @@ def test_all_designs_give_the_same_bits_on_nccl() -> None:
     ],
 )
 def test_all_designs_give_the_same_bits_and_match_one_process(world: int, accumulate: int) -> None:
-    seeds, steps = list(range(100 * world + 10 * accumulate, 100 * world + 10 * accumulate + 5)), 3
+    first = 100 * world + 10 * accumulate
+    seeds, steps = list(range(first, first + 3)), 3
     ranks = run_ranks(all_designs, world, seeds, steps, accumulate, world > 2, timeout=120)
     for seed, *of_seed in zip(seeds, *ranks, strict=True):
         assert_equal_bits_and_close_to(

@@ -271,7 +271,7 @@ class Run:
 
     def finish(self, uneven: bool) -> None:
         self.rendezvous()
-        if not uneven or self.average == "weight" or self.sparse:
+        if not uneven or self.average == "weight":
             return
         for module in (self.module, self.twin):
             module.zero_grad()

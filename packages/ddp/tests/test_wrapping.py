@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from functools import cache
 from itertools import accumulate
 
 import pytest
@@ -307,9 +308,19 @@ def train_compiled_blocks() -> tuple:
     return by_blocks, whole, len(graphs), breaks, len(step.buckets), hidden
 
 
+def train_all_compiled() -> tuple[tuple, bool]:
+    return train_compiled_blocks(), train_compiled()
+
+
+@cache
+def outcomes_of_compiled_models() -> list[tuple[tuple, bool]]:
+    """Return the outcomes of two tests, in which each rank imports the compiler once."""
+    return run_ranks(train_all_compiled, 2, timeout=300)
+
+
 @pytest.mark.filterwarnings("default")
 def test_buckets_break_no_graph_and_blocks_keep_the_overlap() -> None:
-    ranks = run_ranks(train_compiled_blocks, 2, timeout=300)
+    ranks = [blocks for blocks, _ in outcomes_of_compiled_models()]
     for by_blocks, whole, wrapper, breaks, buckets, hidden in ranks:
         # Equal blocks may have a common graph.
         assert 1 <= by_blocks <= 4
@@ -320,7 +331,7 @@ def test_buckets_break_no_graph_and_blocks_keep_the_overlap() -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_compiled_module_and_compiled_wrapper_train_like_one_process() -> None:
-    assert run_ranks(train_compiled, 2, timeout=300) == [True, True]
+    assert [trains for _, trains in outcomes_of_compiled_models()] == [True, True]
 
 
 def test_importing_and_wrapping_do_not_import_the_compiler() -> None:

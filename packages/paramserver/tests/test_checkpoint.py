@@ -122,7 +122,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("when", ["before the push", "after the push"])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_job_killed_at_any_push_equals_the_undisturbed_one(
     tmp_path, undisturbed, name, servers, when

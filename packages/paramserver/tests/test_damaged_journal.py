@@ -109,7 +109,7 @@ def assert_refused(folder, name, offset=None):
 
 BOTH = pytest.mark.parametrize("written", ["snapshot", "journal"], indirect=True)
 #: Distance of the tested bytes between the boundaries of records, next to which all are tested.
-STRIDES = pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.exhaustive)])
+STRIDES = pytest.mark.parametrize("stride", [197, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
 def offsets(name, raw, stride):
@@ -244,7 +244,7 @@ def test_records_in_another_place_are_refused(written):
 
 
 @BOTH
-@pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [127, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(
     written, stride, capsys
 ):

@@ -406,8 +406,8 @@ def test_bad_arguments_say_what_to_give():
         StaleSynchronous(-1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
         Server(trainable_parameters(model()), SGD, workers=0)
-    for timeout in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="expected timeout in seconds > 0, got"):
+    for timeout in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="expected timeout in seconds >= 0, got"):
             Server(trainable_parameters(model()), SGD, workers=1, timeout=timeout)
     with pytest.raises(ValueError, match="'stop' or 'continue'"):
         Server(trainable_parameters(model()), SGD, workers=1, on_worker_loss="ignore")

@@ -64,9 +64,20 @@ def a_step_in_threads(dtype, policy, push, servers=2):
     return torch.cat([view.view(-1) for some in views for view in some])
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "distributed", "zeromq"])
+BULK, LOCAL = BulkSynchronous(), LocalSteps(1, UNIT_SGD)
+
+
 @pytest.mark.parametrize(
-    "policy", [BulkSynchronous(), LocalSteps(1, UNIT_SGD)], ids=["bulk", "local"]
+    ("policy", "transport"),
+    [
+        (BULK, "shared_memory"),
+        (BULK, "distributed"),
+        (LOCAL, "zeromq"),
+        pytest.param(LOCAL, "shared_memory", marks=pytest.mark.exhaustive),
+        pytest.param(LOCAL, "distributed", marks=pytest.mark.exhaustive),
+        pytest.param(BULK, "zeromq", marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_mean_is_rounded_once_over_every_transport(policy, transport):
     if transport == "zeromq":

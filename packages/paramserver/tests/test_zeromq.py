@@ -81,10 +81,10 @@ def count(worker, steps, seconds):
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_run_equals_one_process(servers):
-    result = run(train, model(), SGD, args=(5,), workers=3, servers=servers, transport="zeromq")
-    assert_equal_parameters(result.parameters, train_alone(5, 3, SGD))
+    result = run(train, model(), SGD, args=(5,), workers=2, servers=servers, transport="zeromq")
+    assert_equal_parameters(result.parameters, train_alone(5, 2, SGD))
     assert result.versions == [5] * servers
-    assert result.staleness == {0: 15 * servers}
+    assert result.staleness == {0: 10 * servers}
 
 
 def run_and_kill(consistency, kills, seed, steps=60, servers=2):
@@ -130,21 +130,21 @@ def run_and_kill(consistency, kills, seed, steps=60, servers=2):
     ids=repr,
 )
 def test_nothing_is_lost_or_doubled_when_processes_are_killed(consistency):
-    result, killed = run_and_kill(consistency, 4, seed=1)
+    result, killed = run_and_kill(consistency, 2, seed=1, steps=40)
     assert killed
-    assert result.values == [60, 60, 60]
-    assert result.versions == [180, 180]
-    assert result.parameters["x"].unique().tolist() == [60.0]
+    assert result.values == [40, 40, 40]
+    assert result.versions == [120, 120]
+    assert result.parameters["x"].unique().tolist() == [40.0]
 
 
 def test_bulk_synchronous_training_survives_a_kill():
-    result, killed = run_and_kill(BulkSynchronous(), 3, seed=2)
+    result, killed = run_and_kill(BulkSynchronous(), 2, seed=2, steps=39)
     assert killed
-    assert result.values == [60, 60, 60]
-    assert result.versions == [60, 60]  # no step was applied without a worker
+    assert result.values == [39, 39, 39]
+    assert result.versions == [39, 39]  # no step was applied without a worker
     x = result.parameters["x"]
     assert (x == x[0]).all()
-    torch.testing.assert_close(x[0], torch.full((3,), 20.0, dtype=torch.float64))
+    torch.testing.assert_close(x[0], torch.full((3,), 13.0, dtype=torch.float64))
 
 
 def train_from_position(worker, steps, marker=None):
@@ -167,15 +167,15 @@ def test_bulk_synchronous_steps_wait_for_a_restarted_worker(servers, tmp_path):
         model(),
         SGD,
         args=(6, tmp_path / "marker"),
-        workers=3,
+        workers=2,
         servers=servers,
         transport="zeromq",
         restarts=1,
     )
     assert (tmp_path / "marker").exists()
-    assert_equal_parameters(result.parameters, train_alone(6, 3, SGD))
+    assert_equal_parameters(result.parameters, train_alone(6, 2, SGD))
     assert result.versions == [6] * servers
-    assert result.values == [6, 6, 6]
+    assert result.values == [6, 6]
 
 
 def test_a_continued_run_equals_an_undisturbed_one(tmp_path):
@@ -185,12 +185,12 @@ def test_a_continued_run_equals_an_undisturbed_one(tmp_path):
             model(),
             SGD,
             args=(steps,),
-            workers=3,
+            workers=2,
             servers=2,
             transport="zeromq",
             journal=tmp_path,
         )
-        assert_equal_parameters(result.parameters, train_alone(steps, 3, SGD))
+        assert_equal_parameters(result.parameters, train_alone(steps, 2, SGD))
         assert result.versions == [steps] * 2
 
 
@@ -278,7 +278,9 @@ def test_a_suspended_worker_requests_again_although_no_message_arrived(served, m
             assert version.result() == 0
 
 
-@pytest.mark.parametrize("name", ["server 0", "server 1"])
+@pytest.mark.parametrize(
+    "name", ["server 0", pytest.param("server 1", marks=pytest.mark.exhaustive)]
+)
 def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeypatch, name):
     def kill_and_read(*arguments):
         (victim,) = (p for p in multiprocessing.active_children() if p.name == name)

@@ -68,8 +68,8 @@ class Server:
         min_workers = 0 if elastic else 1
         if workers < min_workers:
             raise ValueError(f"expected workers >= {min_workers}, got {workers}")
-        if not timeout > 0:
-            raise ValueError(f"expected timeout in seconds > 0, got {timeout!r}")
+        if not timeout >= 0:
+            raise ValueError(f"expected timeout in seconds >= 0, got {timeout!r}")
         if on_worker_loss not in ("stop", "continue"):
             raise ValueError(
                 f"expected on_worker_loss 'stop' or 'continue', got {on_worker_loss!r}"
