@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import (
     Asynchronous,
     BulkSynchronous,
+    LocalSteps,
     PeerLost,
     Server,
     StaleSynchronous,
@@ -404,6 +405,9 @@ def test_bad_arguments_say_what_to_give():
         StaleSynchronous(1.5)
     with pytest.raises(ValueError, match="expected a staleness bound >= 0, got -1"):
         StaleSynchronous(-1)
+    for policy in ("asynchronous", LocalSteps):
+        with pytest.raises(TypeError, match=r"expected a policy, such as BulkSynchronous\(\), got"):
+            Server(trainable_parameters(model()), SGD, policy, workers=1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
         Server(trainable_parameters(model()), SGD, workers=0)
     for timeout in (-1.0, float("nan")):

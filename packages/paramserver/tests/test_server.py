@@ -366,6 +366,18 @@ def test_a_parameter_that_is_frozen_after_a_push_is_refused(policy):
     assert torch.equal(module.weight, before[2])
 
 
+def test_parameter_of_another_shape_is_refused():
+    module = nn.Linear(3, 1)
+    server = Server(trainable_parameters(module), SGD, Asynchronous(), workers=1)
+    worker = Worker(module, server, rank=torch.tensor(0))  # an integer of any library
+    worker.pull()
+    module.weight.data = torch.zeros(1, 4)
+    module(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"weight to have the shape \(1, 3\) .* got \(1, 4\)"):
+        worker.push()
+    assert server.version == 0
+
+
 def test_gradient_of_a_parameter_that_remains_frozen_is_not_needed():
     module = nn.Linear(3, 1)
     module.bias.requires_grad_(False)

@@ -181,13 +181,16 @@ class Updater:
         The norm is computed in float64, because in the type of finite gradients it may overflow.
         """
         gradients = [target.grad for target in self.targets if target.grad is not None]
+        if not gradients:
+            return
         norms = []
         for gradient in gradients:
             elements = gradient.coalesce().values() if gradient.is_sparse else gradient
             if elements.is_complex():
                 elements = torch.view_as_real(elements)
-            norms.append(float(torch.linalg.vector_norm(elements, dtype=torch.float64)))
-        norm = math.hypot(*norms)
+            norms.append(torch.linalg.vector_norm(elements, dtype=torch.float64))
+        # One number is read from a GPU, because the host waits for each.
+        norm = float(torch.stack([part.to(norms[0].device) for part in norms]).norm())
         if not math.isfinite(norm):
             raise RuntimeError(
                 f"expected gradients with a finite norm, which max_norm={max_norm:g} limits, got "

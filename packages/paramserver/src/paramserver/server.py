@@ -75,6 +75,11 @@ class Server:
                 f"expected on_worker_loss 'stop' or 'continue', got {on_worker_loss!r}"
             )
         self.consistency: Consistency = consistency or BulkSynchronous()
+        is_policy = hasattr(self.consistency, "bound") and hasattr(self.consistency, "averages")
+        if not is_policy or isinstance(self.consistency, type):
+            raise TypeError(
+                f"expected a policy, such as BulkSynchronous(), got {self.consistency!r}"
+            )
         waits = elastic and on_worker_loss == "stop" and self.consistency.averages
         survives = elastic or on_worker_loss == "continue"
         if drop_after is not None and (waits or not survives):

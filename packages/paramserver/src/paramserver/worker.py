@@ -7,6 +7,7 @@ ranks, its site; then the first rank of the site communicates with the servers f
 
 import json
 import math
+import operator
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -74,6 +75,7 @@ class Worker:
         site: dist.ProcessGroup | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
+        rank = operator.index(rank)  # an integer of any library
         self._site = Site(site)
         if isinstance(servers, Server):
             servers = [servers]
@@ -96,6 +98,7 @@ class Worker:
         self.module = module
         self.rank = rank
         self._parameters = trainable_parameters(module)
+        self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
         shards = partition(self._parameters, len(servers), whole=whole) if servers else []
         payload_type = partial(Changes, local) if local else Gradients
@@ -283,6 +286,13 @@ class Worker:
                 "servers' optimizer would still change; freeze parameters before the servers and "
                 "workers are created"
             )
+        for name, parameter in self._parameters.items():
+            if parameter.shape != self._shapes[name]:
+                raise ValueError(
+                    f"expected {name} to have the shape {tuple(self._shapes[name])} as when worker "
+                    f"{self.rank} was created, got {tuple(parameter.shape)}; create the servers "
+                    "and workers after such changes"
+                )
         stored = {id(parameter) for parameter in self._parameters.values()}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and id(parameter) not in stored:

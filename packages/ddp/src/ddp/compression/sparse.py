@@ -24,8 +24,8 @@ def average_sparse(
 ) -> None:
     """Sum each gradient times `scale` over the ranks; a missing gradient counts as zero.
 
-    With `is_participating=False` this rank contributes zeros, whatever its gradients are. As in
-    torch's DDP, a communication hook receives each sparse gradient as a separate bucket.
+    With `is_participating=False` this rank contributes zeros and its own gradients are not used. As
+    in torch's DDP, a communication hook receives each sparse gradient as a separate bucket.
     """
     for index, (name, parameter) in enumerate(parameters.items()):
         description = f"the sum of the sparse gradient of {name!r}"
