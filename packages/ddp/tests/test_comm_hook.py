@@ -155,3 +155,21 @@ def train_sparse_with_hook(halves: bool) -> bool:
 @pytest.mark.parametrize("halves", [False, True])
 def test_hooks_reduce_sparse_gradients(halves: bool) -> None:
     assert run_ranks(train_sparse_with_hook, 2, halves) == [True] * 2
+
+
+def train_with_hook_that_transposes() -> list:
+    module = nn.Linear(4, 3, bias=False)
+    model = DDP(module)
+
+    def hook(_, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer().view(3, 4).t().contiguous().t())
+        return future
+
+    model.register_comm_hook(None, hook)
+    model(torch.arange(4.0)).sum().backward()
+    return module.weight.grad.tolist()
+
+
+def test_hook_may_return_gradients_in_another_memory_order() -> None:
+    assert run_ranks(train_with_hook_that_transposes, 2) == [[[0.0, 1.0, 2.0, 3.0]] * 3] * 2

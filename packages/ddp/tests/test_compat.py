@@ -4,11 +4,13 @@
 """
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
+from ddp.compat import graph_nodes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -128,3 +130,13 @@ def test_ignored_parameters_are_neither_broadcast_nor_averaged(how: str) -> None
     ranks = run_ranks(ignore_a_parameter, 2, how)
     assert [bias for bias, _ in ranks] == [[0.0], [1.0]]
     assert [gradient for _, gradient in ranks] == [[[0.5, 0.5]]] * 2
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+
+
+def test_outputs_may_contain_dataclasses_and_their_types() -> None:
+    value = torch.ones(1, requires_grad=True) * 2
+    assert graph_nodes({"type": Output, "output": Output(value)}) == {value.grad_fn}

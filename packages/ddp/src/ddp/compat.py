@@ -115,7 +115,7 @@ def graph_nodes(output: Any) -> set[Any]:
         return set().union(*(graph_nodes(value) for value in output.values()))
     if isinstance(output, list | tuple):
         return set().union(*(graph_nodes(value) for value in output))
-    if is_dataclass(output):
+    if is_dataclass(output) and not isinstance(output, type):
         values = [getattr(output, field.name) for field in fields(output)]
         return set().union(*(graph_nodes(value) for value in values))
     return set()

@@ -106,7 +106,7 @@ class CommHook(Compression):
                     f"{gradients.numel()} elements, like the bucket's buffer(); got "
                     f"{_describe_value(reduced)}"
                 )
-            gradients.copy_(reduced.view(-1))
+            gradients.copy_(reduced.reshape(-1))
 
         return Collective(future, tensor_bytes(bucket.gradients), 0, store)
 
